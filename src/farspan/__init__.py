@@ -1,0 +1,10 @@
+"""farspan: transformers that work far beyond the length they were trained on.
+
+Importing it registers model type "farspan" with transformers' Auto classes.
+"""
+
+from farspan.models import FarspanCache, FarspanConfig, FarspanForCausalLM, FarspanModel
+
+__version__ = "0.1.0"
+
+__all__ = ["FarspanCache", "FarspanConfig", "FarspanForCausalLM", "FarspanModel", "__version__"]

@@ -1,0 +1,29 @@
+"""One way to refuse: name the argument, its value and the remedy."""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise ``ValueError(message)`` unless the condition holds."""
+    if not condition:
+        raise ValueError(message)
+
+
+def unknown(argument: str, value: object, options: Iterable[str]) -> ValueError:
+    """The error for a name that is not among the options, with the nearest valid one.
+
+    >>> print(unknown("attention", "coca-exat", ["rope", "coca-exact"]))
+    attention must be one of 'rope', 'coca-exact', got 'coca-exat'; did you mean 'coca-exact'?
+    """
+    names = list(options)
+    near = get_close_matches(str(value), names, n=1, cutoff=0.4)
+    hint = f"; did you mean {near[0]!r}?" if near else "; choose one of these"
+    return ValueError(f"{argument} must be one of {', '.join(map(repr, names))}, got {value!r}{hint}")
+
+
+def require_choice(argument: str, value: object, options: Iterable[str]) -> None:
+    """Raise unless the value is one of the options."""
+    names = list(options)
+    if value not in names:
+        raise unknown(argument, value, names)
