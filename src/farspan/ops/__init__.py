@@ -1,0 +1,28 @@
+"""Attention as pure functions on tensors, each beside its reference. Layout (batch, heads, positions, width)."""
+
+from farspan.ops.coca import coca_attention, coca_attention_reference, coca_features
+from farspan.ops.rotary import Rotary
+from farspan.ops.scaling import NTK, DynamicNTK, Linear, YaRN
+from farspan.ops.softmax.interface import (
+    alibi_attention,
+    alibi_attention_reference,
+    alibi_slopes,
+    rope_attention,
+    rope_attention_reference,
+)
+
+__all__ = [
+    "NTK",
+    "DynamicNTK",
+    "Linear",
+    "Rotary",
+    "YaRN",
+    "alibi_attention",
+    "alibi_attention_reference",
+    "alibi_slopes",
+    "coca_attention",
+    "coca_attention_reference",
+    "coca_features",
+    "rope_attention",
+    "rope_attention_reference",
+]

@@ -1,0 +1,130 @@
+"""What every attention op asks of its arguments, and how it reads them."""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import NamedTuple, ParamSpec
+
+import torch
+from torch import Tensor
+
+from farspan.errors import require, require_choice
+from farspan.ops.positions import Positions, PositionsArgument, resolve
+from farspan.ops.softmax.core import Sight
+
+P = ParamSpec("P")
+
+
+def reference_twin(op: Callable[P, Tensor]) -> Callable[P, Tensor]:
+    """`op` by its definition: the same signature, always with backend="reference"."""
+
+    @wraps(op)
+    def twin(*args: P.args, **kwargs: P.kwargs) -> Tensor:
+        kwargs["backend"] = "reference"
+        return op(*args, **kwargs)
+
+    twin.__name__ = twin.__qualname__ = f"{op.__name__}_reference"
+    twin.__doc__ = f":func:`{op.__name__}` by its definition, with all N×N scores: for checking, not for use."
+    return twin
+
+
+class Call(NamedTuple):
+    """The arguments of an attention op, checked and resolved."""
+
+    places: Positions
+    sight: Sight
+    scale: float
+
+
+def check_call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    key_name: str,
+    key_width: int,
+    positions: PositionsArgument,
+    causal: bool,
+    window: int | None,
+    padding_mask: Tensor | None,
+    documents: Tensor | None,
+    scale: float | None,
+    backend: str,
+) -> Call:
+    """Refuse what cannot be meant, with argument, value and remedy; resolve the rest."""
+    require_choice("backend", backend, ("auto", "reference", "sdpa"))
+    _check_tensors(q, k, v, key_name, key_width)
+    (b, _, n, d), m = q.shape, k.shape[2]
+    free = isinstance(positions, tuple)
+    require(
+        not causal or free or n <= m,
+        f"causal attention needs at least as many keys as queries, got {n} queries and {m} keys; pass the cached keys",
+    )
+    require(
+        window is None or (isinstance(window, int) and window >= 1),
+        f"window must be a whole number of keys ≥ 1 or None, got {window}; a query always sees itself",
+    )
+    _check_mask("padding_mask", padding_mask, (b, m), boolean=True)
+    _check_mask("documents", documents, (b, m), boolean=False)
+    require(not (free and documents is not None), "documents cannot be combined with a pair of positions; use a tensor")
+    places = resolve(positions, n, m, q.device, documents)
+    sight = Sight(
+        n=n,
+        m=m,
+        causal=causal,
+        window=window,
+        padding=drop_trivial(padding_mask),
+        documents=documents,
+        offset=m - n,
+        positions=None if places.first is not None else (places.query, places.key),
+        aligned=places.aligned,
+    )
+    return Call(places, sight, d**-0.5 if scale is None else scale)
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor, key_name: str, key_width: int) -> None:
+    for name, x in (("q", q), (key_name, k), ("v", v)):
+        require(
+            x.ndim == 4, f"{name} must have shape (batch, heads, positions, width), got {tuple(x.shape)}; add the axis"
+        )
+        require(
+            x.is_floating_point() and x.dtype == q.dtype,
+            f"{name} must have the floating dtype of q ({q.dtype}), got {x.dtype}; convert it first",
+        )
+        require(x.shape[2] > 0, f"{name} must hold at least one position, got length 0; skip the call")
+    require(
+        k.shape[-1] == key_width,
+        f"{key_name} must have width {key_width} for q of width {q.shape[-1]}, got {k.shape[-1]}; check the projection",
+    )
+    require(
+        q.shape[0] == k.shape[0] == v.shape[0],
+        f"q, {key_name} and v must share the batch size, got {q.shape[0]}, {k.shape[0]} and {v.shape[0]}",
+    )
+    require(
+        k.shape[1:3] == v.shape[1:3],
+        f"{key_name} and v must share heads and positions, got {tuple(k.shape[1:3])} and {tuple(v.shape[1:3])}",
+    )
+    require(
+        q.shape[1] % k.shape[1] == 0,
+        f"key heads must divide query heads, got {k.shape[1]} for {q.shape[1]}; choose num_key_value_heads accordingly",
+    )
+
+
+def _check_mask(name: str, mask: Tensor | None, shape: tuple[int, int], *, boolean: bool) -> None:
+    if mask is None:
+        return
+    right_kind = mask.dtype == torch.bool if boolean else not (mask.is_floating_point() or mask.dtype == torch.bool)
+    wanted = "bool (True = keep)" if boolean else "integer"
+    require(
+        right_kind, f"{name} must be {wanted}, got {mask.dtype}; convert it with .{'bool' if boolean else 'long'}()"
+    )
+    require(
+        tuple(mask.shape) == shape,
+        f"{name} must have shape (batch, keys) = {shape}, got {tuple(mask.shape)}; it covers cached keys too",
+    )
+
+
+def drop_trivial(mask: Tensor | None) -> Tensor | None:
+    """None for a mask that hides nothing, where looking is free."""
+    if mask is None or mask.device.type != "cpu" or torch.compiler.is_compiling() or not mask.all():
+        return mask
+    return None

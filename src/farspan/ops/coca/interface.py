@@ -1,0 +1,98 @@
+"""The public CoCA op: contract, checks, dispatch."""
+
+from functools import partial
+
+from torch import Tensor
+
+from farspan.errors import require, require_choice
+from farspan.ops.call import check_call, reference_twin
+from farspan.ops.coca.fused import coca_features
+from farspan.ops.coca.reference import scores_exact, scores_slack
+from farspan.ops.positions import PositionsArgument
+from farspan.ops.rotary import Plan, Rotary
+from farspan.ops.rotary_reference import turns
+from farspan.ops.segments import attend_by_segment, make_plan
+from farspan.ops.softmax.core import softmax_attention
+from farspan.ops.softmax.reference import attend, visible
+
+FORMS = ("exact", "slack")
+
+
+def coca_attention(
+    q: Tensor,
+    t: Tensor,
+    v: Tensor,
+    *,
+    rotary: Rotary | Plan | None,
+    form: str = "exact",
+    positions: PositionsArgument = None,
+    causal: bool = True,
+    window: int | None = None,
+    padding_mask: Tensor | None = None,
+    documents: Tensor | None = None,
+    scale: float | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Collinear constrained attention: the key of query m at place n is q_m∘t_n, so their initial angle is zero.
+
+    Args:
+        q: (b, h, n, d) queries, before rotation. When n < m they are the last n positions.
+        t: (b, g, m, d/2) coefficients, un-rotated, after their activation (Eq. 6); g divides h.
+        v: (b, g, m, dv) values.
+        rotary: the angles; None for no rotation (NoPE); or a ready :meth:`Rotary.plan`, to share it between layers.
+        form: "exact" (Eq. 9 = Eq. 17) or "slack" (Eq. 10). Strict is exact with tied q (Eq. 11).
+        positions: see :mod:`farspan.ops.positions`.
+        causal: a query sees keys up to itself.
+        window: see only the last `window` keys, itself included.
+        padding_mask: (b, m) bool, True = keep. A query that sees nothing gives zeros.
+        documents: (b, m) int; a query sees its own document only.
+        scale: multiplies the scores; default 1/√d.
+        backend: "auto", "sdpa" (dot-product form, O(N) memory) or "reference" (the equations, N×N×d).
+
+    Returns:
+        (b, h, n, dv) in q's dtype.
+
+    >>> import torch
+    >>> q, t, v = torch.randn(1, 4, 6, 8), torch.rand(1, 2, 6, 4), torch.randn(1, 2, 6, 8)
+    >>> coca_attention(q, t, v, rotary=Rotary(8)).shape
+    torch.Size([1, 4, 6, 8])
+    """
+    require_choice("form", form, FORMS)
+    _check_width(q)
+    call = check_call(
+        q,
+        t,
+        v,
+        key_name="t",
+        key_width=q.shape[-1] // 2,
+        positions=positions,
+        causal=causal,
+        window=window,
+        padding_mask=padding_mask,
+        documents=documents,
+        scale=scale,
+        backend=backend,
+    )
+    if backend == "reference":
+        require(
+            rotary is None or isinstance(rotary, Rotary), "backend='reference' needs a Rotary, got a plan of angles"
+        )
+        query, key = turns(rotary, call.places, q.shape[-1], q.dtype)
+        scores = (scores_exact if form == "exact" else scores_slack)(q, t, query, key)
+        mask = visible(call.places, causal=causal, window=window, padding_mask=padding_mask, documents=documents)
+        return attend(scores * call.scale, v, mask)
+    plan = make_plan(rotary, call.places, q, causal=causal)
+    prepare = partial(coca_features, form=form)
+    if plan is None:
+        return softmax_attention(*prepare(q, t, None, None), v, sight=call.sight, scale=call.scale)
+    return attend_by_segment(plan, prepare, q, t, v, call)
+
+
+coca_attention_reference = reference_twin(coca_attention)
+
+
+def _check_width(q: Tensor) -> None:
+    require(
+        q.shape[-1] % 2 == 0,
+        f"head_dim must be even to form rotary pairs, got {q.shape[-1]}; choose hidden_size / num_heads even",
+    )

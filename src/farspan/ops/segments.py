@@ -1,0 +1,51 @@
+"""From a rotary to attention: the angles of a call, and the loop over runs of queries that share them."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from farspan.errors import require
+from farspan.ops.call import Call
+from farspan.ops.positions import Positions
+from farspan.ops.rotary import Angles, Plan, Rotary
+from farspan.ops.softmax.core import softmax_attention
+
+Prepare = Callable[[Tensor, Tensor, Angles, Angles], tuple[Tensor, Tensor]]
+"""(q, k, angles of q, angles of k) → queries and keys whose dot product is the score."""
+
+
+def make_plan(rotary: Rotary | Plan | None, places: Positions, q: Tensor, *, causal: bool) -> Plan | None:
+    """The angles of a call: computed here from a Rotary, or handed in ready-made by a model that shares them."""
+    if not isinstance(rotary, Rotary):
+        return rotary
+    require(
+        rotary.dim == q.shape[-1],
+        f"rotary must have dim {q.shape[-1]}, the width of q, got {rotary.dim}; build Rotary(head_dim)",
+    )
+    return rotary.plan(places, places.n, places.m, causal=causal, dtype=q.dtype)
+
+
+def attend_by_segment(
+    plan: Plan,
+    prepare: Prepare,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    call: Call,
+) -> Tensor:
+    """Run `prepare` (angles in, ready queries and keys out) and softmax attention on each segment of the plan."""
+    outputs = []
+    for part in plan:
+        ready = prepare(q[:, :, part.start : part.stop], k[:, :, : part.keys], part.query, part.key)
+        sight = call.sight.narrow(part.start, part.stop, part.keys)
+        outputs.append(softmax_attention(*ready, v[:, :, : part.keys], sight=sight, scale=call.scale))
+    if all(part.member is None for part in plan):
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+    whole = q.new_zeros(*q.shape[:3], v.shape[-1])
+    for part, out in zip(plan, outputs, strict=True):
+        rows = slice(part.start, part.stop)
+        if part.member is not None:
+            out = torch.where(part.member[:, None, :, None], out, whole[:, :, rows])
+        whole[:, :, rows] = out
+    return whole

@@ -1,0 +1,1 @@
+"""Softmax attention: the shared core, and the RoPE and ALiBi baselines on it."""

@@ -1,0 +1,221 @@
+"""CoCA: the fused form equals the equations, and the equations do what the paper says."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from farspan.ops import Rotary, coca_attention, coca_attention_reference, coca_features
+from farspan.ops.coca.reference import scores_closed, scores_exact, scores_slack
+from farspan.ops.positions import resolve
+from farspan.ops.rotary_reference import turns
+from tests.helpers import coca_inputs, largest_difference
+
+FORMS = ["exact", "slack"]
+
+
+def masks(b: int, n: int, m: int) -> dict[str, dict[str, object]]:
+    """Every way to hide keys, by name."""
+    ragged = torch.arange(m)[None] >= torch.arange(b)[:, None] * (m // 3)
+    lengths = torch.tensor([min(m, 1 + 5 * i) for i in range(b)])[:, None]
+    return {
+        "causal": {},
+        "bidirectional": {"causal": False},
+        "window": {"window": 7},
+        "bidirectional window": {"window": 5, "causal": False},
+        "left padding": {"padding_mask": ragged},
+        "right padding": {"padding_mask": torch.arange(m)[None] < lengths},
+        "documents": {"documents": (torch.arange(m) // 9).expand(b, m)},
+        "window, padding, documents": {
+            "window": 4,
+            "padding_mask": ragged,
+            "documents": (torch.arange(m) // 6).expand(b, m),
+        },
+    }
+
+
+def differs(form: str, inputs: tuple[torch.Tensor, ...], rotary: Rotary | None, **options: object) -> float:
+    return largest_difference(coca_attention, coca_attention_reference, inputs, rotary=rotary, form=form, **options)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("n", [1, 2, 63, 64, 65, 257, 1000])
+def test_fused_equals_reference_at_hostile_lengths(form: str, n: int) -> None:
+    assert differs(form, coca_inputs(n, d=4, g=2, h=2), Rotary(4)) <= 1e-12
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", list(masks(1, 1, 1)))
+@pytest.mark.parametrize("shape", [(37, 37), (5, 37), (1, 37), (65, 130)], ids=str)
+def test_fused_equals_reference_for_every_mask(form: str, name: str, shape: tuple[int, int]) -> None:
+    n, m = shape
+    assert differs(form, coca_inputs(n, m, b=3), Rotary(8), **masks(3, n, m)[name]) <= 1e-12
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("h", "g"), [(1, 1), (4, 1), (4, 2), (4, 4), (6, 3)])
+@pytest.mark.parametrize("rotary", [Rotary(8), None], ids=["rotary", "nope"])
+def test_fused_equals_reference_for_every_group_size(form: str, h: int, g: int, rotary: Rotary | None) -> None:
+    assert differs(form, coca_inputs(33, h=h, g=g), rotary) <= 1e-12
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_blocked_path_equals_reference_when_it_needs_many_blocks(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("farspan.ops.softmax.core.MASK_ELEMENTS", 16 * 150)
+    for name, options in masks(2, 150, 150).items():
+        assert differs(form, coca_inputs(150, b=2), Rotary(8), **options) <= 1e-12, name
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_positions_in_every_form_agree(form: str) -> None:
+    q, t, v = coca_inputs(5, 12)
+    spread = torch.arange(12) * 3 + 1
+    for positions in (4, torch.arange(4, 16), torch.arange(4, 16)[None], (torch.arange(11, 16), torch.arange(4, 16))):
+        want = coca_attention_reference(q, t, v, rotary=Rotary(8), form=form, positions=torch.arange(4, 16))
+        got = coca_attention(q, t, v, rotary=Rotary(8), form=form, positions=positions)
+        assert (got - want).abs().max() <= 1e-12
+    assert differs(form, (q, t, v), Rotary(8), positions=spread) <= 1e-12
+
+
+def test_strided_inputs_and_unequal_value_width() -> None:
+    q, t, _ = coca_inputs(20)
+    q = q.detach().transpose(1, 2).contiguous().transpose(1, 2)
+    v = torch.randn(1, 2, 20, 24, dtype=torch.float64)[..., ::2]
+    for rotary in (Rotary(8), None):
+        got = coca_attention(q, t, v, rotary=rotary)
+        assert torch.allclose(got, coca_attention_reference(q, t, v, rotary=rotary), atol=1e-12)
+        assert got.shape == (1, 4, 20, 12)
+
+
+def test_equation_17_is_equation_9() -> None:
+    q, t, _ = coca_inputs(31)
+    rotary, places = Rotary(8), resolve(None, 31, 31, torch.device("cpu"))
+    distance = (places.query[0][:, None] - places.key[0]).double()
+    nine = scores_exact(q, t, *turns(rotary, places, 8, q.dtype))
+    assert (nine - scores_closed(q, t, distance, rotary.frequencies())).abs().max() <= 1e-12
+
+
+def test_strict_makes_slack_and_exact_coincide() -> None:
+    """Theorem 1: with q tied (Eq. 11), Eq. 10 is Eq. 9."""
+    q, t, v = coca_inputs(40)
+    tied = torch.cat((q[..., :4], q[..., :4]), dim=-1)
+    exact, slack = (coca_attention(tied, t, v, rotary=Rotary(8), form=form) for form in FORMS)
+    assert (exact - slack).abs().max() <= 1e-12
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_shifting_all_positions_changes_slack_but_not_exact(form: str) -> None:
+    q, t, _ = coca_inputs(50, h=2)
+    scores = []
+    for start in (0, 1000):
+        part = Rotary(8).plan(start, 50, 50, dtype=torch.float64)[0]
+        q_, k_ = coca_features(q, t, part.query, part.key, form=form)
+        scores.append(q_ @ k_.mT)
+    change = (scores[0] - scores[1]).abs().max()
+    assert change <= 1e-9 if form == "exact" else change > 0.1
+
+
+def test_slack_scores_are_the_published_expansion() -> None:
+    """t/2·{(a+b)²cosΔ - (b²-a²)sinΔ + (a-b)²cosΣ + (b²-a²)sinΣ}: the Σ terms are the absolute ones."""
+    q, t, _ = coca_inputs(9, h=2, g=2)
+    places = resolve(None, 9, 9, torch.device("cpu"))
+    theta = Rotary(8).frequencies()
+    query, key = (p[0].double() for p in (places.query, places.key))
+    delta, total = ((query[:, None, None] + sign * key[None, :, None]) * theta for sign in (-1, 1))
+    a, b = (x[:, :, :, None] for x in q.chunk(2, dim=-1))
+    absolute = (a - b) ** 2 * total.cos() + (b * b - a * a) * total.sin()
+    relative = (a + b) ** 2 * delta.cos() - (b * b - a * a) * delta.sin()
+    expansion = (t[:, :, None] / 2 * (relative + absolute)).sum(-1)
+    assert (expansion - scores_slack(q, t, *turns(Rotary(8), places, 8, q.dtype))).abs().max() <= 1e-12
+
+
+@given(st.integers(0, 2**32 - 1), st.floats(1e-3, 1e3), st.floats(1e-3, 1e3))
+@settings(max_examples=50, deadline=None)
+def test_initial_angle_is_zero_and_every_term_falls_until_pi(seed: int, q_size: float, t_size: float) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    q = torch.randn(1, 1, 1, 16, generator=generator, dtype=torch.float64) * q_size
+    t = torch.rand(1, 1, 1, 8, generator=generator, dtype=torch.float64) * t_size
+    theta = Rotary(16).frequencies()
+    places = resolve((torch.arange(64), torch.zeros(1, dtype=torch.long)), 64, 1, torch.device("cpu"))
+    query, key = turns(Rotary(16), places, 16, q.dtype)
+    a, b = q.expand(1, 1, 64, 16).chunk(2, dim=-1)
+    rotated = torch.complex(a, b) * query[:, None]
+    keys = torch.complex(a, b) * key[:, None, :, 0] * t  # the key that query m has at place 0
+    terms = (rotated * keys.conj()).real[0, 0]  # (distance, pair)
+    angles = (rotated * keys.conj()).angle()[0, 0]
+    assert angles[0].abs().max() <= 1e-12
+    within = torch.arange(1, 64)[:, None] * theta <= math.pi
+    step = terms[1:] - terms[:-1]
+    assert (step[within] <= 1e-9 * terms[0].expand_as(step)[within]).all()
+    assert (terms <= terms[0] * (1 + 1e-12) + 1e-12).all()
+
+
+def eager(q: torch.Tensor, t: torch.Tensor, v: torch.Tensor, form: str) -> torch.Tensor:
+    """What anyone would write in the same dtype: products in that dtype, softmax in float32."""
+    part = Rotary(q.shape[-1]).plan(0, q.shape[2], q.shape[2])[0]
+    a, b = q.chunk(2, dim=-1)
+    cos, sin = part.key.cos.to(q.dtype), part.key.sin.to(q.dtype)
+    if form == "exact":
+        q_ = torch.cat(((a * a + b * b) * cos, (a * a + b * b) * sin), dim=-1)
+        k_ = torch.cat((t * cos, t * sin), dim=-1)
+    else:
+        q_ = torch.cat((a * (a * cos - b * sin), b * (a * sin + b * cos)), dim=-1)
+        k_ = torch.cat((t * cos - t * sin, t * sin + t * cos), dim=-1)
+    n = q.shape[2]
+    scores = (q_ @ k_.mT).float() * q.shape[-1] ** -0.5
+    scores = scores.masked_fill(~torch.ones(n, n, dtype=torch.bool).tril(), -torch.inf)
+    return scores.softmax(-1).to(q.dtype) @ v
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("n", [64, 257])
+def test_low_precision_error_is_at_most_twice_that_of_eager(form: str, dtype: torch.dtype, n: int) -> None:
+    q, t, v = (x.detach().to(dtype) for x in coca_inputs(n, h=4, g=4, d=32))
+    truth = coca_attention_reference(q.double(), t.double(), v.double(), rotary=Rotary(32), form=form)
+    ours = (coca_attention(q, t, v, rotary=Rotary(32), form=form).double() - truth).abs()
+    theirs = (eager(q, t, v, form).double() - truth).abs()
+    assert ours.max() <= 2 * theirs.max()
+    assert ours.mean() <= 2 * theirs.mean()
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("size", [1.0, 300.0, 1000.0])
+def test_float16_does_not_overflow_where_squares_would(form: str, size: float) -> None:
+    q, t, v = coca_inputs(40, h=4, g=2, d=16, dtype=torch.float32)
+    q, t, v = (q * size).half().detach(), (t / size**2).half().detach(), v.half().detach()
+    q.requires_grad_()
+    out = coca_attention(q, t, v, rotary=Rotary(16), form=form)
+    out.float().sum().backward()
+    assert out.isfinite().all()
+    assert q.grad.isfinite().all()
+    truth = coca_attention_reference(q.double(), t.double(), v.double(), rotary=Rotary(16), form=form)
+    assert (out.double() - truth).abs().max() <= 0.05 * truth.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_large_scales_stay_finite(dtype: torch.dtype) -> None:
+    q, t, v = coca_inputs(70, d=16, dtype=torch.float32)
+    out = coca_attention((q * 16).to(dtype), (t * 16).to(dtype), v.to(dtype), rotary=Rotary(16))
+    assert out.isfinite().all()
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 3}, {"causal": False}], ids=str)
+def test_a_row_of_padding_gives_zeros_and_finite_gradients(options: dict[str, object]) -> None:
+    inputs = coca_inputs(10, b=2)
+    keep = torch.ones(2, 10, dtype=torch.bool)
+    keep[0] = False
+    out = coca_attention(*inputs, rotary=Rotary(8), padding_mask=keep, **options)
+    assert (out[0] == 0).all()
+    assert all(g.isfinite().all() for g in torch.autograd.grad(out.sum(), inputs))
+
+
+def test_padding_does_not_touch_the_others() -> None:
+    q, t, v = (x.detach() for x in coca_inputs(12))
+    alone = coca_attention(q[:, :, 4:], t[:, :, 4:], v[:, :, 4:], rotary=Rotary(8))
+    keep = torch.arange(12)[None] >= 4
+    t[:, :, :4], v[:, :, :4] = torch.nan_to_num(torch.tensor(1e30)), 1e30
+    padded = coca_attention(q, t, v, rotary=Rotary(8), padding_mask=keep)
+    assert (padded[:, :, 4:] - alone).abs().max() <= 1e-12
