@@ -1,0 +1,209 @@
+"""Attention layers: weights, and one op call each."""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from farspan.errors import require, require_choice
+from farspan.layers.spec import AttentionSpec
+from farspan.ops import Rotary, alibi_attention, coca_attention, coca_features, rope_attention
+from farspan.ops.positions import PositionsArgument, resolve
+from farspan.ops.rotary import Plan
+from farspan.ops.softmax.interface import rotated
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "softplus": F.softplus}
+
+
+class Cache(Protocol):
+    """What a layer asks of its memory: :class:`LayerCache`, or a layer of any transformers Cache."""
+
+    def update(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]: ...
+
+    def get_seq_length(self) -> int: ...
+
+
+class Attention(nn.Module):
+    """Self-attention of any kind: projections, one op, output projection.
+
+    CoCA has `t_proj`, of d/2 a key head, where the others have `k_proj`; strict CoCA's `q_proj` gives d/2 a head,
+    used for both members of each pair (Eq. 11).
+
+    Args:
+        hidden_size: width of the input and output.
+        num_heads: query heads h.
+        spec: the kind of attention.
+        rotary: the angles; ignored where the spec says no rotation.
+        num_key_heads: key heads g, a divisor of h; default h.
+        head_dim: d; default hidden_size / h.
+        qkv_bias, out_bias: give the projections a bias.
+        qk_norm_eps: normalise q and k (or t, before its activation) a head with RMSNorm (Qwen3); None = no.
+        coca_activation: what keeps t ≥ 0, "relu" (the paper) or "softplus".
+        causal: a query sees keys up to itself.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        spec: AttentionSpec | str,
+        *,
+        rotary: Rotary | None = None,
+        num_key_heads: int | None = None,
+        head_dim: int | None = None,
+        qkv_bias: bool = False,
+        out_bias: bool = False,
+        qk_norm_eps: float | None = None,
+        coca_activation: str = "relu",
+        causal: bool = True,
+    ) -> None:
+        super().__init__()
+        require_choice("coca_activation", coca_activation, ACTIVATIONS)
+        self.spec = AttentionSpec.parse(spec)
+        self.num_heads, self.num_key_heads = num_heads, num_key_heads or num_heads
+        self.head_dim = head_dim or hidden_size // num_heads
+        _check_shape(self)
+        if self.spec.rotary and rotary is None:
+            rotary = Rotary(self.head_dim)
+        self.rotary = rotary if self.spec.rotary else None
+        self.causal, self.coca_activation = causal, coca_activation
+        self.scaling = self.head_dim**-0.5
+        self.form = "slack" if self.spec.form == "slack" else "exact"  # strict is exact on a tied query
+        coca = self.spec.kind == "coca"
+        self.key_width = self.head_dim // 2 if coca else self.head_dim
+        self.query_width = self.head_dim // 2 if self.spec.form == "strict" else self.head_dim
+        self.q_proj = nn.Linear(hidden_size, num_heads * self.query_width, bias=qkv_bias)
+        key_proj = nn.Linear(hidden_size, self.num_key_heads * self.key_width, bias=qkv_bias)
+        self.register_module("t_proj" if coca else "k_proj", key_proj)
+        self.v_proj = nn.Linear(hidden_size, self.num_key_heads * self.head_dim, bias=qkv_bias)
+        self.o_proj = nn.Linear(num_heads * self.head_dim, hidden_size, bias=out_bias)
+        if qk_norm_eps is not None:
+            self.q_norm = nn.RMSNorm(self.query_width, eps=qk_norm_eps)
+            self.register_module("t_norm" if coca else "k_norm", nn.RMSNorm(self.key_width, eps=qk_norm_eps))
+        self.qk_norm = qk_norm_eps is not None
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x (b, n, hidden) → q (b, h, n, d), k (b, g, n, d) or t (b, g, n, d/2), v (b, g, n, d); nothing rotated."""
+        letter = "t" if self.spec.kind == "coca" else "k"
+        q = self.q_proj(x).unflatten(-1, (-1, self.query_width))
+        k = self.get_submodule(f"{letter}_proj")(x).unflatten(-1, (-1, self.key_width))
+        v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
+        if self.qk_norm:
+            q, k = self.q_norm(q), self.get_submodule(f"{letter}_norm")(k)
+        if letter == "t":
+            k = ACTIVATIONS[self.coca_activation](k)  # Eq. 6: one non-negative coefficient a pair
+        if self.query_width != self.head_dim:
+            q = torch.cat((q, q), dim=-1)  # Eq. 11
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+    def features(self, q: Tensor, k: Tensor, plan: Plan | None) -> tuple[Tensor, Tensor]:
+        """Queries and keys whose plain dot product is this layer's score, under a plan of one segment."""
+        query, key = (None, None) if plan is None else (plan[0].query, plan[0].key)
+        if self.spec.kind == "coca":
+            return coca_features(q, k, query, key, form=self.form)
+        return (q, k) if query is None or key is None else rotated(q, k, query, key)
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        plan: Plan | None,
+        positions: PositionsArgument = None,
+        padding_mask: Tensor | None = None,
+        documents: Tensor | None = None,
+    ) -> Tensor:
+        """The layer's op → (b, h, n, d). Without a plan, q and k come from :meth:`features`."""
+        options: dict[str, Any] = {
+            "positions": positions,
+            "causal": self.causal,
+            "window": self.spec.window,
+            "padding_mask": padding_mask,
+            "documents": documents,
+            "scale": self.scaling,
+        }
+        if self.spec.kind == "alibi":
+            return alibi_attention(q, k, v, **options)
+        if self.spec.kind == "rope" or plan is None:
+            return rope_attention(q, k, v, rotary=plan, **options)
+        return coca_attention(q, k, v, rotary=plan, form=self.form, **options)
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        cache: Cache | None = None,
+        positions: PositionsArgument = None,
+        padding_mask: Tensor | None = None,
+        documents: Tensor | None = None,
+    ) -> Tensor:
+        """x (b, n, hidden) → (b, n, hidden). With a cache, `positions` and masks cover the keys it returns."""
+        q, k, v = self.project(x)
+        if cache is not None:
+            seen = cache.get_seq_length() + x.shape[1]
+            k, v = cache.update(k, v)
+            positions = seen - k.shape[2] if positions is None else positions
+        plan = None
+        if self.rotary is not None:
+            places = resolve(positions, q.shape[2], k.shape[2], x.device, documents)
+            plan = self.rotary.plan(places, places.n, places.m, causal=self.causal, dtype=x.dtype)
+        if plan is None or len(plan) == 1:
+            (q, k), plan = self.features(q, k, plan), None
+        out = self.attend(q, k, v, plan=plan, positions=positions, padding_mask=padding_mask, documents=documents)
+        del q, k, v  # half of the peak at 32k tokens, were they still there during the output projection
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+
+class CocaAttention(Attention):
+    """Collinear constrained attention in form "exact", "strict" or "slack"; nope=True leaves rotation out.
+
+    >>> from farspan.layers import LayerCache
+    >>> layer, cache = CocaAttention(32, 4, num_key_heads=2), LayerCache()
+    >>> x = torch.randn(1, 10, 32)
+    >>> whole = layer(x)
+    >>> pieces = torch.cat([layer(piece, cache=cache) for piece in x.split(4, dim=1)], dim=1)
+    >>> torch.allclose(whole, pieces, atol=1e-6), cache.keys.shape
+    (True, torch.Size([1, 2, 10, 4]))
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        *,
+        form: str = "exact",
+        window: int | None = None,
+        nope: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(hidden_size, num_heads, AttentionSpec("coca", form, window, not nope), **options)
+
+
+class RopeAttention(Attention):
+    """Rotary attention (RoFormer, LLaMA); nope=True leaves rotation out."""
+
+    def __init__(
+        self, hidden_size: int, num_heads: int, *, window: int | None = None, nope: bool = False, **options: Any
+    ) -> None:
+        super().__init__(hidden_size, num_heads, AttentionSpec("rope", None, window, not nope), **options)
+
+
+class AlibiAttention(Attention):
+    """Attention with linear biases, one fixed slope a head."""
+
+    def __init__(self, hidden_size: int, num_heads: int, *, window: int | None = None, **options: Any) -> None:
+        super().__init__(hidden_size, num_heads, AttentionSpec("alibi", None, window), **options)
+
+
+def _check_shape(layer: Attention) -> None:
+    require(
+        layer.head_dim % 2 == 0,
+        f"head_dim must be even to form rotary pairs, got {layer.head_dim}; choose hidden_size / num_heads even",
+    )
+    require(
+        layer.num_heads % layer.num_key_heads == 0,
+        f"num_key_heads must divide num_heads = {layer.num_heads}, got {layer.num_key_heads}; choose a divisor",
+    )

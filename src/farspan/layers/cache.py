@@ -1,0 +1,65 @@
+"""The memory of one attention layer between calls, without transformers.
+
+It keeps what the layer hands it: for CoCA the un-rotated t (d/2 numbers a head) and v, three quarters of what RoPE
+keeps. A model's cache (:class:`farspan.FarspanCache`) holds one such memory a layer, of transformers' own classes;
+both speak ``update`` and ``get_seq_length``, so a layer takes either.
+"""
+
+import torch
+from torch import Tensor
+
+from farspan.errors import require
+
+
+class LayerCache:
+    """Keys and values of one layer; with a window, only those a later query can still see.
+
+    >>> cache = LayerCache(window=3)
+    >>> for n in range(5):
+    ...     k, v = cache.update(torch.full((1, 1, 1, 2), float(n)), torch.zeros(1, 1, 1, 4))
+    >>> k[0, 0, :, 0].tolist(), cache.get_seq_length()
+    ([2.0, 3.0, 4.0], 5)
+    """
+
+    def __init__(self, window: int | None = None) -> None:
+        require(window is None or window >= 1, f"window must be at least 1 or None, got {window}")
+        self.window = window
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
+        self._seen = 0
+
+    def get_seq_length(self) -> int:
+        """Tokens seen so far, dropped ones included."""
+        return self._seen
+
+    def update(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Append (b, g, n, ·); return all that the n new queries can see."""
+        if self.keys is not None and self.values is not None:
+            keys, values = torch.cat((self.keys, keys), dim=2), torch.cat((self.values, values), dim=2)
+        new = keys.shape[2] - (0 if self.keys is None else self.keys.shape[2])
+        self._seen += new
+        keep = keys.shape[2] if self.window is None else min(keys.shape[2], self.window - 1)
+        self.keys, self.values = keys[:, :, keys.shape[2] - keep :], values[:, :, values.shape[2] - keep :]
+        return keys, values
+
+    def crop(self, length: int) -> None:
+        """Forget all but the first `length` tokens."""
+        drop = self._seen - length
+        require(length >= 0, f"length must be at least 0, got {length}")
+        if drop <= 0 or self.keys is None or self.values is None:
+            return
+        require(
+            self.window is None or self._seen < self.window,
+            f"length {length} cannot be restored: this layer keeps only its window of {self.window}; start again",
+        )
+        self.keys, self.values, self._seen = self.keys[:, :, :-drop], self.values[:, :, :-drop], length
+
+    def reorder(self, rows: Tensor) -> None:
+        """Replace the batch by the chosen rows (beam search)."""
+        if self.keys is not None and self.values is not None:
+            self.keys, self.values = self.keys.index_select(0, rows), self.values.index_select(0, rows)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return sum(x.numel() * x.element_size() for x in (self.keys, self.values) if x is not None)
