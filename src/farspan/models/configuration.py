@@ -1,0 +1,193 @@
+"""The configuration of a farspan model: a LLaMA-shaped decoder with an attention spec for each layer."""
+
+from dataclasses import fields
+from difflib import get_close_matches
+from typing import Any
+
+from huggingface_hub.dataclasses import strict
+from transformers import PreTrainedConfig
+
+from farspan.errors import require, require_choice, unknown
+from farspan.layers.attention import ACTIVATIONS
+from farspan.layers.spec import AttentionSpec
+from farspan.ops import NTK, DynamicNTK, Linear, Rotary, YaRN
+
+PRESETS: dict[str, dict[str, Any]] = {
+    # Section 3.2: 350M parameters, 24 layers, hidden 1024, 16 heads, length 512 (SwiGLU at the same size).
+    "350m": {},
+    "33m": {
+        "hidden_size": 512,
+        "intermediate_size": 1376,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+        "vocab_size": 16_384,
+    },
+    "tiny": {
+        "hidden_size": 128,
+        "intermediate_size": 352,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "vocab_size": 512,
+        "train_length": 64,
+    },
+}
+
+ROPE_TYPES = ("default", "linear", "ntk", "dynamic", "yarn")
+
+
+@strict
+class FarspanConfig(PreTrainedConfig):
+    """Defaults are the paper's 350M model with exact CoCA.
+
+    Args:
+        attention: "rope", "alibi", "coca-exact", "coca-strict" or "coca-slack" for every layer, or a list with one
+            entry a layer, each a name or a mapping such as ``{"kind": "coca", "form": "exact", "window": 128}``.
+        coca_activation: what keeps t ≥ 0: "relu" (the paper) or "softplus".
+        cache_layout: "half" keeps un-rotated t, d/2 numbers a head; "rotated" keeps ready keys of width d: a third
+            more memory, and no re-rotation when decoding without a fused kernel.
+        train_length: the length of training, which dynamic NTK and YaRN measure against.
+        rope_parameters: as in transformers; for ``"rope_type": "dynamic"`` also ``"mode"``, "per_query" (default)
+            or "per_request".
+        causal: False makes a bidirectional encoder.
+
+    >>> FarspanConfig.preset("tiny", attention="rope").num_hidden_layers
+    4
+    """
+
+    model_type = "farspan"
+    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
+    ignore_keys_at_rope_validation = {"mode"}  # noqa: RUF012
+
+    vocab_size: int = 50_304
+    hidden_size: int = 1024
+    intermediate_size: int = 2736
+    num_hidden_layers: int = 24
+    num_attention_heads: int = 16
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    attention: str | list | dict = "coca-exact"  # type: ignore[type-arg]
+    coca_activation: str = "relu"
+    cache_layout: str = "half"
+    causal: bool = True
+    train_length: int = 512
+    max_position_embeddings: int = 32_768
+    rope_parameters: dict | None = None  # type: ignore[type-arg]
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    hidden_act: str = "silu"
+    rms_norm_eps: float = 1e-6
+    initializer_range: float = 0.02
+    tie_word_embeddings: bool = True
+    use_cache: bool = True
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        self._refuse_misspelled(kwargs)
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        if self.head_dim is None:
+            require(
+                self.hidden_size % self.num_attention_heads == 0,
+                f"hidden_size must be a multiple of num_attention_heads = {self.num_attention_heads}, "
+                f"got {self.hidden_size}; give head_dim to choose another width",
+            )
+            self.head_dim = self.hidden_size // self.num_attention_heads
+        if self.rope_parameters is not None and self.rope_parameters.get("rope_type") in ("dynamic", "yarn"):
+            # transformers would fill in max_position_embeddings, which here is a hope and not a fact of training.
+            self.rope_parameters = {"original_max_position_embeddings": self.train_length, **self.rope_parameters}
+        if kwargs.get("attn_implementation") is None:
+            kwargs["attn_implementation"] = "farspan"
+        super().__post_init__(**kwargs)
+        self.attention = self._normalised_attention()
+        self._check()
+
+    @classmethod
+    def preset(cls, name: str, **overrides: Any) -> "FarspanConfig":
+        """A named size ("350m" of the paper, "33m", "tiny") with some fields replaced."""
+        require_choice("preset", name, PRESETS)
+        return cls(**{**PRESETS[name], **overrides})
+
+    @property
+    def attention_specs(self) -> tuple[AttentionSpec, ...]:
+        """One spec a layer."""
+        if isinstance(self.attention, list):
+            return tuple(AttentionSpec.parse(entry) for entry in self.attention)
+        return (AttentionSpec.parse(self.attention),) * self.num_hidden_layers
+
+    @property
+    def layer_types(self) -> list[str]:
+        """transformers' names for what each layer caches."""
+        return ["full_attention" if spec.window is None else "sliding_attention" for spec in self.attention_specs]
+
+    @property
+    def sliding_window(self) -> int | None:
+        """The widest window, for tools that know only one: they keep enough, and the layer masks the rest."""
+        windows = [spec.window for spec in self.attention_specs if spec.window is not None]
+        return max(windows, default=None)
+
+    def rotary(self) -> Rotary:
+        """The model's angles, from `rope_parameters`."""
+        rope = self.rope_parameters or {}
+        kind, factor = rope.get("rope_type", "default"), rope.get("factor", 1.0)
+        length = rope.get("original_max_position_embeddings", self.train_length)
+        require_choice("rope_parameters['rope_type']", kind, ROPE_TYPES)
+        require(
+            rope.get("partial_rotary_factor", 1.0) == 1.0,
+            f"partial_rotary_factor must be 1, got {rope.get('partial_rotary_factor')}; every pair is rotated here",
+        )
+        laws = {
+            "default": lambda: None,
+            "linear": lambda: Linear(factor),
+            "ntk": lambda: NTK(factor),
+            "dynamic": lambda: DynamicNTK(factor, length, rope.get("mode", "per_query")),
+            "yarn": lambda: YaRN(
+                factor,
+                length,
+                rope.get("beta_fast") or 32.0,
+                rope.get("beta_slow") or 1.0,
+                rope.get("attention_factor"),
+                rope.get("truncate", True),
+            ),
+        }
+        assert self.head_dim is not None
+        return Rotary(self.head_dim, rope.get("rope_theta", 10_000.0), laws[kind]())
+
+    def _normalised_attention(self) -> str | list[Any] | dict[str, Any]:
+        """Only what JSON can hold, each entry checked."""
+        if not isinstance(self.attention, list):
+            spec = AttentionSpec.parse(self.attention)
+            return self.attention if isinstance(self.attention, str) else spec.to_dict()
+        require(
+            len(self.attention) == self.num_hidden_layers,
+            f"attention must have one entry for each of the {self.num_hidden_layers} layers, "
+            f"got {len(self.attention)}; set num_hidden_layers or repeat the pattern",
+        )
+        return [entry if isinstance(entry, str) else AttentionSpec.parse(entry).to_dict() for entry in self.attention]
+
+    def _check(self) -> None:
+        specs = self.attention_specs  # refuses unknown names
+        assert self.head_dim is not None
+        assert self.num_key_value_heads is not None
+        require_choice("coca_activation", self.coca_activation, ACTIVATIONS)
+        require_choice("cache_layout", self.cache_layout, ("half", "rotated"))
+        rotary = self.rotary()  # refuses odd head_dim and bad scaling
+        require(
+            self.num_attention_heads % self.num_key_value_heads == 0,
+            f"num_key_value_heads must divide num_attention_heads = {self.num_attention_heads}, "
+            f"got {self.num_key_value_heads}; choose a divisor",
+        )
+        require(
+            self.cache_layout == "half" or not rotary.follows_query or all(spec.kind != "coca" for spec in specs),
+            "cache_layout 'rotated' cannot hold keys that turn with each query, got per_query dynamic NTK; use 'half'",
+        )
+
+    def _refuse_misspelled(self, extra: dict[str, Any]) -> None:
+        """A key that is nearly one of ours would otherwise be swallowed, and a default used in its place."""
+        names = [field.name for field in fields(self)]
+        for key in extra:
+            if not hasattr(PreTrainedConfig, key) and get_close_matches(key, names, n=1, cutoff=0.8):
+                raise unknown("configuration key", key, get_close_matches(key, names, n=3, cutoff=0.6))

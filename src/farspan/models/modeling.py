@@ -1,0 +1,355 @@
+"""One LLaMA-shaped model for every attention: RMSNorm, SwiGLU, grouped heads, and a spec a layer that says which.
+
+Read top to bottom: attention, block, decoder, language-model head. Formulas live in farspan.ops.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.activations import ACT2FN
+from transformers.cache_utils import Cache
+from transformers.generation.utils import GenerationMixin
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
+from transformers.utils.output_capturing import capture_outputs
+
+from farspan.errors import require
+from farspan.layers.attention import Attention
+from farspan.models.cache import FarspanCache
+from farspan.models.configuration import FarspanConfig
+from farspan.models.frame import Frame, View
+from farspan.ops.rotary import Plan
+from farspan.ops.softmax.reference import repeat_heads
+
+
+def farspan_attention(
+    module: "FarspanAttention",
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: None,
+    *,
+    scaling: float,
+    view: View,
+    plan: Plan | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """The attention implementation "farspan": this library's ops, with no N×N mask anywhere."""
+    out = module.attend(
+        query,
+        key,
+        value,
+        plan=plan,
+        positions=view.positions,
+        padding_mask=view.padding_mask,
+        documents=view.documents,
+    )
+    return out.transpose(1, 2), None
+
+
+def eager_attention(
+    module: "FarspanAttention",
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float,
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
+    """The attention implementation "eager": all weights, for those who want to look at them."""
+    scores = query @ repeat_heads(key, query.shape[1]).mT * scaling
+    if attention_mask is not None:
+        scores = scores + attention_mask
+    weights = torch.softmax(scores.float(), dim=-1).to(query.dtype)
+    return (weights @ repeat_heads(value, query.shape[1])).transpose(1, 2), weights
+
+
+ALL_ATTENTION_FUNCTIONS.register("farspan", farspan_attention)
+
+
+class FarspanAttention(Attention):
+    """A layer's attention behind transformers' attention interface.
+
+    The interface gets queries and keys in dot-product form, so every implementation can run them: "farspan" (ours, the
+    default), "eager", "sdpa", "flash_attention_2", "vllm" … Only when a call crosses a doubling of `per_query`
+    dynamic NTK do the keys depend on the query; then "farspan", and it alone, gets them unturned with the plan.
+    """
+
+    def __init__(self, config: FarspanConfig, layer_idx: int) -> None:
+        super().__init__(
+            config.hidden_size,
+            config.num_attention_heads,
+            config.attention_specs[layer_idx],
+            rotary=config.rotary(),
+            num_key_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            qkv_bias=config.qkv_bias,
+            out_bias=config.out_bias,
+            qk_norm_eps=config.rms_norm_eps if config.qk_norm else None,
+            coca_activation=config.coca_activation,
+            causal=config.causal,
+        )
+        self.config, self.layer_idx = config, layer_idx
+        self.is_causal = config.causal
+        self.num_key_value_groups = self.num_heads // self.num_key_heads
+        self.sliding_window = self.spec.window
+        dynamic = self.rotary is not None and (self.rotary.follows_query or self.rotary.follows_length)
+        # RoPE caches rotated keys, as LLaMA does, unless their angles may still change.
+        self.rotates_before_cache = not dynamic and (self.spec.kind == "rope" or config.cache_layout == "rotated")
+
+    def forward(  # type: ignore[override]
+        self,
+        hidden_states: Tensor,
+        view: View,
+        attention_mask: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        query, key, value = self.project(hidden_states)
+        if self.rotates_before_cache:
+            query, key = self.features(query, key, view.plan)
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer_idx)
+            if key.shape[2] > view.keys:  # a static cache whose tail is still empty
+                key, value = key[:, :, : view.keys], value[:, :, : view.keys]
+        plan = None if self.rotates_before_cache else view.plan
+        if not self.rotates_before_cache and (plan is None or len(plan) == 1):
+            (query, key), plan = self.features(query, key, plan), None
+
+        attention_interface: Callable[..., tuple[Tensor, Tensor | None]] = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention
+        )
+        out, weights = attention_interface(
+            self,
+            query,
+            key,
+            value,
+            attention_mask,
+            scaling=self.scaling,
+            sliding_window=self.sliding_window,
+            view=view,
+            plan=plan,
+            **kwargs,
+        )
+        del query, key, value  # they would double the peak of the output projection
+        return self.o_proj(out.flatten(2)), weights
+
+
+class FarspanMLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: FarspanConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        self.act = ACT2FN[config.hidden_act]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
+
+
+class FarspanBlock(GradientCheckpointingLayer):
+    """Pre-norm attention and MLP, each added to the residual."""
+
+    def __init__(self, config: FarspanConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.self_attn = FarspanAttention(config, layer_idx)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mlp = FarspanMLP(config)
+
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        attended, _ = self.self_attn(self.input_layernorm(hidden_states), **kwargs)
+        hidden_states = hidden_states + attended
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+
+
+class FarspanPreTrainedModel(PreTrainedModel):
+    config_class = FarspanConfig
+    config: FarspanConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["FarspanBlock"]  # noqa: RUF012
+    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    _can_compile_fullgraph = True
+    _can_record_outputs = {"hidden_states": FarspanBlock, "attentions": FarspanAttention}  # noqa: RUF012
+
+
+class FarspanModel(FarspanPreTrainedModel):
+    """Embedding, blocks, final norm."""
+
+    def __init__(self, config: FarspanConfig) -> None:
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        self.layers = nn.ModuleList(FarspanBlock(config, i) for i in range(config.num_hidden_layers))
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @merge_with_config_defaults
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        rotary_length: int | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        """Run n tokens after those in the cache.
+
+        Args:
+            attention_mask: (b, tokens so far) 1 = real, 0 = padding, on either side.
+            position_ids: (b, n); positions that restart mark packed documents.
+            rotary_length: for `per_request` dynamic NTK, the length whose base to use for this whole request
+                (`generate` sets it to prompt + new tokens). Default: the tokens so far.
+        """
+        require(
+            (input_ids is None) != (inputs_embeds is None), "give exactly one of input_ids and inputs_embeds, not both"
+        )
+        hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        require(hidden.shape[1] > 0, "input_ids must hold at least one token, got length 0; skip the call")
+        if use_cache and past_key_values is None and self.config.causal:
+            past_key_values = FarspanCache(self.config)
+        rotary = self.config.rotary()
+        frame = Frame(
+            hidden,
+            rotary=rotary if rotary_length is None else rotary.at_length(rotary_length),
+            causal=self.config.causal,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            cache=past_key_values,
+        )
+        masks = self._dense_masks(hidden, attention_mask, position_ids, past_key_values)
+        for block in self.layers:
+            attention: FarspanAttention = block.self_attn  # type: ignore[assignment]
+            hidden = block(
+                hidden,
+                view=frame.view(attention, attention.layer_idx, rotated_cache=attention.rotates_before_cache),
+                attention_mask=masks.get(attention.sliding_window),
+                past_key_values=past_key_values,
+                **kwargs,
+            )
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden), past_key_values=past_key_values)
+
+    def _dense_masks(
+        self, hidden: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, cache: Cache | None
+    ) -> dict[int | None, Any]:
+        """Masks by window for implementations other than our own, made by transformers; ours needs none."""
+        if self.config._attn_implementation == "farspan":
+            return {}
+        specs = self.config.attention_specs
+        windows = {spec.window for spec in specs}
+        impossible = {
+            "ALiBi": any(spec.kind == "alibi" for spec in specs),
+            "per_query dynamic NTK": self.config.rotary().follows_query,
+            "several window sizes": len(windows - {None}) > 1,
+            "bidirectional attention": not self.config.causal,
+        }
+        for what, present in impossible.items():
+            require(
+                not present,
+                f"attn_implementation {self.config._attn_implementation!r} cannot run {what}; use 'farspan'",
+            )
+        options: dict[str, Any] = {
+            "config": self.config,
+            "inputs_embeds": hidden,
+            "attention_mask": attention_mask,
+            "past_key_values": cache,
+            "position_ids": position_ids,
+        }
+        return {
+            window: create_causal_mask(**options) if window is None else create_sliding_window_causal_mask(**options)
+            for window in windows
+        }
+
+
+class FarspanForCausalLM(FarspanPreTrainedModel, GenerationMixin):
+    """The decoder with a language-model head, tied to the embedding or free.
+
+    >>> model = FarspanForCausalLM(FarspanConfig.preset("tiny", attention="coca-exact"))
+    >>> model(torch.tensor([[1, 2, 3]])).logits.shape
+    torch.Size([1, 3, 512])
+    """
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+    lora_target_modules = ("q_proj", "k_proj", "t_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    """Names for PEFT's LoraConfig(target_modules=…)."""
+
+    def __init__(self, config: FarspanConfig) -> None:
+        super().__init__(config)
+        self.model = FarspanModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """Logits (b, n, vocabulary), for the last `logits_to_keep` tokens only if given; with labels also the loss."""
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(outputs.last_hidden_state[:, kept])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+    @staticmethod
+    def create_masks_for_generate(attention_mask: Tensor | None = None, **_: Any) -> Tensor | None:
+        """`generate` would expand the mask for a static cache; the model reads the plain one."""
+        return attention_mask
+
+    def _prepare_cache_for_generation(  # type: ignore[override]
+        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
+        """Give `generate` our cache, and `per_request` dynamic NTK the length of the whole request."""
+        if self.config.rotary().follows_length:
+            model_kwargs["rotary_length"] = generation_config.max_length
+        kind = generation_config.cache_implementation
+        ours = kind in (None, "dynamic", "static") and generation_config.use_cache is not False
+        if not ours or model_kwargs.get("past_key_values") is not None:
+            super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)  # type: ignore[misc]
+            return
+        length = max(generation_config.max_length, getattr(generation_config, "max_cache_len", None) or 0)
+        model_kwargs["past_key_values"] = FarspanCache(self.config, max_length=length if kind == "static" else None)
+        if getattr(generation_config, "is_assistant", False):
+            model_kwargs["past_key_values"].activate_past_recording()
