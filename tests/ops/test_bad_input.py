@@ -1,0 +1,79 @@
+"""Bad input gets one line that names argument, value and remedy."""
+
+import pytest
+import torch
+
+from farspan.ops import Rotary, alibi_attention, coca_attention, rope_attention
+from tests.helpers import coca_inputs, softmax_inputs
+
+CASES = {
+    "odd width": ({"q": (1, 4, 5, 7)}, r"head_dim must be even to form rotary pairs, got 7; choose"),
+    "t width": ({"t": (1, 2, 5, 8)}, r"t must have width 4 for q of width 8, got 8; check the projection"),
+    "groups": ({"t": (1, 3, 5, 4), "v": (1, 3, 5, 8)}, r"key heads must divide query heads, got 3 for 4; choose"),
+    "rank": ({"q": (4, 5, 8)}, r"q must have shape \(batch, heads, positions, width\), got \(4, 5, 8\)"),
+    "batch": ({"v": (2, 2, 5, 8)}, r"q, t and v must share the batch size, got 1, 1 and 2"),
+    "lengths": ({"v": (1, 2, 6, 8)}, r"t and v must share heads and positions, got \(2, 5\) and \(2, 6\)"),
+    "length 0": ({"q": (1, 4, 0, 8)}, r"q must hold at least one position, got length 0; skip the call"),
+    "more queries than keys": ({"q": (1, 4, 6, 8)}, r"at least as many keys as queries, got 6 queries and 5 keys"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_wrong_shapes_are_refused(name: str) -> None:
+    shapes, message = CASES[name]
+    shape = {"q": (1, 4, 5, 8), "t": (1, 2, 5, 4), "v": (1, 2, 5, 8)} | shapes
+    q, t, v = (torch.zeros(shape[key]) for key in "qtv")
+    with pytest.raises(ValueError, match=message):
+        coca_attention(q, t, v, rotary=Rotary(8))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"window": 0}, "window must be a whole number of keys ≥ 1 or None, got 0"),
+        ({"window": -3}, "window must be .* got -3"),
+        ({"window": 2.5}, "window must be .* got 2.5"),
+        (
+            {"padding_mask": torch.ones(1, 4, dtype=torch.bool)},
+            r"padding_mask must have shape .* = \(1, 5\), got \(1, 4\)",
+        ),
+        ({"padding_mask": torch.ones(1, 5)}, r"padding_mask must be bool \(True = keep\), got torch.float32"),
+        ({"documents": torch.ones(1, 5)}, r"documents must be integer, got torch.float32"),
+        ({"positions": torch.tensor([0, 1, 2, 1, 2])}, r"must not decrease, got 2 then 1 in row 0; pass documents="),
+        (
+            {"positions": torch.tensor([0, 1, 2, 3, 2**40])},
+            r"positions must stay within ±2147483647, got 0 … 1099511627776",
+        ),
+        ({"positions": 2**31}, r"positions must stay within ±2147483647"),
+        ({"positions": torch.arange(4)}, r"one position to each of the 5 keys, got shape \(1, 4\)"),
+        ({"positions": torch.arange(5.0)}, r"positions must hold integers, got torch.float32"),
+        ({"form": "exat"}, "form must be one of 'exact', 'slack', got 'exat'; did you mean 'exact'"),
+        ({"backend": "trition"}, "backend must be one of .* got 'trition'"),
+        ({"rotary": Rotary(16)}, "rotary must have dim 8, the width of q, got 16"),
+    ],
+)
+def test_wrong_options_are_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        coca_attention(*coca_inputs(5), **{"rotary": Rotary(8), **options})
+
+
+def test_mixed_and_integer_dtypes_are_refused() -> None:
+    q, t, v = coca_inputs(5)
+    with pytest.raises(ValueError, match=r"t must have the floating dtype of q \(torch.float64\), got torch.float32"):
+        coca_attention(q, t.float(), v, rotary=Rotary(8))
+
+
+def test_packed_documents_may_restart_their_positions() -> None:
+    documents, positions = torch.tensor([[0, 0, 0, 1, 1]]), torch.tensor([0, 1, 2, 0, 1])
+    q, t, v = coca_inputs(5)
+    out = coca_attention(q, t, v, rotary=Rotary(8), positions=positions, documents=documents, form="slack")
+    second = coca_attention(q[:, :, 3:], t[:, :, 3:], v[:, :, 3:], rotary=Rotary(8), form="slack")
+    assert (out[:, :, 3:] - second).abs().max() <= 1e-12
+
+
+def test_alibi_and_rope_check_the_same() -> None:
+    q, k, v = softmax_inputs(5)
+    with pytest.raises(ValueError, match="slopes must have shape"):
+        alibi_attention(q, k, v, slopes=torch.ones(3))
+    with pytest.raises(ValueError, match="k must have width 8"):
+        rope_attention(q, k[..., :4], v, rotary=Rotary(8))

@@ -1,0 +1,89 @@
+"""The baselines under the same contract: RoPE and ALiBi."""
+
+import pytest
+import torch
+
+from farspan.ops import (
+    DynamicNTK,
+    Rotary,
+    alibi_attention,
+    alibi_attention_reference,
+    alibi_slopes,
+    rope_attention,
+    rope_attention_reference,
+)
+from tests.helpers import largest_difference, softmax_inputs
+from tests.ops.test_coca import masks
+
+MASKS = list(masks(1, 1, 1))
+
+
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("shape", [(37, 37), (5, 37), (1, 37), (65, 130)], ids=str)
+@pytest.mark.parametrize("rotary", [Rotary(8), None, Rotary(8, scaling=DynamicNTK(4, 10))], ids=["rope", "nope", "ntk"])
+def test_rope_equals_reference(name: str, shape: tuple[int, int], rotary: Rotary | None) -> None:
+    options = masks(3, *shape)[name]
+    inputs = softmax_inputs(*shape, b=3)
+    assert largest_difference(rope_attention, rope_attention_reference, inputs, rotary=rotary, **options) <= 1e-12
+
+
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("shape", [(37, 37), (5, 37), (1, 37), (65, 130)], ids=str)
+def test_alibi_equals_reference(name: str, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    options = masks(3, *shape)[name]
+    inputs = softmax_inputs(*shape, b=3)
+    assert largest_difference(alibi_attention, alibi_attention_reference, inputs, **options) <= 1e-12
+    monkeypatch.setattr("farspan.ops.softmax.core.MASK_ELEMENTS", 1)  # sixteen rows a block
+    assert largest_difference(alibi_attention, alibi_attention_reference, inputs, **options) <= 1e-12
+
+
+@pytest.mark.parametrize("n", [1, 2, 63, 64, 65, 257, 1000])
+def test_alibi_equals_reference_at_hostile_lengths(n: int) -> None:
+    assert largest_difference(alibi_attention, alibi_attention_reference, softmax_inputs(n, d=4)) <= 1e-12
+
+
+def test_alibi_measures_distance_by_position_when_positions_are_given() -> None:
+    inputs, positions = softmax_inputs(12), torch.arange(12) ** 2
+    assert largest_difference(alibi_attention, alibi_attention_reference, inputs, positions=positions) <= 1e-12
+    moved = alibi_attention(*inputs, positions=positions)
+    assert (moved - alibi_attention(*inputs)).abs().max() > 1e-3
+
+
+def test_alibi_slopes_are_the_published_ones() -> None:
+    assert alibi_slopes(8).tolist() == [2.0**-i for i in range(1, 9)]
+    assert torch.allclose(alibi_slopes(16)[::2].log2(), -torch.arange(0.5, 8.5, 1.0))
+    twelve = alibi_slopes(12)
+    assert twelve[:8].tolist() == [2.0**-i for i in range(1, 9)]
+    assert torch.allclose(twelve[8:].log2(), torch.tensor([-0.5, -1.5, -2.5, -3.5]))
+
+
+def test_rope_scores_depend_only_on_distance() -> None:
+    inputs = softmax_inputs(30)
+    here, there = (rope_attention(*inputs, rotary=Rotary(8), positions=start) for start in (0, 1000))
+    assert (here - there).abs().max() <= 1e-9
+
+
+@pytest.mark.parametrize("op", [rope_attention, alibi_attention])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_low_precision_error_is_at_most_twice_that_of_eager(op, dtype: torch.dtype) -> None:
+    q, k, v = (x.detach().to(dtype) for x in softmax_inputs(257, d=32, g=4))
+    options = {"rotary": None} if op is rope_attention else {}
+    truth = op(q.double(), k.double(), v.double(), **options, backend="reference")
+    ours = (op(q, k, v, **options).double() - truth).abs()
+    theirs = (op(q, k, v, **options, backend="reference").double() - truth).abs()  # the same dtype, eagerly
+    assert ours.max() <= 2 * theirs.max()
+    assert ours.mean() <= 2 * theirs.mean()
+
+
+def test_a_window_costs_what_it_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each block is handed only the keys its queries can see."""
+    import farspan.ops.softmax.core as core
+
+    seen = []
+    original = core._sdpa
+    monkeypatch.setattr(
+        core, "_sdpa", lambda q, k, v, *o: (seen.append((q.shape[2], k.shape[2])), original(q, k, v, *o))[1]
+    )
+    rope_attention(*(x.detach() for x in softmax_inputs(1000)), rotary=None, window=100)
+    assert max(keys for _, keys in seen) <= 2 * 100
+    assert sum(queries for queries, _ in seen) == 1000
