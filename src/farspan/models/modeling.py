@@ -23,7 +23,7 @@ from farspan.layers.attention import Attention
 from farspan.models.cache import FarspanCache
 from farspan.models.configuration import FarspanConfig
 from farspan.models.frame import Frame, View
-from farspan.ops.rotary import Plan
+from farspan.ops.rotary import Plan, working_dtype
 from farspan.ops.softmax.reference import repeat_heads
 
 
@@ -66,7 +66,7 @@ def eager_attention(
     scores = query @ repeat_heads(key, query.shape[1]).mT * scaling
     if attention_mask is not None:
         scores = scores + attention_mask
-    weights = torch.softmax(scores.float(), dim=-1).to(query.dtype)
+    weights = torch.softmax(scores, dim=-1, dtype=working_dtype(query.dtype)).to(query.dtype)
     return (weights @ repeat_heads(value, query.shape[1])).transpose(1, 2), weights
 
 

@@ -13,7 +13,6 @@ In the first three the order of keys is the order of their index, so causality n
 """
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -39,14 +38,14 @@ class Positions:
     aligned: bool
     """Query i *is* key m-n+i, so index order is text order."""
 
-    @cached_property
+    @property
     def key(self) -> Tensor:
         if self.first is not None:
             return torch.arange(self.first, self.first + self.m, device=self.device)[None]
         assert self.tensors is not None
         return self.tensors[1]
 
-    @cached_property
+    @property
     def query(self) -> Tensor:
         return self.key[:, self.m - self.n :] if self.tensors is None else self.tensors[0]
 

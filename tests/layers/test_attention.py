@@ -1,0 +1,105 @@
+"""Layers: the same numbers in one piece, in chunks and token by token, with the cache each kind promises."""
+
+import pytest
+import torch
+from transformers.cache_utils import DynamicLayer
+
+from farspan.layers import AlibiAttention, Attention, AttentionSpec, CocaAttention, LayerCache, RopeAttention
+from farspan.ops import DynamicNTK, Rotary
+
+LAYERS = {
+    "rope": lambda **o: RopeAttention(32, 4, **o),
+    "alibi": lambda **o: AlibiAttention(32, 4, **o),
+    "coca-exact": lambda **o: CocaAttention(32, 4, **o),
+    "coca-strict": lambda **o: CocaAttention(32, 4, form="strict", **o),
+    "coca-slack": lambda **o: CocaAttention(32, 4, form="slack", **o),
+    "coca nope": lambda **o: CocaAttention(32, 4, nope=True, **o),
+    "coca softplus": lambda **o: CocaAttention(32, 4, coca_activation="softplus", **o),
+    "coca normed": lambda **o: CocaAttention(32, 4, qk_norm_eps=1e-6, qkv_bias=True, out_bias=True, **o),
+    "coca dynamic": lambda **o: CocaAttention(32, 4, rotary=Rotary(8, scaling=DynamicNTK(4, 5)), **o),
+    "rope dynamic": lambda **o: RopeAttention(32, 4, rotary=Rotary(8, scaling=DynamicNTK(4, 5)), **o),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("window", [None, 1, 6])
+@pytest.mark.parametrize("pieces", [[1] * 23, [7, 1, 15], [23], [22, 1]], ids=str)
+def test_any_chunking_gives_the_same_output(name: str, window: int | None, pieces: list[int]) -> None:
+    layer = LAYERS[name](window=window, num_key_heads=2)
+    x, cache = torch.randn(2, 23, 32), LayerCache(window)
+    with torch.no_grad():
+        parts = [layer(piece, cache=cache) for piece in x.split(pieces, dim=1)]
+        assert torch.allclose(torch.cat(parts, dim=1), layer(x), atol=1e-5)
+    assert cache.get_seq_length() == 23
+
+
+def test_coca_keeps_three_quarters_of_the_bytes_of_rope() -> None:
+    x, bytes_held = torch.randn(1, 50, 32), {}
+    for name in ("rope", "coca-exact"):
+        cache = LayerCache()
+        LAYERS[name](num_key_heads=2)(x, cache=cache)
+        bytes_held[name] = cache.nbytes
+    assert bytes_held["coca-exact"] / bytes_held["rope"] == 0.75
+
+
+def test_a_window_layer_keeps_only_what_can_still_be_seen() -> None:
+    layer, cache = CocaAttention(32, 4, window=6), LayerCache(window=6)
+    for piece in torch.randn(1, 40, 32).split(9, dim=1):
+        layer(piece, cache=cache)
+    assert cache.keys is not None
+    assert cache.keys.shape[2] == 5
+
+
+def test_a_layer_takes_a_transformers_cache_layer() -> None:
+    layer, x, cache = CocaAttention(32, 4), torch.randn(1, 12, 32), DynamicLayer()
+    parts = [layer(piece, cache=cache) for piece in x.split(5, dim=1)]
+    assert torch.allclose(torch.cat(parts, dim=1), layer(x), atol=1e-5)
+
+
+def test_crop_and_reorder() -> None:
+    layer, x, cache = CocaAttention(32, 4), torch.randn(2, 12, 32), LayerCache()
+    layer(x, cache=cache)
+    cache.crop(8)
+    assert torch.allclose(layer(x[:, 8:], cache=cache), layer(x)[:, 8:], atol=1e-5)
+    cache.crop(8)
+    cache.reorder(torch.tensor([1, 0]))
+    assert torch.allclose(layer(x.flip(0)[:, 8:], cache=cache), layer(x).flip(0)[:, 8:], atol=1e-5)
+    windowed = LayerCache(window=4)
+    CocaAttention(32, 4, window=4)(x, cache=windowed)
+    with pytest.raises(ValueError, match="keeps only its window of 4"):
+        windowed.crop(2)
+
+
+def test_strict_ties_the_pair_and_halves_the_projection() -> None:
+    layer = CocaAttention(32, 4, form="strict")
+    q, t, _ = layer.project(torch.randn(1, 3, 32))
+    assert layer.q_proj.weight.shape == (16, 32)
+    assert torch.equal(q[..., :4], q[..., 4:])
+    assert t.shape == (1, 4, 3, 4)
+    assert (t >= 0).all()
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_every_weight_gets_a_gradient(name: str) -> None:
+    layer = LAYERS[name]()
+    layer(torch.randn(2, 9, 32)).square().sum().backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in layer.parameters())
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: CocaAttention(30, 2), "head_dim must be even to form rotary pairs, got 15"),
+        (lambda: CocaAttention(32, 4, num_key_heads=3), "num_key_heads must divide num_heads = 4, got 3"),
+        (lambda: CocaAttention(32, 4, window=0), "window must be a whole number of keys ≥ 1 or None, got 0"),
+        (lambda: CocaAttention(32, 4, coca_activation="gelu"), "coca_activation must be one of"),
+        (lambda: CocaAttention(32, 4, form="slak"), "did you mean 'slack'"),
+        (lambda: Attention(32, 4, "ropee"), "attention must be one of .* did you mean 'rope'"),
+        (lambda: AttentionSpec.parse({"kind": "coca", "frm": "exact"}), "did you mean 'form'"),
+        (lambda: AttentionSpec("rope", "exact"), "form belongs to kind 'coca'"),
+        (lambda: AttentionSpec.parse({"window": 4}), "attention needs a 'kind'"),
+    ],
+)
+def test_bad_layers_are_refused(make, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()

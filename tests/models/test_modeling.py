@@ -1,0 +1,283 @@
+"""The model: one set of numbers whatever the path, and a good citizen of transformers."""
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
+
+from farspan import FarspanCache, FarspanConfig, FarspanForCausalLM
+
+NAMES = ["rope", "alibi", "coca-exact", "coca-strict", "coca-slack"]
+LOCAL = {"kind": "coca", "form": "exact", "window": 8}
+MIXED = [LOCAL, "rope", {"kind": "coca", "form": "slack", "rotary": False}]
+PER_QUERY = {"rope_type": "dynamic", "factor": 4.0, "mode": "per_query"}
+PER_REQUEST = {"rope_type": "dynamic", "factor": 4.0, "mode": "per_request"}
+
+
+TIGHT = 1e-10
+"""Bound for float64, where the initialisation is strong: nothing but rounding may differ."""
+
+
+def make(
+    attention: object = "coca-exact", *, dtype: torch.dtype = torch.float64, **options: object
+) -> FarspanForCausalLM:
+    settings = {
+        "vocab_size": 97,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "train_length": 8,
+        # Strong enough that a wrong mask or angle moves the logits; float32 would show its rounding at 0.3.
+        "initializer_range": 0.3 if dtype == torch.float64 else 0.1,
+    }
+    return FarspanForCausalLM(FarspanConfig(attention=attention, **(settings | options))).to(dtype).eval()
+
+
+def tokens(*shape: int) -> torch.Tensor:
+    return torch.randint(0, 97, shape)
+
+
+CONFIGURATIONS = [
+    *({"attention": name} for name in NAMES),
+    {"attention": MIXED},
+    {"attention": "coca-exact", "rope_parameters": PER_QUERY},
+    {"attention": "rope", "rope_parameters": PER_QUERY},
+    {"attention": MIXED, "rope_parameters": PER_QUERY},
+    {"attention": "coca-slack", "cache_layout": "rotated"},
+    {"attention": "coca-exact", "coca_activation": "softplus", "qk_norm": True, "qkv_bias": True},
+    {"attention": "coca-exact", "rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
+]
+
+
+def name_of(options: dict) -> str:
+    return "-".join(str(v.get("rope_type")) if isinstance(v, dict) else str(v)[:12] for v in options.values())
+
+
+@pytest.mark.parametrize("options", CONFIGURATIONS, ids=name_of)
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.float64, TIGHT)], ids=["fp32", "fp64"])
+@torch.no_grad()
+def test_prefill_equals_decode_equals_any_chunking(options: dict, dtype: torch.dtype, bound: float) -> None:
+    """130 tokens at training length 8: dynamic NTK grows through four doublings on the way."""
+    model, x = make(**options, dtype=dtype), tokens(2, 130)
+    whole = model(x).logits
+    for pieces in ([1] * 130, [7, 1, 9, 47, 66], [64, 66]):
+        cache = FarspanCache(model.config)
+        parts = [model(piece, past_key_values=cache).logits for piece in x.split(pieces, dim=1)]
+        assert (torch.cat(parts, dim=1) - whole).abs().max() <= bound
+    assert whole.std() > 0.05
+
+
+@pytest.mark.parametrize("options", CONFIGURATIONS, ids=name_of)
+@torch.no_grad()
+def test_batch_mates_and_history_change_nothing(options: dict) -> None:
+    model = make(**options)
+    long, short = tokens(1, 75), tokens(1, 21)
+    alone = model(short).logits
+    model(tokens(1, 200))  # an unrelated longer call
+    x = torch.cat((long, torch.cat((tokens(1, 54), short), dim=1)))
+    mask = torch.ones_like(x)
+    mask[1, :54] = 0
+    batched = model(x, attention_mask=mask).logits
+    assert (batched[1, 54:] - alone[0]).abs().max() <= TIGHT
+    cache, parts = FarspanCache(model.config), []
+    seen = 0
+    for piece in x.split([60, 1, 1, 13], dim=1):
+        seen += piece.shape[1]
+        parts.append(model(piece, attention_mask=mask[:, :seen], past_key_values=cache).logits)
+    assert (torch.cat(parts, dim=1)[1, 54:] - alone[0]).abs().max() <= TIGHT
+    assert (torch.cat(parts, dim=1)[0] - model(long).logits[0]).abs().max() <= TIGHT
+
+
+@pytest.mark.parametrize("options", CONFIGURATIONS, ids=name_of)
+@torch.no_grad()
+def test_right_padding_and_a_static_cache_give_the_same_logits(options: dict) -> None:
+    model, x = make(**options), tokens(2, 30)
+    mask = torch.ones_like(x)
+    mask[1, 20:] = 0
+    padded, alone = model(x, attention_mask=mask).logits, model(x[1:, :20]).logits
+    assert (padded[1, :20] - alone[0]).abs().max() <= TIGHT
+    cache = FarspanCache(model.config, max_length=40)
+    parts = [model(piece, past_key_values=cache).logits for piece in x.split([18, 1, 1, 10], dim=1)]
+    assert (torch.cat(parts, dim=1) - model(x).logits).abs().max() <= TIGHT
+
+
+@pytest.mark.parametrize(
+    "make_cache", [DynamicCache, lambda config: DynamicCache(config=config)], ids=["bare", "config"]
+)
+@torch.no_grad()
+def test_plain_transformers_caches_work(make_cache) -> None:
+    model, x = make(MIXED), tokens(1, 40)
+    cache = make_cache(model.config) if make_cache is not DynamicCache else DynamicCache()
+    parts = [model(piece, past_key_values=cache).logits for piece in x.split([25, 1, 14], dim=1)]
+    assert (torch.cat(parts, dim=1) - model(x).logits).abs().max() <= TIGHT
+
+
+@pytest.mark.parametrize("attention", [*NAMES, MIXED], ids=str)
+@torch.no_grad()
+def test_packed_documents_equal_separate_ones(attention: object) -> None:
+    model = make(attention)
+    documents = [tokens(1, n) for n in (11, 5, 20)]
+    positions = torch.cat([torch.arange(d.shape[1]) for d in documents])[None]
+    packed = model(torch.cat(documents, dim=1), position_ids=positions, use_cache=False).logits
+    separate = torch.cat([model(d).logits for d in documents], dim=1)
+    assert (packed - separate).abs().max() <= TIGHT
+
+
+@torch.no_grad()
+def test_llama_weights_give_llama_logits() -> None:
+    llama = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=97,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            initializer_range=0.1,
+        )
+    ).eval()
+    ours = make("rope", tie_word_embeddings=False, dtype=torch.float32)
+    ours.load_state_dict(llama.state_dict())
+    x = tokens(2, 200)
+    assert (ours(x).logits - llama(x).logits).abs().max() <= 1e-5
+
+
+@torch.no_grad()
+def test_cache_bytes_are_three_quarters() -> None:
+    held = {}
+    for attention in ("rope", "coca-exact", "coca-slack", "coca-strict"):
+        model = make(attention)
+        held[attention] = model(tokens(1, 64), use_cache=True).past_key_values.nbytes
+    assert {held[name] / held["rope"] for name in held if name != "rope"} == {0.75}
+    rotated = make("coca-exact", cache_layout="rotated")
+    assert rotated(tokens(1, 64), use_cache=True).past_key_values.nbytes == held["rope"]
+
+
+@torch.no_grad()
+def test_window_layers_keep_only_their_window() -> None:
+    model = make(MIXED)
+    cache = model(tokens(1, 64), use_cache=True).past_key_values
+    assert [layer.keys.shape[2] for layer in cache.layers] == [7, 64, 64]
+
+
+@pytest.mark.parametrize("attention", ["rope", "coca-exact", "coca-slack", MIXED], ids=str)
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@torch.no_grad()
+def test_other_attention_implementations_agree(attention: object, implementation: str) -> None:
+    model, x = make(attention), tokens(2, 30)
+    mask = torch.ones_like(x)
+    mask[1, :7] = 0
+    want = model(x, attention_mask=mask).logits
+    model.set_attn_implementation(implementation)
+    got = model(x, attention_mask=mask).logits
+    assert (got[0] - want[0]).abs().max() <= TIGHT
+    assert (got[1, 7:] - want[1, 7:]).abs().max() <= TIGHT
+    cache = FarspanCache(model.config)
+    parts = [model(piece, past_key_values=cache).logits for piece in x.split([20, 1, 1, 8], dim=1)]
+    assert (torch.cat(parts, dim=1) - model(x).logits).abs().max() <= TIGHT
+
+
+@torch.no_grad()
+def test_eager_shows_attention_weights() -> None:
+    model = make("coca-exact")
+    model.set_attn_implementation("eager")
+    weights = model(tokens(1, 10), output_attentions=True).attentions
+    assert len(weights) == 3
+    assert torch.allclose(weights[0].sum(-1), torch.ones(1, 4, 10, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [({"attention": "alibi"}, "ALiBi"), ({"rope_parameters": PER_QUERY}, "per_query dynamic NTK")],
+)
+def test_what_other_implementations_cannot_do_is_refused(options: dict, what: str) -> None:
+    model = make(**options)
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(ValueError, match=f"attn_implementation 'sdpa' cannot run {what}; use 'farspan'"):
+        model(tokens(1, 5))
+
+
+@torch.no_grad()
+def test_per_request_holds_one_base_for_the_request() -> None:
+    model, x = make("coca-exact", rope_parameters=PER_REQUEST), tokens(1, 40)
+    fixed = model(x, rotary_length=64).logits
+    cache = FarspanCache(model.config)
+    parts = [model(p, past_key_values=cache, rotary_length=64).logits for p in x.split([20, 1, 19], dim=1)]
+    assert (torch.cat(parts, dim=1) - fixed).abs().max() <= TIGHT
+    assert (model(x).logits - fixed).abs().max() > 1e-3  # its own length gives another base
+    assert (model(x, rotary_length=40).logits - model(x).logits).abs().max() <= TIGHT
+
+
+def test_save_and_load_through_the_auto_classes(tmp_path) -> None:
+    model, x = make(MIXED, rope_parameters=PER_QUERY), tokens(1, 20)
+    model.save_pretrained(tmp_path)
+    assert {p.suffix for p in tmp_path.iterdir()} == {".json", ".safetensors"}
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert AutoConfig.from_pretrained(tmp_path).attention_specs == model.config.attention_specs
+    assert torch.equal(loaded(x).logits, model(x).logits)
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+
+
+@pytest.mark.parametrize("attention", ["coca-exact", "alibi", MIXED], ids=str)
+def test_gradient_checkpointing_changes_no_gradient(attention: object) -> None:
+    model, x = make(attention).train(), tokens(2, 24)
+    gradients = []
+    for switch in (model.gradient_checkpointing_disable, model.gradient_checkpointing_enable):
+        switch()
+        model.zero_grad()
+        model(x, labels=x).loss.backward()
+        gradients.append([p.grad.clone() for p in model.parameters()])
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(*gradients, strict=True))
+
+
+def test_bidirectional_attention_sees_the_future() -> None:
+    x, y = tokens(1, 12), tokens(1, 12)
+    y[:, :-1] = x[:, :-1]
+    for causal in (True, False):
+        model = make(causal=causal)
+        change = (model(x).logits - model(y).logits)[:, :-1].abs().max()
+        assert (change == 0) if causal else (change > 1e-3)
+
+
+def test_the_paper_preset_has_350_million_parameters() -> None:
+    with torch.device("meta"):
+        sizes = {
+            name: FarspanForCausalLM(FarspanConfig.preset("350m", attention=name)).num_parameters() for name in NAMES
+        }
+    assert 345e6 < sizes["rope"] < 360e6
+    assert sizes["rope"] - sizes["coca-exact"] == 24 * 1024 * 512  # T is half as wide as K
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"attention": "coca-exat"}, "attention must be one of .* got 'coca-exat'; did you mean 'coca-exact'"),
+        ({"attention": ["rope"]}, "one entry for each of the 3 layers, got 1"),
+        ({"attention": [{"kind": "rope", "windw": 3}] * 3}, "did you mean 'window'"),
+        ({"atention": "rope"}, "did you mean 'attention'"),
+        ({"hidden_size": 30, "num_attention_heads": 2}, "head_dim must be even to form rotary pairs, got 15"),
+        ({"hidden_size": 33}, "hidden_size must be a multiple of num_attention_heads = 4, got 33"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads must divide num_attention_heads = 4, got 3"),
+        ({"cache_layout": "full"}, "cache_layout must be one of 'half', 'rotated', got 'full'"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 0.5}}, "scaling factor must be at least 1, got 0.5"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type.* must be one of"),
+        ({"rope_parameters": PER_QUERY, "cache_layout": "rotated"}, "cannot hold keys that turn with each query"),
+    ],
+)
+def test_bad_configurations_are_refused(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make(**options)
+
+
+def test_empty_input_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least one token, got length 0"):
+        make()(torch.zeros(1, 0, dtype=torch.long))
+
+
+def test_a_static_transformers_cache_works_too() -> None:
+    model, x = make(MIXED), tokens(1, 20)
+    cache = StaticCache(config=model.config, max_cache_len=32)
+    with torch.no_grad():
+        parts = [model(piece, past_key_values=cache).logits for piece in x.split([12, 1, 7], dim=1)]
+    assert (torch.cat(parts, dim=1) - model(x).logits).abs().max() <= TIGHT

@@ -1,0 +1,52 @@
+"""The house rules: imports run one way, and the lower rooms stay light."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1] / "src" / "farspan"
+FLOORS = {"errors": 0, "ops": 1, "layers": 2, "models": 3, "benchmark": 4}
+HEAVY = {"transformers", "accelerate", "matplotlib", "triton", "tokenizers", "jinja2", "peft"}
+
+
+def imports(path: Path) -> set[str]:
+    """Modules imported when this file is imported (not those inside functions)."""
+    found: set[str] = set()
+    stack: list[ast.AST] = [ast.parse(path.read_text())]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module)
+        stack.extend(ast.iter_child_nodes(node))
+    return found
+
+
+def room(path: Path) -> str:
+    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+FILES = [p for p in ROOT.rglob("*.py") if p.parent != ROOT or p.name == "errors.py"]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_run_one_way(path: Path) -> None:
+    for module in imports(path):
+        if module.startswith("farspan."):
+            assert FLOORS[module.split(".")[1]] <= FLOORS[room(path)], f"{path} imports {module}"
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if room(p) in ("ops", "layers", "errors")], ids=lambda p: p.stem)
+def test_ops_and_layers_import_torch_and_nothing_heavier(path: Path) -> None:
+    assert not {module.split(".")[0] for module in imports(path)} & HEAVY
+
+
+def test_the_command_line_answers_help_without_loading_torch() -> None:
+    code = "import sys, farspan_cli; assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
