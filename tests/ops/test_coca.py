@@ -154,7 +154,7 @@ def test_initial_angle_is_zero_and_every_term_falls_until_pi(seed: int, q_size: 
 
 def eager(q: torch.Tensor, t: torch.Tensor, v: torch.Tensor, form: str) -> torch.Tensor:
     """What anyone would write in the same dtype: products in that dtype, softmax in float32."""
-    part = Rotary(q.shape[-1]).plan(0, q.shape[2], q.shape[2])[0]
+    part = Rotary(q.shape[-1]).plan(0, q.shape[2], q.shape[2], device=q.device)[0]
     a, b = q.chunk(2, dim=-1)
     cos, sin = part.key.cos.to(q.dtype), part.key.sin.to(q.dtype)
     if form == "exact":
@@ -165,7 +165,7 @@ def eager(q: torch.Tensor, t: torch.Tensor, v: torch.Tensor, form: str) -> torch
         k_ = torch.cat((t * cos - t * sin, t * sin + t * cos), dim=-1)
     n = q.shape[2]
     scores = (q_ @ k_.mT).float() * q.shape[-1] ** -0.5
-    scores = scores.masked_fill(~torch.ones(n, n, dtype=torch.bool).tril(), -torch.inf)
+    scores = scores.masked_fill(~torch.ones(n, n, dtype=torch.bool, device=q.device).tril(), -torch.inf)
     return scores.softmax(-1).to(q.dtype) @ v
 
 

@@ -1,0 +1,74 @@
+"""Time and peak memory of one function, each in a fresh process so that no earlier allocation hides a peak."""
+
+import multiprocessing
+import platform
+import resource
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Seconds of each repetition, and the largest memory beyond what was held before."""
+
+    seconds: list[float]
+    peak_bytes: int
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+
+def measure(call: Callable[[], Any], *, repeats: int, device: str) -> Measurement:
+    """Run `call` once to warm up and find the peak, then `repeats` times for the clock."""
+    before = _reset_peak(device)
+    call()
+    peak = _peak(device) - before
+    seconds = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        call()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return Measurement(seconds, peak)
+
+
+def in_fresh_process(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a module-level function in a new process; errors come back as they were raised."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([function.__module__])
+    with context.Pool(1) as pool:
+        return pool.apply(function, arguments)
+
+
+def _reset_peak(device: str) -> int:
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_allocated()
+    if platform.system() == "Linux":
+        Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+        return _status("VmRSS")
+    return _peak(device)
+
+
+def _peak(device: str) -> int:
+    if device == "cuda":
+        return torch.cuda.max_memory_allocated()
+    if platform.system() == "Linux":
+        return _status("VmHWM")
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if platform.system() == "Darwin" else 1024)
+
+
+def _status(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"no {field} in /proc/self/status")

@@ -1,0 +1,74 @@
+"""Result files: numbers together with what made them."""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PACKAGES = ("farspan", "torch", "transformers", "triton")
+
+
+def write_result(path: str | os.PathLike[str], rows: list[dict[str, Any]], *, device: str, seed: int) -> None:
+    """Write rows with their provenance as one JSON file: whole, or not at all.
+
+    The file is ``{"schema": 1, "command", "commit", "versions", "device", "seed", "rows"}``.
+    """
+    path = Path(path)
+    result = {"schema": 1, **provenance(device), "seed": seed, "rows": rows}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
+    try:
+        with os.fdopen(handle, "w") as file:
+            json.dump(result, file, indent=1)
+            file.write("\n")
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def provenance(device: str) -> dict[str, Any]:
+    """Command, commit, versions and device of this process."""
+    return {
+        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "commit": commit(),
+        "versions": {"python": platform.python_version()} | {name: version(name) for name in PACKAGES if version(name)},
+        "device": device_name(device),
+    }
+
+
+def commit() -> str | None:
+    """The commit of the source tree this package runs from, "+" if files differ from it; None outside a checkout."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(Path(__file__).parent), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", ".")
+        return git("rev-parse", "HEAD") + ("+" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return os.environ.get("FARSPAN_COMMIT")
+
+
+def version(name: str) -> str | None:
+    """The installed version of a package, or None."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def device_name(device: str) -> str:
+    """What a reader would call the device."""
+    if device.startswith("cuda"):
+        return torch.cuda.get_device_name(device)
+    return f"CPU, {os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}"

@@ -1,0 +1,85 @@
+"""The benchmark measures what it says, and keeps silent when results differ."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from farspan.benchmark import attention
+from farspan.benchmark.measure import in_fresh_process, measure
+from farspan.ops import Rotary, coca_attention
+from farspan.results import write_result
+
+MEGABYTE = 2**20
+
+
+def _touch(megabytes: int) -> int:
+    torch.ones(1)
+    return measure(lambda: torch.ones(megabytes * MEGABYTE // 4), repeats=1, device="cpu").peak_bytes
+
+
+def test_peak_memory_is_what_was_touched() -> None:
+    assert 60 * MEGABYTE <= in_fresh_process(_touch, 64) <= 72 * MEGABYTE
+
+
+def test_the_published_formulation_is_slack_coca() -> None:
+    q, v, t = torch.randn(1, 2, 50, 16), torch.randn(1, 2, 50, 16), torch.rand(1, 2, 50, 8)
+    published = attention.published_coca(q, t, v, Rotary(16))
+    assert torch.allclose(published, coca_attention(q, t, v, rotary=Rotary(16), form="slack"), atol=1e-5)
+
+
+def test_no_figures_when_results_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "published_coca", lambda q, t, v, rotary: v)
+    with pytest.raises(attention.ResultsDifferError, match="published and fused CoCA differ"):
+        attention._against_published(64, 1, "cpu", 0)
+    monkeypatch.setattr(attention, "coca_attention_reference", lambda q, t, v, **_: v)
+    with pytest.raises(attention.ResultsDifferError, match="fused and reference CoCA differ"):
+        attention._check("cpu", 0)
+
+
+@pytest.mark.parametrize("name", ["coca-exact", "coca-slack", "alibi"])
+def test_memory_grows_with_the_length_not_its_square(name: str) -> None:
+    """Four times the tokens, at most about four times the memory; the square would be sixteen."""
+    short, long = (in_fresh_process(attention._layer, name, n, 1, "cpu", 0)["peak_bytes"] for n in (2048, 8192))
+    assert long <= 6 * short + 40 * MEGABYTE
+    assert long <= 250 * MEGABYTE
+
+
+def test_results_carry_their_provenance_and_are_written_whole(tmp_path) -> None:
+    path = tmp_path / "deep" / "result.json"
+    write_result(path, [{"a": 1}], device="cpu", seed=3)
+    result = json.loads(path.read_text())
+    assert set(result) == {"schema", "command", "commit", "versions", "device", "seed", "rows"}
+    assert result["rows"] == [{"a": 1}]
+    with pytest.raises(TypeError):
+        write_result(path, [{"a": object()}], device="cpu", seed=3)
+    assert json.loads(path.read_text()) == result
+    assert [p.name for p in path.parent.iterdir()] == ["result.json"]
+
+
+def farspan(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "farspan_cli", *arguments], capture_output=True, text=True)
+
+
+def test_command_line_help_shows_an_example() -> None:
+    done = farspan("bench", "attention", "--help")
+    assert done.returncode == 0
+    assert "farspan bench attention --lengths" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--lengths", "a,b"], "--lengths must be whole numbers ≥ 1 separated by commas, got 'a,b'; try"),
+        (["--lengths", "0"], "--lengths must be whole numbers ≥ 1"),
+        (["--device", "tpu"], "--device must be cpu or cuda, got 'tpu'"),
+        (["--repeats", "0"], "'--repeats'"),
+    ],
+)
+def test_command_line_bad_input_exits_2_with_one_line(arguments: list[str], message: str) -> None:
+    done = farspan("bench", "attention", *arguments)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,108 @@
+"""The same properties on a GPU, in the precisions people use there."""
+
+import pytest
+import torch
+
+from farspan import FarspanCache
+from farspan.ops import (
+    DynamicNTK,
+    Rotary,
+    alibi_attention,
+    alibi_attention_reference,
+    coca_attention,
+    coca_attention_reference,
+    rope_attention,
+    rope_attention_reference,
+)
+from tests.helpers import coca_inputs, largest_difference
+from tests.models.test_modeling import CONFIGURATIONS, make, name_of, tokens
+from tests.ops.test_coca import eager, masks
+
+pytestmark = pytest.mark.gpu
+
+
+def on_gpu(options: dict[str, object]) -> dict[str, object]:
+    return {key: value.cuda() if isinstance(value, torch.Tensor) else value for key, value in options.items()}
+
+
+@pytest.mark.parametrize("form", ["exact", "slack"])
+@pytest.mark.parametrize("name", list(masks(1, 1, 1)))
+@pytest.mark.parametrize("shape", [(37, 37), (5, 37), (1, 37), (130, 257)], ids=str)
+def test_coca_equals_reference_in_float64(form: str, name: str, shape: tuple[int, int]) -> None:
+    inputs, options = coca_inputs(*shape, b=3, device="cuda"), on_gpu(masks(3, *shape)[name])
+    for rotary in (Rotary(8), None, Rotary(8, scaling=DynamicNTK(4, 10))):
+        options |= {"rotary": rotary, "form": form}
+        assert largest_difference(coca_attention, coca_attention_reference, inputs, **options) <= 1e-12
+
+
+@pytest.mark.parametrize("name", list(masks(1, 1, 1)))
+def test_baselines_equal_their_references_in_float64(name: str) -> None:
+    q, _, v = coca_inputs(65, 130, b=3, device="cuda")
+    inputs, options = (q, torch.randn_like(v).requires_grad_(), v), on_gpu(masks(3, 65, 130)[name])
+    assert largest_difference(alibi_attention, alibi_attention_reference, inputs, **options) <= 1e-12
+    options["rotary"] = Rotary(8)
+    assert largest_difference(rope_attention, rope_attention_reference, inputs, **options) <= 1e-12
+
+
+@pytest.mark.parametrize("form", ["exact", "slack"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("n", [65, 1000])
+def test_low_precision_error_is_at_most_twice_that_of_eager(form: str, dtype: torch.dtype, n: int) -> None:
+    q, t, v = (x.detach().to(dtype) for x in coca_inputs(n, h=4, g=4, d=64, device="cuda"))
+    truth = coca_attention_reference(q.double(), t.double(), v.double(), rotary=Rotary(64), form=form)
+    ours = (coca_attention(q, t, v, rotary=Rotary(64), form=form).double() - truth).abs()
+    theirs = (eager(q, t, v, form).double() - truth).abs()
+    assert ours.max() <= 2 * theirs.max()
+    assert ours.mean() <= 2 * theirs.mean()
+
+
+@pytest.mark.parametrize("g", [1, 2, 8])
+@pytest.mark.parametrize("options", [{}, {"window": 100}, {"causal": False}], ids=str)
+def test_grouped_heads_in_bfloat16_with_gradients(g: int, options: dict[str, object]) -> None:
+    inputs = coca_inputs(300, h=8, g=g, d=64, dtype=torch.bfloat16, device="cuda")
+    wide = tuple(x.detach().double().requires_grad_() for x in inputs)
+    out = coca_attention(*inputs, rotary=Rotary(64), **options)
+    truth = coca_attention(*wide, rotary=Rotary(64), **options)
+    assert (out - truth).abs().max() <= 0.1
+    weights = torch.randn_like(out)
+    narrow, exact = torch.autograd.grad(out, inputs, weights), torch.autograd.grad(truth, wide, weights.double())
+    for a, b in zip(narrow, exact, strict=True):
+        assert (a - b).norm() <= 0.03 * b.norm()
+
+
+@pytest.mark.parametrize("options", CONFIGURATIONS, ids=name_of)
+@torch.no_grad()
+def test_prefill_equals_decode_equals_any_chunking(options: dict) -> None:
+    model, x = make(**options).cuda(), tokens(2, 130).cuda()
+    whole = model(x).logits
+    for pieces in ([1] * 130, [7, 1, 9, 47, 66]):
+        for length in (None, 140):
+            cache = FarspanCache(model.config, max_length=length)
+            parts = [model(piece, past_key_values=cache).logits for piece in x.split(pieces, dim=1)]
+            assert (torch.cat(parts, dim=1) - whole).abs().max() <= 1e-10
+
+
+@pytest.mark.parametrize("options", CONFIGURATIONS, ids=name_of)
+@torch.no_grad()
+def test_generate_with_padding_equals_each_row_alone(options: dict) -> None:
+    """With a static cache transformers compiles the decoding step, with CUDA graphs."""
+    model, x = make(**options).cuda(), tokens(2, 14).cuda()
+    mask = torch.stack([torch.arange(14) >= pad for pad in (0, 9)]).long().cuda()
+    settings = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
+    alone = model.generate(x[1:, 9:], **settings)[0]
+    for cache in ("dynamic", "static"):
+        out = model.generate(x, attention_mask=mask, cache_implementation=cache, **settings)
+        assert torch.equal(out[1, 9:], alone), cache
+
+
+@pytest.mark.parametrize("attention", ["coca-exact", "coca-slack", "rope"])
+def test_long_attention_takes_the_flash_path(attention: str) -> None:
+    """32 768 tokens of one layer's attention in well under the 17 GB that N×N scores would take."""
+    q, v = (torch.randn(1, 8, 32_768, 64, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    if attention == "rope":
+        rope_attention(q, v, v, rotary=Rotary(64))
+    else:
+        coca_attention(q, q[..., :32].relu(), v, rotary=Rotary(64), form=attention.removeprefix("coca-"))
+    assert torch.cuda.max_memory_allocated() - before <= 600e6
