@@ -5,6 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from farspan.ops import Rotary
+
 
 def coca_inputs(
     n: int,
@@ -40,3 +42,40 @@ def largest_difference(
     gradients = [torch.autograd.grad(out, inputs, weights) for out in outputs]
     pairs = [(outputs[0], outputs[1]), *zip(*gradients, strict=True)]
     return max(float((a - b).detach().abs().max()) for a, b in pairs)
+
+
+def masks(b: int, n: int, m: int) -> dict[str, dict[str, object]]:
+    """Every way to hide keys, by name."""
+    ragged = torch.arange(m)[None] >= torch.arange(b)[:, None] * (m // 3)
+    lengths = torch.tensor([min(m, 1 + 5 * i) for i in range(b)])[:, None]
+    return {
+        "causal": {},
+        "bidirectional": {"causal": False},
+        "window": {"window": 7},
+        "bidirectional window": {"window": 5, "causal": False},
+        "left padding": {"padding_mask": ragged},
+        "right padding": {"padding_mask": torch.arange(m)[None] < lengths},
+        "documents": {"documents": (torch.arange(m) // 9).expand(b, m)},
+        "window, padding, documents": {
+            "window": 4,
+            "padding_mask": ragged,
+            "documents": (torch.arange(m) // 6).expand(b, m),
+        },
+    }
+
+
+def eager(q: torch.Tensor, t: torch.Tensor, v: torch.Tensor, form: str) -> torch.Tensor:
+    """What anyone would write in the same dtype: products in that dtype, softmax in float32."""
+    part = Rotary(q.shape[-1]).plan(0, q.shape[2], q.shape[2], device=q.device)[0]
+    a, b = q.chunk(2, dim=-1)
+    cos, sin = part.key.cos.to(q.dtype), part.key.sin.to(q.dtype)
+    if form == "exact":
+        q_ = torch.cat(((a * a + b * b) * cos, (a * a + b * b) * sin), dim=-1)
+        k_ = torch.cat((t * cos, t * sin), dim=-1)
+    else:
+        q_ = torch.cat((a * (a * cos - b * sin), b * (a * sin + b * cos)), dim=-1)
+        k_ = torch.cat((t * cos - t * sin, t * sin + t * cos), dim=-1)
+    n = q.shape[2]
+    scores = (q_ @ k_.mT).float() * q.shape[-1] ** -0.5
+    scores = scores.masked_fill(~torch.ones(n, n, dtype=torch.bool, device=q.device).tril(), -torch.inf)
+    return scores.softmax(-1).to(q.dtype) @ v

@@ -14,9 +14,8 @@ from farspan.ops import (
     rope_attention,
     rope_attention_reference,
 )
-from tests.helpers import coca_inputs, largest_difference
+from tests.helpers import coca_inputs, eager, largest_difference, masks
 from tests.models.test_modeling import CONFIGURATIONS, make, name_of, tokens
-from tests.ops.test_coca import eager, masks
 
 pytestmark = pytest.mark.gpu
 
@@ -82,7 +81,7 @@ def test_prefill_equals_decode_equals_any_chunking(options: dict) -> None:
             assert (torch.cat(parts, dim=1) - whole).abs().max() <= 1e-10
 
 
-@pytest.mark.parametrize("options", CONFIGURATIONS, ids=name_of)
+@pytest.mark.parametrize("options", CONFIGURATIONS[2:9:3], ids=name_of)
 @torch.no_grad()
 def test_generate_with_padding_equals_each_row_alone(options: dict) -> None:
     """With a static cache transformers compiles the decoding step, with CUDA graphs."""

@@ -12,8 +12,7 @@ from farspan.ops import (
     rope_attention,
     rope_attention_reference,
 )
-from tests.helpers import largest_difference, softmax_inputs
-from tests.ops.test_coca import masks
+from tests.helpers import largest_difference, masks, softmax_inputs
 
 MASKS = list(masks(1, 1, 1))
 
