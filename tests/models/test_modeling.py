@@ -281,3 +281,18 @@ def test_a_static_transformers_cache_works_too() -> None:
     with torch.no_grad():
         parts = [model(piece, past_key_values=cache).logits for piece in x.split([12, 1, 7], dim=1)]
     assert (torch.cat(parts, dim=1) - model(x).logits).abs().max() <= TIGHT
+
+
+@torch.no_grad()
+def test_another_scaling_law_can_be_set_on_a_finished_model() -> None:
+    model, x = make(MIXED), tokens(1, 40)
+    stretched = make(MIXED, rope_parameters=PER_QUERY)
+    stretched.load_state_dict(model.state_dict())
+    before = model(x).logits
+    model.set_rope_parameters(**PER_QUERY)
+    assert torch.equal(model(x).logits, stretched(x).logits)
+    with pytest.raises(ValueError, match="scaling factor must be at least 1"):
+        model.set_rope_parameters(rope_type="dynamic", factor=0.1)
+    assert torch.equal(model(x).logits, stretched(x).logits)
+    model.set_rope_parameters(rope_type="default")
+    assert torch.equal(model(x).logits, before)

@@ -99,9 +99,12 @@ class FarspanAttention(Attention):
         self.is_causal = config.causal
         self.num_key_value_groups = self.num_heads // self.num_key_heads
         self.sliding_window = self.spec.window
+
+    @property
+    def rotates_before_cache(self) -> bool:
+        """RoPE caches rotated keys, as LLaMA does, unless their angles may still change."""
         dynamic = self.rotary is not None and (self.rotary.follows_query or self.rotary.follows_length)
-        # RoPE caches rotated keys, as LLaMA does, unless their angles may still change.
-        self.rotates_before_cache = not dynamic and (self.spec.kind == "rope" or config.cache_layout == "rotated")
+        return not dynamic and (self.spec.kind == "rope" or self.config.cache_layout == "rotated")
 
     def forward(  # type: ignore[override]
         self,
@@ -184,6 +187,22 @@ class FarspanPreTrainedModel(PreTrainedModel):
     _supports_attention_backend = True
     _can_compile_fullgraph = True
     _can_record_outputs = {"hidden_states": FarspanBlock, "attentions": FarspanAttention}  # noqa: RUF012
+
+    def set_rope_parameters(self, **rope_parameters: Any) -> None:
+        """Stretch the angles of a finished model by another law; the weights stay. A cache in use must be dropped.
+
+        >>> model = FarspanForCausalLM(FarspanConfig.preset("tiny"))
+        >>> model.set_rope_parameters(rope_type="dynamic", factor=4.0)
+        >>> model.config.rotary().scaling
+        DynamicNTK(factor=4.0, train_length=64, mode='per_query')
+        """
+        kept = {"rope_theta": (self.config.rope_parameters or {}).get("rope_theta", 10_000.0)}
+        values = {**self.config.to_dict(), "rope_parameters": {**kept, **rope_parameters}}
+        rotary = FarspanConfig.from_dict(values).rotary()  # refuses what cannot be meant before anything changes
+        self.config.rope_parameters = FarspanConfig.from_dict(values).rope_parameters
+        for module in self.modules():
+            if isinstance(module, FarspanAttention) and module.spec.rotary:
+                module.rotary = rotary
 
 
 class FarspanModel(FarspanPreTrainedModel):
