@@ -89,14 +89,48 @@ def test_training_step_compiles_without_a_graph_break(options: dict) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("masked", [False, True], ids=["plain", "padded"])
+@pytest.mark.parametrize(
+    "options", [{"rope_parameters": PER_QUERY}, {"attention": MIXED}, {"attention": "alibi"}], ids=name_of
+)
 @torch.no_grad()
-def test_static_decoding_compiles_without_a_graph_break() -> None:
-    model, x = make("coca-exact", rope_parameters=PER_QUERY), tokens(1, 12)
-    cache = FarspanCache(model.config, max_length=16)
-    model(x[:, :10], past_key_values=cache)
-    step = torch.compile(model, fullgraph=True, backend="aot_eager")
-    parts = [step(x[:, i : i + 1], past_key_values=cache).logits for i in (10, 11)]
-    assert (torch.cat(parts, dim=1) - model(x).logits[:, 10:]).abs().max() <= TIGHT
+def test_static_decoding_compiles_once(options: dict, masked: bool) -> None:
+    """No graph break, and no new graph for each token, also while a window fills up and after."""
+    model, x = make(**options), tokens(2, 30)
+    mask = torch.ones_like(x)
+    mask[0, :3] = 0
+    cache = FarspanCache(model.config, max_length=32)
+    extra = {"attention_mask": mask[:, :5]} if masked else {}
+    model(x[:, :5], past_key_values=cache, **extra)
+    torch.compiler.reset()
+    graphs = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    step, parts = torch.compile(model, fullgraph=True, backend=graphs), []
+    for i in range(5, 30):
+        extra = {"attention_mask": torch.nn.functional.pad(mask[:, : i + 1], (0, 31 - i))} if masked else {}
+        parts.append(step(x[:, i : i + 1], past_key_values=cache, **extra).logits)
+    extra = {"attention_mask": mask} if masked else {}
+    assert (torch.cat(parts, dim=1) - model(x, **extra).logits[:, 5:]).abs().max() <= TIGHT
+    assert graphs.frame_count <= 4
+
+
+@pytest.mark.parametrize("options", [{}, {"attention": MIXED}, {"rope_parameters": PER_REQUEST}], ids=name_of)
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@torch.no_grad()
+def test_generation_from_embeddings_equals_generation_from_tokens(options: dict, cache: str) -> None:
+    model, x = make(**options), tokens(1, 12)
+    settings = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 0, "cache_implementation": cache}
+    from_tokens = model.generate(x, **settings)[:, 12:]
+    assert torch.equal(model.generate(inputs_embeds=model.model.embed_tokens(x), **settings), from_tokens)
+
+
+@torch.no_grad()
+def test_chunked_prefill_and_beams_with_a_static_cache() -> None:
+    model, x = make(MIXED), tokens(2, 20)
+    settings = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 0}
+    plain = model.generate(x, **settings)
+    assert torch.equal(model.generate(x, prefill_chunk_size=7, **settings), plain)
+    beams = model.generate(x, num_beams=3, use_cache=False, **settings)
+    assert torch.equal(model.generate(x, num_beams=3, cache_implementation="static", **settings), beams)
 
 
 def test_peft_lora_trains_and_merges() -> None:

@@ -35,7 +35,7 @@ def make(
 
 
 def tokens(*shape: int) -> torch.Tensor:
-    return torch.randint(0, 97, shape)
+    return torch.randint(1, 97, shape)  # 0 is padding, from which `generate` would infer a mask
 
 
 CONFIGURATIONS = [
@@ -47,6 +47,8 @@ CONFIGURATIONS = [
     {"attention": "coca-slack", "cache_layout": "rotated"},
     {"attention": "coca-exact", "coca_activation": "softplus", "qk_norm": True, "qkv_bias": True},
     {"attention": "coca-exact", "rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
+    {"attention": [{"kind": "alibi", "window": 1}, {"kind": "coca", "window": 2}, {"kind": "rope", "window": 1}]},
+    {"attention": "coca-exact", "rope_parameters": {"rope_type": "ntk", "factor": 4.0}},
 ]
 
 
@@ -119,9 +121,131 @@ def test_packed_documents_equal_separate_ones(attention: object) -> None:
     model = make(attention)
     documents = [tokens(1, n) for n in (11, 5, 20)]
     positions = torch.cat([torch.arange(d.shape[1]) for d in documents])[None]
-    packed = model(torch.cat(documents, dim=1), position_ids=positions, use_cache=False).logits
+    x = torch.cat(documents, dim=1)
     separate = torch.cat([model(d).logits for d in documents], dim=1)
-    assert (packed - separate).abs().max() <= TIGHT
+    for options in ({}, {"use_cache": False}, {"attention_mask": torch.ones_like(x)}):
+        if "attention_mask" in options:
+            options["use_cache"] = False
+        packed = model(x, position_ids=positions, **options)
+        assert (packed.logits - separate).abs().max() <= TIGHT
+        assert packed.past_key_values is None  # packed documents cannot be continued
+    with pytest.raises(ValueError, match="position_ids must go on by one where a cache is used"):
+        model(x, position_ids=positions, past_key_values=FarspanCache(model.config))
+
+
+@torch.no_grad()
+def test_positions_with_gaps_are_used_as_given() -> None:
+    model, x = make("rope"), tokens(1, 12)
+    spread = model(x, position_ids=torch.arange(12)[None] * 3).logits
+    assert (spread - model(x).logits).abs().max() > 1e-3
+    assert (model(x, position_ids=torch.arange(12)[None] + 50).logits - model(x).logits).abs().max() <= 1e-7
+
+
+@torch.no_grad()
+def test_positions_given_with_a_cache_shift_the_whole_text() -> None:
+    model, x = make("coca-slack"), tokens(1, 30)  # slack sees absolute positions
+    want = model(x, position_ids=torch.arange(100, 130)[None]).logits
+    cache, parts = FarspanCache(model.config), []
+    for begin, end in ((0, 11), (11, 12), (12, 30)):
+        positions = torch.arange(100 + begin, 100 + end)[None]
+        parts.append(model(x[:, begin:end], position_ids=positions, past_key_values=cache).logits)
+    assert (torch.cat(parts, dim=1) - want).abs().max() <= TIGHT
+
+
+@torch.no_grad()
+def test_right_padding_can_be_continued_without_windows_and_is_refused_with_them() -> None:
+    mask = torch.ones(1, 23, dtype=torch.long)
+    mask[0, 14:20] = 0
+    x = tokens(1, 23)
+    real = x[:, mask[0].bool()]
+    for attention in ("coca-exact", "coca-slack", "rope", "alibi"):
+        model = make(attention)
+        cache = FarspanCache(model.config)
+        model(x[:, :20], attention_mask=mask[:, :20], past_key_values=cache)
+        continued = model(x[:, 20:], attention_mask=mask, past_key_values=cache).logits
+        assert (continued - model(real).logits[:, -3:]).abs().max() <= TIGHT
+    model = make(MIXED)
+    cache = FarspanCache(model.config)
+    model(x[:, :20], attention_mask=mask[:, :20], past_key_values=cache)
+    with pytest.raises(ValueError, match="window layers cannot continue; pad on the left"):
+        model(x[:, 20:], attention_mask=mask, past_key_values=cache)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"attention_mask": torch.ones(1, 7, dtype=torch.long)},
+            r"attention_mask must have shape \(1, 10\).* got \(1, 7\)",
+        ),
+        ({"attention_mask": torch.ones(2, 10, dtype=torch.long)}, r"attention_mask must have shape \(1, 10\)"),
+        ({"attention_mask": torch.zeros(1, 10)}, "as integers or bool, got torch.float32"),
+        ({"attention_mask": torch.ones(1, 1, 10, 10, dtype=torch.bool)}, r"must have shape \(batch, tokens so far\)"),
+        ({"position_ids": torch.arange(10)}, r"position_ids must have shape \(1, 10\).* got \(10,\)"),
+        ({"position_ids": torch.arange(9)[None]}, r"position_ids must have shape \(1, 10\)"),
+    ],
+)
+def test_masks_and_positions_of_the_wrong_shape_are_refused(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()(tokens(1, 10), **options)
+
+
+def test_a_mask_that_forgets_the_cache_is_refused() -> None:
+    model = make()
+    cache = model(tokens(1, 10), use_cache=True).past_key_values
+    with pytest.raises(
+        ValueError, match=r"attention_mask must have shape \(1, 13\), cached tokens included, got \(1, 3\)"
+    ):
+        model(tokens(1, 3), attention_mask=torch.ones(1, 3, dtype=torch.long), past_key_values=cache)
+
+
+@torch.no_grad()
+def test_bidirectional_padding_changes_nothing() -> None:
+    model, x = make(MIXED, causal=False), tokens(2, 20)
+    mask = torch.ones_like(x)
+    mask[0, :6], mask[1, 13:] = 0, 0
+    out = model(x, attention_mask=mask).logits
+    assert (out[0, 6:] - model(x[:1, 6:]).logits[0]).abs().max() <= TIGHT
+    assert (out[1, :13] - model(x[1:, :13]).logits[0]).abs().max() <= TIGHT
+
+
+@torch.no_grad()
+def test_embeddings_may_be_given_instead_of_tokens() -> None:
+    model, x = make(MIXED), tokens(2, 20)
+    assert torch.equal(model(inputs_embeds=model.model.embed_tokens(x)).logits, model(x).logits)
+    with pytest.raises(ValueError, match="exactly one of input_ids and inputs_embeds"):
+        model(x, inputs_embeds=model.model.embed_tokens(x))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"qk_norm": True}, {"coca_activation": "softplus", "rope_parameters": PER_QUERY}]
+)
+def test_autocast_trains(options: dict) -> None:
+    model, x = make(dtype=torch.float32, **options).train(), tokens(2, 24)
+    exact = model(x, labels=x).loss
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(x, labels=x).loss
+    loss.backward()
+    assert (loss - exact).abs() < 0.05
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_attention_reads_as_vllm_wants_it() -> None:
+    """Its Transformers backend parses forward's source: the interface's name, one call of it, scaling an attribute."""
+    import ast
+    import inspect
+    import textwrap
+
+    from farspan.models.modeling import FarspanAttention
+
+    tree = ast.parse(textwrap.dedent(inspect.getsource(FarspanAttention.forward)))
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    interface = [call for call in calls if getattr(call.func, "id", None) == "attention_interface"]
+    assert len(interface) == 1
+    scaling = next(keyword.value for keyword in interface[0].keywords if keyword.arg == "scaling")
+    assert isinstance(scaling, ast.Attribute)
+    assert scaling.value.id == "self"  # type: ignore[attr-defined]
+    assert "ALL_ATTENTION_FUNCTIONS" in {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
 
 
 @torch.no_grad()
@@ -159,6 +283,18 @@ def test_window_layers_keep_only_their_window() -> None:
     model = make(MIXED)
     cache = model(tokens(1, 64), use_cache=True).past_key_values
     assert [layer.keys.shape[2] for layer in cache.layers] == [7, 64, 64]
+    assert cache.layers[0].keys.untyped_storage().nbytes() == cache.layers[0].keys.nbytes  # not a view of the prompt
+
+
+def test_a_rotated_cache_refuses_float16() -> None:
+    model = make(cache_layout="rotated", dtype=torch.float16)
+    with pytest.raises(ValueError, match="cache_layout 'rotated' cannot hold CoCA keys in float16"):
+        model(tokens(1, 5), use_cache=True)
+    half = make(dtype=torch.float16)
+    x, cache = tokens(1, 30), FarspanCache(half.config)
+    with torch.no_grad():
+        parts = [half(piece, past_key_values=cache).logits for piece in x.split([20, 1, 9], dim=1)]
+        assert (torch.cat(parts, dim=1) - half(x).logits).abs().max() <= 0.01
 
 
 @pytest.mark.parametrize("attention", ["rope", "coca-exact", "coca-slack", MIXED], ids=str)
@@ -173,9 +309,10 @@ def test_other_attention_implementations_agree(attention: object, implementation
     got = model(x, attention_mask=mask).logits
     assert (got[0] - want[0]).abs().max() <= TIGHT
     assert (got[1, 7:] - want[1, 7:]).abs().max() <= TIGHT
-    cache = FarspanCache(model.config)
-    parts = [model(piece, past_key_values=cache).logits for piece in x.split([20, 1, 1, 8], dim=1)]
-    assert (torch.cat(parts, dim=1) - model(x).logits).abs().max() <= TIGHT
+    for length in (None, 40):
+        cache = FarspanCache(model.config, max_length=length)
+        parts = [model(piece, past_key_values=cache).logits for piece in x.split([20, 1, 1, 8], dim=1)]
+        assert (torch.cat(parts, dim=1) - model(x).logits).abs().max() <= TIGHT
 
 
 @torch.no_grad()

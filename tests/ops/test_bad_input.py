@@ -14,7 +14,10 @@ CASES = {
     "batch": ({"v": (2, 2, 5, 8)}, r"q, t and v must share the batch size, got 1, 1 and 2"),
     "lengths": ({"v": (1, 2, 6, 8)}, r"t and v must share heads and positions, got \(2, 5\) and \(2, 6\)"),
     "length 0": ({"q": (1, 4, 0, 8)}, r"q must hold at least one position, got length 0; skip the call"),
-    "more queries than keys": ({"q": (1, 4, 6, 8)}, r"at least as many keys as queries, got 6 queries and 5 keys"),
+    "more queries than keys": (
+        {"q": (1, 4, 6, 8)},
+        r"at least as many keys as queries, got 6 queries and 5 keys; pass",
+    ),
 }
 
 
@@ -55,6 +58,19 @@ def test_wrong_shapes_are_refused(name: str) -> None:
 def test_wrong_options_are_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         coca_attention(*coca_inputs(5), **{"rotary": Rotary(8), **options})
+
+
+def test_more_queries_than_keys_need_positions_of_both() -> None:
+    q, t, v = torch.randn(1, 4, 6, 8), torch.rand(1, 2, 4, 4), torch.randn(1, 2, 4, 8)
+    with pytest.raises(ValueError, match=r"positions=\(of queries, of keys\)"):
+        coca_attention(q, t, v, rotary=Rotary(8), causal=False)
+    options = {"rotary": Rotary(8), "causal": False, "positions": (torch.arange(6), torch.arange(4))}
+    assert coca_attention(q, t, v, **options).shape == (1, 4, 6, 8)
+
+
+def test_positions_need_one_row_or_the_batch() -> None:
+    with pytest.raises(ValueError, match=r"positions must have 1 or 1 rows, like the batch, got 3"):
+        coca_attention(*coca_inputs(5), rotary=Rotary(8), positions=torch.arange(5).expand(3, 5))
 
 
 def test_mixed_and_integer_dtypes_are_refused() -> None:

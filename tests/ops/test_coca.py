@@ -7,7 +7,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from farspan.ops import Rotary, coca_attention, coca_attention_reference, coca_features
+from farspan.ops import (
+    NTK,
+    DynamicNTK,
+    Linear,
+    Rotary,
+    YaRN,
+    coca_attention,
+    coca_attention_reference,
+    coca_features,
+)
 from farspan.ops.coca.reference import scores_closed, scores_exact, scores_slack
 from farspan.ops.positions import resolve
 from farspan.ops.rotary_reference import turns
@@ -114,22 +123,60 @@ def test_slack_scores_are_the_published_expansion() -> None:
 @given(st.integers(0, 2**32 - 1), st.floats(1e-3, 1e3), st.floats(1e-3, 1e3))
 @settings(max_examples=50, deadline=None)
 def test_initial_angle_is_zero_and_every_term_falls_until_pi(seed: int, q_size: float, t_size: float) -> None:
+    """The fused op's own products, pair by pair: query at distances 0 … 63 from one key."""
     generator = torch.Generator().manual_seed(seed)
     q = torch.randn(1, 1, 1, 16, generator=generator, dtype=torch.float64) * q_size
     t = torch.rand(1, 1, 1, 8, generator=generator, dtype=torch.float64) * t_size
-    theta = Rotary(16).frequencies()
-    places = resolve((torch.arange(64), torch.zeros(1, dtype=torch.long)), 64, 1, torch.device("cpu"))
-    query, key = turns(Rotary(16), places, 16, q.dtype)
-    a, b = q.expand(1, 1, 64, 16).chunk(2, dim=-1)
-    rotated = torch.complex(a, b) * query[:, None]
-    keys = torch.complex(a, b) * key[:, None, :, 0] * t  # the key that query m has at place 0
-    terms = (rotated * keys.conj()).real[0, 0]  # (distance, pair)
-    angles = (rotated * keys.conj()).angle()[0, 0]
-    assert angles[0].abs().max() <= 1e-12
-    within = torch.arange(1, 64)[:, None] * theta <= math.pi
-    step = terms[1:] - terms[:-1]
-    assert (step[within] <= 1e-9 * terms[0].expand_as(step)[within]).all()
-    assert (terms <= terms[0] * (1 + 1e-12) + 1e-12).all()
+    pair = (torch.arange(64), torch.zeros(1, dtype=torch.long))
+    part = Rotary(16).plan(pair, 64, 1, dtype=torch.float64)[0]
+    q_, k_ = coca_features(q.expand(1, 1, 64, 16), t, part.query, part.key)
+    terms = (q_ * k_)[0, 0].unflatten(-1, (2, 8)).sum(-2)  # (distance, pair)
+    square = q[0, 0, 0].unflatten(-1, (2, 8)).square().sum(0)
+    assert torch.allclose(terms[0], t[0, 0, 0] * square, rtol=1e-12)  # cos of the initial angle is 1
+    within = torch.arange(1, 64)[:, None] * Rotary(16).frequencies() <= math.pi
+    falls = terms[1:] <= terms[:-1] + 1e-9 * terms[0]
+    assert falls[within].all()
+    assert (terms <= terms[0] * (1 + 1e-12)).all()
+
+
+@st.composite
+def calls(draw: st.DrawFn) -> tuple[int, int, int, int, int, dict[str, object]]:
+    """Any form, group size, length, mask and positions together."""
+    g, times = draw(st.sampled_from([1, 2, 3])), draw(st.sampled_from([1, 2, 4]))
+    m = draw(st.sampled_from([1, 2, 17, 63, 64, 65]))
+    n, b = draw(st.integers(1, m)), draw(st.integers(1, 3))
+    law = draw(
+        st.sampled_from([None, Linear(2), NTK(4), DynamicNTK(4, 7), DynamicNTK(2, 7, "per_request"), YaRN(4, 16)])
+    )
+    options: dict[str, object] = {
+        "rotary": None if draw(st.booleans()) and law is None else Rotary(8, scaling=law),
+        "causal": draw(st.booleans()),
+        "window": draw(st.sampled_from([None, 1, 2, 9, 100])),
+    }
+    pad = torch.tensor([draw(st.integers(0, m - 1)) for _ in range(b)])[:, None]
+    if draw(st.booleans()):
+        options["padding_mask"] = torch.arange(m)[None] >= pad
+        options["positions"] = draw(st.sampled_from([None, 3, torch.arange(m)[None] - pad]))
+    elif draw(st.booleans()):
+        options["documents"] = (torch.arange(m) // draw(st.sampled_from([1, 5, 30]))).expand(b, m)
+    else:
+        options["positions"] = (torch.arange(m - n, m)[None], torch.arange(m)[None])
+    return b, times * g, g, n, m, options
+
+
+@given(st.integers(0, 2**32 - 1), st.sampled_from(FORMS), calls(), st.sampled_from([1, 400, 2**23]))
+@settings(max_examples=120, deadline=None)
+def test_fused_equals_reference_for_any_combination(seed: int, form: str, call: tuple, elements: int) -> None:
+    torch.manual_seed(seed)
+    b, h, g, n, m, options = call
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("farspan.ops.softmax.core.MASK_ELEMENTS", elements)
+        assert (
+            largest_difference(
+                coca_attention, coca_attention_reference, coca_inputs(n, m, b=b, h=h, g=g), form=form, **options
+            )
+            <= 1e-12
+        )
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -179,6 +226,6 @@ def test_padding_does_not_touch_the_others() -> None:
     q, t, v = (x.detach() for x in coca_inputs(12))
     alone = coca_attention(q[:, :, 4:], t[:, :, 4:], v[:, :, 4:], rotary=Rotary(8))
     keep = torch.arange(12)[None] >= 4
-    t[:, :, :4], v[:, :, :4] = torch.nan_to_num(torch.tensor(1e30)), 1e30
+    t[:, :, :4], v[:, :, :4] = 1e30, 1e30
     padded = coca_attention(q, t, v, rotary=Rotary(8), padding_mask=keep)
     assert (padded[:, :, 4:] - alone).abs().max() <= 1e-12

@@ -12,6 +12,7 @@ from farspan.ops import (
     rope_attention,
     rope_attention_reference,
 )
+from farspan.ops.rotary import rotate
 from tests.helpers import largest_difference, masks, softmax_inputs
 
 MASKS = list(masks(1, 1, 1))
@@ -41,6 +42,19 @@ def test_alibi_equals_reference_at_hostile_lengths(n: int) -> None:
     assert largest_difference(alibi_attention, alibi_attention_reference, softmax_inputs(n, d=4)) <= 1e-12
 
 
+@pytest.mark.parametrize("n", [1, 2, 63, 64, 65, 257, 1000])
+def test_rope_equals_reference_at_hostile_lengths(n: int) -> None:
+    inputs = softmax_inputs(n, d=4)
+    assert largest_difference(rope_attention, rope_attention_reference, inputs, rotary=Rotary(4)) <= 1e-12
+
+
+def test_alibi_with_a_flat_head_stays_finite() -> None:
+    inputs, slopes = softmax_inputs(9), torch.tensor([0.0, 0.5, 0.0, 1.0])
+    assert largest_difference(alibi_attention, alibi_attention_reference, inputs, slopes=slopes) <= 1e-12
+    with pytest.raises(ValueError, match="slopes must be ≥ 0"):
+        alibi_attention(*inputs, slopes=-slopes)
+
+
 def test_alibi_measures_distance_by_position_when_positions_are_given() -> None:
     inputs, positions = softmax_inputs(12), torch.arange(12) ** 2
     assert largest_difference(alibi_attention, alibi_attention_reference, inputs, positions=positions) <= 1e-12
@@ -66,10 +80,13 @@ def test_rope_scores_depend_only_on_distance() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_low_precision_error_is_at_most_twice_that_of_eager(op, dtype: torch.dtype) -> None:
     q, k, v = (x.detach().to(dtype) for x in softmax_inputs(257, d=32, g=4))
-    options = {"rotary": None} if op is rope_attention else {}
+    options = {"rotary": Rotary(32)} if op is rope_attention else {}
     truth = op(q.double(), k.double(), v.double(), **options, backend="reference")
     ours = (op(q, k, v, **options).double() - truth).abs()
-    theirs = (op(q, k, v, **options, backend="reference").double() - truth).abs()  # the same dtype, eagerly
+    if op is rope_attention:  # the same dtype, eagerly: its reference rotates in float32
+        angles = Rotary(32).plan(0, 257, 257)[0].key
+        q, k, options = rotate(q, angles), rotate(k, angles), {"rotary": None}
+    theirs = (op(q, k, v, **options, backend="reference").double() - truth).abs()
     assert ours.max() <= 2 * theirs.max()
     assert ours.mean() <= 2 * theirs.mean()
 

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from farspan.benchmark.measure import in_fresh_process, measure
 from farspan.layers import AlibiAttention, Attention, CocaAttention, LayerCache, RopeAttention
-from farspan.ops import Rotary, coca_attention, coca_attention_reference
+from farspan.models import FarspanCache, FarspanConfig, FarspanForCausalLM
+from farspan.ops import Rotary, alibi_attention, coca_attention, rope_attention
 from farspan.ops.rotary import rotate
 
 HEADS, WIDTH = 8, 64
@@ -19,6 +20,22 @@ LAYERS: dict[str, Callable[[], Attention]] = {
     "coca-slack": lambda: CocaAttention(HEADS * WIDTH, HEADS, form="slack"),
     "coca-exact, window 512": lambda: CocaAttention(HEADS * WIDTH, HEADS, window=512),
     "alibi": lambda: AlibiAttention(HEADS * WIDTH, HEADS),
+}
+
+
+DECODERS: dict[str, dict[str, Any]] = {
+    "rope": {"attention": "rope"},
+    "coca-exact, half-width cache": {"attention": "coca-exact"},
+    "coca-exact, rotated cache": {"attention": "coca-exact", "cache_layout": "rotated"},
+}
+DECODE_LENGTH = 8192
+
+CHECKS: dict[str, tuple[Callable[..., Tensor], dict[str, Any]]] = {
+    "rope": (rope_attention, {"rotary": Rotary(32)}),
+    "coca-exact": (coca_attention, {"rotary": Rotary(32), "form": "exact"}),
+    "coca-slack": (coca_attention, {"rotary": Rotary(32), "form": "slack"}),
+    "coca-exact, window": (coca_attention, {"rotary": Rotary(32), "window": 50}),
+    "alibi": (alibi_attention, {}),
 }
 
 
@@ -46,21 +63,30 @@ def run(
     for length in lengths:
         for name in LAYERS:
             yield f"{name} layer, {length} tokens", [in_fresh_process(_layer, name, length, repeats, device, seed)]
+    for name in DECODERS:
+        row = in_fresh_process(_decode, name, DECODE_LENGTH, 10 * repeats, device, seed)
+        yield f"{name}, one token after {DECODE_LENGTH}", [row]
     row = in_fresh_process(_against_published, published_length, repeats, device, seed)
     yield f"published formulation, {published_length} tokens", [row]
 
 
 def _check(device: str, seed: int) -> dict[str, Any]:
+    """Every contestant against its definition, values and gradients, before any clock starts."""
     torch.manual_seed(seed)
-    worst = 0.0
-    for form in ("exact", "slack"):
-        q, v = (torch.randn(1, HEADS, 257, 32, dtype=torch.float64, device=device) for _ in range(2))
-        t = torch.rand(1, HEADS, 257, 16, dtype=torch.float64, device=device)
-        outputs = [op(q, t, v, rotary=Rotary(32), form=form) for op in (coca_attention, coca_attention_reference)]
-        worst = max(worst, float((outputs[0] - outputs[1]).abs().max()))
-    if worst > 1e-12:
-        raise ResultsDifferError(f"fused and reference CoCA differ by {worst:.1e} in float64 (allowed: 1e-12)")
-    return {"kind": "check", "max_difference": worst}
+    worst = {}
+    for name, (op, options) in CHECKS.items():
+        q, k, v = (torch.randn(1, HEADS, 257, 32, dtype=torch.float64, device=device) for _ in range(3))
+        inputs = [q, k[..., :16].abs() if op is coca_attention else k, v]
+        for x in inputs:
+            x.requires_grad_()
+        outputs = [op(*inputs, **options, backend=backend) for backend in ("auto", "reference")]
+        weights = torch.randn_like(v)
+        pairs = list(zip(*(torch.autograd.grad(out, inputs, weights) for out in outputs), strict=True))
+        pairs.append((outputs[0].detach(), outputs[1].detach()))
+        worst[name] = max(float((a - b).abs().max()) for a, b in pairs)
+        if worst[name] > 1e-12:
+            raise ResultsDifferError(f"fused and reference {name} differ by {worst[name]:.1e} (allowed: 1e-12)")
+    return {"kind": "check", "max_difference": max(worst.values()), "each": worst}
 
 
 def _cache_bytes() -> dict[str, Any]:
@@ -89,6 +115,23 @@ def _layer(name: str, length: int, repeats: int, device: str, seed: int) -> dict
         "median": result.median,
         "peak_bytes": result.peak_bytes,
     }
+
+
+@torch.no_grad()
+def _decode(name: str, length: int, repeats: int, device: str, seed: int) -> dict[str, Any]:
+    """One token through two layers with `length` tokens in the cache."""
+    torch.manual_seed(seed)
+    width = HEADS * WIDTH
+    config = FarspanConfig(
+        vocab_size=256, hidden_size=width, num_hidden_layers=2, num_attention_heads=HEADS, **DECODERS[name]
+    )
+    model = FarspanForCausalLM(config).eval().to(device)
+    cache = FarspanCache(config)
+    model(torch.randint(0, 256, (1, length), device=device), past_key_values=cache, logits_to_keep=1)
+    token = torch.zeros(1, 1, dtype=torch.long, device=device)
+    result = measure(lambda: model(token, past_key_values=cache), repeats=repeats, device=device)
+    held = cache.nbytes // cache.get_seq_length()
+    return {"kind": "decode", "attention": name, "length": length, "median": result.median, "bytes_a_token": held}
 
 
 @torch.no_grad()

@@ -1,5 +1,6 @@
 """Time and peak memory of one function, each in a fresh process so that no earlier allocation hides a peak."""
 
+import math
 import multiprocessing
 import platform
 import resource
@@ -22,20 +23,20 @@ class Measurement:
 
     @property
     def median(self) -> float:
-        return statistics.median(self.seconds)
+        return statistics.median(self.seconds) if self.seconds else math.nan
 
 
 def measure(call: Callable[[], Any], *, repeats: int, device: str) -> Measurement:
-    """Run `call` once to warm up and find the peak, then `repeats` times for the clock."""
+    """Run `call` once to warm up and find the peak, then `repeats` times (perhaps none) for the clock."""
     before = _reset_peak(device)
     call()
+    _wait(device)
     peak = _peak(device) - before
     seconds = []
     for _ in range(repeats):
         start = time.perf_counter()
         call()
-        if device == "cuda":
-            torch.cuda.synchronize()
+        _wait(device)
         seconds.append(time.perf_counter() - start)
     return Measurement(seconds, peak)
 
@@ -48,9 +49,14 @@ def in_fresh_process(function: Callable[..., Any], *arguments: Any) -> Any:
         return pool.apply(function, arguments)
 
 
-def _reset_peak(device: str) -> int:
+def _wait(device: str) -> None:
     if device == "cuda":
         torch.cuda.synchronize()
+
+
+def _reset_peak(device: str) -> int:
+    if device == "cuda":
+        _wait(device)
         torch.cuda.reset_peak_memory_stats()
         return torch.cuda.memory_allocated()
     if platform.system() == "Linux":

@@ -63,6 +63,10 @@ class Attention(nn.Module):
         require_choice("coca_activation", coca_activation, ACTIVATIONS)
         self.spec = AttentionSpec.parse(spec)
         self.num_heads, self.num_key_heads = num_heads, num_key_heads or num_heads
+        require(
+            head_dim is not None or hidden_size % num_heads == 0,
+            f"hidden_size must be a multiple of num_heads = {num_heads}, got {hidden_size}; or give head_dim",
+        )
         self.head_dim = head_dim or hidden_size // num_heads
         _check_shape(self)
         if self.spec.rotary and rotary is None:
@@ -96,13 +100,16 @@ class Attention(nn.Module):
             k = ACTIVATIONS[self.coca_activation](k)  # Eq. 6: one non-negative coefficient a pair
         if self.query_width != self.head_dim:
             q = torch.cat((q, q), dim=-1)  # Eq. 11
+        q, k = q.to(v.dtype), k.to(v.dtype)  # autocast runs norms and softplus wider than the projections
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
     def features(self, q: Tensor, k: Tensor, plan: Plan | None) -> tuple[Tensor, Tensor]:
         """Queries and keys whose plain dot product is this layer's score, under a plan of one segment."""
         query, key = (None, None) if plan is None else (plan[0].query, plan[0].key)
         if self.spec.kind == "coca":
-            return coca_features(q, k, query, key, form=self.form)
+            q, k = coca_features(q, k, query, key, form=self.form)
+            gap = self.head_dim - q.shape[-1]  # NoPE needs d/2, but other kernels want one width
+            return (F.pad(q, (0, gap)), F.pad(k, (0, gap))) if gap else (q, k)
         return (q, k) if query is None or key is None else rotated(q, k, query, key)
 
     def attend(

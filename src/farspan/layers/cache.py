@@ -38,8 +38,10 @@ class LayerCache:
             keys, values = torch.cat((self.keys, keys), dim=2), torch.cat((self.values, values), dim=2)
         new = keys.shape[2] - (0 if self.keys is None else self.keys.shape[2])
         self._seen += new
-        keep = keys.shape[2] if self.window is None else min(keys.shape[2], self.window - 1)
-        self.keys, self.values = keys[:, :, keys.shape[2] - keep :], values[:, :, values.shape[2] - keep :]
+        self.keys, self.values = keys, values
+        if self.window is not None:
+            first = max(0, keys.shape[2] - self.window + 1)
+            self.keys, self.values = keys[:, :, first:].clone(), values[:, :, first:].clone()  # a view would keep all
         return keys, values
 
     def crop(self, length: int) -> None:

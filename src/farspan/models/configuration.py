@@ -96,7 +96,7 @@ class FarspanConfig(PreTrainedConfig):
                 f"got {self.hidden_size}; give head_dim to choose another width",
             )
             self.head_dim = self.hidden_size // self.num_attention_heads
-        if self.rope_parameters is not None and self.rope_parameters.get("rope_type") in ("dynamic", "yarn"):
+        if self.rope_parameters is not None and self.rope_parameters.get("rope_type") == "yarn":
             # transformers would fill in max_position_embeddings, which here is a hope and not a fact of training.
             self.rope_parameters = {"original_max_position_embeddings": self.train_length, **self.rope_parameters}
         if kwargs.get("attn_implementation") is None:
@@ -189,5 +189,6 @@ class FarspanConfig(PreTrainedConfig):
         """A key that is nearly one of ours would otherwise be swallowed, and a default used in its place."""
         names = [field.name for field in fields(self)]
         for key in extra:
-            if not hasattr(PreTrainedConfig, key) and get_close_matches(key, names, n=1, cutoff=0.8):
-                raise unknown("configuration key", key, get_close_matches(key, names, n=3, cutoff=0.6))
+            near = get_close_matches(key, names, n=3, cutoff=0.8)
+            if near and not hasattr(PreTrainedConfig, key):
+                raise unknown("configuration key", key, near)

@@ -2,15 +2,18 @@
 
 A cache stores nothing about positions. They follow from the attention mask and the position of the newest real token:
 slot s of a row holds the token of rank (number of real tokens up to s) - 1, and ranks and positions differ by one
-constant a row. So any transformers cache will do, with left padding, right padding or none.
+constant a row. So any transformers cache will do. What this cannot describe is refused: positions with gaps or several
+documents in a text that is to be continued.
 """
 
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from farspan.errors import require
 from farspan.layers.attention import Attention
 from farspan.ops.positions import PositionsArgument, resolve
 from farspan.ops.rotary import Plan, Rotary
@@ -39,34 +42,69 @@ class Frame:
         attention_mask: Tensor | None,
         position_ids: Tensor | None,
         cache: Cache | None,
+        whole_cache: bool,
     ) -> None:
+        """`whole_cache`: attention will get all slots of a static cache, with a mask of that width."""
         self.batch, self.n = hidden.shape[:2]
         self.device, self.dtype = hidden.device, hidden.dtype
-        self.rotary, self.causal, self.cache = rotary, causal, cache
+        self.rotary, self.causal, self.cache, self.whole_cache = rotary, causal, cache, whole_cache
+        past = 0 if cache is None else cache.get_seq_length()
+        self.fresh = isinstance(past, int) and past == 0
+        _check_mask(attention_mask, self.batch, past, self.n, static=getattr(cache, "is_compileable", False))
+        _check_position_ids(position_ids, self.batch, self.n)
         self.padding = _real_padding(attention_mask)
         self.position_ids = position_ids
-        self.documents = None
-        if position_ids is not None and cache is None and attention_mask is None:
-            self.documents = _packed_documents(position_ids, self.batch)
-        self._plans: dict[tuple[bool, int, int], Plan] = {}
+        self.documents: Tensor | None = None
+        if position_ids is not None and self.padding is None:
+            self._read_positions(position_ids)
+        if self.padding is not None and not self.fresh and not torch.compiler.is_compiling():
+            self._refuse_holes(past)
+        self._plans: dict[tuple[bool, int | None], Plan] = {}
+
+    def _read_positions(self, position_ids: Tensor) -> None:
+        """Positions that fall back start a new document; with a cache they must simply go on by one."""
+        if self.cache is None:
+            self.documents = packed_documents(position_ids, self.batch)
+        elif not torch.compiler.is_compiling():
+            require(
+                goes_on_by_one(position_ids),
+                "position_ids must go on by one where a cache is used, got gaps or packed documents; "
+                "pass use_cache=False and no cache",
+            )
+
+    def _refuse_holes(self, past: int | Tensor) -> None:
+        """A window layer's cache drops by slot, so padding between real tokens would count as tokens."""
+        windowed = any(getattr(layer, "is_sliding", False) for layer in self.cache.layers)  # type: ignore[union-attr]
+        if windowed and self.padding is not None:
+            seen = self.padding[:, :past]
+            require(
+                not (seen[:, 1:] < seen[:, :-1]).any(),
+                "attention_mask has padding after real tokens in the cache, which window layers cannot continue; "
+                "pad on the left",
+            )
 
     def view(self, layer: Attention, layer_idx: int, *, rotated_cache: bool) -> View:
         """What `layer` needs to attend; layers that cache alike share angles."""
-        past, length, offset = 0, self.n, 0
+        past: int | Tensor = 0
+        length, offset = self.n, 0
         if self.cache is not None:
             past = self.cache.get_seq_length(layer_idx)
             length, offset = self.cache.get_mask_sizes(self.n, layer_idx)
-        aligned = isinstance(past, int)
-        keys = past + self.n - offset if aligned else length
-        positions = self._positions(past, offset, keys, aligned)
-        padding = None if self.padding is None else _window(self.padding, offset, keys)
+        # Ints that grow with the text would make torch.compile start anew at each token: then tensors decide.
+        aligned = isinstance(past, int) and (self.cache is None or not torch.compiler.is_compiling())
+        if aligned and not (self.whole_cache and length > past + self.n - offset):
+            length = past + self.n - offset  # type: ignore[assignment]
+        else:
+            aligned = False
+        positions = self._positions(past, offset, length, aligned)
+        padding = None if self.padding is None else _columns(self.padding, offset, length)
         plan = None
         if layer.rotary is not None:
-            key = (rotated_cache, keys, offset)
+            key = (rotated_cache, layer.spec.window)
             if key not in self._plans:
-                self._plans[key] = self._plan(positions, keys, rotated_cache)
+                self._plans[key] = self._plan(positions, length, rotated_cache)
             plan = self._plans[key]
-        return View(keys, positions, padding, self.documents, plan)
+        return View(length, positions, padding, self.documents, plan)
 
     def _plan(self, positions: PositionsArgument, keys: int, rotated_cache: bool) -> Plan:
         places = resolve(positions, self.n, keys, self.device, self.documents)
@@ -78,21 +116,21 @@ class Frame:
         if self.position_ids is None and self.padding is None:
             if aligned:
                 return offset
-            slots = torch.arange(offset, offset + keys, device=self.device)[None]
+            slots = torch.arange(keys, device=self.device)[None] + offset
             return past + torch.arange(self.n, device=self.device)[None], slots
-        if self.cache is None and self.padding is None:
+        if self.fresh and self.padding is None and aligned:
             return self.position_ids
         ranks = self._ranks(offset + keys)
         places = ranks + self._shift(ranks, past)
-        if self.cache is None and self.position_ids is not None:
-            places = torch.where(self.padding, self.position_ids, places)  # type: ignore[arg-type]
+        if self.fresh and self.position_ids is not None and self.padding is not None and aligned:
+            places = torch.where(self.padding, self.position_ids, places)
         keys_at = places[:, offset:]
         return keys_at if aligned else (self._at_queries(places, past), keys_at)
 
     def _ranks(self, slots: int) -> Tensor:
         if self.padding is None:
             return torch.arange(slots, device=self.device)[None]
-        return _window(self.padding, 0, slots).long().cumsum(-1) - 1
+        return _columns(self.padding, 0, slots).long().cumsum(-1) - 1
 
     def _at_queries(self, slots: Tensor, past: int | Tensor) -> Tensor:
         return slots.index_select(1, past + torch.arange(self.n, device=self.device))
@@ -101,14 +139,49 @@ class Frame:
         """position - rank, read at each row's last real query."""
         if self.position_ids is None:
             return 0
-        last = torch.full((self.position_ids.shape[0], 1), self.n - 1, device=self.device)
+        rows = max(ranks.shape[0], self.position_ids.shape[0])
+        last = torch.full((rows, 1), self.n - 1, device=self.device)
         if self.padding is not None:
-            real = self._at_queries(_window(self.padding, 0, ranks.shape[1]), past)
+            real = self._at_queries(_columns(self.padding, 0, ranks.shape[1]), past)
             last = (real * torch.arange(self.n, device=self.device)).amax(-1, keepdim=True)
-        rows = max(last.shape[0], ranks.shape[0], self.position_ids.shape[0])
-        last = last.expand(rows, 1)
         at = self._at_queries(ranks, past).expand(rows, -1).gather(1, last)
         return self.position_ids.expand(rows, -1).gather(1, last) - at
+
+
+def goes_on_by_one(position_ids: Tensor) -> bool:
+    """Whether every position is its neighbour's plus one."""
+    return bool((position_ids[..., 1:] == position_ids[..., :-1] + 1).all())
+
+
+def packed_documents(position_ids: Tensor, batch: int) -> Tensor | None:
+    """A number for each document of a packed row (b, n); None when nothing is packed (looked up outside tracing)."""
+    falls = position_ids[:, 1:] <= position_ids[:, :-1]
+    documents = F.pad(falls.long().cumsum(-1), (1, 0)).expand(batch, -1)
+    return documents if torch.compiler.is_compiling() or falls.any() else None
+
+
+def _check_mask(mask: Tensor | None, batch: int, past: int | Tensor, n: int, *, static: bool) -> None:
+    if mask is None:
+        return
+    require(mask.ndim == 2, f"attention_mask must have shape (batch, tokens so far), got {tuple(mask.shape)}")
+    require(
+        not mask.is_floating_point(),
+        f"attention_mask must hold 1 for real tokens and 0 for padding as integers or bool, got {mask.dtype}",
+    )
+    if isinstance(past, int):
+        fits = mask.shape[1] >= past + n if static else mask.shape[1] == past + n
+        require(
+            fits and mask.shape[0] == batch,
+            f"attention_mask must have shape {(batch, past + n)}, cached tokens included, got {tuple(mask.shape)}",
+        )
+
+
+def _check_position_ids(position_ids: Tensor | None, batch: int, n: int) -> None:
+    require(
+        position_ids is None or tuple(position_ids.shape) in ((batch, n), (1, n)),
+        f"position_ids must have shape {(batch, n)}, one for each new token, "
+        f"got {None if position_ids is None else tuple(position_ids.shape)}",
+    )
 
 
 def _real_padding(attention_mask: Tensor | None) -> Tensor | None:
@@ -119,18 +192,9 @@ def _real_padding(attention_mask: Tensor | None) -> Tensor | None:
     return mask if torch.compiler.is_compiling() or not mask.all() else None
 
 
-def _packed_documents(position_ids: Tensor, batch: int) -> Tensor | None:
-    """Positions that do not go on by one start a new document, as in transformers."""
-    steps = torch.diff(position_ids, prepend=position_ids[:, :1] - 1)
-    documents = (steps != 1).cumsum(-1).expand(batch, -1)
-    if torch.compiler.is_compiling() or documents.any():
-        return documents
-    return None
-
-
-def _window(mask: Tensor, offset: int, length: int) -> Tensor:
+def _columns(mask: Tensor, offset: int, length: int) -> Tensor:
     """Columns offset … offset+length-1 of a (b, slots) mask; slots it does not reach are empty."""
     missing = offset + length - mask.shape[1]
     if missing > 0:
-        mask = torch.nn.functional.pad(mask, (0, missing), value=False)
+        mask = F.pad(mask, (0, missing), value=False)
     return mask[:, offset : offset + length]

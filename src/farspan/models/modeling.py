@@ -22,7 +22,7 @@ from farspan.errors import require
 from farspan.layers.attention import Attention
 from farspan.models.cache import FarspanCache
 from farspan.models.configuration import FarspanConfig
-from farspan.models.frame import Frame, View
+from farspan.models.frame import Frame, View, goes_on_by_one
 from farspan.ops.rotary import Plan, working_dtype
 from farspan.ops.softmax.reference import repeat_heads
 
@@ -116,11 +116,16 @@ class FarspanAttention(Attention):
     ) -> tuple[Tensor, Tensor | None]:
         query, key, value = self.project(hidden_states)
         if self.rotates_before_cache:
+            require(
+                self.spec.kind == "rope" or query.dtype != torch.float16 or past_key_values is None,
+                "cache_layout 'rotated' cannot hold CoCA keys in float16, got float16; use bfloat16 or layout 'half'",
+            )
             query, key = self.features(query, key, view.plan)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
-            if key.shape[2] > view.keys:  # a static cache whose tail is still empty
-                key, value = key[:, :, : view.keys], value[:, :, : view.keys]
+            if key.shape[2] > view.keys:  # static: the tail is still empty; growing: more than the window was kept
+                keys = slice(None, view.keys) if past_key_values.is_compileable else slice(-view.keys, None)
+                key, value = key[:, :, keys], value[:, :, keys]
         plan = None if self.rotates_before_cache else view.plan
         if not self.rotates_before_cache and (plan is None or len(plan) == 1):
             (query, key), plan = self.features(query, key, plan), None
@@ -198,8 +203,8 @@ class FarspanPreTrainedModel(PreTrainedModel):
         """
         kept = {"rope_theta": (self.config.rope_parameters or {}).get("rope_theta", 10_000.0)}
         values = {**self.config.to_dict(), "rope_parameters": {**kept, **rope_parameters}}
-        rotary = FarspanConfig.from_dict(values).rotary()  # refuses what cannot be meant before anything changes
-        self.config.rope_parameters = FarspanConfig.from_dict(values).rope_parameters
+        changed = FarspanConfig.from_dict(values)  # refuses what cannot be meant before anything changes
+        self.config.rope_parameters, rotary = changed.rope_parameters, changed.rotary()
         for module in self.modules():
             if isinstance(module, FarspanAttention) and module.spec.rotary:
                 module.rotary = rotary
@@ -242,7 +247,7 @@ class FarspanModel(FarspanPreTrainedModel):
         )
         hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         require(hidden.shape[1] > 0, "input_ids must hold at least one token, got length 0; skip the call")
-        if use_cache and past_key_values is None and self.config.causal:
+        if use_cache and past_key_values is None and self._can_be_continued(attention_mask, position_ids):
             past_key_values = FarspanCache(self.config)
         rotary = self.config.rotary()
         frame = Frame(
@@ -252,6 +257,7 @@ class FarspanModel(FarspanPreTrainedModel):
             attention_mask=attention_mask,
             position_ids=position_ids,
             cache=past_key_values,
+            whole_cache=self.config._attn_implementation != "farspan",
         )
         masks = self._dense_masks(hidden, attention_mask, position_ids, past_key_values)
         for block in self.layers:
@@ -264,6 +270,13 @@ class FarspanModel(FarspanPreTrainedModel):
                 **kwargs,
             )
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden), past_key_values=past_key_values)
+
+    def _can_be_continued(self, attention_mask: Tensor | None, position_ids: Tensor | None) -> bool:
+        """Whether a cache made by this call could be used by a later one (see farspan.models.frame)."""
+        if not self.config.causal:
+            return False
+        given = position_ids is not None and attention_mask is None and not torch.compiler.is_compiling()
+        return not given or goes_on_by_one(position_ids)  # type: ignore[arg-type]
 
     def _dense_masks(
         self, hidden: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, cache: Cache | None
@@ -357,18 +370,26 @@ class FarspanForCausalLM(FarspanPreTrainedModel, GenerationMixin):
         """`generate` would expand the mask for a static cache; the model reads the plain one."""
         return attention_mask
 
-    def _prepare_cache_for_generation(  # type: ignore[override]
-        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
-    ) -> None:
+    def _prepare_cache_for_generation(
+        self,
+        generation_config: Any,
+        model_kwargs: dict[str, Any],
+        generation_mode: Any,
+        batch_size: int,
+        max_cache_length: int,
+    ) -> Any:
         """Give `generate` our cache, and `per_request` dynamic NTK the length of the whole request."""
+        length = max_cache_length + 1  # the last token is never cached, but it is part of the request
         if self.config.rotary().follows_length:
-            model_kwargs["rotary_length"] = generation_config.max_length
+            model_kwargs["rotary_length"] = length
         kind = generation_config.cache_implementation
         ours = kind in (None, "dynamic", "static") and generation_config.use_cache is not False
         if not ours or model_kwargs.get("past_key_values") is not None:
-            super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)  # type: ignore[misc]
-            return
-        length = max(generation_config.max_length, getattr(generation_config, "max_cache_len", None) or 0)
+            return super()._prepare_cache_for_generation(  # type: ignore[misc]
+                generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+            )
+        length = max(length, getattr(generation_config, "max_cache_len", None) or 0)
         model_kwargs["past_key_values"] = FarspanCache(self.config, max_length=length if kind == "static" else None)
         if getattr(generation_config, "is_assistant", False):
             model_kwargs["past_key_values"].activate_past_recording()
+        return None

@@ -56,8 +56,9 @@ def check_call(
     (b, _, n, d), m = q.shape, k.shape[2]
     free = isinstance(positions, tuple)
     require(
-        not causal or free or n <= m,
-        f"causal attention needs at least as many keys as queries, got {n} queries and {m} keys; pass the cached keys",
+        free or n <= m,
+        f"queries are the last keys, so there must be at least as many keys as queries, got {n} queries and {m} keys; "
+        "pass the cached keys, or positions=(of queries, of keys)",
     )
     require(
         window is None or (isinstance(window, int) and window >= 1),
@@ -67,6 +68,10 @@ def check_call(
     _check_mask("documents", documents, (b, m), boolean=False)
     require(not (free and documents is not None), "documents cannot be combined with a pair of positions; use a tensor")
     places = resolve(positions, n, m, q.device, documents)
+    require(
+        {places.query.shape[0], places.key.shape[0]} <= {1, b},
+        f"positions must have 1 or {b} rows, like the batch, got {max(places.query.shape[0], places.key.shape[0])}",
+    )
     sight = Sight(
         n=n,
         m=m,

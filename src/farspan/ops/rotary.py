@@ -129,6 +129,11 @@ class Rotary:
         elif n == 1:
             yield 0, 1, law.buckets(places.query[:, 0]), None
         else:
+            require(
+                not torch.compiler.is_compiling(),
+                "per_query dynamic NTK cannot be compiled with padding or position_ids for more than one query; "
+                "compile without them, or use mode 'per_request'",
+            )
             lengths = law.buckets(places.query)
             for length in lengths.unique().tolist():
                 member = lengths == length

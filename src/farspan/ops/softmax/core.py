@@ -162,8 +162,8 @@ def _block(q: Tensor, k: Tensor, v: Tensor, sight: Sight, span: Span, scale: flo
         blind = ~mask.any(dim=-1, keepdim=True)
         mask = mask | blind  # softmax over nothing is NaN: look at everything, then discard it
     if slopes is not None:
-        far = sight.distance(span, q.device).abs().to(q.dtype)[:, None].masked_fill(~mask, torch.inf)
-        mask = -slopes.to(q.dtype)[:, None, None] * far
+        far = sight.distance(span, q.device).abs().to(q.dtype)[:, None]
+        mask = torch.where(mask, far * -slopes.to(q.dtype)[:, None, None], -torch.inf)
     keys = slice(span.low, span.high)
     out = _sdpa(q[:, :, span.start : span.stop], k[:, :, keys], v[:, :, keys], scale, mask)
     return out if blind is None else out.masked_fill(blind, 0.0)

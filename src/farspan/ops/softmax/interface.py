@@ -114,6 +114,10 @@ def alibi_attention(
         slopes.shape == (q.shape[1],),
         f"slopes must have shape ({q.shape[1]},), one a query head, got {tuple(slopes.shape)}",
     )
+    if slopes.device.type == "cpu" and not torch.compiler.is_compiling():
+        require(
+            bool((slopes >= 0).all()), f"slopes must be ≥ 0, got {float(slopes.min())}; distance only lowers scores"
+        )
     places = call.places
     if backend == "reference":
         distance = (places.query[:, None, :, None] - places.key[:, None, None, :]).abs().to(q.dtype)
