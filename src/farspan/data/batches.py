@@ -1,0 +1,119 @@
+"""Training batches as a pure function of (seed, step, row): nothing to save, nothing that can drift."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from farspan.data.shards import Shards
+from farspan.errors import require
+
+PasskeyDocument = Callable[[np.random.Generator, int], npt.NDArray[Any]]
+"""(random numbers, tokens wanted) → that many token ids."""
+
+
+class Batches:
+    """Random windows of token shards, mixed by weight.
+
+    sources: (shards, weight) pairs; weights need not sum to 1, e.g. ``[(books, 0.75), (code, 0.25)]``.
+    length: tokens a model sees; a row has one more, as inputs are ``row[:-1]`` and targets ``row[1:]``.
+    batch_size: rows of the whole step, over all processes.
+    passkey_share: probability that a row is ``passkey_document(random, length + 1)`` instead of text. All other rows
+        stay what they are without it.
+
+    Row r of step s is drawn from a Philox counter generator keyed by (seed, s, r), hence the same in a resumed run
+    and for any number of processes.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[tuple[Shards, float]],
+        length: int,
+        batch_size: int,
+        seed: int,
+        *,
+        passkey_share: float = 0.0,
+        passkey_document: PasskeyDocument | None = None,
+    ) -> None:
+        _check_sources(sources, length)
+        require(batch_size >= 1, f"batch_size must be ≥ 1, got {batch_size}; try 8")
+        require(0 <= seed < 2**64, f"seed must be between 0 and 2**64 - 1, got {seed}; try 0")
+        require(0 <= passkey_share <= 1, f"passkey_share must be between 0 and 1, got {passkey_share}; try 0.05")
+        require(
+            passkey_share == 0 or passkey_document is not None,
+            f"passkey_document must be given when passkey_share > 0, got None for {passkey_share}; pass the function",
+        )
+        self.length, self.batch_size, self.seed = length, batch_size, seed
+        first = sources[0][0]
+        self.vocab_size, self.end = first.vocab_size, first.end
+        self.folder = first.path
+        """A folder with the tokenizer that all sources share."""
+        self._shards = [shards for shards, _ in sources]
+        weights = np.array([weight for _, weight in sources], np.float64)
+        self._bounds = np.cumsum(weights) / weights.sum()
+        self._passkey_share, self._passkey_document = passkey_share, passkey_document
+
+    def batch(self, step: int, rank: int = 0, world: int = 1) -> torch.Tensor:
+        """Rows of one process at one step (batch_size / world, length + 1), int64.
+
+        Process `rank` of `world` gets rows rank · batch_size / world and the following.
+        """
+        require(step >= 0, f"step must be ≥ 0, got {step}; count from 0")
+        require(
+            world >= 1 and self.batch_size % world == 0,
+            f"batch_size must be a multiple of the number of processes, got {self.batch_size} for {world}; "
+            "choose another batch_size",
+        )
+        require(0 <= rank < world, f"rank must be between 0 and {world - 1}, got {rank}; count from 0")
+        share = self.batch_size // world
+        rows = [self.row(step, row) for row in range(rank * share, (rank + 1) * share)]
+        return torch.from_numpy(np.stack(rows))
+
+    def row(self, step: int, row: int) -> npt.NDArray[np.int64]:
+        """Row `row` of step `step` (length + 1,)."""
+        # Step and row are the high words of the counter: no draw of one row can reach the numbers of another.
+        # Raw numbers, since numpy may change how `Generator.integers` uses them from one release to the next.
+        numbers = np.random.Philox(key=np.array([self.seed, 0], np.uint64), counter=[0, 0, row, step])
+        special, which, where = (int(raw) for raw in numbers.random_raw(3))
+        if special < self._passkey_share * 2**64:
+            return self._passkey(np.random.Generator(numbers))
+        source = int(np.searchsorted(self._bounds, which / 2**64, side="right"))
+        shards = self._shards[min(source, len(self._shards) - 1)]
+        starts = shards.tokens_total - self.length
+        return shards.window((where * starts) >> 64, self.length + 1).astype(np.int64)
+
+    def _passkey(self, random: np.random.Generator) -> npt.NDArray[np.int64]:
+        assert self._passkey_document is not None
+        tokens = np.asarray(self._passkey_document(random, self.length + 1))
+        require(
+            tokens.shape == (self.length + 1,) and np.issubdtype(tokens.dtype, np.integer),
+            f"passkey_document must return {self.length + 1} token ids, got {tokens.dtype} of shape {tokens.shape}; "
+            "use its second argument",
+        )
+        low, high = int(tokens.min()), int(tokens.max())
+        require(
+            low >= 0 and high < self.vocab_size,
+            f"passkey_document must return ids below {self.vocab_size}, got {low} … {high}; use the data's tokenizer",
+        )
+        return tokens.astype(np.int64)
+
+
+def _check_sources(sources: Sequence[tuple[Shards, float]], length: int) -> None:
+    require(len(sources) > 0, "sources must hold at least one (shards, weight) pair, got none; add one")
+    require(length >= 1, f"length must be ≥ 1, got {length}; try 512")
+    first = sources[0][0]
+    for shards, weight in sources:
+        require(weight > 0 and math.isfinite(weight), f"weight must be > 0, got {weight} for {shards.path}; try 1")
+        require(
+            shards.tokenizer_fingerprint == first.tokenizer_fingerprint,
+            f"tokenizer must be the same for all sources, got {first.tokenizer_fingerprint[:12]} in {first.path} and "
+            f"{shards.tokenizer_fingerprint[:12]} in {shards.path}; prepare both with --tokenizer {first.path}",
+        )
+        require(
+            length + 1 <= shards.tokens_total,
+            f"length must be below the tokens available, got {length} for {shards.tokens_total} in {shards.path}; "
+            "choose a shorter length or prepare more text",
+        )

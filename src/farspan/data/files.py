@@ -1,0 +1,44 @@
+"""Files that are whole or absent, and a full disk that says so."""
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@contextmanager
+def room_for(path: Path) -> Iterator[None]:
+    """Turn a failed write into one sentence with the remedy."""
+    try:
+        yield
+    except OSError as error:
+        full = "free some space and run the same command again: it continues where it stopped"
+        remedy = full if error.errno in NO_ROOM else "choose a folder that can be written to"
+        failure = OSError(f"out must take the result, could not write {path} ({error.strerror or error}); {remedy}")
+        failure.errno = error.errno
+        raise failure from error
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a small file whole or not at all, and durable before this returns."""
+    temporary = path.with_name(path.name + ".part")
+    with room_for(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with open(temporary, "w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+
+
+def write_all(file: int, data: memoryview) -> None:
+    """Write every byte: the system may take only some of them when the disk is nearly full."""
+    while data:
+        data = data[os.write(file, data) :]

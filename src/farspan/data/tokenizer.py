@@ -1,0 +1,199 @@
+"""Text ↔ token ids: a byte-level BPE trained here, plain bytes, or any tokenizer of the transformers library."""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from farspan.data.files import write_whole
+from farspan.errors import require
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+END = "<|endoftext|>"
+BYTES_VOCABULARY = 257
+"""The end token and every byte."""
+USUAL_ENDS = (END, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
+PIECE = 2**18
+"""Characters tokenized at once: an encoding takes a hundred times the memory of its text."""
+
+
+class TextTokenizer:
+    """A tokenizer, its end-of-text id and its fingerprint.
+
+    Special tokens written out in a text are read as ordinary characters: no document can fake another's end.
+
+    >>> tokenizer = load_tokenizer("bytes")
+    >>> tokenizer.encode("Hé"), tokenizer.decode([73, 196, 170]), tokenizer.vocab_size, tokenizer.end
+    ([73, 196, 170], 'Hé', 257, 0)
+    """
+
+    def __init__(self, backend: "Tokenizer", end: int) -> None:
+        # A tokenizer.json may carry a truncation for its old model: it would silently cut every document.
+        backend.no_truncation()
+        backend.no_padding()
+        self._json = backend.to_str()
+        backend.encode_special_tokens = True
+        self._backend = backend
+        self.end = end
+        self.vocab_size: int = max(backend.get_vocab().values()) + 1
+        self.fingerprint = hashlib.sha256(self._json.encode()).hexdigest()
+        self._plain_bytes = self.vocab_size == BYTES_VOCABULARY and self._json == _bytes_backend().to_str()
+        probe = ("A b,", "\nc d\n")
+        self._cuttable = self._ids("".join(probe)) == self._ids(probe[0]) + self._ids(probe[1])
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, without an end token."""
+        if self._plain_bytes:
+            ids: list[int] = (np.frombuffer(text.encode(), np.uint8).astype(np.int64) + 1).tolist()
+            return ids
+        pieces = cut(text) if self._cuttable else [text]
+        return [token for piece in pieces for token in self._ids(piece)]
+
+    def _ids(self, text: str) -> list[int]:
+        return list(self._backend.encode(text, add_special_tokens=False).ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of token ids; bytes that are not UTF-8 become replacement characters."""
+        return str(self._backend.decode([int(token) for token in ids], skip_special_tokens=False))
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write tokenizer.json and what transformers' AutoTokenizer needs beside it."""
+        end = self._backend.id_to_token(self.end)
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, "clean_up_tokenization_spaces": False}
+        write_whole(Path(folder) / "tokenizer_config.json", json.dumps(config, indent=1) + "\n")
+        write_whole(Path(folder) / "tokenizer.json", self._json)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _from_json, (self._json, self.end)
+
+
+def cut(text: str) -> Iterator[str]:
+    """Pieces of about :data:`PIECE` characters that join to the text, cut before a new line where words end anyway.
+
+    >>> len(list(cut("some words\\n" * 100_000)))
+    5
+    """
+    start = 0
+    while len(text) - start > PIECE:
+        end = start + PIECE
+        # Only between two lines with ink: a tokenizer may treat a run of white space as one word.
+        while (end := text.find("\n", end)) >= 0 and (text[end - 1].isspace() or text[end + 1 : end + 2].isspace()):
+            end += 1
+        if end < 0:
+            break
+        yield text[start:end]
+        start = end
+    yield text[start:]
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int, out_path: str | os.PathLike[str] | None = None) -> TextTokenizer:
+    """Train a byte-level BPE; the end token has id 0. Small texts may give fewer tokens than asked for.
+
+    texts: training text only, never held-out documents. Not read when vocab_size is 257 = bytes without merges.
+    out_path: a folder to save it in; None = nowhere.
+    """
+    require(
+        vocab_size >= BYTES_VOCABULARY,
+        f"vocab_size must be ≥ {BYTES_VOCABULARY} (every byte and the end token), got {vocab_size}; try 8192",
+    )
+    backend = _bytes_backend() if vocab_size == BYTES_VOCABULARY else _trained(texts, vocab_size)
+    tokenizer = TextTokenizer(backend, 0)
+    if out_path is not None:
+        tokenizer.save(out_path)
+    return tokenizer
+
+
+def _trained(texts: Iterable[str], vocab_size: int) -> "Tokenizer":
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
+    )
+    # The trainer collects 256 texts at a time: pieces, so that 256 whole books never lie in memory.
+    backend.train_from_iterator((piece for text in texts for piece in cut(text)), trainer)
+    return backend
+
+
+def _bytes_backend() -> "Tokenizer":
+    """Byte b has id b + 1."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    vocabulary = {END: 0} | {_letter(byte): byte + 1 for byte in range(256)}
+    backend = Tokenizer(models.BPE(vocabulary, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(END, special=True, normalized=False)])
+    return backend
+
+
+def _letter(byte: int) -> str:
+    """The printable character that byte-level BPE writes for a byte (GPT-2's table)."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    if byte in printable:
+        return chr(byte)
+    return chr(256 + sum(other not in printable for other in range(byte)))
+
+
+def _from_json(text: str, end: int) -> TextTokenizer:
+    from tokenizers import Tokenizer
+
+    return TextTokenizer(Tokenizer.from_str(text), end)
+
+
+def load_tokenizer(name_or_path: str | os.PathLike[str]) -> TextTokenizer:
+    """ "bytes", a tokenizer.json or a folder that has one, otherwise a name for transformers' AutoTokenizer."""
+    name = os.fspath(name_or_path)
+    if name == "bytes":
+        return TextTokenizer(_bytes_backend(), 0)
+    path = Path(name) / "tokenizer.json" if Path(name).is_dir() else Path(name)
+    if path.is_file():
+        return _from_file(path)
+    require(path.suffix != ".json", f"tokenizer must exist, got {name!r}; give 'bytes', a tokenizer.json or a hub name")
+    return _from_transformers(name)
+
+
+def _from_file(path: Path) -> TextTokenizer:
+    from tokenizers import Tokenizer
+
+    try:
+        backend = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises plain Exception
+        raise ValueError(f"tokenizer must be a tokenizer.json, got {str(path)!r} ({error}); save it again") from error
+    config = path.with_name("tokenizer_config.json")
+    named = json.loads(config.read_text(encoding="utf-8")).get("eos_token") if config.is_file() else None
+    named = named.get("content") if isinstance(named, dict) else named
+    ends = [backend.token_to_id(token) for token in ((named,) if named else USUAL_ENDS)]
+    found = [token for token in ends if token is not None]
+    require(
+        bool(found),
+        f"tokenizer must have an end-of-text token, got {str(path)!r} without {named or ' or '.join(USUAL_ENDS)}; "
+        "name it as eos_token in tokenizer_config.json",
+    )
+    return TextTokenizer(backend, found[0])
+
+
+def _from_transformers(name: str) -> TextTokenizer:
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError, ImportError) as error:
+        raise ValueError(
+            f"tokenizer must be 'bytes', a tokenizer.json, a folder with one, or a name on the Hugging Face hub, "
+            f"got {name!r} ({str(error).splitlines()[0]}); check the name and the network"
+        ) from error
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise ValueError(f"tokenizer must be a fast one, got {name!r} without tokenizer.json; choose another")
+    require(tokenizer.eos_token_id is not None, f"tokenizer must have an eos_token, got {name!r}; choose another")
+    return _from_json(backend.to_str(), tokenizer.eos_token_id)

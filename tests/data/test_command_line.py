@@ -1,0 +1,53 @@
+"""`farspan data` end to end."""
+
+import lzma
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from farspan.data import Shards, load_tokenizer
+from tests.data.corpora import jsonl, texts
+
+
+def farspan(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "farspan_cli", "data", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_text_becomes_shards(tmp_path: Path) -> None:
+    source = jsonl(tmp_path / "a.jsonl", texts(80), field="body")
+    packed = tmp_path / "a.jsonl.xz"
+    packed.write_bytes(lzma.compress(source.read_bytes()))
+    out = tmp_path / "out"
+    options = ("--field", "body", "--train-tokenizer", 300, "--valid-share", 0.1, "--workers", 2, "--out", out)
+    done = farspan(packed, *options)
+    assert done.returncode == 0, done.stderr
+    train, valid = Shards(out, verify=True), Shards(out, "valid", verify=True)
+    assert train.documents_total + valid.documents_total == 80
+    assert f"train: {train.tokens_total:,} tokens, {train.documents_total} documents" in done.stdout
+    assert load_tokenizer(out).decode(train.document(0)[:-1]) in texts(80)
+    assert not done.stderr
+
+
+def test_help_shows_an_example() -> None:
+    done = farspan("--help")
+    assert done.returncode == 0
+    assert "farspan data books.jsonl.xz --train-tokenizer 8192 --out data/books" in " ".join(done.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "message"),
+    [
+        (b"\xfd7zXZ\0 cut", [], "must be a complete .xz file"),
+        (b"", ["--tokenizer", "x", "--train-tokenizer", "300"], "--tokenizer must be left out with --train-tokenizer"),
+    ],
+)
+def test_bad_input_exits_2_with_one_line(content: bytes, options: list[str], message: str, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl.xz").write_bytes(content)
+    done = farspan(tmp_path / "a.jsonl.xz", *options, "--out", tmp_path / "out")
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert not (tmp_path / "out" / "manifest.json").exists()

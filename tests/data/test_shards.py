@@ -1,0 +1,148 @@
+"""Shards hold exactly the documents, whatever interrupted or shared the work."""
+
+import json
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from farspan.data import Shards, load_tokenizer, prepare, verify
+from farspan.data.encoding import split_of
+from tests.data.corpora import SMALL, TEXTS, all_texts, contents, jsonl
+
+
+def test_documents_come_back_whole_in_order_and_in_one_split(sources: list[str], expected: Path) -> None:
+    tokenizer = load_tokenizer(expected)
+    found: dict[str, list[str]] = {}
+    for split in ("train", "valid"):
+        shards = Shards(expected, split, verify=True)
+        rows = [shards.document(i) for i in range(shards.documents_total)]
+        assert all(row[-1] == tokenizer.end and tokenizer.end not in row[:-1] for row in rows)
+        assert [len(row) for row in rows] == shards.document_lengths.tolist()
+        assert np.array_equal(np.concatenate(rows), shards.window(0, shards.tokens_total))
+        found[split] = [tokenizer.decode(row[:-1]) for row in rows]
+    wanted = all_texts(sources)
+    assert sorted(found["train"] + found["valid"]) == sorted(wanted)
+    assert [text for text in wanted if text in set(found["train"])] == found["train"]
+    assert 0.1 < len(found["valid"]) / len(wanted) < 0.3
+
+
+def test_the_manifest_tells_where_every_token_came_from(sources: list[str], expected: Path) -> None:
+    manifest = json.loads((expected / "manifest.json").read_text())
+    assert [entry["source"] for entry in manifest["plan"]["sources"]] == sources
+    assert [entry["bytes"] for entry in manifest["plan"]["sources"]] == [os.path.getsize(path) for path in sources]
+    assert manifest["tokenizer"]["fingerprint"] == load_tokenizer(expected).fingerprint
+    train = manifest["splits"]["train"]
+    assert len(train["shards"]) > 3
+    assert train["tokens"] == sum(shard["tokens"] for shard in train["shards"]) == Shards(expected).tokens_total
+    assert all(shard["tokens"] >= 2000 for shard in train["shards"][:-1])
+    names = {
+        shard[key] for split in manifest["splits"].values() for shard in split["shards"] for key in ("file", "index")
+    }
+    assert set(contents(expected)) == names | {"manifest.json", "tokenizer.json", "tokenizer_config.json"}
+
+
+def test_the_same_text_is_never_in_both_splits(tmp_path: Path) -> None:
+    source = jsonl(tmp_path / "a.jsonl", TEXTS[:50] * 4)
+    prepare([str(source)], tmp_path / "out", valid_share=0.5, workers=1)
+    splits = [Shards(tmp_path / "out", split) for split in ("train", "valid")]
+    train, valid = ({bytes(s.document(i)) for i in range(s.documents_total)} for s in splits)
+    assert train
+    assert valid
+    assert not train & valid
+    assert sum(split.documents_total for split in splits) == 200
+
+
+def test_the_tokenizer_is_trained_without_held_out_documents(tmp_path: Path) -> None:
+    rare = [f"{n} " + "zyzzyva " * 50 for n in range(40)]
+    held = [text for text in rare if split_of(text, 0.5) == "valid"]
+    source = jsonl(tmp_path / "a.jsonl", held + [t for t in TEXTS if split_of(t, 0.5) == "train"])
+    prepare([str(source)], tmp_path / "out", tokenizer=400, valid_share=0.5, workers=1)
+    assert len(load_tokenizer(tmp_path / "out").encode(" zyzzyva")) > 4
+
+
+def test_wide_vocabularies_get_wide_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = load_tokenizer("bytes")
+    monkeypatch.setattr(tokenizer, "vocab_size", 2**16 + 1)
+    source = jsonl(tmp_path / "a.jsonl", TEXTS)
+    prepare([str(source)], tmp_path / "out", tokenizer=tokenizer, valid_share=0, workers=1)
+    shards = Shards(tmp_path / "out")
+    assert shards.window(0, 1).dtype == np.uint32
+    assert shards.document(5)[:-1].tolist() == tokenizer.encode(TEXTS[5])
+
+
+def test_finished_shards_are_returned_at_once_and_never_overwritten(sources: list[str], expected: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in expected.rglob("*")}
+    assert prepare(sources, expected, workers=1, **SMALL) == json.loads((expected / "manifest.json").read_text())
+    for change, key in (({"valid_share": 0.3}, "valid_share"), ({"tokenizer": "bytes"}, "tokenizer")):
+        with pytest.raises(ValueError, match=rf"must be a new folder, got .* of another {key} .*; choose another out"):
+            prepare(sources, expected, workers=1, **(SMALL | change))
+    with pytest.raises(ValueError, match="of another sources"):
+        prepare(sources[:1], expected, workers=1, **SMALL)
+    assert before == {path: path.stat().st_mtime_ns for path in expected.rglob("*")}
+
+
+@pytest.mark.parametrize("suffix", ["bin", "idx"])
+def test_damaged_shards_are_refused_by_name(suffix: str, sources: list[str], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    prepare(sources, out, workers=1, **SMALL)
+    verify(out)
+    shard = out / f"train-00001.{suffix}"
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+    Shards(out)
+    for check in (verify, lambda path: Shards(path, verify=True)):
+        with pytest.raises(ValueError, match=rf"train-00001\.{suffix} must have sha256 .*; delete the folder"):
+            check(out)
+    shard.write_bytes(data[:-1])
+    with pytest.raises(ValueError, match=rf"train-00001\.{suffix} must have {len(data)} bytes, got {len(data) - 1};"):
+        Shards(out)
+    shard.unlink()
+    with pytest.raises(ValueError, match=rf"train-00001\.{suffix} must exist"):
+        Shards(out)
+
+
+def test_windows_cross_shards(expected: Path) -> None:
+    shards = Shards(expected)
+    everything = shards.window(0, shards.tokens_total)
+    for start, length in ((0, 1), (1990, 50), (1, 6500), (shards.tokens_total - 3, 3), (shards.tokens_total, 0)):
+        assert np.array_equal(shards.window(start, length), everything[start : start + length])
+    for start, length in ((-1, 5), (0, shards.tokens_total + 1), (shards.tokens_total - 3, 4)):
+        with pytest.raises(ValueError, match=r"window must lie within the .* tokens"):
+            shards.window(start, length)
+    for i in (-1, shards.documents_total):
+        with pytest.raises(ValueError, match="document must be between 0 and"):
+            shards.document(i)
+    again = pickle.loads(pickle.dumps(shards))
+    assert np.array_equal(again.window(5, 10), everything[5:15])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"sources": "stdlib"}, r"sources must be a list, got 'stdlib'; write \['stdlib'\]"),
+        ({"sources": []}, "sources must name at least one text"),
+        ({"valid_share": 1.5}, "valid_share must be between 0 and 1, got 1.5"),
+        ({"valid_share": float("nan")}, "valid_share must be between 0 and 1, got nan"),
+        ({"shard_tokens": 0}, "shard_tokens must be ≥ 1, got 0"),
+        ({"workers": 0}, "workers must be ≥ 1, got 0"),
+        ({"tokenizer": 3}, "vocab_size must be ≥ 257"),
+    ],
+)
+def test_bad_arguments_are_refused(change: dict[str, Any], message: str, sources: list[str], tmp_path: Path) -> None:
+    arguments = {"sources": sources, "workers": 1} | change
+    with pytest.raises(ValueError, match=message):
+        prepare(arguments.pop("sources"), tmp_path / "out", **arguments)
+
+
+def test_splits_without_documents_are_refused(tmp_path: Path) -> None:
+    source = jsonl(tmp_path / "a.jsonl", TEXTS[:3])
+    prepare([str(source)], tmp_path / "out", valid_share=0, workers=1)
+    with pytest.raises(ValueError, match=r"split 'valid' must hold documents, got none .* larger valid_share"):
+        Shards(tmp_path / "out", "valid")
+    with pytest.raises(ValueError, match="split must be one of 'train', 'valid', got 'vaild'; did you mean 'valid'"):
+        Shards(tmp_path / "out", "vaild")
