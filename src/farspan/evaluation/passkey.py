@@ -1,0 +1,128 @@
+"""Passkey retrieval: a five-digit number hidden in filler, asked for at the end (CoCA paper, App. B)."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from farspan.errors import require
+from farspan.evaluation.intervals import wilson
+from farspan.models import FarspanForCausalLM
+
+# The paper's wording, its spelling included.
+INTRODUCTION = (
+    "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. "
+    "I will quiz you about the important information there.\n"
+)
+FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.\n"
+KEY = "The passkey is {key}. Remeber it. {key} is the passkey.\n"
+QUESTION = "What is the passkey?"
+ANSWER = " The passkey is {key}."
+
+
+class Tokenizer(Protocol):
+    """What the task asks of a tokenizer."""
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, ids: list[int]) -> str: ...
+
+
+@dataclass(frozen=True)
+class Case:
+    """A prompt of exactly the wanted length, the number hidden in it, and how far from the end it stands."""
+
+    prompt: list[int]
+    key: int
+    distance: int
+    """Tokens from the end of the key's sentence to the end of the prompt."""
+
+
+def make_case(tokenizer: Tokenizer, length: int, key: int, depth: float) -> Case:
+    """A prompt of `length` tokens with the key at `depth` of the filler (0 = first, 1 = last).
+
+    Filler is cut to the token, so that prompts of one length need no padding.
+    """
+    head, question = tokenizer.encode(INTRODUCTION), tokenizer.encode(QUESTION)
+    hidden, filler = tokenizer.encode(KEY.format(key=key)), tokenizer.encode(FILLER)
+    room = length - len(head) - len(hidden) - len(question)
+    require(
+        room >= 0,
+        f"length must be at least {length - room} tokens for the passkey prompt with this tokenizer, got {length}",
+    )
+    before = round(room * depth)
+    stream = filler * (room // len(filler) + 1)
+    prompt = head + stream[:before] + hidden + stream[: room - before] + question
+    return Case(prompt, key, room - before + len(question))
+
+
+def make_cases(tokenizer: Tokenizer, length: int, cases: int, seed: int) -> list[Case]:
+    """Keys and depths spread evenly over the filler, in an order that depends on the seed alone."""
+    generator = np.random.default_rng([seed, length])
+    keys = generator.integers(10_000, 100_000, cases)
+    depths = (generator.permutation(cases) + generator.random(cases)) / cases
+    return [make_case(tokenizer, length, int(key), float(depth)) for key, depth in zip(keys, depths, strict=True)]
+
+
+def training_document(tokenizer: Tokenizer, generator: np.random.Generator, length: int) -> np.ndarray[Any, Any]:
+    """A passkey text of `length` tokens with its answer: small models learn retrieval from nothing less."""
+    key = int(generator.integers(10_000, 100_000))
+    answer = tokenizer.encode(ANSWER.format(key=key))
+    case = make_case(tokenizer, length - len(answer), key, float(generator.random()))
+    return np.array(case.prompt + answer, dtype=np.int64)
+
+
+@torch.no_grad()
+def passkey(
+    model: FarspanForCausalLM,
+    tokenizer: Tokenizer,
+    *,
+    length: int,
+    cases: int = 100,
+    near: int | None = None,
+    new_tokens: int = 64,
+    tokens_at_once: int = 2**17,
+    seed: int = 0,
+    progress: Callable[[int], None] | None = None,
+) -> dict[str, Any]:
+    """One row of a passkey table: ``length, cases, correct, accuracy, ci95``, the near/far split and each case.
+
+    A case is right when the number stands in the decoded continuation. Near means within `near` tokens of the end (the
+    paper's Fig. 4 takes the training length, the default).
+    """
+    near = model.config.train_length if near is None else near
+    made = make_cases(tokenizer, length, cases, seed)
+    device = next(model.parameters()).device
+    size = max(1, tokens_at_once // length)
+    right: list[bool] = []
+    for start in range(0, cases, size):
+        group = made[start : start + size]
+        prompts = torch.tensor([case.prompt for case in group], device=device)
+        out = model.generate(prompts, max_new_tokens=new_tokens, do_sample=False, pad_token_id=0)  # type: ignore[misc]
+        for case, row in zip(group, out[:, length:].tolist(), strict=True):
+            right.append(str(case.key) in tokenizer.decode(row))
+        if progress is not None:
+            progress(len(group))
+    outcomes = [(case.distance, ok) for case, ok in zip(made, right, strict=True)]
+    return {
+        "length": length,
+        **_share(right),
+        "near": _share(ok for distance, ok in outcomes if distance <= near),
+        "far": _share(ok for distance, ok in outcomes if distance > near),
+        "outcomes": [{"distance": distance, "right": ok} for distance, ok in outcomes],
+    }
+
+
+def _share(right: Iterable[bool]) -> dict[str, Any]:
+    outcomes = list(right)
+    if not outcomes:
+        return {"cases": 0, "correct": 0, "accuracy": None, "ci95": None}
+    correct = sum(outcomes)
+    return {
+        "cases": len(outcomes),
+        "correct": correct,
+        "accuracy": correct / len(outcomes),
+        "ci95": list(wilson(correct, len(outcomes))),
+    }

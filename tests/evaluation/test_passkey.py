@@ -1,0 +1,105 @@
+"""Passkey: prompts are what the paper shows, and answers are counted right."""
+
+import numpy as np
+import pytest
+import torch
+
+from farspan.evaluation import wilson
+from farspan.evaluation.passkey import ANSWER, make_case, make_cases, passkey, training_document
+from tests.models.test_modeling import make
+
+
+class Letters:
+    """A tokenizer of one token a character."""
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(c) % 97 for c in text]
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(map(chr, ids))
+
+
+class Exact:
+    """One token a character, reversible."""
+
+    def encode(self, text: str) -> list[int]:
+        return list(map(ord, text))
+
+    decode = Letters.decode
+
+
+@pytest.mark.parametrize("length", [400, 512, 2000])
+@pytest.mark.parametrize("depth", [0.0, 0.3, 1.0])
+def test_a_prompt_has_exactly_its_length_and_hides_the_key_at_its_depth(length: int, depth: float) -> None:
+    case = make_case(Exact(), length, 12345, depth)
+    text = Exact().decode(case.prompt)
+    assert len(case.prompt) == length
+    assert text.startswith("There is an important info hidden")
+    assert text.endswith("What is the passkey?")
+    sentence = "The passkey is 12345. Remeber it. 12345 is the passkey.\n"
+    assert text.count("12345") == 2
+    assert length - (text.index(sentence) + len(sentence)) == case.distance
+
+
+def test_cases_depend_on_the_seed_and_cover_all_depths() -> None:
+    one, again, other = (make_cases(Exact(), 600, 20, seed) for seed in (1, 1, 2))
+    assert one == again != other
+    distances = sorted(case.distance for case in one)
+    assert distances[0] < 60
+    assert distances[-1] > 300
+    assert len({case.key for case in one}) > 15
+
+
+def test_a_training_document_ends_with_the_answer() -> None:
+    document = training_document(Exact(), np.random.default_rng(0), 450)
+    text = Exact().decode(document.tolist())
+    assert len(document) == 450
+    key = text[-6:-1]
+    assert text.endswith(ANSWER.format(key=key))
+    assert text.count(key) == 3
+
+
+def test_a_prompt_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"length must be at least 225 tokens .* got 100"):
+        make_case(Exact(), 100, 12345, 0.5)
+
+
+class Oracle:
+    """A model that answers right when the key is near, wrong otherwise."""
+
+    def __init__(self, reach: int) -> None:
+        self.config, self.reach = make().config, reach
+
+    def parameters(self):
+        yield torch.zeros(1)
+
+    def generate(self, prompts: torch.Tensor, *, max_new_tokens: int, **_: object) -> torch.Tensor:
+        rows = []
+        for prompt in prompts.tolist():
+            text = Exact().decode(prompt)
+            near = len(text) - text.index("is the passkey.") <= self.reach
+            answer = text[text.index("is the passkey.") - 6 :][:5] if near else "00000"
+            rows.append(prompt + Exact().encode(f" It is {answer}.".ljust(max_new_tokens)))
+        return torch.tensor(rows)
+
+
+def test_right_and_wrong_answers_are_counted_near_and_far() -> None:
+    row = passkey(Oracle(300), Exact(), length=1000, cases=40, near=300, tokens_at_once=5000)
+    assert row["cases"] == 40
+    assert row["near"]["accuracy"] == 1.0
+    assert row["far"]["accuracy"] == 0.0
+    assert row["correct"] == row["near"]["cases"]
+    assert row["ci95"][0] < row["accuracy"] < row["ci95"][1]
+    assert sum(o["right"] for o in row["outcomes"]) == row["correct"]
+
+
+def test_a_real_model_runs_the_task() -> None:
+    row = passkey(make(dtype=torch.float32), Letters(), length=300, cases=3, new_tokens=4)
+    assert (row["cases"], row["length"]) == (3, 300)
+
+
+def test_wilson_is_the_published_interval() -> None:
+    low, high = wilson(8, 10)
+    assert (low, high) == (pytest.approx(0.4902, abs=1e-4), pytest.approx(0.9433, abs=1e-4))
+    assert wilson(0, 20)[0] == 0.0
+    assert 0 < wilson(0, 20)[1] < 0.2

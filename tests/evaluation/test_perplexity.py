@@ -1,0 +1,82 @@
+"""Perplexity: the conventions mean what they say, and batching, chunking and sums change nothing."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from farspan.evaluation.perplexity import perplexity
+from farspan.evaluation.windows import windows
+from tests.models.test_modeling import PER_QUERY, PER_REQUEST, make, tokens
+
+
+def texts(*lengths: int) -> list[torch.Tensor]:
+    return [tokens(n) for n in lengths]
+
+
+def by_hand(model, text: torch.Tensor, target: int, context: int) -> float:
+    """-log p of one token given the `context` tokens before it, alone."""
+    logits = model(text[None, target - context : target], use_cache=False).logits[0, -1]
+    return float(F.cross_entropy(logits, text[target]))
+
+
+def test_sliding_scores_every_token_once_with_the_longest_context() -> None:
+    for tokens_in_text in (8, 9, 17, 40):
+        for length, stride in ((4, 2), (8, 3), (8, 8), (5, 1)):
+            if tokens_in_text < length:
+                continue
+            cut = list(windows(tokens_in_text, length, stride))
+            scored = [t for w in cut for t in range(w.score_from, w.end)]
+            assert scored == list(range(1, tokens_in_text))
+            assert all(w.end - w.begin <= length for w in cut)
+            assert all(w.score_from - w.begin >= length - stride for w in cut[1:-1])
+
+
+@torch.no_grad()
+def test_sliding_perplexity_is_the_sum_of_conditional_losses() -> None:
+    model, (text,) = make(), texts(20)
+    row = perplexity(model, [text], length=8, stride=3)
+    total = 0.0
+    for window in windows(20, 8, 3):
+        for target in range(window.score_from, window.end):
+            total += by_hand(model, text, target, target - window.begin)
+    assert row["nll"] == pytest.approx(total, rel=1e-6)
+    assert row["tokens"] == 19
+    assert row["ppl"] == pytest.approx(math.exp(total / 19), rel=1e-6)
+
+
+@torch.no_grad()
+def test_the_conventions_differ_as_documented() -> None:
+    model, (text,) = make(), texts(20)
+    rows = {
+        mode: perplexity(model, [text], length=8, stride=4, mode=mode)
+        for mode in ("sliding", "yarn", "whole", "disjoint")
+    }
+    assert rows["sliding"]["tokens"] == rows["yarn"]["tokens"] == 19
+    assert rows["sliding"]["nll"] == rows["yarn"]["nll"]
+    assert rows["yarn"]["ppl"] != rows["sliding"]["ppl"]  # the first window weighs more
+    assert rows["whole"]["tokens"] == 4 * 7
+    assert rows["disjoint"]["tokens"] == 7 + 7 + 3
+    assert rows["disjoint"]["stride"] == 8
+
+
+@pytest.mark.parametrize("rope", [None, PER_QUERY, PER_REQUEST], ids=["plain", "per_query", "per_request"])
+@torch.no_grad()
+def test_batching_and_chunking_change_nothing(rope: dict | None) -> None:
+    model, books = make(rope_parameters=rope), texts(64, 75, 64)
+    want = perplexity(model, books, length=32, stride=8, tokens_at_once=1)
+    for tokens_at_once, chunk in ((10_000, 10_000), (96, 7), (1, 16)):
+        row = perplexity(model, books, length=32, stride=8, tokens_at_once=tokens_at_once, chunk=chunk)
+        assert row["nll"] == pytest.approx(want["nll"], rel=1e-7)
+        assert row["tokens"] == want["tokens"] == 63 + 74 + 63
+
+
+def test_bad_windows_are_refused() -> None:
+    model = make()
+    with pytest.raises(ValueError, match="window length 32 is longer than a text of 20 tokens"):
+        perplexity(model, texts(20), length=32)
+    with pytest.raises(ValueError, match="did you mean 'sliding'"):
+        perplexity(model, texts(20), length=8, mode="slidng")
+    with pytest.raises(ValueError, match="stride must lie between 1 and the window length 8, got 0"):
+        perplexity(model, texts(20), length=8, stride=0)
