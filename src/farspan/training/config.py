@@ -1,0 +1,136 @@
+"""What a training run is, as a small frozen value read from TOML."""
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from farspan.errors import require, require_choice, unknown
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class ModelSection:
+    """``[model]``: a preset of :class:`farspan.FarspanConfig` and the fields to replace in it."""
+
+    preset: str = "350m"
+    attention: str | list[Any] = "coca-exact"
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class DataSection:
+    """``[data]``: token folders by weight, and how a batch is cut from them."""
+
+    sources: dict[str, float] = field(default_factory=dict)
+    length: int = 512
+    batch_size: int = 256
+    passkey_share: float = 0.0
+
+
+@dataclass(frozen=True)
+class OptimizerSection:
+    """``[optimizer]``: the paper's AdamW and schedule (Sec. 3.3) by default; weight decay is not given there."""
+
+    steps: int = 1000
+    peak_lr: float = 1e-4
+    start_lr: float = 1e-7
+    end_lr: float = 1e-5
+    warmup_share: float = 0.01
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    accumulation: int = 2
+
+
+@dataclass(frozen=True)
+class RunSection:
+    """``[run]``: how, not what; changing it changes no result beyond rounding."""
+
+    seed: int = 0
+    precision: str = "auto"
+    """"auto" (bf16 on a GPU, fp32 on a CPU), "bf16" or "fp32"."""
+    compile: bool = False
+    gradient_checkpointing: bool = False
+    checkpoint_every: int = 500
+    keep_checkpoints: int = 2
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """A whole run.
+
+    >>> TrainConfig.parse({"data": {"sources": {"tokens": 1.0}}, "optimizer": {"steps": 5}}).optimizer.steps
+    5
+    """
+
+    model: ModelSection = field(default_factory=ModelSection)
+    data: DataSection = field(default_factory=DataSection)
+    optimizer: OptimizerSection = field(default_factory=OptimizerSection)
+    run: RunSection = field(default_factory=RunSection)
+
+    def __post_init__(self) -> None:
+        data, optimizer, run = self.data, self.optimizer, self.run
+        require(bool(data.sources), 'data.sources is empty; name token folders, e.g. sources = { "runs/books" = 1.0 }')
+        require(all(w > 0 for w in data.sources.values()), f"data.sources need weights > 0, got {data.sources}")
+        require(data.length >= 2, f"data.length must be at least 2, got {data.length}")
+        require(optimizer.steps >= 1, f"optimizer.steps must be at least 1, got {optimizer.steps}")
+        require(optimizer.accumulation >= 1, f"optimizer.accumulation must be at least 1, got {optimizer.accumulation}")
+        require(
+            data.batch_size % optimizer.accumulation == 0,
+            f"data.batch_size must be a multiple of optimizer.accumulation = {optimizer.accumulation}, "
+            f"got {data.batch_size}",
+        )
+        require(
+            0 <= data.passkey_share <= 0.05,
+            f"data.passkey_share must lie in 0 … 0.05, got {data.passkey_share}; more would train the test",
+        )
+        require_choice("run.precision", run.precision, ("auto", "bf16", "fp32"))
+
+    @classmethod
+    def parse(cls, values: Mapping[str, Any]) -> "TrainConfig":
+        """From nested mappings; an unknown key is refused with the nearest valid one."""
+        return _parse(cls, values, "")
+
+    @classmethod
+    def load(cls, path: str | Path) -> "TrainConfig":
+        """From a TOML file."""
+        path = Path(path)
+        require(path.is_file(), f"config must be a TOML file, got {str(path)!r}, which does not exist; check the path")
+        try:
+            return cls.parse(tomllib.loads(path.read_text()))
+        except tomllib.TOMLDecodeError as error:
+            raise ValueError(f"config {str(path)!r} is not valid TOML: {error}") from error
+
+
+def _parse(cls: type[T], values: Mapping[str, Any], prefix: str) -> T:
+    known = {f.name: f for f in fields(cls)}  # type: ignore[arg-type]
+    made: dict[str, Any] = {}
+    for key, value in values.items():
+        if key not in known:
+            raise unknown(f"configuration key {prefix}{key}", key, known)
+        factory = known[key].default_factory
+        if is_dataclass(factory):
+            require(isinstance(value, Mapping), f"{prefix}{key} must be a table, got {value!r}")
+            made[key] = _parse(factory, value, f"{prefix}{key}.")
+        else:
+            made[key] = _coerce(f"{prefix}{key}", value, known[key])
+    return cls(**made)
+
+
+def _coerce(name: str, value: Any, known: Any) -> Any:
+    """Refuse a value of another kind than the default; whole numbers may stand for decimals."""
+    default = known.default_factory() if callable(known.default_factory) else known.default
+    if isinstance(default, tuple) and isinstance(value, list):
+        return tuple(value)
+    if isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if name == "model.attention" and isinstance(value, str | list):
+        return value
+    require(
+        type(value) is type(default),
+        f"{name} must be {type(default).__name__}, got {value!r}",
+    )
+    return value

@@ -1,0 +1,41 @@
+"""A tiny run, also started as a program of its own: ``python -m tests.training.runs OUT TOKENS [key=value …]``."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from farspan.data import prepare
+from farspan.training import TrainConfig, train
+
+
+def tokens(folder: Path) -> str:
+    """A few hundred kilobytes of text as byte tokens."""
+    text = folder / "text.txt"
+    text.write_text("".join(f"{i} times {i} is {i * i}, and that is that.\n" for i in range(6000)))
+    out = folder / "tokens"
+    prepare([str(text)], str(out), tokenizer="bytes", valid_share=0.0, workers=1)
+    return str(out)
+
+
+def config(source: str, **changes: Any) -> TrainConfig:
+    """Twelve steps of a model of one small layer."""
+    values: dict[str, dict[str, Any]] = {
+        "model": {"preset": "tiny", "options": {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 48}},
+        "data": {"sources": {source: 1.0}, "length": 16, "batch_size": 8},
+        "optimizer": {"steps": 12, "peak_lr": 1e-2, "accumulation": 2},
+        "run": {"checkpoint_every": 4},
+    }
+    for name, value in changes.items():
+        section, _, key = name.partition("__")
+        values[section][key] = value
+    return TrainConfig.parse(values)
+
+
+def losses(folder: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+if __name__ == "__main__":
+    out, source, *rest = sys.argv[1:]
+    train(config(source, **{key: json.loads(value) for key, value in (pair.split("=") for pair in rest)}), out)

@@ -1,0 +1,211 @@
+"""Training: killed, interrupted, resumed or spread over processes, the losses are the same."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from farspan import FarspanForCausalLM
+from farspan.training import TrainConfig, TrainingStoppedError, train
+from farspan.training.checkpoint import checkpoints
+from tests.training.runs import config, losses, tokens
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return tokens(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def whole(source: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An uninterrupted run."""
+    out = tmp_path_factory.mktemp("whole")
+    train(config(source), out)
+    return out
+
+
+def start(out: Path, source: str, *changes: str, launcher: tuple[str, ...] = ()) -> subprocess.Popen[bytes]:
+    command = [sys.executable, *(launcher or ("-m",)), "tests.training.runs", str(out), source, *changes]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE)
+
+
+def test_training_learns_and_leaves_a_model_that_loads(whole: Path) -> None:
+    curve = losses(whole)
+    assert len(curve) == 12
+    assert curve[-1] < curve[0] - 0.5
+    model = FarspanForCausalLM.from_pretrained(whole / "model")
+    assert model.config.train_length == 16
+    assert {p.name for p in whole.iterdir()} - {"tensorboard"} == {"metrics.jsonl", "model"}
+    assert not list(whole.rglob("*.bin")) + list(whole.rglob("*.pt"))
+
+
+def test_a_finished_run_is_not_repeated(whole: Path, source: str) -> None:
+    before = (whole / "model" / "model.safetensors").stat().st_mtime_ns
+    assert train(config(source), whole) == whole / "model"
+    assert (whole / "model" / "model.safetensors").stat().st_mtime_ns == before
+
+
+def test_a_run_stopped_at_any_step_goes_on_to_the_same_losses(
+    whole: Path, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import farspan.training.loop as loop
+
+    original = loop._Run.advance
+
+    def crash(self, step: int) -> None:
+        if step in (3, 6, 11) and step not in crashed:
+            crashed.add(step)
+            raise RuntimeError("power cut")
+        original(self, step)
+
+    crashed: set[int] = set()
+    monkeypatch.setattr(loop._Run, "advance", crash)
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match="power cut"):
+            train(config(source), tmp_path)
+    train(config(source), tmp_path)
+    assert crashed == {3, 6, 11}
+    assert losses(tmp_path) == losses(whole)
+    assert (tmp_path / "model" / "model.safetensors").read_bytes() == (
+        whole / "model" / "model.safetensors"
+    ).read_bytes()
+
+
+@pytest.mark.slow
+def test_kill_9_at_random_moments_changes_nothing(source: str, tmp_path: Path) -> None:
+    """Real processes, really killed, at moments spread over start-up, steps and checkpoint writing."""
+    changes = ("optimizer__steps=400", "run__checkpoint_every=5")
+    assert start(tmp_path / "whole", source, *changes).wait(300) == 0
+    moments, killed, out = random.Random(0), 0, tmp_path / "killed"
+    for _ in range(40):
+        process = start(out, source, *changes)
+        deadline = time.monotonic() + moments.uniform(0.0, 1.5)
+        while not checkpoints(out) and process.poll() is None and not killed:
+            time.sleep(0.05)  # let the first process reach its first checkpoint
+            deadline = time.monotonic() + 0.2
+        while time.monotonic() < deadline + (4.0 if killed else 0.0) and process.poll() is None:
+            time.sleep(0.01)
+        if process.poll() == 0:
+            break
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        killed += 1
+        if killed == 4:
+            assert start(out, source, *changes).wait(300) == 0
+            break
+    assert killed >= 1
+    assert losses(out) == losses(tmp_path / "whole")
+
+
+def test_ctrl_c_saves_and_the_run_goes_on(
+    whole: Path, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import farspan.training.loop as loop
+
+    original = loop._Run.advance
+
+    def press(self, step: int) -> None:
+        original(self, step)
+        if step == 5:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(loop._Run, "advance", press)
+    with pytest.raises(KeyboardInterrupt, match="stopped at step 6; call again to go on"):
+        train(config(source), tmp_path)
+    assert checkpoints(tmp_path)[-1].name == "checkpoint-00000006"
+    monkeypatch.undo()
+    train(config(source), tmp_path)
+    assert losses(tmp_path) == losses(whole)
+
+
+@pytest.mark.slow
+def test_two_processes_equal_one(whole: Path, source: str, tmp_path: Path) -> None:
+    launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29511", "-m")
+    process = start(tmp_path, source, launcher=launcher)
+    assert process.wait(300) == 0, process.stderr.read().decode()[-2000:]
+    difference = max(abs(a - b) for a, b in zip(losses(tmp_path), losses(whole), strict=True))
+    assert difference <= 1e-5
+
+
+def test_a_loss_that_is_not_a_number_stops_with_the_last_good_checkpoint(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import farspan.training.loop as loop
+
+    original = loop.linear_cross_entropy
+    calls: list[int] = []
+
+    def poisoned(*arguments: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return original(*arguments) * (float("nan") if len(calls) > 2 * 9 else 1.0)
+
+    monkeypatch.setattr(loop, "linear_cross_entropy", poisoned)
+    with pytest.raises(TrainingStoppedError, match=r"loss is nan at step 9; the last good checkpoint is .*00000008"):
+        train(config(source), tmp_path)
+
+
+def test_a_full_disk_keeps_the_last_checkpoint(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import farspan.training.checkpoint as room
+
+    original = room.save_file
+
+    def full(tensors: dict, path: Path) -> None:
+        if "00000008" in str(path):
+            Path(path).write_bytes(b"half")
+            raise OSError(28, "No space left on device")
+        original(tensors, path)
+
+    monkeypatch.setattr(room, "save_file", full)
+    with pytest.raises(OSError, match=r"No space left on device.*last good one is .*00000004.*free some space"):
+        train(config(source), tmp_path)
+    assert [p.name for p in checkpoints(tmp_path)] == ["checkpoint-00000004"]
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_a_folder_holds_one_run(whole: Path, source: str) -> None:
+    with pytest.raises(ValueError, match=r"optimizer.steps is 13, but .* was started with 12; choose another --out"):
+        train(config(source, optimizer__steps=13), whole)
+
+
+@pytest.mark.parametrize("changes", [{"run__gradient_checkpointing": True}, {"optimizer__accumulation": 4}], ids=str)
+def test_how_a_step_is_computed_changes_only_rounding(changes: dict, whole: Path, source: str, tmp_path: Path) -> None:
+    train(config(source, **changes), tmp_path)
+    assert max(abs(a - b) for a, b in zip(losses(tmp_path), losses(whole), strict=True)) <= 1e-4
+
+
+@pytest.mark.parametrize(
+    ("toml", "message"),
+    [
+        ("[optimiser]\nsteps = 5", "did you mean 'optimizer'"),
+        ("[optimizer]\npeek_lr = 5.0", r"configuration key optimizer.peek_lr .*did you mean 'peak_lr'"),
+        ("[optimizer]\nsteps = 'many'", "optimizer.steps must be int, got 'many'"),
+        ("[data]\nlength = 16", "data.sources is empty; name token folders"),
+        ("[data]\nsources = { a = 1.0 }\npasskey_share = 0.5", "passkey_share must lie in 0 … 0.05, got 0.5"),
+        ("[data]\nsources = { a = -1.0 }", "weights > 0"),
+        ("[data\n", "is not valid TOML"),
+    ],
+)
+def test_bad_configurations_are_refused(toml: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text(toml)
+    with pytest.raises(ValueError, match=message):
+        TrainConfig.load(path)
+
+
+def test_metrics_hold_the_schedule(whole: Path) -> None:
+    rows = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(12))
+    assert rows[0]["lr"] == pytest.approx(1e-7)
+    assert rows[1]["lr"] == pytest.approx(1e-2)
+    assert rows[-1]["lr"] < rows[1]["lr"]
+    assert all(row["grad_norm"] > 0 for row in rows)
