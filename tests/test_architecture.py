@@ -10,6 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[1] / "src" / "farspan"
 FLOORS = {
     "errors": 0,
+    "intervals": 0,
     "results": 0,
     "experiments": 0,
     "data": 1,
@@ -20,6 +21,7 @@ FLOORS = {
     "evaluation": 4,
     "training": 5,
     "report": 5,
+    "reproduce": 6,
 }
 HEAVY = {"transformers", "accelerate", "matplotlib", "triton", "tokenizers", "jinja2", "peft"}
 

@@ -28,7 +28,8 @@ def test_sliding_scores_every_token_once_with_the_longest_context() -> None:
                 continue
             cut = list(windows(tokens_in_text, length, stride))
             scored = [t for w in cut for t in range(w.score_from, w.end)]
-            assert scored == list(range(1, tokens_in_text))
+            without_context = set(range(0, tokens_in_text, stride)) if stride == length else {0}
+            assert scored == [t for t in range(tokens_in_text) if t not in without_context]
             assert all(w.end - w.begin <= length for w in cut)
             assert all(w.score_from - w.begin >= length - stride for w in cut[1:-1])
 
@@ -44,6 +45,13 @@ def test_sliding_perplexity_is_the_sum_of_conditional_losses() -> None:
     assert row["nll"] == pytest.approx(total, rel=1e-6)
     assert row["tokens"] == 19
     assert row["ppl"] == pytest.approx(math.exp(total / 19), rel=1e-6)
+
+
+@torch.no_grad()
+def test_a_stride_as_long_as_the_window_is_the_disjoint_convention() -> None:
+    model, (text,) = make(), texts(20)
+    sliding, disjoint = (perplexity(model, [text], length=8, stride=8, mode=mode) for mode in ("sliding", "disjoint"))
+    assert (sliding["nll"], sliding["tokens"]) == (disjoint["nll"], disjoint["tokens"])
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from farspan.errors import require
-from farspan.evaluation.intervals import wilson
+from farspan.intervals import wilson
 from farspan.models import FarspanForCausalLM
 
 # The paper's wording, its spelling included.
@@ -100,7 +100,8 @@ def passkey(
     for start in range(0, cases, size):
         group = made[start : start + size]
         prompts = torch.tensor([case.prompt for case in group], device=device)
-        out = model.generate(prompts, max_new_tokens=new_tokens, do_sample=False, pad_token_id=0)  # type: ignore[misc]
+        settings = {"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 0}
+        out = model.generate(prompts, attention_mask=torch.ones_like(prompts), **settings)  # type: ignore[misc]
         for case, row in zip(group, out[:, length:].tolist(), strict=True):
             right.append(str(case.key) in tokenizer.decode(row))
         if progress is not None:

@@ -9,7 +9,8 @@
 
 ========== ======================================================================================================
 sliding    Press et al. 2022, the CoCA paper (stride 512): each token is scored once, with the longest context the
-           window allows; perplexity = exp(sum of losses / number of tokens)
+           window allows; perplexity = exp(sum of losses / number of tokens). With stride = window the first token of a
+           window has no context and is left out, as in the published scripts
 yarn       the same windows, but perplexity = exp(mean of the windows' mean losses), as in YaRN's script
 whole      LongLoRA's script: the same windows, every token of every window scored
 disjoint   windows side by side (stride = window), every token scored
@@ -50,7 +51,7 @@ def windows(tokens: int, length: int, stride: int, mode: str = "sliding") -> Ite
     scored = 1
     for begin in range(0, tokens, stride):
         end = min(begin + length, tokens)
-        first = begin + 1 if mode in ("whole", "disjoint") else scored
+        first = begin + 1 if mode in ("whole", "disjoint") else max(scored, begin + 1)
         if first < end:
             yield Window(begin, end, first)
         scored = end

@@ -92,7 +92,7 @@ class TrainConfig:
     @classmethod
     def parse(cls, values: Mapping[str, Any]) -> "TrainConfig":
         """From nested mappings; an unknown key is refused with the nearest valid one."""
-        return _parse(cls, values, "")
+        return parse_section(cls, values, "")
 
     @classmethod
     def load(cls, path: str | Path) -> "TrainConfig":
@@ -105,7 +105,8 @@ class TrainConfig:
             raise ValueError(f"config {str(path)!r} is not valid TOML: {error}") from error
 
 
-def _parse(cls: type[T], values: Mapping[str, Any], prefix: str) -> T:
+def parse_section(cls: type[T], values: Mapping[str, Any], prefix: str) -> T:
+    """A dataclass from a mapping, its sections from mappings within; unknown keys and wrong kinds are refused."""
     known = {f.name: f for f in fields(cls)}  # type: ignore[arg-type]
     made: dict[str, Any] = {}
     for key, value in values.items():
@@ -114,7 +115,7 @@ def _parse(cls: type[T], values: Mapping[str, Any], prefix: str) -> T:
         factory = known[key].default_factory
         if is_dataclass(factory):
             require(isinstance(value, Mapping), f"{prefix}{key} must be a table, got {value!r}")
-            made[key] = _parse(factory, value, f"{prefix}{key}.")
+            made[key] = parse_section(factory, value, f"{prefix}{key}.")
         else:
             made[key] = _coerce(f"{prefix}{key}", value, known[key])
     return cls(**made)
@@ -127,10 +128,7 @@ def _coerce(name: str, value: Any, known: Any) -> Any:
         return tuple(value)
     if isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
-    if name == "model.attention" and isinstance(value, str | list):
+    if known.name == "attention" and isinstance(value, str | list):
         return value
-    require(
-        type(value) is type(default),
-        f"{name} must be {type(default).__name__}, got {value!r}",
-    )
+    require(type(value) is type(default), f"{name} must be {type(default).__name__}, got {value!r}")
     return value

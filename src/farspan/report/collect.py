@@ -1,0 +1,117 @@
+"""A run folder's result files → typed records; what cannot be read is refused with the file's name."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from farspan.errors import require
+from farspan.report.records import (
+    Measurement,
+    Passkey,
+    Perplexity,
+    Source,
+    Step,
+    Training,
+    parse_measurement,
+    parse_source,
+    parse_step,
+)
+
+
+@dataclass(frozen=True)
+class Run:
+    """All that a run folder holds."""
+
+    perplexity: tuple[Perplexity, ...]
+    passkey: tuple[Passkey, ...]
+    training: tuple[Training, ...]
+    sources: tuple[Source, ...]
+    steps: tuple[Step, ...]
+
+    @property
+    def rows(self) -> list[Perplexity | Passkey | Training]:
+        """Every record."""
+        return [*self.training, *self.perplexity, *self.passkey]
+
+    @property
+    def train_length(self) -> int | None:
+        """The training length; without training records the shortest length measured, None when nothing was."""
+        if self.training:
+            return self.training[0].length
+        return min((row.length for row in self.rows), default=None)
+
+
+def collect(folder: Path) -> Run:
+    """Read `results/ppl-*.json`, `passkey-*.json`, `train-*.json` and, if there, `status.json`."""
+    results = folder / "results"
+    require(
+        results.is_dir() or (folder / "status.json").is_file(),
+        f"folder must hold results/*.json, got {folder}; run `farspan reproduce --out {folder}` first",
+    )
+    sources: list[Source] = []
+    perplexity = _rows(Perplexity, results, "ppl", sources)
+    passkey = _rows(Passkey, results, "passkey", sources)
+    training = _rows(Training, results, "train", sources)
+    steps = _steps(folder / "status.json")
+    require(
+        bool(sources or steps),
+        f"{results} must hold ppl-*.json, passkey-*.json or train-*.json, got none; run `farspan reproduce` first",
+    )
+    lengths = sorted({row.length for row in training})
+    require(
+        len(lengths) <= 1,
+        f"{results}/train-*.json: length must be the same for every variant, got {lengths}; report them separately",
+    )
+    return Run(perplexity, passkey, training, tuple(sources), steps)
+
+
+def _rows(kind: type[Measurement], folder: Path, prefix: str, sources: list[Source]) -> tuple[Measurement, ...]:
+    """All rows of the files with this prefix; the same measurement twice is refused, for neither is known right."""
+    found: dict[tuple[Any, ...], tuple[Path, Measurement]] = {}
+    for path in sorted(folder.glob(f"{prefix}-*.json")):
+        data = _load(path)
+        require(
+            isinstance(data, dict) and data.get("schema") == 1 and isinstance(data.get("rows"), list),
+            f"{path} must be a result file of schema 1 with rows, got another JSON; write it with `farspan`",
+        )
+        with _errors_name(path):
+            sources.append(parse_source(path.name, data))
+        for i, raw in enumerate(data["rows"]):
+            with _errors_name(f"{path} row {i}"):
+                row = parse_measurement(kind, raw)
+            key = (row.variant, row.seed, row.scaling, row.length, row.mode)
+            if key in found:
+                raise ValueError(
+                    f"{path} row {i} must be the only one for {', '.join(map(str, key))}, got another in "
+                    f"{found[key][0].name}; remove one of the two"
+                )
+            found[key] = (path, row)
+    return tuple(row for _, row in found.values())
+
+
+def _steps(path: Path) -> tuple[Step, ...]:
+    if not path.is_file():
+        return ()
+    data = _load(path)
+    require(isinstance(data, list), f"{path} must be a list of steps, got {type(data).__name__}; delete it")
+    with _errors_name(path):
+        return tuple(parse_step(raw) for raw in data)
+
+
+@contextmanager
+def _errors_name(where: object) -> Iterator[None]:
+    """Errors inside say which file they are about."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+
+
+def _load(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # bad JSON and bad UTF-8 alike
+        raise ValueError(f"{path} must be a JSON file, got {error}; delete it and run that step again") from error

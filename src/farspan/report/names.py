@@ -1,0 +1,46 @@
+"""What a reader calls the variants and scaling laws, and how each is drawn."""
+
+from typing import Any
+
+from farspan.report.collect import Run
+
+# Okabe and Ito's colours, told apart with every common colour vision and on light and dark; markers say it once more.
+STYLES = {
+    "alibi": ("ALiBi", "#8a8a8a", "s"),
+    "rope": ("RoPE", "#D55E00", "o"),
+    "coca-slack": ("CoCA slack", "#E69F00", "^"),
+    "coca-strict": ("CoCA strict", "#009E73", "D"),
+    "coca-exact": ("CoCA exact", "#0081c9", "v"),
+}
+OTHER = ("#CC79A7", "P")
+
+
+def variant_name(variant: str) -> str:
+    """
+    >>> variant_name("coca-exact"), variant_name("mine")
+    ('CoCA exact', 'mine')
+    """
+    return STYLES[variant][0] if variant in STYLES else variant
+
+
+def variant_style(variant: str) -> dict[str, Any]:
+    """Colour and marker of a variant, as matplotlib takes them."""
+    colour, marker = STYLES[variant][1:] if variant in STYLES else OTHER
+    return {"color": colour, "marker": marker}
+
+
+def scaling_name(scaling: str) -> str:
+    """
+    >>> scaling_name("none"), scaling_name("ntk-4/per_request")
+    ('no scaling', 'dynamic NTK 4 per request')
+    """
+    law, _, mode = scaling.partition("/")
+    name = "no scaling" if law == "none" else law.replace("ntk-", "dynamic NTK ")
+    return name + (f" {mode.replace('_', ' ')}" if mode else "")
+
+
+def variants_in(run: Run) -> list[str]:
+    """The variants measured or trained, in the order of the paper's tables."""
+    found = {row.variant for row in run.rows}
+    order = list(STYLES)
+    return sorted(found, key=lambda name: (order.index(name) if name in order else len(order), name))

@@ -1,0 +1,122 @@
+"""A run folder → one offline HTML page, with its tables and figures as files beside it."""
+
+import os
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from farspan.report.build import control_table, experiment_tables, measured_tables, training_table
+from farspan.report.collect import Run, collect
+from farspan.report.experiment import Experiment, load_experiments
+from farspan.report.summary import notes, summary, training_text
+from farspan.report.tables import Table, to_html, to_latex, to_markdown
+
+
+@dataclass(frozen=True)
+class Section:
+    """A heading with its figures and tables."""
+
+    anchor: str
+    title: str
+    text: str
+    figures: tuple[Any, ...] = ()
+    tables: tuple[Table, ...] = ()
+    folded: bool = False
+    """Tables that repeat what a figure shows are folded away."""
+    small: bool = False
+
+
+def write_report(folder: str | os.PathLike[str], out: str | os.PathLike[str] | None = None) -> Path:
+    """Write `index.html`, `tables/*.md|tex` and `figures/*.png|svg`; returns the path of the page.
+
+    Args:
+        folder: what `farspan reproduce` wrote: results/*.json and perhaps status.json.
+        out: where to write; by default ``folder/report``.
+    """
+    folder = Path(folder)
+    target = Path(out) if out is not None else folder / "report"
+    run, experiments = collect(folder), load_experiments()
+    from farspan.report.figures import all_figures  # loads matplotlib
+
+    figures = all_figures(run, experiments)
+    sections = make_sections(run, experiments, figures)
+    for name in ("tables", "figures"):
+        (target / name).mkdir(parents=True, exist_ok=True)
+    for figure in figures:
+        figure.save(target / "figures")
+    for table in (table for section in sections for table in section.tables):
+        (target / "tables" / f"{table.name}.md").write_text(to_markdown(table), encoding="utf-8")
+        (target / "tables" / f"{table.name}.tex").write_text(to_latex(table), encoding="utf-8")
+    page = target / "index.html"
+    page.write_text(render(run, experiments, sections), encoding="utf-8")
+    return page
+
+
+def make_sections(run: Run, experiments: list[Experiment], figures: list[Any]) -> list[Section]:
+    """Everything on the page, in reading order."""
+
+    def drawn(group: str) -> tuple[Any, ...]:
+        return tuple(figure for figure in figures if figure.group == group)
+
+    made = []
+    groups = {"figure1": "perplexity", "table2": "passkey", "figure4": "near-far", "figure5": "distance"}
+    by_name = {experiment.name: experiment for experiment in experiments}
+    for name in ("table1", "figure1", "table2", "figure4", "figure5", "table3"):
+        experiment = by_name[name]
+        tables = tuple(experiment_tables(run, experiment))
+        caption = tables[0].caption
+        pictures = drawn(groups[name]) if name in groups else ()
+        made.append(Section(name, experiment.title, caption, pictures, tables, name.startswith("figure")))
+    depth = "Share of keys found, by their place in the prompt and its length."
+    made.append(Section("depth", "Passkey by depth and length", depth, drawn("depth"), small=True))
+    if control := control_table(run):
+        made.append(Section("control", "Control", control.caption, (), (control,)))
+    training = training_table(run)
+    made.append(Section("training", "Training", training_text(run), drawn("training"), (training,) if training else ()))
+    everything = "Every variant under every scaling law, whether or not the paper has it."
+    made.append(Section("measured", "All measurements", everything, (), tuple(measured_tables(run)), folded=True))
+    return [section for section in made if section.figures or section.tables]
+
+
+def provenance(run: Run) -> list[tuple[str, list[str]]]:
+    """Where the numbers come from: each different value once."""
+
+    def each(values: Any) -> list[str]:
+        return list(dict.fromkeys(values))
+
+    return [
+        ("Commit", each(source.commit or "unknown" for source in run.sources)),
+        ("Device", each(source.device for source in run.sources)),
+        (
+            "Versions",
+            each(", ".join(f"{name} {version}" for name, version in source.versions) for source in run.sources),
+        ),
+        ("Seeds", each(str(row.seed) for row in run.rows)),
+        ("Commands", each(source.command for source in run.sources)),
+        ("Files", each(source.file for source in run.sources)),
+    ]
+
+
+def render(run: Run, experiments: list[Experiment], sections: list[Section]) -> str:
+    """The page as HTML; every text from the run is escaped by the template."""
+    from jinja2 import Environment, StrictUndefined
+    from markupsafe import Markup
+
+    from farspan.report.canvas import inline_svg
+
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    # Both escape what they are given themselves.
+    environment.filters |= {"table": lambda t: Markup(to_html(t)), "svg": lambda f: Markup(inline_svg(f))}
+    text = (resources.files("farspan") / "report" / "page.html").read_text(encoding="utf-8")
+    verdicts = summary(run)
+    return environment.from_string(text).render(
+        headline=verdicts[0],
+        verdicts=verdicts[1:],
+        notes=notes(run, experiments),
+        sections=sections,
+        steps=run.steps,
+        unfinished=[step for step in run.steps if step.state != "done"],
+        provenance=provenance(run),
+        mixed=len({source.commit for source in run.sources}) > 1,
+    )

@@ -1,0 +1,183 @@
+"""What result files hold, as typed records."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar, cast
+
+from farspan.errors import require, require_choice
+
+STATES = ("done", "failed", "pending")
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """One model's perplexity at one window length."""
+
+    variant: str
+    seed: int
+    scaling: str
+    length: int
+    stride: int
+    mode: str
+    nll: float
+    tokens: int
+    texts: int
+    ppl: float
+
+
+@dataclass(frozen=True)
+class Share:
+    """So many right out of so many."""
+
+    cases: int
+    correct: int
+
+
+@dataclass(frozen=True)
+class Passkey:
+    """One model's passkey retrieval at one prompt length."""
+
+    variant: str
+    seed: int
+    scaling: str
+    length: int
+    cases: int
+    correct: int
+    near: Share
+    far: Share
+    outcomes: tuple[tuple[int, bool], ...]
+    """Distance of the key from the end in tokens, and whether it was found."""
+
+    mode = "passkey"
+
+
+@dataclass(frozen=True)
+class Training:
+    """How one model was trained."""
+
+    variant: str
+    seed: int
+    parameters: int
+    tokens: int
+    steps: int
+    length: int
+    final_loss: float
+    seconds: float
+    tokens_per_second: float
+    passkey_share: float
+    mfu: float | None
+    """None where the peak of the device is not known."""
+    losses: tuple[tuple[int, float], ...]
+
+    scaling, mode = "none", "training"
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a file's numbers come from."""
+
+    file: str
+    command: str
+    commit: str | None
+    device: str
+    seed: int
+    versions: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of a run, as `status.json` has it."""
+
+    step: str
+    state: str
+    message: str
+
+
+Measurement = TypeVar("Measurement", Perplexity, Passkey, Training)
+Plain = TypeVar("Plain")
+
+
+def parse_measurement(kind: type[Measurement], raw: Any) -> Measurement:
+    """A row of a result file; fields that the report does not use are left alone.
+
+    >>> parse_measurement(Perplexity, {"variant": "rope"})
+    Traceback (most recent call last):
+    ...
+    ValueError: seed must be given; a row has variant, seed, scaling, length, stride, mode, nll, tokens, texts, ppl
+    """
+    row = parse_plain(kind, raw)
+    require(row.length >= 1, f"length must be at least 1, got {row.length}; write the row with `farspan`")
+    return row
+
+
+def parse_plain(kind: type[Plain], raw: Any) -> Plain:
+    """A record from a JSON object, each field checked against its type."""
+    require(isinstance(raw, Mapping), f"a record must be a JSON object, got {raw!r}; write it with `farspan`")
+    known = {field.name: field.type for field in fields(kind)}  # type: ignore[arg-type]
+    values = {}
+    for name, wanted in known.items():
+        require(name in raw or name == "mfu", f"{name} must be given; a row has {', '.join(known)}")
+        values[name] = _value(name, wanted, raw.get(name))
+    made = kind(**values)
+    if isinstance(made, Share | Passkey):
+        require(
+            0 <= made.correct <= made.cases,
+            f"correct must lie in 0 … cases, got {made.correct} of {made.cases}; recount",
+        )
+    return made
+
+
+def _value(name: str, wanted: Any, value: Any) -> Any:
+    """The value of one field, or an error that names it."""
+    if wanted is Share:
+        return parse_plain(Share, value)
+    if name == "outcomes":
+        return tuple((outcome.distance, outcome.right) for outcome in _list(name, value, _Outcome))
+    if name == "losses":
+        require(
+            isinstance(value, list) and all(isinstance(point, list) and len(point) == 2 for point in value),
+            f"losses must be a list of [step, loss], got {str(value)[:80]}; write the row with `farspan`",
+        )
+        return tuple((int(step), float(loss)) for step, loss in value)
+    if name == "mfu" and value is None:
+        return None
+    accepted: tuple[type, ...] = (wanted,) if wanted in (int, str, bool) else (int, float)
+    good = isinstance(value, accepted) and (wanted is bool or not isinstance(value, bool))
+    require(good, f"{name} must be {_NAMES.get(wanted, 'a number')}, got {value!r}; write the row with `farspan`")
+    return _scaling(value) if name == "scaling" else value
+
+
+_NAMES = {str: "a text", int: "a whole number", bool: "true or false"}
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    distance: int
+    right: bool
+
+
+def _list(name: str, value: Any, kind: type[Plain]) -> list[Plain]:
+    require(isinstance(value, list), f"{name} must be a list, got {value!r}; write the row with `farspan`")
+    return [parse_plain(kind, item) for item in cast(list[Any], value)]
+
+
+def _scaling(text: str) -> str:
+    """ "ntk-4/per_query" is what "ntk-4" means; other modes stay part of the name."""
+    return text.removesuffix("/per_query")
+
+
+def parse_source(file: str, data: Mapping[str, Any]) -> Source:
+    """Provenance of a result file."""
+    for key in ("command", "commit", "versions", "device", "seed"):
+        require(key in data, f"{key} must be given in a result file; write it with `farspan`")
+    require(isinstance(data["versions"], dict), f"versions must be an object, got {data['versions']!r}")
+    versions = tuple(sorted((str(name), str(version)) for name, version in data["versions"].items()))
+    commit = None if data["commit"] is None else str(data["commit"])
+    return Source(file, str(data["command"]), commit, str(data["device"]), data["seed"], versions)
+
+
+def parse_step(raw: Any) -> Step:
+    """One entry of `status.json`; the message may be left out."""
+    step = parse_plain(Step, {"message": "", **raw} if isinstance(raw, Mapping) else raw)
+    require_choice("state", step.state, STATES)
+    return step

@@ -1,0 +1,83 @@
+"""Run the steps that are not done yet, remember how each ended, write the page."""
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from farspan.reproduce.plan import Step, plan
+from farspan.reproduce.preset import Preset
+from farspan.reproduce.work import Work
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How far a reproduction is, for a progress display."""
+
+    done: int
+    total: int
+    step: str
+    detail: str = ""
+
+
+def reproduce(
+    preset: Preset,
+    out: str | os.PathLike[str],
+    *,
+    only: list[str] | None = None,
+    report: Callable[[Standing], None] | None = None,
+) -> Path:
+    """Do what is missing in `out` and return the path of its page. Call again after an interruption.
+
+    A step that fails is recorded in ``status.json`` with its message; steps that need it are left pending.
+    """
+    folder = Path(out)
+    folder.mkdir(parents=True, exist_ok=True)
+    _keep_preset(preset, folder)
+    steps = plan(preset, folder, only)
+    states: dict[str, dict[str, str]] = {s.name: {"state": "pending", "message": ""} for s in steps}
+    say = report or (lambda _: None)
+    for number, step in enumerate(steps):
+        standing = Standing(number, len(steps), step.name)
+        say(standing)
+        work = Work(preset, folder, partial(_say_detail, say, standing))
+        states[step.name] = _attempt(work, step, states)
+        _write_status(folder, states)
+    from farspan.report import write_report
+
+    say(Standing(len(steps), len(steps), "report"))
+    return write_report(folder)
+
+
+def _say_detail(say: Callable[[Standing], None], standing: Standing, detail: str) -> None:
+    say(replace(standing, detail=detail))
+
+
+def _attempt(work: Work, step: Step, states: dict[str, dict[str, str]]) -> dict[str, str]:
+    if step.result.exists():
+        return {"state": "done", "message": "from an earlier call"}
+    needed = {"data": None, "train": "data"}.get(step.kind, f"train {step.variant} seed {step.seed}")
+    if needed is not None and states[needed]["state"] != "done":
+        return {"state": "pending", "message": f"needs {needed}"}
+    try:
+        work.do(step)
+    except (RuntimeError, ValueError, OSError) as error:
+        return {"state": "failed", "message": " ".join(str(error).split())}
+    return {"state": "done", "message": ""}
+
+
+def _keep_preset(preset: Preset, folder: Path) -> None:
+    """A folder belongs to one preset: results made under another must not be mixed in."""
+    path, text = folder / "preset.txt", repr(preset)
+    if path.exists() and path.read_text() != text:
+        raise ValueError(f"{folder} holds a reproduction with other settings; choose another --out")
+    path.write_text(text)
+
+
+def _write_status(folder: Path, states: dict[str, dict[str, str]]) -> None:
+    rows = [{"step": name, **state} for name, state in states.items()]
+    temporary = folder / "status.json.part"
+    temporary.write_text(json.dumps(rows, indent=1))
+    os.replace(temporary, folder / "status.json")

@@ -1,0 +1,170 @@
+"""What each step of a reproduction does."""
+
+import json
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from farspan.data import Shards, TextTokenizer, load_tokenizer, prepare
+from farspan.errors import require
+from farspan.evaluation import passkey, perplexity
+from farspan.models import FarspanForCausalLM
+from farspan.reproduce.plan import Step
+from farspan.reproduce.preset import Preset
+from farspan.results import write_result
+from farspan.training import Progress, TrainConfig, train
+
+Say = Callable[[str], None]
+"""Told, now and then, how far a step has come."""
+
+
+class Work:
+    """The steps of one reproduction in one folder."""
+
+    def __init__(self, preset: Preset, folder: Path, say: Say) -> None:
+        self.preset, self.folder, self.say = preset, folder, say
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+
+    def do(self, step: Step) -> None:
+        """Do one step, unless its result is there."""
+        getattr(self, f"_{step.kind}")(step)
+
+    def _data(self, step: Step) -> None:
+        corpus, tokenizer = self.preset.corpus, self.preset.corpus.tokenizer
+        made: int | str | TextTokenizer = int(tokenizer) if tokenizer.isdigit() else tokenizer
+        for i, source in enumerate(corpus.train):
+            share = 0.0 if corpus.held_out else 0.05
+            prepare([source], self._tokens(i), tokenizer=made, valid_share=share, progress=self._preparing)
+            made = load_tokenizer(self._tokens(0))  # the first source sets the vocabulary for all
+        if corpus.held_out:
+            held_out = self.folder / "data" / "held-out"
+            prepare(corpus.held_out, held_out, tokenizer=made, valid_share=0.0, progress=self._preparing)
+        step.result.write_text(json.dumps({"sources": list(corpus.train), "held_out": corpus.held_out}))
+
+    def _preparing(self, what: str, done: int, total: int) -> None:
+        self.say(f"{what} {done / max(total, 1):.0%}")
+
+    def _tokens(self, i: int) -> Path:
+        return self.folder / "data" / f"source-{i}"
+
+    def _train(self, step: Step) -> None:
+        config, last = self._train_config(step), []
+
+        def report(progress: Progress) -> None:
+            last.append(progress)
+            self.say(
+                f"step {progress.step}/{progress.steps}, loss {progress.loss:.3f}, "
+                f"{progress.tokens_per_second:,.0f} tokens/s, {progress.mfu:.0%} of the matrix peak"
+            )
+
+        started = time.perf_counter()
+        model_folder = train(config, self._run(step), report=report)
+        lines = (self._run(step) / "metrics.jsonl").read_text().splitlines()
+        losses = [json.loads(line)["loss"] for line in lines]
+        model = FarspanForCausalLM.from_pretrained(model_folder)
+        row = {
+            "variant": step.variant,
+            "seed": step.seed,
+            "parameters": model.num_parameters(),
+            "tokens": config.optimizer.steps * config.data.batch_size * config.data.length,
+            "steps": config.optimizer.steps,
+            "length": config.data.length,
+            "final_loss": float(np.mean(losses[-20:])),
+            "seconds": time.perf_counter() - started,
+            "tokens_per_second": last[-1].tokens_per_second if last else None,
+            "mfu": last[-1].mfu if last else None,
+            "passkey_share": config.data.passkey_share,
+            "losses": [[i, loss] for i, loss in enumerate(losses) if i % max(1, len(losses) // 200) == 0],
+        }
+        write_result(step.result, [row], device=self.device, seed=step.seed)
+
+    def _train_config(self, step: Step) -> TrainConfig:
+        training = self.preset.training
+        sources = {str(self._tokens(i)): weight for i, weight in enumerate(self.preset.corpus.train.values())}
+        return TrainConfig.parse(
+            {
+                "model": {"preset": training.preset, "attention": step.variant, "options": training.options},
+                "data": {
+                    "sources": sources,
+                    "length": training.length,
+                    "batch_size": training.batch_size,
+                    "passkey_share": training.passkey_share,
+                },
+                "optimizer": {
+                    "steps": training.steps,
+                    "peak_lr": training.peak_lr,
+                    "end_lr": training.end_lr,
+                    "warmup_share": training.warmup_share,
+                    "accumulation": training.accumulation,
+                },
+                "run": {
+                    "seed": step.seed,
+                    "compile": training.compile,
+                    "checkpoint_every": max(50, training.steps // 5),
+                },
+            }
+        )
+
+    def _run(self, step: Step) -> Path:
+        return self.folder / "runs" / f"{step.variant}-s{step.seed}"
+
+    def _model(self, step: Step) -> FarspanForCausalLM:
+        model = FarspanForCausalLM.from_pretrained(self._run(step) / "model").eval().to(self.device)
+        if step.scaling != "none":
+            factor, _, mode = step.scaling.removeprefix("ntk-").partition("/")
+            model.set_rope_parameters(rope_type="dynamic", factor=float(factor), mode=mode or "per_query")
+        return model
+
+    def _texts(self) -> list[Tensor]:
+        evaluation, held_out = self.preset.evaluation, self.folder / "data" / "held-out"
+        shards = Shards(held_out) if held_out.is_dir() else Shards(self._tokens(0), split="valid")
+        long = [i for i, n in enumerate(shards.document_lengths) if n >= evaluation.text_tokens][: evaluation.texts]
+        require(
+            len(long) > 0,
+            f"no held-out document has {evaluation.text_tokens} tokens; pass longer texts with --held-out",
+        )
+        return [torch.from_numpy(shards.document(i)[: evaluation.text_tokens].astype(np.int64)) for i in long]
+
+    def _ppl(self, step: Step) -> None:
+        evaluation, model, texts = self.preset.evaluation, self._model(step), self._texts()
+        rows: list[dict[str, Any]] = []
+        trained = self.preset.training.length
+        tasks = [(length, evaluation.stride, "sliding") for length in evaluation.perplexity_lengths]
+        if step.scaling == "none":
+            tasks.append((trained, trained // 4, "truncated"))
+        for length, stride, mode in tasks:
+            with self._precision():
+                row = perplexity(
+                    model, texts, length=length, stride=stride, mode=mode, tokens_at_once=evaluation.tokens_at_once
+                )
+            rows.append({"variant": step.variant, "seed": step.seed, "scaling": step.scaling, **row})
+            self.say(f"{mode} {length}: {row['ppl']:.2f}")
+        write_result(step.result, rows, device=self.device, seed=step.seed)
+
+    def _passkey(self, step: Step) -> None:
+        evaluation, model = self.preset.evaluation, self._model(step)
+        tokenizer = load_tokenizer(self._run(step) / "model")
+        rows: list[dict[str, Any]] = []
+        for length in evaluation.passkey_lengths:
+            with self._precision():
+                row = passkey(
+                    model,
+                    tokenizer,
+                    length=length,
+                    cases=evaluation.cases,
+                    new_tokens=evaluation.new_tokens,
+                    tokens_at_once=evaluation.tokens_at_once,
+                )
+            rows.append({"variant": step.variant, "seed": step.seed, "scaling": step.scaling, **row})
+            self.say(f"passkey {length}: {row['accuracy']:.2f}")
+        write_result(step.result, rows, device=self.device, seed=step.seed)
+
+    def _precision(self) -> Any:
+        """Evaluation rounds as training did."""
+        return torch.autocast("cuda", torch.bfloat16) if self.device == "cuda" else nullcontext()

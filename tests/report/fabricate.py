@@ -1,0 +1,89 @@
+"""A made-up run folder that looks like a real one."""
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from farspan.evaluation import wilson
+
+VARIANTS = ("alibi", "rope", "coca-slack", "coca-strict", "coca-exact")
+GROWTH = {"alibi": 0.1, "rope": 1.1, "coca-slack": 0.45, "coca-strict": 0.5, "coca-exact": 0.3}
+"""How fast a variant's log-perplexity rises with each doubling past the training length."""
+
+
+def share(right: Sequence[bool]) -> dict[str, Any]:
+    if not right:
+        return {"cases": 0, "correct": 0, "accuracy": None, "ci95": None}
+    correct = int(sum(right))
+    accuracy, ci95 = correct / len(right), list(wilson(correct, len(right)))
+    return {"cases": len(right), "correct": correct, "accuracy": accuracy, "ci95": ci95}
+
+
+def ppl_row(variant: str, seed: int, scaling: str, length: int, ppl: float, mode: str = "sliding") -> dict[str, Any]:
+    head = {"variant": variant, "seed": seed, "scaling": scaling, "length": length, "stride": 512, "mode": mode}
+    return {**head, "nll": 1000 * math.log(ppl), "tokens": 1000, "texts": 4, "ppl": ppl}
+
+
+def passkey_row(
+    variant: str, seed: int, scaling: str, length: int, outcomes: list[tuple[int, bool]], near: int
+) -> dict[str, Any]:
+    return {
+        **{"variant": variant, "seed": seed, "scaling": scaling, "length": length},
+        **share([right for _, right in outcomes]),
+        "near": share([right for distance, right in outcomes if distance <= near]),
+        "far": share([right for distance, right in outcomes if distance > near]),
+        "outcomes": [{"distance": distance, "right": right} for distance, right in outcomes],
+    }
+
+
+def train_row(variant: str, seed: int, length: int = 512) -> dict[str, Any]:
+    losses = [[step, 3 + 6 * math.exp(-step / 200) + 0.02 * seed] for step in range(0, 1000, 20)]
+    return {
+        **{"variant": variant, "seed": seed, "parameters": 33_400_000, "tokens": 100_000_000, "steps": 1000},
+        **{"length": length, "final_loss": losses[-1][1], "seconds": 900.0, "tokens_per_second": 111_111.0},
+        **{"mfu": None if seed else 0.45, "passkey_share": 0.05, "losses": losses},
+    }
+
+
+def write(folder: Path, name: str, rows: list[dict[str, Any]], **replace: Any) -> Path:
+    path = folder / "results" / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    head = {"schema": 1, "command": "farspan reproduce --out run", "commit": "abc123", "device": "CPU, 2 cores"}
+    path.write_text(json.dumps({**head, "versions": {"torch": "2.11"}, "seed": 0, "rows": rows, **replace}))
+    return path
+
+
+def fabricate(
+    folder: Path,
+    *,
+    variants: Sequence[str] = VARIANTS,
+    seeds: Sequence[int] = (0, 1),
+    laws: Sequence[str] = ("none", "ntk-4"),
+    lengths: Sequence[int] = (512, 1024, 2048, 4096),
+    growth: dict[str, float] = GROWTH,
+    cases: int = 20,
+) -> Path:
+    """Every kind of file, with perplexities that grow by `growth` and keys found less often with distance."""
+    generator, train = np.random.default_rng(0), lengths[0]
+    for variant in variants:
+        for seed in seeds:
+            ppl, passkey = [], []
+            for law in laws:
+                slower = 1.0 if law == "none" else 0.5
+                ppl.append(ppl_row(variant, seed, law, train, 20.0 + 0.1 * seed, "truncated"))
+                for length in lengths:
+                    far = math.log2(length / train)
+                    rate = growth[variant] * slower * far
+                    ppl.append(ppl_row(variant, seed, law, length, (20.0 + 0.1 * seed) * math.exp(rate)))
+                    distances = generator.integers(1, length, cases).tolist()
+                    chance = [math.exp(-rate * distance / length) for distance in distances]
+                    found = [(int(d), bool(generator.random() < p)) for d, p in zip(distances, chance, strict=True)]
+                    passkey.append(passkey_row(variant, seed, law, length, found, train))
+            write(folder, f"ppl-{variant}-{seed}", ppl)
+            write(folder, f"passkey-{variant}-{seed}", passkey)
+            write(folder, f"train-{variant}-{seed}", [train_row(variant, seed, train)])
+    return folder

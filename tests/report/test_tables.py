@@ -1,0 +1,121 @@
+"""Tables carry the right numbers: means over seeds, intervals, counts, the paper's values."""
+
+import math
+import re
+from pathlib import Path
+
+from farspan import evaluation
+from farspan.report.build import control_table, experiment_tables, measured_tables, training_table
+from farspan.report.collect import collect
+from farspan.report.estimates import passkey_between
+from farspan.report.experiment import load_experiments
+from farspan.report.tables import Cell, Line, Table, perplexity_text, to_html, to_latex, to_markdown
+from tests.report.fabricate import fabricate, passkey_row, ppl_row, train_row, write
+
+EXPERIMENTS = {experiment.name: experiment for experiment in load_experiments()}
+
+
+def line(table: Table, label: str, source: str) -> Line:
+    return next(line for line in table.lines if (line.label, line.source) == (label, source))
+
+
+def test_a_cell_is_the_mean_over_seeds_with_their_range_beside_the_papers(tmp_path: Path) -> None:
+    write(tmp_path, "ppl-a", [ppl_row("rope", 0, "none", 512, 20.0), ppl_row("rope", 0, "none", 1024, 300.0)])
+    write(tmp_path, "ppl-b", [ppl_row("rope", 1, "none", 512, 21.0)])
+    (table,) = experiment_tables(collect(tmp_path), EXPERIMENTS["table1"])
+    ours, paper = line(table, "RoFormer", "ours"), line(table, "RoFormer", "paper")
+    assert table.columns == ("512", "1,024", "2,048", "4,096", "8,192", "16,384", "32,768")
+    assert ours.cells[:3] == (Cell("20.50", "20.00–21.00"), Cell("300.00"), Cell())
+    assert ours.counts == "1–2 seeds, 4 texts, 1,000 tokens"
+    assert [cell.text for cell in paper.cells] == ["19.66", "411.50", "3,276", "3,026", "3,028", "inf", "inf"]
+    assert line(table, "CoCA exact", "ours").counts == "not run"
+
+
+def test_accuracy_is_counted_over_all_cases_with_its_wilson_interval(tmp_path: Path) -> None:
+    outcomes = [[(100, True)] * 8 + [(900, False)] * 2, [(100, True)] * 4 + [(900, False)] * 6]
+    write(tmp_path, "passkey-a", [passkey_row("rope", s, "none", 1024, found, 512) for s, found in enumerate(outcomes)])
+    write(tmp_path, "train-a", [train_row("rope", 0)])
+    run = collect(tmp_path)
+    (table,) = experiment_tables(run, EXPERIMENTS["table2"])
+    low, high = evaluation.wilson(12, 20)
+    ours = line(table, "RoFormer", "ours")
+    assert ours.cells[1] == Cell("0.60", f"95% {low:.2f}–{high:.2f}; seeds 0.40–0.80")
+    assert ours.counts == "2 seeds, 20 cases"
+    inside, beyond = passkey_between(run, "rope", "none", 0, 512), passkey_between(run, "rope", "none", 512, math.inf)
+    assert inside
+    assert beyond
+    assert (inside.value, inside.cases, beyond.value, beyond.cases) == (1.0, 12, 0.0, 8)
+
+
+def test_columns_are_aligned_by_multiples_of_the_training_length(tmp_path: Path) -> None:
+    write(tmp_path, "train-a", [train_row("rope", 0, length=64)])
+    write(tmp_path, "ppl-a", [ppl_row("rope", 0, "none", 64, 30.0), ppl_row("rope", 0, "none", 128, 60.0)])
+    (table,) = experiment_tables(collect(tmp_path), EXPERIMENTS["table1"])
+    assert table.columns[:3] == ("64 (paper 512)", "128 (paper 1,024)", "(paper 2,048)")
+    assert "Our training length is 64, the paper's 512" in table.caption
+    assert [cell.text for cell in line(table, "RoFormer", "ours").cells[:2]] == ["30.00", "60.00"]
+    assert [cell.text for cell in line(table, "RoFormer", "paper").cells[:2]] == ["19.66", "411.50"]
+
+
+def test_ntk_modes_are_separate_lines_and_per_query_is_the_default(tmp_path: Path) -> None:
+    laws = {"ntk-4/per_query": 22.0, "ntk-4/per_request": 25.0}
+    write(tmp_path, "ppl-a", [ppl_row("rope", 0, law, 1024, ppl) for law, ppl in laws.items()])
+    (table,) = experiment_tables(collect(tmp_path), EXPERIMENTS["table1"])
+    found = {line.source: line.cells[0].text for line in table.lines if line.label == "RoFormer + dynamic NTK"}
+    assert (found["ours"], found["ours, per request"]) == ("22.00", "25.00")
+
+
+def test_strict_and_slack_are_compared_in_two_tables_and_near_and_far_too(tmp_path: Path) -> None:
+    run = collect(fabricate(tmp_path, lengths=(512, 1024), cases=4))
+    assert [table.name for table in experiment_tables(run, EXPERIMENTS["table3"])] == [
+        "table3-perplexity",
+        "table3-passkey",
+    ]
+    assert [table.name for table in experiment_tables(run, EXPERIMENTS["figure4"])] == ["figure4-near", "figure4-far"]
+    (distance,) = experiment_tables(run, EXPERIMENTS["figure5"])
+    assert distance.columns == ("0–512", "512–2,048", "2,048–8,192", "> 8,192")
+
+
+def test_the_control_has_a_column_when_one_number_serves_all_lengths_and_lines_otherwise(tmp_path: Path) -> None:
+    rows = [ppl_row("rope", 0, "none", n, 20.0 + n / 512) for n in (512, 1024)]
+    cut = [ppl_row("rope", 0, "none", n, ppl, "truncated") for n, ppl in ((512, 19.0), (1024, 18.0))]
+    write(tmp_path / "one", "ppl-a", rows + cut[:1])
+    write(tmp_path / "two", "ppl-a", rows + cut)
+    one, two = control_table(collect(tmp_path / "one")), control_table(collect(tmp_path / "two"))
+    assert one
+    assert two
+    assert one.columns == ("context cut", "512", "1,024")
+    assert [cell.text for cell in one.lines[0].cells] == ["19.00", "21.00", "22.00"]
+    assert [cell.text for cell in line(two, "RoPE, no scaling", "context cut").cells] == ["19.00", "18.00"]
+
+
+def test_every_spelling_is_well_formed(tmp_path: Path) -> None:
+    run = collect(fabricate(tmp_path, lengths=(512, 1024), cases=4))
+    tables = [table for experiment in EXPERIMENTS.values() for table in experiment_tables(run, experiment)]
+    extra = [control_table(run), training_table(run), *measured_tables(run)]
+    for table in (*tables, *(table for table in extra if table)):
+        rows = [row for row in to_markdown(table).splitlines() if row.startswith("|")]
+        assert len({len(re.findall(r"(?<!\\)\|", row)) for row in rows}) == 1
+        assert len(rows) == len(table.lines) + 2
+        latex = to_latex(table)
+        assert latex.count("{") == latex.count("}")
+        body = latex.partition(r"\midrule")[2].partition(r"\bottomrule")[0].strip().splitlines()
+        (spec,) = re.findall(r"\\begin\{tabular\}\{([lr]+)\}", latex)
+        assert {len(re.findall(r"(?<!\\)&", row)) for row in body} == {len(spec) - 1}
+        assert all(row.endswith(r"\\") for row in body)
+        html = to_html(table)
+        assert html.count("<tr") == html.count("</tr>") == len(table.lines) + 1
+
+
+def test_special_characters_are_escaped_in_every_spelling() -> None:
+    table = Table("t", "A & B_c", "50% of $x", ("a|b",), (Line("<b>{x}</b>", "ours", (Cell("1", "n#2"),)),))
+    assert "<b>" not in to_html(table)
+    assert r"a\|b" in to_markdown(table)
+    latex = to_latex(table)
+    assert r"A \& B\_c" in latex
+    assert r"50\% of \$x" in latex
+    assert r"n\#2" in latex
+
+
+def test_huge_and_missing_perplexities_stay_readable() -> None:
+    assert [perplexity_text(value) for value in (math.exp(700), math.inf, math.nan)] == ["1.0e+304", "inf", "nan"]
