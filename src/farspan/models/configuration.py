@@ -17,7 +17,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "350m": {},
     "33m": {
         "hidden_size": 512,
-        "intermediate_size": 1376,
+        "intermediate_size": 1536,
         "num_hidden_layers": 8,
         "num_attention_heads": 8,
         "vocab_size": 16_384,
