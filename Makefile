@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-EXTRAS := dev,train,report
+EXTRAS := dev,data,train,report
 
 # Some hosts advertise AMX but cannot use it: bf16 products would die with SIGILL.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE
@@ -11,7 +11,7 @@ export TOKENIZERS_PARALLELISM ?= false
 .PHONY: demo test lint format clean
 
 demo: $(VENV)/.installed
-	$(BIN)/farspan bench attention --quick --out runs/demo.json
+	$(BIN)/farspan reproduce --preset cpu --out runs/demo
 
 test: lint
 	$(BIN)/python -m pytest -n 2 --durations=10

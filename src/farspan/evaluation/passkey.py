@@ -100,7 +100,7 @@ def passkey(
     for start in range(0, cases, size):
         group = made[start : start + size]
         prompts = torch.tensor([case.prompt for case in group], device=device)
-        settings = {"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 0}
+        settings: dict[str, Any] = {"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 0}
         out = model.generate(prompts, attention_mask=torch.ones_like(prompts), **settings)  # type: ignore[misc]
         for case, row in zip(group, out[:, length:].tolist(), strict=True):
             right.append(str(case.key) in tokenizer.decode(row))

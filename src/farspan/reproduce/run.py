@@ -34,9 +34,9 @@ def reproduce(
     A step that fails is recorded in ``status.json`` with its message; steps that need it are left pending.
     """
     folder = Path(out)
+    steps = plan(preset, folder, only)
     folder.mkdir(parents=True, exist_ok=True)
     _keep_preset(preset, folder)
-    steps = plan(preset, folder, only)
     states: dict[str, dict[str, str]] = {s.name: {"state": "pending", "message": ""} for s in steps}
     say = report or (lambda _: None)
     for number, step in enumerate(steps):

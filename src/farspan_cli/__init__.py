@@ -1,0 +1,10 @@
+"""The command line: each subcommand parses its arguments and makes one call.
+
+It lives beside the package because importing `farspan` registers its model with transformers, which loads torch;
+`farspan --help` must not wait for that.
+"""
+
+from farspan_cli import bench, data, evaluate, experiments, train
+from farspan_cli.app import main
+
+__all__ = ["bench", "data", "evaluate", "experiments", "main", "train"]

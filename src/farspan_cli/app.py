@@ -1,0 +1,63 @@
+"""The application object, and how every command fails: one line on stderr, exit 2, never a traceback."""
+
+import sys
+from importlib import metadata
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+UsageError: Any = typer.BadParameter.__base__  # typer carries its own click, and does not export the name
+
+app = typer.Typer(
+    name="farspan",
+    help="Transformers that work far beyond the length they were trained on.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+)
+
+
+def main() -> None:
+    """Entry point."""
+    try:
+        sys.exit(app(standalone_mode=False))
+    except UsageError as error:
+        if not error.format_message():  # a command without arguments: its help was shown
+            sys.exit(2)
+        fail(f"{error.format_message()} See 'farspan --help'.")
+    except (ValueError, OSError) as error:
+        fail(str(error))
+    except (KeyboardInterrupt, typer.Abort) as error:
+        print(f"interrupted; {error}" if str(error) else "interrupted; the same command continues", file=sys.stderr)
+        sys.exit(130)
+
+
+def fail(message: str) -> NoReturn:
+    """One line on stderr, exit 2."""
+    print(f"farspan: {' '.join(message.split())}", file=sys.stderr)
+    sys.exit(2)
+
+
+def _version(show: bool) -> None:
+    if show:
+        print(metadata.version("farspan"))
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show it.")] = False,
+) -> None:
+    """Transformers that work far beyond the length they were trained on."""
+
+
+def whole_numbers(text: str, option: str = "--lengths") -> list[int]:
+    """ "512,1024" → [512, 1024]."""
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < 1:
+        fail(f"{option} must be whole numbers ≥ 1 separated by commas, got {text!r}; try {option} 2048,8192")
+    return numbers

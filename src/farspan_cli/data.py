@@ -1,0 +1,52 @@
+"""`farspan data`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from farspan_cli.app import app, fail
+
+
+@app.command()
+def data(
+    text: Annotated[
+        list[str], typer.Argument(help="Files, directories, `stdlib`, `hf:NAME[:CONFIG][:SPLIT]`.", show_default=False)
+    ],
+    out: Annotated[Path, typer.Option(help="Folder for the token shards.", show_default=False)],
+    tokenizer: Annotated[str, typer.Option(help="`bytes`, a tokenizer.json, a folder, or a hub name.")] = "bytes",
+    train_tokenizer: Annotated[int | None, typer.Option(help="Train a BPE of this size instead.", min=257)] = None,
+    valid_share: Annotated[float, typer.Option(help="Share of documents held out.", min=0, max=1)] = 0.01,
+    field: Annotated[str, typer.Option(help="JSON key or parquet column with the text.")] = "text",
+    workers: Annotated[int | None, typer.Option(help="Processes; one per core if left out.", min=1)] = None,
+) -> None:
+    """Text, JSONL (.gz .xz .zst) or parquet → token shards. Interrupted, the same command continues.
+
+    Example: `farspan data books.jsonl.xz --train-tokenizer 8192 --out data/books`
+
+    Example: `farspan data stdlib --tokenizer data/books --out data/code`
+    """
+    from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    if train_tokenizer is not None and tokenizer != "bytes":
+        fail(f"--tokenizer must be left out with --train-tokenizer, got {tokenizer!r}; choose one of them")
+    from farspan.data import prepare
+
+    console = Console()
+    columns = "{task.description}", BarColumn(), TaskProgressColumn(), TimeElapsedColumn()
+    with Progress(*columns, "left", TimeRemainingColumn(), console=console) as progress:
+        tasks: dict[str, TaskID] = {}
+
+        def show(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = progress.add_task(what, total=total or None)
+            progress.update(tasks[what], completed=done)
+
+        chosen = tokenizer if train_tokenizer is None else train_tokenizer
+        manifest = prepare(
+            text, out, tokenizer=chosen, field=field, valid_share=valid_share, workers=workers, progress=show
+        )
+    for split, found in manifest["splits"].items():
+        console.print(f"{split}: {found['tokens']:,} tokens, {found['documents']:,} documents")
+    console.print(f"written: {out}")

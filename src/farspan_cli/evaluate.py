@@ -1,0 +1,133 @@
+"""`farspan eval`: perplexity and passkey retrieval of a trained model."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from farspan_cli.app import app, fail, whole_numbers
+
+if TYPE_CHECKING:
+    from farspan import FarspanForCausalLM
+
+evaluate = typer.Typer(help="Measure a trained model past its training length.", no_args_is_help=True)
+app.add_typer(evaluate, name="eval")
+
+Model = Annotated[str, typer.Argument(help="Folder of a farspan model, with its tokenizer.", show_default=False)]
+Ntk = Annotated[float | None, typer.Option(help="Dynamic NTK with this factor.", min=1)]
+NtkMode = Annotated[str, typer.Option(help="per_query or per_request.")]
+Out = Annotated[Path | None, typer.Option(help="Write the result as JSON.")]
+
+
+@evaluate.command("ppl")
+def ppl(
+    model: Model,
+    text: Annotated[list[str], typer.Option(help="Long texts; documents of at least the longest window are used.")],
+    lengths: Annotated[str, typer.Option(help="Window lengths, separated by commas.")] = "512,1024,2048",
+    stride: Annotated[int, typer.Option(help="Tokens between windows.", min=1)] = 512,
+    mode: Annotated[str, typer.Option(help="sliding, yarn, whole or disjoint.")] = "sliding",
+    text_tokens: Annotated[int, typer.Option(help="Cut each document to so many tokens.", min=2)] = 32_768,
+    texts: Annotated[int, typer.Option(help="At most so many documents.", min=1)] = 100,
+    ntk: Ntk = None,
+    ntk_mode: NtkMode = "per_query",
+    out: Out = None,
+) -> None:
+    """Perplexity by window length, with the truncation control (same tokens, context cut to the training length).
+
+    Example: `farspan eval ppl runs/mine/model --text test.jsonl.xz --lengths 512,1024 --ntk 4 --out ppl.json`
+    """
+    import torch
+
+    from farspan.data import documents, load_tokenizer
+    from farspan.evaluation import perplexity
+
+    wanted = whole_numbers(lengths)
+    loaded, scaling = _load(model, ntk, ntk_mode)
+    tokenizer = load_tokenizer(model)
+    needed, found = max(*wanted, loaded.config.train_length, 2), list[torch.Tensor]()
+    for source in text:
+        for document in documents(source):
+            ids = tokenizer.encode(document.text)[:text_tokens]
+            if len(ids) >= needed and len(found) < texts:
+                found.append(torch.tensor(ids))
+    if not found:
+        fail(f"--lengths needs documents of {needed} tokens, got none that long in {', '.join(text)}; use longer texts")
+    trained = loaded.config.train_length
+    tasks = [(length, stride, mode) for length in wanted] + [(trained, max(1, trained // 4), "truncated")]
+    rows = [
+        {**perplexity(loaded, found, length=length, stride=step, mode=name), "scaling": scaling}
+        for length, step, name in tasks
+    ]
+    _show(rows, ("length", "stride", "mode", "tokens", "ppl"), scaling)
+    _write(out, rows)
+
+
+@evaluate.command("passkey")
+def passkey_command(
+    model: Model,
+    lengths: Annotated[str, typer.Option(help="Prompt lengths in tokens, separated by commas.")] = "512,1024,2048",
+    cases: Annotated[int, typer.Option(help="Prompts a length.", min=1)] = 100,
+    new_tokens: Annotated[int, typer.Option(help="Tokens to generate; the key must be among them.", min=1)] = 64,
+    seed: Annotated[int, typer.Option(help="Seed of keys and depths.")] = 0,
+    ntk: Ntk = None,
+    ntk_mode: NtkMode = "per_query",
+    out: Out = None,
+) -> None:
+    """Passkey retrieval by length, with Wilson intervals and the near/far split at the training length.
+
+    Example: `farspan eval passkey runs/mine/model --lengths 512,1024 --cases 100 --ntk 4 --out passkey.json`
+    """
+    from farspan.data import load_tokenizer
+    from farspan.evaluation import passkey
+
+    wanted = whole_numbers(lengths)
+    loaded, scaling = _load(model, ntk, ntk_mode)
+    tokenizer = load_tokenizer(model)
+    rows = [
+        {**passkey(loaded, tokenizer, length=length, cases=cases, new_tokens=new_tokens, seed=seed), "scaling": scaling}
+        for length in wanted
+    ]
+    _show(rows, ("length", "cases", "correct", "accuracy", "ci95"), scaling)
+    _write(out, rows, seed)
+
+
+def _load(folder: str, ntk: float | None, mode: str) -> "tuple[FarspanForCausalLM, str]":
+    import torch
+    from transformers.utils.logging import disable_progress_bar
+
+    from farspan import FarspanForCausalLM
+
+    if not (Path(folder) / "config.json").is_file():
+        fail(f"MODEL must be a folder with a farspan model, got {folder!r}, which has no config.json; check the path")
+    disable_progress_bar()
+    model: FarspanForCausalLM = FarspanForCausalLM.from_pretrained(folder).eval()
+    model.to("cuda" if torch.cuda.is_available() else "cpu")  # type: ignore[arg-type]
+    if ntk is None:
+        return model, "none"
+    model.set_rope_parameters(rope_type="dynamic", factor=ntk, mode=mode)
+    return model, f"ntk-{ntk:g}" + ("" if mode == "per_query" else f"/{mode}")
+
+
+def _show(rows: list[dict[str, Any]], columns: tuple[str, ...], scaling: str) -> None:
+    table = Table(*columns, title=f"scaling: {scaling}")
+    for row in rows:
+        table.add_row(*(_cell(row[column]) for column in columns))
+    Console().print(table)
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, list):
+        return " … ".join(_cell(v) for v in value)
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
+
+
+def _write(out: Path | None, rows: list[dict[str, Any]], seed: int = 0) -> None:
+    if out is not None:
+        import torch
+
+        from farspan.results import write_result
+
+        write_result(out, rows, device="cuda" if torch.cuda.is_available() else "cpu", seed=seed)
+        print(f"written: {out}")

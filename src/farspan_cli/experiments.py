@@ -1,0 +1,102 @@
+"""`farspan reproduce` and `farspan report`: the paper's experiments, and their page."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from farspan_cli.app import app, fail
+
+
+@app.command()
+def reproduce(
+    out: Annotated[Path, typer.Option(help="Folder of the run; the same command continues there.", show_default=False)],
+    preset: Annotated[
+        str, typer.Option(help="`cpu` (minutes, offline), `gpu` (half an hour), or a TOML file.")
+    ] = "cpu",
+    only: Annotated[str | None, typer.Option(help="Tables and figures, e.g. table1,figure1. Default: all.")] = None,
+    text: Annotated[
+        list[str] | None, typer.Option(help="Training text as SOURCE=WEIGHT; repeat for a mixture.", show_default=False)
+    ] = None,
+    held_out: Annotated[
+        list[str] | None, typer.Option(help="Text for perplexity; documents long enough are used.", show_default=False)
+    ] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="A name or folder, or the size of a BPE to train.")] = None,
+) -> None:
+    """The paper's Tables 1 to 3 and Figures 1, 4 and 5, from nothing to a page, at the budget of the preset.
+
+    Example: `farspan reproduce --preset cpu --out runs/demo`
+
+    Example: `farspan reproduce --preset gpu --text books.jsonl=0.75 --text stdlib=0.25 --held-out test.jsonl --out run`
+    """
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
+
+    from farspan.reproduce import Preset, Standing
+    from farspan.reproduce import reproduce as run
+
+    chosen = Preset.load(preset)
+    corpus = chosen.corpus
+    if text:
+        corpus = replace(corpus, train=dict(_weighted(pair) for pair in text))
+    corpus = replace(corpus, held_out=held_out or corpus.held_out, tokenizer=tokenizer or corpus.tokenizer)
+    console = Console()
+    columns = (
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        "left",
+        TimeRemainingColumn(elapsed_when_finished=True),
+    )
+    with Progress(*columns, "{task.description}", console=console) as progress:
+        task = progress.add_task("starting", total=None)
+
+        def show(standing: Standing) -> None:
+            description = f"{standing.step}: {standing.detail}" if standing.detail else standing.step
+            progress.update(task, completed=standing.done, total=standing.total, description=description)
+
+        page = run(replace(chosen, corpus=corpus), out, only=only.split(",") if only else None, report=show)
+    for table in sorted((page.parent / "tables").glob("table*.md")):
+        console.print(table.read_text(), markup=False, highlight=False)
+    failed = _failed(out)
+    for line in failed:
+        console.print(f"failed: {line}", style="red", markup=False)
+    console.print(f"page: {page}")
+    if failed:
+        raise typer.Exit(1)
+
+
+def _weighted(pair: str) -> tuple[str, float]:
+    source, sign, weight = pair.rpartition("=")
+    try:
+        if sign and float(weight) > 0:
+            return source, float(weight)
+    except ValueError:
+        pass
+    fail(f"--text must be SOURCE=WEIGHT with a weight above 0, got {pair!r}; try --text books.jsonl.xz=0.75")
+
+
+def _failed(folder: Path) -> list[str]:
+    import json
+
+    rows = json.loads((folder / "status.json").read_text())
+    return [f"{row['step']}: {row['message']}" for row in rows if row["state"] == "failed"]
+
+
+@app.command()
+def report(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="What `farspan reproduce` wrote: results/*.json.")],
+    out: Annotated[Path | None, typer.Option(help="Where to write; DIR/report by default.")] = None,
+) -> None:
+    """One offline page with tables (ours beside the paper's) and figures, and both as files for a paper.
+
+    Example: `farspan report runs/demo --out runs/demo/report`
+    """
+    from farspan.report import write_report
+
+    try:
+        page = write_report(folder, out)
+    except ModuleNotFoundError as error:
+        fail(f"farspan report needs {error.name}, which is not installed; run pip install 'farspan[report]'")
+    print(f"written: {page}")

@@ -1,0 +1,147 @@
+"""A reproduction runs end to end, continues after an interruption, and survives a step that fails."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from farspan.reproduce import Preset, reproduce
+from farspan.reproduce.plan import plan
+from farspan.reproduce.preset import NAMES
+from farspan.reproduce.work import Work
+
+TOML = """
+variants = ["rope", "coca-exact"]
+seeds = { rope = 2 }
+[corpus]
+train = { "%s" = 1.0 }
+[training]
+preset = "tiny"
+length = 16
+batch_size = 4
+steps = 6
+options = { num_hidden_layers = 1, hidden_size = 32, intermediate_size = 48 }
+[evaluation]
+scalings = ["none", "ntk-4"]
+perplexity_lengths = [16, 64]
+texts = 2
+text_tokens = 128
+passkey_lengths = [240]
+cases = 2
+new_tokens = 3
+"""
+
+
+@pytest.fixture(scope="module")
+def toml(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("text")
+    lines = [json.dumps({"text": f"Document {i} says {i * 7} and {i * i}. " * 20}) for i in range(120)]
+    (folder / "text.jsonl").write_text("\n".join(lines) + "\n")
+    (folder / "preset.toml").write_text(TOML % (folder / "text.jsonl"))
+    return folder / "preset.toml"
+
+
+def states(folder: Path) -> dict[str, str]:
+    return {row["step"]: row["state"] for row in json.loads((folder / "status.json").read_text())}
+
+
+def test_everything_is_measured_once_and_ends_in_a_page(toml: Path, tmp_path: Path) -> None:
+    seen = []
+    page = reproduce(Preset.load(toml), tmp_path, report=lambda s: seen.append(s))
+    assert set(states(tmp_path).values()) == {"done"}
+    assert "RoPE" in page.read_text()
+    names = {p.name for p in (tmp_path / "results").iterdir()}
+    assert {"train-rope-s1.json", "ppl-coca-exact-s0-ntk-4.json", "passkey-rope-s0-none.json"} <= names
+    rows = json.loads((tmp_path / "results" / "ppl-rope-s0-none.json").read_text())["rows"]
+    assert [(row["length"], row["mode"]) for row in rows] == [(16, "sliding"), (64, "sliding"), (16, "truncated")]
+    stamps = {p: p.stat().st_mtime_ns for p in (tmp_path / "results").iterdir()}
+    reproduce(Preset.load(toml), tmp_path)
+    assert {p: p.stat().st_mtime_ns for p in (tmp_path / "results").iterdir()} == stamps
+
+
+def test_a_failed_step_is_named_and_the_rest_go_on(toml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Work._train
+
+    def fails(self: Work, step) -> None:
+        if step.variant == "rope":
+            raise RuntimeError("out of\nmemory")
+        original(self, step)
+
+    monkeypatch.setattr(Work, "_train", fails)
+    page = reproduce(Preset.load(toml), tmp_path, only=["table1"])
+    found = states(tmp_path)
+    assert found["train rope seed 0"] == "failed"
+    assert found["ppl rope seed 0 none"] == "pending"
+    assert found["ppl coca-exact seed 0 ntk-4"] == "done"
+    assert "out of memory" in page.read_text()
+    monkeypatch.undo()
+    reproduce(Preset.load(toml), tmp_path, only=["table1"])
+    assert set(states(tmp_path).values()) == {"done"}
+
+
+def test_a_folder_keeps_to_its_preset(toml: Path, tmp_path: Path) -> None:
+    preset = Preset.load(toml)
+    (tmp_path / "preset.txt").write_text(repr(replace(preset, variants=["alibi"])))
+    with pytest.raises(ValueError, match="holds a reproduction with other settings; choose another --out"):
+        reproduce(preset, tmp_path)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_shipped_presets_parse_and_plan(name: str, tmp_path: Path) -> None:
+    steps = plan(Preset.load(name), tmp_path)
+    assert steps[0].kind == "data"
+    assert len({step.result for step in steps}) == len(steps)
+    assert not any(step.variant == "alibi" and step.scaling != "none" for step in steps)
+
+
+def farspan(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "farspan_cli", *arguments], capture_output=True, text=True)
+
+
+def test_the_command_line_trains_and_evaluates(toml: Path, tmp_path: Path) -> None:
+    done = farspan("reproduce", "--preset", str(toml), "--only", "figure1", "--out", str(tmp_path / "run"))
+    assert done.returncode == 0, done.stderr
+    assert "Table 1" in done.stdout.replace("\n", " ") or "table" in done.stdout
+    model, text = str(tmp_path / "run" / "runs" / "coca-exact-s0" / "model"), str(toml.parent / "text.jsonl")
+    out = tmp_path / "ppl.json"
+    options = ("--lengths", "16,64", "--stride", "8", "--ntk", "4", "--texts", "2", "--text-tokens", "100")
+    done = farspan("eval", "ppl", model, "--text", text, *options, "--out", str(out))
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(out.read_text())["rows"]
+    assert set(rows[0]) >= {"length", "stride", "mode", "scaling", "nll", "tokens", "ppl"}
+    assert (rows[0]["scaling"], rows[-1]["mode"]) == ("ntk-4", "truncated")
+    out = tmp_path / "passkey.json"
+    done = farspan("eval", "passkey", model, "--lengths", "240", "--cases", "2", "--new-tokens", "2", "--out", str(out))
+    assert done.returncode == 0, done.stderr
+    row = json.loads(out.read_text())["rows"][0]
+    assert set(row) >= {"length", "cases", "correct", "accuracy", "ci95", "scaling"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["reproduce", "--preset", "gppu", "--out", "x"],
+            "preset must be one of 'cpu', 'gpu', got 'gppu'; did you mean",
+        ),
+        (["reproduce", "--only", "table9", "--out", "x"], "--only must name some of table1"),
+        (
+            ["reproduce", "--text", "books", "--out", "x"],
+            "--text must be SOURCE=WEIGHT with a weight above 0, got 'books'",
+        ),
+        (["eval", "ppl", "nowhere", "--text", "x"], "MODEL must be a folder with a farspan model, got 'nowhere'"),
+        (
+            ["train", "nowhere.toml", "--out", "x"],
+            "config must be a TOML file, got 'nowhere.toml', which does not exist",
+        ),
+    ],
+)
+def test_bad_input_exits_2_with_one_line(arguments: list[str], message: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "farspan_cli", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert len(done.stderr.splitlines()) == 1
