@@ -15,7 +15,9 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.utils.checkpoint import checkpoint
 
 MASK_ELEMENTS = 2**23
-"""Upper bound on the elements of one block's mask (32 MiB in float32)."""
+"""Upper bound on the elements of one block's mask on a CPU (32 MiB in float32)."""
+GPU_TIMES = 16
+"""A GPU needs larger blocks to be busy, and has the memory."""
 
 
 class Span(NamedTuple):
@@ -137,7 +139,8 @@ def softmax_attention(
 def _blocked(q: Tensor, k: Tensor, v: Tensor, sight: Sight, scale: float, slopes: Tensor | None) -> Tensor:
     copies = (q.shape[0] if not sight._plain else 1) * (1 if slopes is None else q.shape[1])
     seen_at_once = sight.m if sight.window is None else min(sight.m, 2 * sight.window)
-    rows = min(sight.n, max(16, MASK_ELEMENTS // (copies * seen_at_once)))
+    elements = MASK_ELEMENTS * (GPU_TIMES if q.is_cuda else 1)
+    rows = min(sight.n, max(16, elements // (copies * seen_at_once)))
     if sight.window is not None and sight.aligned:
         rows = min(rows, max(sight.window, 64))  # longer blocks would look at keys most of their queries cannot see
     needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
