@@ -41,25 +41,32 @@ def ppl(
     import torch
 
     from farspan.data import documents, load_tokenizer
-    from farspan.evaluation import perplexity
+    from farspan.errors import require_choice
+    from farspan.evaluation import as_trained, perplexity
 
     wanted = whole_numbers(lengths)
+    require_choice("--mode", mode, ("sliding", "yarn", "whole", "disjoint"))
+    if max(wanted) > text_tokens:
+        fail(f"--text-tokens must be at least the longest window {max(wanted)}, got {text_tokens}; raise it")
     loaded, scaling = _load(model, ntk, ntk_mode)
     tokenizer = load_tokenizer(model)
     needed, found = max(*wanted, loaded.config.train_length, 2), list[torch.Tensor]()
     for source in text:
         for document in documents(source):
+            if len(found) == texts:
+                break
             ids = tokenizer.encode(document.text)[:text_tokens]
-            if len(ids) >= needed and len(found) < texts:
+            if len(ids) >= needed:
                 found.append(torch.tensor(ids))
     if not found:
         fail(f"--lengths needs documents of {needed} tokens, got none that long in {', '.join(text)}; use longer texts")
     trained = loaded.config.train_length
     tasks = [(length, stride, mode) for length in wanted] + [(trained, max(1, trained // 4), "truncated")]
-    rows = [
-        {**perplexity(loaded, found, length=length, stride=step, mode=name), "scaling": scaling}
-        for length, step, name in tasks
-    ]
+    with as_trained(loaded.device.type):
+        rows = [
+            {**perplexity(loaded, found, length=length, stride=step, mode=name), "scaling": scaling}
+            for length, step, name in tasks
+        ]
     _show(rows, ("length", "stride", "mode", "tokens", "ppl"), scaling)
     _write(out, rows)
 
@@ -80,15 +87,19 @@ def passkey_command(
     Example: `farspan eval passkey runs/mine/model --lengths 512,1024 --cases 100 --ntk 4 --out passkey.json`
     """
     from farspan.data import load_tokenizer
-    from farspan.evaluation import passkey
+    from farspan.evaluation import as_trained, passkey
 
     wanted = whole_numbers(lengths)
     loaded, scaling = _load(model, ntk, ntk_mode)
     tokenizer = load_tokenizer(model)
-    rows = [
-        {**passkey(loaded, tokenizer, length=length, cases=cases, new_tokens=new_tokens, seed=seed), "scaling": scaling}
-        for length in wanted
-    ]
+    with as_trained(loaded.device.type):
+        rows = [
+            {
+                **passkey(loaded, tokenizer, length=length, cases=cases, new_tokens=new_tokens, seed=seed),
+                "scaling": scaling,
+            }
+            for length in wanted
+        ]
     _show(rows, ("length", "cases", "correct", "accuracy", "ci95"), scaling)
     _write(out, rows, seed)
 

@@ -31,7 +31,7 @@ def reproduce(
 
     Example: `farspan reproduce --preset gpu --text books.jsonl=0.75 --text stdlib=0.25 --held-out test.jsonl --out run`
     """
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TimeElapsedColumn, TimeRemainingColumn
 
     from farspan.reproduce import Preset, Standing
     from farspan.reproduce import reproduce as run
@@ -44,17 +44,20 @@ def reproduce(
     console = Console()
     columns = (
         BarColumn(),
-        MofNCompleteColumn(),
+        TaskProgressColumn(),
         TimeElapsedColumn(),
         "left",
         TimeRemainingColumn(elapsed_when_finished=True),
     )
-    with Progress(*columns, "{task.description}", console=console) as progress:
+    # Steps take a minute or two: an estimate must look further back than rich's half minute.
+    with Progress(*columns, "{task.description}", console=console, speed_estimate_period=3600) as progress:
         task = progress.add_task("starting", total=None)
 
         def show(standing: Standing) -> None:
             description = f"{standing.step}: {standing.detail}" if standing.detail else standing.step
-            progress.update(task, completed=standing.done, total=standing.total, description=description)
+            progress.update(
+                task, completed=standing.done + standing.part, total=standing.total, description=description
+            )
 
         page = run(replace(chosen, corpus=corpus), out, only=only.split(",") if only else None, report=show)
     for table in sorted((page.parent / "tables").glob("table*.md")):

@@ -69,6 +69,13 @@ def test_the_conventions_differ_as_documented() -> None:
     assert rows["disjoint"]["stride"] == 8
 
 
+def test_the_control_scores_the_same_tokens_with_at_most_the_training_length() -> None:
+    scored = [t for w in windows(100, 16, 4, "truncated") for t in range(w.score_from, w.end)]
+    assert scored == list(range(1, 100))
+    assert all(w.end - w.begin <= 16 for w in windows(100, 16, 4, "truncated"))
+    assert all(w.score_from - w.begin >= 12 for w in list(windows(100, 16, 4, "truncated"))[1:])
+
+
 @pytest.mark.parametrize("rope", [None, PER_QUERY, PER_REQUEST], ids=["plain", "per_query", "per_request"])
 @torch.no_grad()
 def test_batching_and_chunking_change_nothing(rope: dict | None) -> None:

@@ -120,7 +120,7 @@ def test_ctrl_c_saves_and_the_run_goes_on(
             os.kill(os.getpid(), signal.SIGINT)
 
     monkeypatch.setattr(loop._Run, "advance", press)
-    with pytest.raises(KeyboardInterrupt, match="stopped at step 6; call again to go on"):
+    with pytest.raises(KeyboardInterrupt, match="stopped at step 6; the same command continues"):
         train(config(source), tmp_path)
     assert checkpoints(tmp_path)[-1].name == "checkpoint-00000006"
     monkeypatch.undo()
@@ -150,8 +150,64 @@ def test_a_loss_that_is_not_a_number_stops_with_the_last_good_checkpoint(
         return original(*arguments) * (float("nan") if len(calls) > 2 * 9 else 1.0)
 
     monkeypatch.setattr(loop, "linear_cross_entropy", poisoned)
-    with pytest.raises(TrainingStoppedError, match=r"loss is nan at step 9; the last good checkpoint is .*00000008"):
+    with pytest.raises(TrainingStoppedError, match=r"loss is nan .* at step 9; the last good checkpoint is .*00000008"):
         train(config(source), tmp_path)
+
+
+def test_a_bad_gradient_is_never_saved(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss of the step is still fine; its gradient is not, and the weights after it would not be."""
+    import farspan.training.loop as loop
+
+    original = loop._Run.advance
+
+    def overflow(self, step: int) -> None:
+        original(self, step)
+        if step == 7:
+            self.norms[-1] = torch.tensor(float("inf"))
+
+    monkeypatch.setattr(loop._Run, "advance", overflow)
+    with pytest.raises(TrainingStoppedError, match=r"gradient norm inf at step 7; .*00000004"):
+        train(config(source), tmp_path)
+    assert [p.name for p in checkpoints(tmp_path)] == ["checkpoint-00000004"]
+
+
+def test_a_run_killed_while_finishing_is_finished_by_the_next_call(
+    whole: Path, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import farspan.training.loop as loop
+
+    def cut(folder: Path) -> None:
+        raise RuntimeError("power cut")
+
+    monkeypatch.setattr(loop, "_clean", cut)
+    with pytest.raises(RuntimeError, match="power cut"):
+        train(config(source), tmp_path)
+    monkeypatch.undo()
+    assert train(config(source), tmp_path) == tmp_path / "model"
+    assert losses(tmp_path) == losses(whole)
+    assert not (tmp_path / "model" / "optimizer.safetensors").exists()
+    assert not checkpoints(tmp_path)
+
+
+def test_a_really_full_disk_keeps_the_last_checkpoint(source: str, tmp_path: Path) -> None:
+    """A limit on file sizes stops safetensors itself, whose error is of its own kind."""
+    code = (
+        "import resource, sys, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
+        "from tests.training.runs import config, train; import farspan.training.checkpoint as room;"
+        "save = room.save_file;"
+        "room.save_file = lambda t, p: (resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))"
+        " if '00000008' in str(p) else None, save(t, p));"
+        "train(config(sys.argv[1]), sys.argv[2])"
+    )
+    command = [sys.executable, "-c", code, source, str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert "could not be written" in done.stderr
+    assert [p.name for p in checkpoints(tmp_path)] == ["checkpoint-00000004"]
+
+
+def test_a_batch_that_processes_and_pieces_cannot_share_is_refused(source: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"batch_size must be a multiple of optimizer.accumulation = 3, got 8"):
+        train(config(source, optimizer__accumulation=3), tmp_path)
 
 
 def test_a_full_disk_keeps_the_last_checkpoint(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,6 +249,9 @@ def test_how_a_step_is_computed_changes_only_rounding(changes: dict, whole: Path
         ("[data]\nsources = { a = 1.0 }\npasskey_share = 0.5", "passkey_share must lie in 0 … 0.05, got 0.5"),
         ("[data]\nsources = { a = -1.0 }", "weights > 0"),
         ("[data\n", "is not valid TOML"),
+        ("[data]\nsources = { a = 1.0 }\n[run]\ncheckpoint_every = 0", "checkpoint_every must be at least 1, got 0"),
+        ("[data]\nsources = { a = 1.0 }\n[optimizer]\nbetas = [0.9]", "betas must be two numbers"),
+        ("[data]\nsources = { a = 'x' }", "weights > 0"),
     ],
 )
 def test_bad_configurations_are_refused(toml: str, message: str, tmp_path: Path) -> None:

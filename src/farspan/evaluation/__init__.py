@@ -2,6 +2,7 @@
 
 from farspan.evaluation.passkey import passkey
 from farspan.evaluation.perplexity import perplexity
+from farspan.evaluation.precision import as_trained
 from farspan.intervals import wilson
 
-__all__ = ["passkey", "perplexity", "wilson"]
+__all__ = ["as_trained", "passkey", "perplexity", "wilson"]

@@ -58,6 +58,7 @@ def perplexity(
         chunk: longer windows are read in pieces of this many tokens through a cache, to bound memory.
         progress: called with the number of tokens read after each batch.
     """
+    require(len(texts) > 0, "texts must hold at least one token sequence, got none")
     for text in texts:
         require(
             text.shape[0] >= length,

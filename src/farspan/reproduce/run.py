@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from farspan.errors import require
 from farspan.reproduce.plan import Step, plan
 from farspan.reproduce.preset import Preset
 from farspan.reproduce.work import Work
@@ -20,6 +21,8 @@ class Standing:
     total: int
     step: str
     detail: str = ""
+    part: float = 0.0
+    """Share of the present step that is done."""
 
 
 def reproduce(
@@ -33,7 +36,11 @@ def reproduce(
 
     A step that fails is recorded in ``status.json`` with its message; steps that need it are left pending.
     """
-    folder = Path(out)
+    require(
+        int(os.environ.get("WORLD_SIZE", "1")) == 1,
+        f"reproduce runs in one process, got WORLD_SIZE {os.environ.get('WORLD_SIZE')}; use farspan train for several",
+    )
+    folder = Path(out).resolve()
     steps = plan(preset, folder, only)
     folder.mkdir(parents=True, exist_ok=True)
     _keep_preset(preset, folder)
@@ -51,8 +58,8 @@ def reproduce(
     return write_report(folder)
 
 
-def _say_detail(say: Callable[[Standing], None], standing: Standing, detail: str) -> None:
-    say(replace(standing, detail=detail))
+def _say_detail(say: Callable[[Standing], None], standing: Standing, detail: str, part: float) -> None:
+    say(replace(standing, detail=detail, part=part))
 
 
 def _attempt(work: Work, step: Step, states: dict[str, dict[str, str]]) -> dict[str, str]:
@@ -63,17 +70,18 @@ def _attempt(work: Work, step: Step, states: dict[str, dict[str, str]]) -> dict[
         return {"state": "pending", "message": f"needs {needed}"}
     try:
         work.do(step)
-    except (RuntimeError, ValueError, OSError) as error:
-        return {"state": "failed", "message": " ".join(str(error).split())}
+    except Exception as error:  # whatever it is: name it, and let the other steps go on
+        return {"state": "failed", "message": " ".join(f"{type(error).__name__}: {error}".split())}
     return {"state": "done", "message": ""}
 
 
 def _keep_preset(preset: Preset, folder: Path) -> None:
     """A folder belongs to one preset: results made under another must not be mixed in."""
     path, text = folder / "preset.txt", repr(preset)
-    if path.exists() and path.read_text() != text:
-        raise ValueError(f"{folder} holds a reproduction with other settings; choose another --out")
-    path.write_text(text)
+    if not path.exists():
+        (folder / "preset.txt.part").write_text(text)
+        os.replace(folder / "preset.txt.part", path)
+    require(path.read_text() == text, f"{folder} holds a reproduction with other settings; choose another --out")
 
 
 def _write_status(folder: Path, states: dict[str, dict[str, str]]) -> None:

@@ -3,7 +3,6 @@
 import json
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +12,15 @@ from torch import Tensor
 
 from farspan.data import Shards, TextTokenizer, load_tokenizer, prepare
 from farspan.errors import require
-from farspan.evaluation import passkey, perplexity
+from farspan.evaluation import as_trained, passkey, perplexity
 from farspan.models import FarspanForCausalLM
 from farspan.reproduce.plan import Step
 from farspan.reproduce.preset import Preset
 from farspan.results import write_result
 from farspan.training import Progress, TrainConfig, train
 
-Say = Callable[[str], None]
-"""Told, now and then, how far a step has come."""
+Say = Callable[[str, float], None]
+"""Told, now and then, how far a step has come: in words, and as a share of it."""
 
 
 class Work:
@@ -48,7 +47,7 @@ class Work:
         step.result.write_text(json.dumps({"sources": list(corpus.train), "held_out": corpus.held_out}))
 
     def _preparing(self, what: str, done: int, total: int) -> None:
-        self.say(f"{what} {done / max(total, 1):.0%}")
+        self.say(what, done / max(total, 1))
 
     def _tokens(self, i: int) -> Path:
         return self.folder / "data" / f"source-{i}"
@@ -60,13 +59,14 @@ class Work:
             last.append(progress)
             self.say(
                 f"step {progress.step}/{progress.steps}, loss {progress.loss:.3f}, "
-                f"{progress.tokens_per_second:,.0f} tokens/s, {progress.mfu:.0%} of the matrix peak"
+                f"{progress.tokens_per_second:,.0f} tokens/s, {progress.mfu:.0%} of the matrix peak",
+                progress.step / progress.steps,
             )
 
         started = time.perf_counter()
         model_folder = train(config, self._run(step), report=report)
         lines = (self._run(step) / "metrics.jsonl").read_text().splitlines()
-        losses = [json.loads(line)["loss"] for line in lines]
+        curve = [(row["step"], row["loss"]) for row in map(json.loads, lines)]
         model = FarspanForCausalLM.from_pretrained(model_folder)
         row = {
             "variant": step.variant,
@@ -75,12 +75,12 @@ class Work:
             "tokens": config.optimizer.steps * config.data.batch_size * config.data.length,
             "steps": config.optimizer.steps,
             "length": config.data.length,
-            "final_loss": float(np.mean(losses[-20:])),
+            "final_loss": float(np.mean([loss for _, loss in curve[-20:]])),
             "seconds": time.perf_counter() - started,
             "tokens_per_second": last[-1].tokens_per_second if last else None,
             "mfu": last[-1].mfu if last else None,
             "passkey_share": config.data.passkey_share,
-            "losses": [[i, loss] for i, loss in enumerate(losses) if i % max(1, len(losses) // 200) == 0],
+            "losses": [[i, loss] for i, loss in curve if i % max(1, len(curve) // 200) == 0],
         }
         write_result(step.result, [row], device=self.device, seed=step.seed)
 
@@ -138,21 +138,21 @@ class Work:
         tasks = [(length, evaluation.stride, "sliding") for length in evaluation.perplexity_lengths]
         if step.scaling == "none":
             tasks.append((trained, trained // 4, "truncated"))
-        for length, stride, mode in tasks:
-            with self._precision():
+        for done, (length, stride, mode) in enumerate(tasks):
+            with as_trained(self.device):
                 row = perplexity(
                     model, texts, length=length, stride=stride, mode=mode, tokens_at_once=evaluation.tokens_at_once
                 )
             rows.append({"variant": step.variant, "seed": step.seed, "scaling": step.scaling, **row})
-            self.say(f"{mode} {length}: {row['ppl']:.2f}")
+            self.say(f"{mode} {length}: {row['ppl']:.2f}", (done + 1) / len(tasks))
         write_result(step.result, rows, device=self.device, seed=step.seed)
 
     def _passkey(self, step: Step) -> None:
         evaluation, model = self.preset.evaluation, self._model(step)
         tokenizer = load_tokenizer(self._run(step) / "model")
         rows: list[dict[str, Any]] = []
-        for length in evaluation.passkey_lengths:
-            with self._precision():
+        for done, length in enumerate(evaluation.passkey_lengths):
+            with as_trained(self.device):
                 row = passkey(
                     model,
                     tokenizer,
@@ -162,9 +162,5 @@ class Work:
                     tokens_at_once=evaluation.tokens_at_once,
                 )
             rows.append({"variant": step.variant, "seed": step.seed, "scaling": step.scaling, **row})
-            self.say(f"passkey {length}: {row['accuracy']:.2f}")
+            self.say(f"passkey {length}: {row['accuracy']:.2f}", (done + 1) / len(evaluation.passkey_lengths))
         write_result(step.result, rows, device=self.device, seed=step.seed)
-
-    def _precision(self) -> Any:
-        """Evaluation rounds as training did."""
-        return torch.autocast("cuda", torch.bfloat16) if self.device == "cuda" else nullcontext()

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
@@ -60,7 +61,7 @@ def save(
         if path.exists():
             shutil.rmtree(path)
         os.replace(part, path)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         shutil.rmtree(part, ignore_errors=True)
         last = checkpoints(folder)
         kept = f"the last good one is {last[-1]}" if last else "there is none yet"

@@ -74,7 +74,17 @@ class TrainConfig:
     def __post_init__(self) -> None:
         data, optimizer, run = self.data, self.optimizer, self.run
         require(bool(data.sources), 'data.sources is empty; name token folders, e.g. sources = { "runs/books" = 1.0 }')
-        require(all(w > 0 for w in data.sources.values()), f"data.sources need weights > 0, got {data.sources}")
+        weights = data.sources.values()
+        require(
+            all(isinstance(w, int | float) and w > 0 for w in weights),
+            f"data.sources need weights > 0, got {data.sources}",
+        )
+        require(
+            len(optimizer.betas) == 2 and all(isinstance(b, float) and 0 <= b < 1 for b in optimizer.betas),
+            f"optimizer.betas must be two numbers in 0 … 1, got {list(optimizer.betas)}; the paper uses [0.9, 0.95]",
+        )
+        require(run.checkpoint_every >= 1, f"run.checkpoint_every must be at least 1, got {run.checkpoint_every}")
+        require(run.keep_checkpoints >= 1, f"run.keep_checkpoints must be at least 1, got {run.keep_checkpoints}")
         require(data.length >= 2, f"data.length must be at least 2, got {data.length}")
         require(optimizer.steps >= 1, f"optimizer.steps must be at least 1, got {optimizer.steps}")
         require(optimizer.accumulation >= 1, f"optimizer.accumulation must be at least 1, got {optimizer.accumulation}")

@@ -87,6 +87,7 @@ def train(
     folder = Path(out)
     if (folder / "model").is_dir():
         _check_same_run(json.loads((folder / "model" / "trainer.json").read_text())["config"], config, folder)
+        _clean(folder)
         return folder / "model"
     disable_progress_bar()  # transformers would draw one for every checkpoint
     accelerator = Accelerator(
@@ -103,11 +104,12 @@ def train(
                 progress = run.flush()
                 if report is not None and accelerator.is_main_process:
                     report(progress)
-            if last or interrupted() or (step + 1) % config.run.checkpoint_every == 0:
+            stop = run.any_process(interrupted())
+            if last or stop or (step + 1) % config.run.checkpoint_every == 0:
                 run.flush()
                 run.save()
-            if interrupted() and not last:
-                raise KeyboardInterrupt(f"stopped at step {step + 1}; call again to go on")
+            if stop:
+                raise KeyboardInterrupt(f"stopped at step {step + 1}; the same command continues")
     return run.finish()
 
 
@@ -122,6 +124,11 @@ class _Run:
         objective: Callable[[FarspanForCausalLM], nn.Module],
     ) -> None:
         self.config, self.folder, self.accelerator = config, folder, accelerator
+        pieces = config.optimizer.accumulation * accelerator.num_processes
+        require(
+            config.data.batch_size % pieces == 0,
+            f"data.batch_size must be a multiple of accumulation × processes = {pieces}, got {config.data.batch_size}",
+        )
         self.tokenizer = load_tokenizer(next(iter(config.data.sources)))
         self.batches = _batches(config, self.tokenizer)
         earlier = checkpoint.checkpoints(folder)
@@ -190,20 +197,29 @@ class _Run:
             norms = [float(norm) for norm in self.norms]
             self.metrics.add(self.step - len(losses), losses, norms, self.config.optimizer)
             self.losses, self.norms = [], []
-            for offset, loss in enumerate(losses):
-                if not math.isfinite(loss):
-                    self._stop(self.step - len(losses) + offset, loss)
+            for offset, (loss, norm) in enumerate(zip(losses, norms, strict=True)):
+                if not math.isfinite(loss) or not math.isfinite(
+                    norm
+                ):  # the step after a bad norm would save bad weights
+                    self._stop(self.step - len(losses) + offset, loss, norm)
             self.last_loss = losses[-1]
         seconds = max(time.perf_counter() - started, 1e-9)
         tokens = (self.step - first) * self.config.data.batch_size * self.config.data.length
         speed = tokens / seconds
         return Progress(self.step, self.config.optimizer.steps, self.last_loss, speed, speed * self.flops / self.peak)
 
-    def _stop(self, step: int, loss: float) -> None:
+    def any_process(self, flag: bool) -> bool:
+        """Whether any process says so: all must take the same way."""
+        if self.accelerator.num_processes == 1:
+            return flag
+        return bool(self.accelerator.reduce(torch.tensor(float(flag), device=self.accelerator.device), "sum") > 0)
+
+    def _stop(self, step: int, loss: float, norm: float) -> None:
         kept = checkpoint.checkpoints(self.folder)
         where = f"the last good checkpoint is {kept[-1]}" if kept else "no checkpoint had been written yet"
         raise TrainingStoppedError(
-            f"loss is {loss} at step {step}; {where}; lower optimizer.peak_lr or use run.precision = 'fp32'"
+            f"loss is {loss} and gradient norm {norm} at step {step}; {where}; "
+            "lower optimizer.peak_lr or use run.precision = 'fp32'"
         )
 
     def save(self) -> Path:
@@ -225,14 +241,18 @@ class _Run:
         """The last checkpoint becomes the model; what only resuming needed is dropped."""
         final = self.folder / "model"
         if self.accelerator.is_main_process:
-            *older, last = checkpoint.checkpoints(self.folder)
-            (last / "optimizer.safetensors").unlink()
-            os.replace(last, final)
-            for path in older:
-                shutil.rmtree(path)
+            os.replace(checkpoint.checkpoints(self.folder)[-1], final)  # from here on the run is finished
+            _clean(self.folder)
             self.metrics.close()
         self.accelerator.wait_for_everyone()
         return final
+
+
+def _clean(folder: Path) -> None:
+    """Drop what only resuming needed, also when an earlier call was killed before it could."""
+    (folder / "model" / "optimizer.safetensors").unlink(missing_ok=True)
+    for path in checkpoint.checkpoints(folder):
+        shutil.rmtree(path)
 
 
 def model_config(config: TrainConfig, vocab_size: int, end: int) -> FarspanConfig:

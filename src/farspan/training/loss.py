@@ -37,7 +37,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, None]:
         grad_hidden, grad_weight = ctx.saved_tensors
-        return grad_hidden * grad_outputs[0].to(grad_hidden.dtype), grad_weight * grad_outputs[0], None
+        scale = grad_outputs[0].to(grad_weight.dtype)  # rounded to bf16 it would scale body and head differently
+        return (grad_hidden * scale).to(grad_hidden.dtype), grad_weight * scale, None
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """What a run writes down about itself."""
 
 import json
+import os
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,9 @@ class Metrics:
         path = folder / "metrics.jsonl"
         lines = path.read_text().splitlines() if path.exists() else []
         kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] < step]
-        path.write_text("".join(f"{line}\n" for line in kept))
+        part = folder / "metrics.jsonl.part"
+        part.write_text("".join(f"{line}\n" for line in kept))
+        os.replace(part, path)
         self.file = path.open("a")
         with suppress(ImportError):
             from torch.utils.tensorboard import SummaryWriter
