@@ -32,13 +32,24 @@ def measure(call: Callable[[], Any], *, repeats: int, device: str) -> Measuremen
     call()
     _wait(device)
     peak = _peak(device) - before
-    seconds = []
+    return Measurement([measure_once(call, device) for _ in range(repeats)], peak)
+
+
+def in_turn(calls: dict[str, Callable[[], Any]], *, repeats: int, device: str) -> dict[str, list[float]]:
+    """Seconds of each call, taken in turn: what the machine does meanwhile meets all alike."""
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(repeats):
-        start = time.perf_counter()
-        call()
-        _wait(device)
-        seconds.append(time.perf_counter() - start)
-    return Measurement(seconds, peak)
+        for name, call in calls.items():
+            seconds[name].append(measure_once(call, device))
+    return seconds
+
+
+def measure_once(call: Callable[[], Any], device: str) -> float:
+    """The seconds of one call."""
+    start = time.perf_counter()
+    call()
+    _wait(device)
+    return time.perf_counter() - start
 
 
 def in_fresh_process(function: Callable[..., Any], *arguments: Any) -> Any:

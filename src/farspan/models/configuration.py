@@ -43,8 +43,8 @@ class FarspanConfig(PreTrainedConfig):
         attention: "rope", "alibi", "coca-exact", "coca-strict" or "coca-slack" for every layer, or a list with one
             entry a layer, each a name or a mapping such as ``{"kind": "coca", "form": "exact", "window": 128}``.
         coca_activation: what keeps t ≥ 0: "relu" (the paper) or "softplus".
-        cache_layout: "half" keeps un-rotated t, d/2 numbers a head; "rotated" keeps ready keys of width d: a third
-            more memory, and no re-rotation when decoding without a fused kernel.
+        cache_layout: "half" keeps un-rotated t, d/2 numbers a head; "rotated" keeps ready keys of width d: RoPE's
+            bytes, and nothing to re-rotate when decoding without a fused kernel.
         train_length: the length of training, which dynamic NTK and YaRN measure against.
         rope_parameters: as in transformers; for ``"rope_type": "dynamic"`` also ``"mode"``, "per_query" (default)
             or "per_request".
