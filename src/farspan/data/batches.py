@@ -47,10 +47,7 @@ class Batches:
             f"passkey_document must be given when passkey_share > 0, got None for {passkey_share}; pass the function",
         )
         self.length, self.batch_size, self.seed = length, batch_size, seed
-        first = sources[0][0]
-        self.vocab_size, self.end = first.vocab_size, first.end
-        self.folder = first.path
-        """A folder with the tokenizer that all sources share."""
+        self.vocab_size = sources[0][0].vocab_size
         self._shards = [shards for shards, _ in sources]
         weights = np.array([weight for _, weight in sources], np.float64)
         self._bounds = np.cumsum(weights) / weights.sum()
