@@ -12,7 +12,7 @@ from farspan.data import tokenizer as module
 from tests.data.corpora import texts
 
 BYTES = load_tokenizer("bytes")
-TRAINED = train_bpe(texts(100), 400)
+TRAINED = train_bpe(texts(100), 300)
 
 
 @pytest.mark.parametrize("tokenizer", [BYTES, TRAINED], ids=["bytes", "bpe"])
@@ -39,10 +39,15 @@ def test_bytes_are_bytes() -> None:
 
 
 def test_training_merges_what_is_frequent() -> None:
-    assert TRAINED.vocab_size == 400
+    assert TRAINED.vocab_size == 300
     assert len(TRAINED.encode(texts(1)[0])) < len(BYTES.encode(texts(1)[0])) / 2
-    assert train_bpe(texts(100), 400).fingerprint == TRAINED.fingerprint
-    assert train_bpe(texts(100), 401).fingerprint != TRAINED.fingerprint
+    assert train_bpe(texts(100), 300).fingerprint == TRAINED.fingerprint
+    assert train_bpe(texts(100), 301).fingerprint != TRAINED.fingerprint
+
+
+def test_every_digit_is_a_token_of_its_own() -> None:
+    numbers = train_bpe(["in 1843 and 1844, 1843 again"] * 50, 280)
+    assert [numbers.decode([token]) for token in numbers.encode("1843")] == ["1", "8", "4", "3"]
 
 
 def test_long_texts_are_cut_without_changing_their_tokens(monkeypatch: pytest.MonkeyPatch) -> None:

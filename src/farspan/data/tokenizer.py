@@ -95,6 +95,9 @@ def cut(text: str) -> Iterator[str]:
 def train_bpe(texts: Iterable[str], vocab_size: int, out_path: str | os.PathLike[str] | None = None) -> TextTokenizer:
     """Train a byte-level BPE; the end token has id 0. Small texts may give fewer tokens than asked for.
 
+    Every digit is a token of its own, as in LLaMA: a model then copies a number digit by digit instead of learning
+    thousands of rare ones.
+
     texts: training text only, never held-out documents. Not read when vocab_size is 257 = bytes without merges.
     out_path: a folder to save it in; None = nowhere.
     """
@@ -113,7 +116,9 @@ def _trained(texts: Iterable[str], vocab_size: int) -> "Tokenizer":
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
     backend.decoder = decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = trainers.BpeTrainer(
