@@ -7,6 +7,7 @@ import typer
 from rich.console import Console
 
 from farspan_cli.app import app, fail
+from farspan_cli.progress import progress
 
 
 @app.command()
@@ -27,25 +28,19 @@ def data(
 
     Example: `farspan data stdlib --tokenizer data/books --out data/code`
     """
-    from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TimeElapsedColumn, TimeRemainingColumn
-
     if train_tokenizer is not None and tokenizer != "bytes":
         fail(f"--tokenizer must be left out with --train-tokenizer, got {tokenizer!r}; choose one of them")
     from farspan.data import prepare
 
     console = Console()
-    columns = "{task.description}", BarColumn(), TaskProgressColumn(), TimeElapsedColumn()
-    with Progress(*columns, "left", TimeRemainingColumn(), console=console) as progress:
-        tasks: dict[str, TaskID] = {}
+    with progress(console) as show:
 
-        def show(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                tasks[what] = progress.add_task(what, total=total or None)
-            progress.update(tasks[what], completed=done)
+        def tell(what: str, done: int, total: int) -> None:
+            show(done, total or None, what, phase=what)
 
         chosen = tokenizer if train_tokenizer is None else train_tokenizer
         manifest = prepare(
-            text, out, tokenizer=chosen, field=field, valid_share=valid_share, workers=workers, progress=show
+            text, out, tokenizer=chosen, field=field, valid_share=valid_share, workers=workers, progress=tell
         )
     for split, found in manifest["splits"].items():
         console.print(f"{split}: {found['tokens']:,} tokens, {found['documents']:,} documents")

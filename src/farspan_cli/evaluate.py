@@ -1,5 +1,6 @@
 """`farspan eval`: perplexity and passkey retrieval of a trained model."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -8,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from farspan_cli.app import app, fail, whole_numbers
+from farspan_cli.progress import Show, progress
 
 if TYPE_CHECKING:
     from farspan import FarspanForCausalLM
@@ -42,7 +44,7 @@ def ppl(
 
     from farspan.data import documents, load_tokenizer
     from farspan.errors import require_choice
-    from farspan.evaluation import as_trained, perplexity
+    from farspan.evaluation import as_trained, perplexity, tokens_read
 
     wanted = whole_numbers(lengths)
     require_choice("--mode", mode, ("sliding", "yarn", "whole", "disjoint"))
@@ -62,11 +64,12 @@ def ppl(
         fail(f"--lengths needs documents of {needed} tokens, got none that long in {', '.join(text)}; use longer texts")
     trained = loaded.config.train_length
     tasks = [(length, stride, mode) for length in wanted] + [(trained, max(1, trained // 4), "truncated")]
-    with as_trained(loaded.device.type):
-        rows = [
-            {**perplexity(loaded, found, length=length, stride=step, mode=name), "scaling": scaling}
-            for length, step, name in tasks
-        ]
+    rows: list[dict[str, Any]] = []
+    with as_trained(loaded.device.type), progress(Console(stderr=True)) as show:
+        for length, step, name in tasks:
+            tell = _counter(show, tokens_read(found, length, step, name), f"{name} windows of {length:,} tokens")
+            row = perplexity(loaded, found, length=length, stride=step, mode=name, progress=tell)
+            rows.append({**row, "scaling": scaling})
     _show(rows, ("length", "stride", "mode", "tokens", "ppl"), scaling)
     _write(out, rows)
 
@@ -92,16 +95,29 @@ def passkey_command(
     wanted = whole_numbers(lengths)
     loaded, scaling = _load(model, ntk, ntk_mode)
     tokenizer = load_tokenizer(model)
-    with as_trained(loaded.device.type):
-        rows = [
-            {
-                **passkey(loaded, tokenizer, length=length, cases=cases, new_tokens=new_tokens, seed=seed),
-                "scaling": scaling,
-            }
-            for length in wanted
-        ]
+    rows: list[dict[str, Any]] = []
+    with as_trained(loaded.device.type), progress(Console(stderr=True)) as show:
+        for length in wanted:
+            tell = _counter(show, cases, f"passkey in {length:,} tokens")
+            row = passkey(
+                loaded, tokenizer, length=length, cases=cases, new_tokens=new_tokens, seed=seed, progress=tell
+            )
+            rows.append({**row, "scaling": scaling})
     _show(rows, ("length", "cases", "correct", "accuracy", "ci95"), scaling)
     _write(out, rows, seed)
+
+
+def _counter(show: Show, total: int, text: str) -> Callable[[int], None]:
+    """Turns "so many more" into a bar of its own."""
+    done = 0
+
+    def more(count: int) -> None:
+        nonlocal done
+        done += count
+        show(done, total, text, phase=text)
+
+    show(0, total, text, phase=text)
+    return more
 
 
 def _load(folder: str, ntk: float | None, mode: str) -> "tuple[FarspanForCausalLM, str]":

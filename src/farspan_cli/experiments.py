@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 
 from farspan_cli.app import app, fail
+from farspan_cli.progress import progress
 
 
 @app.command()
@@ -31,8 +32,6 @@ def reproduce(
 
     Example: `farspan reproduce --preset gpu --text books.jsonl=0.75 --text stdlib=0.25 --held-out test.jsonl --out run`
     """
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TimeElapsedColumn, TimeRemainingColumn
-
     from farspan.reproduce import Preset, Standing
     from farspan.reproduce import reproduce as run
 
@@ -42,24 +41,13 @@ def reproduce(
         corpus = replace(corpus, train=dict(_weighted(pair) for pair in text))
     corpus = replace(corpus, held_out=held_out or corpus.held_out, tokenizer=tokenizer or corpus.tokenizer)
     console = Console()
-    columns = (
-        BarColumn(),
-        TaskProgressColumn(),
-        TimeElapsedColumn(),
-        "left",
-        TimeRemainingColumn(elapsed_when_finished=True),
-    )
-    # Steps take a minute or two: an estimate must look further back than rich's half minute.
-    with Progress(*columns, "{task.description}", console=console, speed_estimate_period=3600) as progress:
-        task = progress.add_task("starting", total=None)
+    with progress(console) as show:
 
-        def show(standing: Standing) -> None:
-            description = f"{standing.step}: {standing.detail}" if standing.detail else standing.step
-            progress.update(
-                task, completed=standing.done + standing.part, total=standing.total, description=description
-            )
+        def tell(standing: Standing) -> None:
+            text = f"{standing.step}: {standing.detail}" if standing.detail else standing.step
+            show(standing.done + standing.part, standing.total, text)
 
-        page = run(replace(chosen, corpus=corpus), out, only=only.split(",") if only else None, report=show)
+        page = run(replace(chosen, corpus=corpus), out, only=only.split(",") if only else None, report=tell)
     for table in sorted((page.parent / "tables").glob("table*.md")):
         console.print(table.read_text(), markup=False, highlight=False)
     failed = _failed(out)

@@ -7,6 +7,7 @@ import typer
 from rich.console import Console
 
 from farspan_cli.app import app, fail
+from farspan_cli.progress import progress
 
 
 @app.command()
@@ -23,23 +24,18 @@ def train(
     `model = { preset = "33m", attention = "coca-exact" }`, `data = { sources = { "data/books" = 1.0 } }`,
     `optimizer = { steps = 1000 }`
     """
-    from rich.progress import BarColumn, MofNCompleteColumn, TimeElapsedColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bars
-
     from farspan.training import Progress, TrainConfig, TrainingStoppedError
     from farspan.training import train as run
 
     console = Console()
-    columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), "left", TimeRemainingColumn()
-    with Bars(*columns, "{task.description}", console=console) as bars:
-        task = bars.add_task("starting", total=None)
+    with progress(console) as show:
 
-        def show(progress: Progress) -> None:
-            line = f"loss {progress.loss:.3f}, {progress.tokens_per_second:,.0f} tokens/s, MFU {progress.mfu:.0%}"
-            bars.update(task, completed=progress.step, total=progress.steps, description=line)
+        def tell(now: Progress) -> None:
+            line = f"step {now.step:,}, loss {now.loss:.3f}, {now.tokens_per_second:,.0f} tokens/s, MFU {now.mfu:.0%}"
+            show(now.step, now.steps, line)
 
         try:
-            model = run(TrainConfig.load(config), out, report=show)
+            model = run(TrainConfig.load(config), out, report=tell)
         except TrainingStoppedError as error:
             fail(str(error))
     console.print(f"model: {model}")

@@ -98,6 +98,23 @@ def test_a_real_model_runs_the_task() -> None:
     assert (row["cases"], row["length"]) == (3, 300)
 
 
+@pytest.mark.parametrize("mode", ["per_query", "per_request"])
+def test_reading_the_prompt_in_pieces_changes_no_answer(mode: str) -> None:
+    model = make(attention="coca-slack", rope_parameters={"rope_type": "dynamic", "factor": 4.0, "mode": mode})
+    answers = []
+    generate = model.generate
+
+    def remember(*arguments, **options):
+        answers.append(generate(*arguments, **options))
+        return answers[-1]
+
+    model.generate = remember
+    for chunk in (300, 64, 7):
+        passkey(model, Letters(), length=300, cases=3, new_tokens=4, chunk=chunk)
+    assert torch.equal(answers[0], answers[1])
+    assert torch.equal(answers[0], answers[2])
+
+
 def test_wilson_is_the_published_interval() -> None:
     low, high = wilson(8, 10)
     assert (low, high) == (pytest.approx(0.4902, abs=1e-4), pytest.approx(0.9433, abs=1e-4))

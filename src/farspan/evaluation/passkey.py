@@ -84,13 +84,15 @@ def passkey(
     near: int | None = None,
     new_tokens: int = 64,
     tokens_at_once: int = 2**17,
+    chunk: int = 8192,
     seed: int = 0,
     progress: Callable[[int], None] | None = None,
 ) -> dict[str, Any]:
     """One row of a passkey table: ``length, cases, correct, accuracy, ci95``, the near/far split and each case.
 
     A case is right when the number stands in the decoded continuation. Near means within `near` tokens of the end (the
-    paper's Fig. 4 takes the training length, the default).
+    paper's Fig. 4 takes the training length, the default). Prompts are batched up to `tokens_at_once` tokens, and read
+    in pieces of `chunk` tokens, to bound memory.
     """
     near = model.config.train_length if near is None else near
     made = make_cases(tokenizer, length, cases, seed)
@@ -101,6 +103,7 @@ def passkey(
         group = made[start : start + size]
         prompts = torch.tensor([case.prompt for case in group], device=device)
         settings: dict[str, Any] = {"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 0}
+        settings["prefill_chunk_size"] = min(chunk, length)
         out = model.generate(prompts, attention_mask=torch.ones_like(prompts), **settings)  # type: ignore[misc]
         for case, row in zip(group, out[:, length:].tolist(), strict=True):
             right.append(str(case.key) in tokenizer.decode(row))

@@ -83,6 +83,12 @@ def perplexity(
     }
 
 
+def tokens_read(texts: Sequence[Tensor], length: int, stride: int, mode: str) -> int:
+    """How many tokens :func:`perplexity` will tell its `progress`, all in all."""
+    stride = min(stride, length)
+    return sum(w.end - w.begin for text in texts for w in windows(text.shape[0], length, stride, mode))
+
+
 def _batches(
     texts: Sequence[Tensor], length: int, stride: int, mode: str, size: int
 ) -> Iterator[list[tuple[Tensor, Window]]]:

@@ -1,0 +1,70 @@
+"""Progress of long work: a bar with the time left in a terminal, and a line now and then in a log."""
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import TaskID
+
+EVERY = 15.0
+"""Seconds between the lines of a log."""
+SILENT = 2.0
+"""Seconds before its first line."""
+
+
+class Show(Protocol):
+    """Told how far the work is; work of several phases gets a bar, and an estimate, for each."""
+
+    def __call__(self, done: float, total: float | None, text: str, *, phase: str = "") -> None: ...
+
+
+@contextmanager
+def progress(console: "Console") -> Iterator[Show]:
+    """Show progress on a console for as long as the context lasts."""
+    if not console.is_terminal:
+        yield _Log()
+        return
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    columns = BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), "left", TimeRemainingColumn()
+    # Steps may take a minute or two: an estimate must look further back than rich's half minute.
+    with Progress(*columns, "{task.description}", console=console, speed_estimate_period=3600) as bars:
+        tasks: dict[str, TaskID] = {}
+
+        def show(done: float, total: float | None, text: str, *, phase: str = "") -> None:
+            if phase not in tasks:
+                tasks[phase] = bars.add_task(text, total=total)
+            bars.update(tasks[phase], completed=done, total=total, description=text)
+
+        yield show
+
+
+class _Log:
+    """Silent at first, as short work needs no report; then a line for each phase, and one every quarter of a minute."""
+
+    def __init__(self) -> None:
+        self.started = time.monotonic()
+        self.phase: str | None = None
+        self.begun = self.first = 0.0
+        self.last = self.started - EVERY
+
+    def __call__(self, done: float, total: float | None, text: str, *, phase: str = "") -> None:
+        now = time.monotonic()
+        if phase != self.phase:
+            self.phase, self.begun, self.first, self.last = phase, now, done, now - EVERY
+        if now - self.started < SILENT or now - self.last < EVERY:
+            return
+        self.last = now
+        share = f"{done / total:4.0%}  " if total else ""
+        print(f"{share}{text}{self._left(done, total, now)}", file=sys.stderr, flush=True)
+
+    def _left(self, done: float, total: float | None, now: float) -> str:
+        if not total or done <= self.first:
+            return ""
+        seconds = (now - self.begun) * (total - done) / (done - self.first)
+        return f"  ({timedelta(seconds=round(seconds))} left)"
