@@ -1,13 +1,17 @@
 """`farspan bench`."""
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from farspan_cli.app import app, fail, whole_numbers
+from farspan_cli.progress import progress
+
+Row = dict[str, Any]
 
 bench = typer.Typer(help="Speed and memory against peers, in one run.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
@@ -27,35 +31,100 @@ def bench_attention(
 
     Example: `farspan bench attention --lengths 2048,8192 --out results/attention.json`
     """
-    import torch
-    from rich.progress import Progress
+    from farspan.benchmark.attention import DECODERS, LAYERS, run
 
-    from farspan.benchmark.attention import DECODERS, LAYERS, ResultsDifferError, run
-    from farspan.results import write_result
+    _check_device(device)
+    chosen = [1024, 4096] if quick else whole_numbers(lengths)
+    published = 4096 if quick else published_length
+    console = Console()
+    steps = run(chosen, published, repeats=repeats, device=device, seed=seed)
+    rows = _collect(steps, 3 + len(DECODERS) + len(chosen) * len(LAYERS), console)
+    _show_attention(console, rows)
+    _write(out, rows, device, seed, console)
+
+
+@bench.command("model")
+def bench_model(
+    preset: Annotated[str, typer.Option(help="350m, 33m or tiny.")] = "350m",
+    length: Annotated[int, typer.Option(help="Tokens of a training row.", min=2)] = 512,
+    rows: Annotated[int, typer.Option(help="Rows of a training step.", min=1)] = 64,
+    window: Annotated[int, typer.Option(help="Tokens of the long window; 0 leaves it out.", min=0)] = 32_768,
+    repeats: Annotated[int, typer.Option(help="Timed steps of each; the median counts.", min=1)] = 10,
+    compile: Annotated[bool, typer.Option(help="torch.compile, block by block.")] = True,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    seed: Annotated[int, typer.Option(help="Seed of weights and tokens.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="Write the result as JSON.")] = None,
+) -> None:
+    """The whole model: training steps of RoPE and each CoCA form in turn, and the memory of one long window.
+
+    Example: `farspan bench model --preset 350m --device cuda --out results/model.json`
+    """
+    from farspan.benchmark import model
+
+    _check_device(device)
+    settings: dict[str, Any] = {"device": device, "seed": seed}
+    steps = model.training(preset, length=length, rows=rows, repeats=repeats, compile=compile, **settings)
+    console = Console()
+    found = _collect(steps, 1 + 2 * len(model.VARIANTS), console)
+    if window:
+        found += _collect(model.window(preset, length=window, **settings), len(model.VARIANTS), console)
+    _show_model(console, found, absolute=device == "cuda")
+    _write(out, found, device, seed, console)
+
+
+def _check_device(device: str) -> None:
+    import torch
 
     if device not in ("cpu", "cuda"):
         fail(f"--device must be cpu or cuda, got {device!r}; name one of them")
     if device == "cuda" and not torch.cuda.is_available():
         fail("--device cuda needs a CUDA device, and none is visible; use --device cpu")
-    chosen = [1024, 4096] if quick else whole_numbers(lengths)
-    published = 4096 if quick else published_length
-    rows: list[dict[str, object]] = []
-    console = Console()
-    with Progress(console=console) as progress:
-        task = progress.add_task("starting", total=3 + len(DECODERS) + len(chosen) * len(LAYERS))
+
+
+def _collect(steps: Iterator[tuple[str, list[Row]]], total: int, console: Console) -> list[Row]:
+    """The rows of all steps, with a progress bar; no rows at all when the contestants differ."""
+    from farspan.benchmark.attention import ResultsDifferError
+
+    rows: list[Row] = []
+    with progress(console) as show:
         try:
-            for done, new in run(chosen, published, repeats=repeats, device=device, seed=seed):
+            for number, (done, new) in enumerate(steps, 1):
                 rows += new
-                progress.update(task, advance=1, description=done)
+                show(number, total, done)
         except ResultsDifferError as error:
             fail(f"no figures: {error}")
-    _show_attention(console, rows)
+    return rows
+
+
+def _write(out: Path | None, rows: list[Row], device: str, seed: int, console: Console) -> None:
+    from farspan.results import write_result
+
     if out is not None:
         write_result(out, rows, device=device, seed=seed)
         console.print(f"\nwritten: {out}")
 
 
-def _show_attention(console: Console, rows: list[dict[str, object]]) -> None:
+def _show_model(console: Console, rows: list[Row], *, absolute: bool) -> None:
+    """Ratios; tokens a second only from a GPU, as those of a shared CPU mean little."""
+    from farspan.benchmark.model import VARIANTS
+
+    table = Table("attention", f"time / {VARIANTS[0]}", "tokens/s", "share of matrix peak", "peak extra memory")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for row in (row for row in rows if row["kind"] == "training"):
+        table.add_row(
+            row["attention"],
+            f"{row[f'time_over_{VARIANTS[0]}']:.3f}",
+            f"{row['tokens_per_second']:,.0f}" if absolute else "–",
+            f"{row['mfu']:.1%}",
+            f"{row['peak_bytes'] / 1e9:.2f} GB",
+        )
+    console.print(table)
+    for row in (row for row in rows if row["kind"] == "window"):
+        console.print(f"{row['attention']}, one window of {row['length']:,} tokens: {row['peak_bytes'] / 1e9:.2f} GB")
+
+
+def _show_attention(console: Console, rows: list[Row]) -> None:
     by_kind = {
         kind: [row for row in rows if row["kind"] == kind]
         for kind in ("check", "cache", "layer", "decode", "published")
@@ -63,14 +132,14 @@ def _show_attention(console: Console, rows: list[dict[str, object]]) -> None:
     table = Table("attention", "tokens", "time / RoPE", "peak extra memory", title="one layer, forward")
     for column in table.columns[1:]:
         column.justify = "right"
-    rope = {row["length"]: float(row["median"]) for row in by_kind["layer"] if row["attention"] == "rope"}  # type: ignore[arg-type]
+    rope = {row["length"]: float(row["median"]) for row in by_kind["layer"] if row["attention"] == "rope"}
     for row in by_kind["layer"]:
-        ratio, peak = float(row["median"]) / rope[row["length"]], int(row["peak_bytes"])  # type: ignore[arg-type, call-overload]
+        ratio, peak = float(row["median"]) / rope[row["length"]], int(row["peak_bytes"])
         table.add_row(str(row["attention"]), f"{row['length']:,}", f"{ratio:.2f}", f"{peak / 1e6:,.0f} MB")
     console.print(table)
-    first = float(by_kind["decode"][0]["median"])  # type: ignore[arg-type]
+    first = float(by_kind["decode"][0]["median"])
     for row in by_kind["decode"]:
-        ratio = float(row["median"]) / first  # type: ignore[arg-type]
+        ratio = float(row["median"]) / first
         console.print(f"one token after {row['length']:,}, {row['attention']}: {ratio:.2f} of RoPE's time")
     check, cache, published = (by_kind[kind][0] for kind in ("check", "cache", "published"))
     console.print(f"fused = equations: largest difference {check['max_difference']:.1e} in float64")

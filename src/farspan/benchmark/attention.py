@@ -59,7 +59,7 @@ def run(
     lengths: list[int], published_length: int, *, repeats: int, device: str, seed: int
 ) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """Yield (what was done, its rows) step by step; raise :class:`ResultsDifferError` before an untrue claim."""
-    yield "fused against the equations, float64", [in_fresh_process(_check, device, seed)]
+    yield "fused against the equations, float64", [in_fresh_process(check, device, seed)]
     yield "cache bytes", [_cache_bytes()]
     for length in lengths:
         for name in LAYERS:
@@ -71,7 +71,7 @@ def run(
     yield f"published formulation, {published_length} tokens", [row]
 
 
-def _check(device: str, seed: int) -> dict[str, Any]:
+def check(device: str, seed: int) -> dict[str, Any]:
     """Every contestant against its definition, values and gradients, before any clock starts."""
     torch.manual_seed(seed)
     worst = {}

@@ -31,6 +31,7 @@ from farspan.training import checkpoint
 from farspan.training.config import TrainConfig
 from farspan.training.loss import linear_cross_entropy
 from farspan.training.metrics import Metrics
+from farspan.training.optimizer import compile_blocks, make_optimizer
 from farspan.training.schedule import learning_rate
 from farspan.training.speed import flops_per_token, matmul_peak
 
@@ -140,19 +141,10 @@ class _Run:
         if config.run.gradient_checkpointing:
             model.gradient_checkpointing_enable()
         if config.run.compile:
-            for block in model.model.layers:  # one block is compiled, and serves them all
-                block.compile()
+            compile_blocks(model)
         self.model = model.train()
         self.flops = flops_per_token(model, config.data.length)
-        section = config.optimizer
-        decayed = [p for p in model.parameters() if p.ndim >= 2]
-        others = [p for p in model.parameters() if p.ndim < 2]
-        optimizer = torch.optim.AdamW(
-            [{"params": decayed, "weight_decay": section.weight_decay}, {"params": others, "weight_decay": 0.0}],
-            lr=section.peak_lr,
-            betas=section.betas,
-            fused=accelerator.device.type == "cuda",
-        )
+        optimizer = make_optimizer(model, config.optimizer, accelerator.device)
         self.network, self.optimizer = accelerator.prepare(objective(model), optimizer)
         self.step, self.last_loss = 0, math.nan
         self.losses: list[Tensor] = []
