@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from farspan.benchmark import attention
+from farspan.benchmark import attention, model
 from farspan.benchmark.measure import in_fresh_process, measure
 from farspan.ops import Rotary, coca_attention
 from farspan.results import write_result
@@ -36,7 +36,20 @@ def test_no_figures_when_results_differ(monkeypatch: pytest.MonkeyPatch) -> None
         attention._against_published(64, 1, "cpu", 0)
     monkeypatch.setitem(attention.CHECKS, "rope", (lambda q, k, v, backend: q + k + v * len(backend), {}))
     with pytest.raises(attention.ResultsDifferError, match="fused and reference rope differ"):
-        attention._check("cpu", 0)
+        attention.check("cpu", 0)
+
+
+def test_the_whole_model_is_timed_in_turn_and_its_window_weighed() -> None:
+    options = {"variants": ("rope", "coca-exact"), "device": "cpu"}
+    steps = model.training("tiny", rows=2, length=16, repeats=3, compile=False, **options)
+    rows = [row for _, new in steps for row in new]
+    assert [row["kind"] for row in rows] == ["check", "training", "training"]
+    rope, coca = rows[1:]
+    assert rope["time_over_rope"] == 1.0
+    assert coca["parameters"] < rope["parameters"]
+    assert all(len(row["seconds"]) == 3 and 0 < row["mfu"] < 1 for row in rows[1:])
+    (_, [read]), *_ = model.window("tiny", length=300, chunk=64, **options)
+    assert read["peak_bytes"] >= read["weight_bytes"] == 4 * rope["parameters"]
 
 
 @pytest.mark.parametrize("name", ["coca-exact", "coca-slack", "alibi"])

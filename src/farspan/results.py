@@ -46,7 +46,12 @@ def provenance(device: str) -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """The commit of the source tree this package runs from, "+" if files differ from it; None outside a checkout."""
+    """The commit this package runs from: FARSPAN_COMMIT where a tree was copied without its history, else git's.
+
+    "+" marks files that differ from it; None outside a checkout.
+    """
+    if "FARSPAN_COMMIT" in os.environ:
+        return os.environ["FARSPAN_COMMIT"]
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(Path(__file__).parent), *arguments]
@@ -56,7 +61,7 @@ def commit() -> str | None:
         changed = git("status", "--porcelain", "--untracked-files=no", "--", ".")
         return git("rev-parse", "HEAD") + ("+" if changed else "")
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("FARSPAN_COMMIT")
+        return None
 
 
 def version(name: str) -> str | None:

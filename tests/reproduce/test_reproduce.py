@@ -133,6 +133,9 @@ def test_the_command_line_trains_and_evaluates(toml: Path, tmp_path: Path) -> No
             ["reproduce", "--text", "books", "--out", "x"],
             "--text must be SOURCE=WEIGHT with a weight above 0, got 'books'",
         ),
+        (["reproduce", "--text", "nowhere.txt=1", "--out", "x"], "source must exist, got 'nowhere.txt'"),
+        (["reproduce", "--held-out", "nowhere.txt", "--out", "x"], "source must exist, got 'nowhere.txt'"),
+        (["reproduce", "--tokenizer", "nowhere.json", "--out", "x"], "tokenizer must exist, got 'nowhere.json'"),
         (["eval", "ppl", "nowhere", "--text", "x"], "MODEL must be a folder with a farspan model, got 'nowhere'"),
         (
             ["train", "nowhere.toml", "--out", "x"],
@@ -146,3 +149,20 @@ def test_bad_input_exits_2_with_one_line(arguments: list[str], message: str, tmp
     assert done.returncode == 2
     assert message in done.stderr
     assert len(done.stderr.splitlines()) == 1
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('variants = ["ropee"]', "variants must be one of .* got 'ropee'; did you mean 'rope'?"),
+        ('[evaluation]\nscalings = ["ntk4"]', "evaluation.scalings must be 'none' or like 'ntk-4' .* got 'ntk4'"),
+        ("variants = [", "is not valid TOML"),
+        ("[trainin]", "configuration key trainin must be one of .* did you mean 'training'?"),
+    ],
+)
+def test_a_preset_that_cannot_be_meant_is_refused(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        Preset.load(path)

@@ -5,6 +5,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from farspan.data import prepare
 from farspan.training import TrainConfig, train
 
@@ -36,6 +38,11 @@ def losses(folder: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+def run_quietly(out: str, source: str, *changes: str) -> None:
+    """Train in this process, on one thread."""
+    torch.set_num_threads(1)
+    train(config(source, **{key: json.loads(value) for key, value in (pair.split("=") for pair in changes)}), out)
+
+
 if __name__ == "__main__":
-    out, source, *rest = sys.argv[1:]
-    train(config(source, **{key: json.loads(value) for key, value in (pair.split("=") for pair in rest)}), out)
+    run_quietly(*sys.argv[1:])

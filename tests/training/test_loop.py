@@ -1,6 +1,7 @@
 """Training: killed, interrupted, resumed or spread over processes, the losses are the same."""
 
 import json
+import multiprocessing
 import os
 import random
 import signal
@@ -15,7 +16,7 @@ import torch
 from farspan import FarspanForCausalLM
 from farspan.training import TrainConfig, TrainingStoppedError, train
 from farspan.training.checkpoint import checkpoints
-from tests.training.runs import config, losses, tokens
+from tests.training.runs import config, losses, run_quietly, tokens
 
 ROOT = Path(__file__).parents[2]
 
@@ -82,29 +83,33 @@ def test_a_run_stopped_at_any_step_goes_on_to_the_same_losses(
 
 
 @pytest.mark.slow
-def test_kill_9_at_random_moments_changes_nothing(source: str, tmp_path: Path) -> None:
+def test_kill_9_at_20_random_moments_changes_nothing(source: str, tmp_path: Path) -> None:
     """Real processes, really killed, at moments spread over start-up, steps and checkpoint writing."""
-    changes = ("optimizer__steps=400", "run__checkpoint_every=5")
-    assert start(tmp_path / "whole", source, *changes).wait(300) == 0
-    moments, killed, out = random.Random(0), 0, tmp_path / "killed"
-    for _ in range(40):
-        process = start(out, source, *changes)
-        deadline = time.monotonic() + moments.uniform(0.0, 1.5)
-        while not checkpoints(out) and process.poll() is None and not killed:
-            time.sleep(0.05)  # let the first process reach its first checkpoint
-            deadline = time.monotonic() + 0.2
-        while time.monotonic() < deadline + (4.0 if killed else 0.0) and process.poll() is None:
-            time.sleep(0.01)
-        if process.poll() == 0:
-            break
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        killed += 1
-        if killed == 4:
-            assert start(out, source, *changes).wait(300) == 0
-            break
-    assert killed >= 1
-    assert losses(out) == losses(tmp_path / "whole")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.training.runs"])  # children start at once, not after seconds of imports
+    changes = ("optimizer__steps=600", "run__checkpoint_every=5")
+
+    def child(out: str) -> multiprocessing.process.BaseProcess:
+        process = context.Process(target=run_quietly, args=(str(tmp_path / out), source, *changes))
+        process.start()
+        return process
+
+    whole = child("whole")
+    whole.join(300)
+    assert whole.exitcode == 0
+    moments, reached = random.Random(0), set()
+    for _ in range(20):
+        process = child("killed")
+        time.sleep(moments.uniform(0.0, 1.5))
+        process.kill()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL, "the run ended before it could be killed: give it more steps"
+        reached |= {path.name for path in checkpoints(tmp_path / "killed")[-1:]}
+    last = child("killed")
+    last.join(300)
+    assert last.exitcode == 0
+    assert len(reached) >= 3, "the kills must fall into different parts of the run"
+    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
 
 
 def test_ctrl_c_saves_and_the_run_goes_on(

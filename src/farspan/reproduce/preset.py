@@ -1,5 +1,6 @@
 """How large a reproduction is: data, model, training and evaluation, as TOML."""
 
+import re
 import tomllib
 from dataclasses import dataclass, field
 from importlib.resources import files
@@ -7,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from farspan.errors import require, require_choice
-from farspan.training.config import parse_section
+from farspan.layers.spec import NAMES as ATTENTIONS
+from farspan.training.config import parse_section, read_toml
 
 NAMES = ("cpu", "gpu")
+SCALING = re.compile(r"none|ntk-\d+(\.\d+)?(/per_query|/per_request)?")
 
 
 @dataclass(frozen=True)
@@ -71,14 +74,20 @@ class Preset:
     seeds: dict[str, int] = field(default_factory=dict)
     """Seeds a variant, where more than one."""
 
+    def __post_init__(self) -> None:
+        for variant in [*self.variants, *self.seeds]:
+            require_choice("variants", variant, ATTENTIONS)
+        for scaling in self.evaluation.scalings:
+            require(
+                SCALING.fullmatch(scaling) is not None,
+                f"evaluation.scalings must be 'none' or like 'ntk-4' or 'ntk-4/per_request', got {scaling!r}",
+            )
+
     @classmethod
     def load(cls, name: str | Path) -> "Preset":
         """A shipped preset by name, or a TOML file of one's own."""
         path = Path(name)
         if path.suffix == ".toml":
-            require(path.is_file(), f"preset must be one of {NAMES} or a TOML file, got {str(name)!r}; check the path")
-            text = path.read_text()
-        else:
-            require_choice("preset", str(name), NAMES)
-            text = files("farspan").joinpath("presets", f"{name}.toml").read_text()
-        return parse_section(cls, tomllib.loads(text), "")
+            return parse_section(cls, read_toml(path, "preset"), "")
+        require_choice("preset", str(name), NAMES)
+        return parse_section(cls, tomllib.loads(files("farspan").joinpath("presets", f"{name}.toml").read_text()), "")

@@ -7,9 +7,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from farspan.data import load_tokenizer
+from farspan.data.sources import resolve
 from farspan.errors import require
 from farspan.reproduce.plan import Step, plan
-from farspan.reproduce.preset import Preset
+from farspan.reproduce.preset import Corpus, Preset
 from farspan.reproduce.work import Work
 
 
@@ -42,6 +44,8 @@ def reproduce(
     )
     folder = Path(out).resolve()
     steps = plan(preset, folder, only)
+    if not steps[0].result.exists():
+        _check_corpus(preset.corpus)
     folder.mkdir(parents=True, exist_ok=True)
     _keep_preset(preset, folder)
     states: dict[str, dict[str, str]] = {s.name: {"state": "pending", "message": ""} for s in steps}
@@ -56,6 +60,14 @@ def reproduce(
 
     say(Standing(len(steps), len(steps), "report"))
     return write_report(folder)
+
+
+def _check_corpus(corpus: Corpus) -> None:
+    """Refuse what the user misspelt before anything is made."""
+    for source in [*corpus.train, *corpus.held_out]:
+        resolve(source)
+    if not corpus.tokenizer.isdigit():
+        load_tokenizer(corpus.tokenizer)
 
 
 def _say_detail(say: Callable[[Standing], None], standing: Standing, detail: str, part: float) -> None:

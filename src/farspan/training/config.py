@@ -107,12 +107,16 @@ class TrainConfig:
     @classmethod
     def load(cls, path: str | Path) -> "TrainConfig":
         """From a TOML file."""
-        path = Path(path)
-        require(path.is_file(), f"config must be a TOML file, got {str(path)!r}, which does not exist; check the path")
-        try:
-            return cls.parse(tomllib.loads(path.read_text()))
-        except tomllib.TOMLDecodeError as error:
-            raise ValueError(f"config {str(path)!r} is not valid TOML: {error}") from error
+        return cls.parse(read_toml(Path(path), "config"))
+
+
+def read_toml(path: Path, argument: str) -> dict[str, Any]:
+    """The values of a TOML file the user named."""
+    require(path.is_file(), f"{argument} must be a TOML file, got {str(path)!r}, which does not exist; check the path")
+    try:
+        return tomllib.loads(path.read_text())
+    except ValueError as error:  # also what is not UTF-8
+        raise ValueError(f"{argument} {str(path)!r} is not valid TOML: {error}; correct it") from error
 
 
 def parse_section(cls: type[T], values: Mapping[str, Any], prefix: str) -> T:

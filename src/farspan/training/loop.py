@@ -66,8 +66,11 @@ class Progress:
     steps: int
     loss: float
     tokens_per_second: float
+    """Since the first look, so that compilation does not count."""
     mfu: float
     """Share of the matrix peak measured at the start."""
+    seconds: float
+    """All calls of the run together."""
 
 
 def train(
@@ -146,17 +149,19 @@ class _Run:
         self.flops = flops_per_token(model, config.data.length)
         optimizer = make_optimizer(model, config.optimizer, accelerator.device)
         self.network, self.optimizer = accelerator.prepare(objective(model), optimizer)
-        self.step, self.last_loss = 0, math.nan
+        self.step, self.last_loss, self.earlier_seconds = 0, math.nan, 0.0
         self.losses: list[Tensor] = []
         self.norms: list[Tensor] = []
         if earlier:
             state = checkpoint.load_optimizer(earlier[-1], self.network, self._inner_optimizer())
             _check_same_run(state["config"], config, folder)
-            self.step = state["step"]
+            self.step, self.earlier_seconds = state["step"], state["seconds"]
         self.metrics = Metrics(folder, self.step, accelerator.is_main_process)
         dtype = torch.bfloat16 if accelerator.mixed_precision == "bf16" else torch.float32
         self.peak = matmul_peak(accelerator.device, dtype) * accelerator.num_processes
-        self.clock = (self.step, time.perf_counter())
+        self.started = time.perf_counter()
+        self.clock = (self.step, self.started)
+        self.looks = 0
 
     def _inner_optimizer(self) -> torch.optim.Optimizer:
         return getattr(self.optimizer, "optimizer", self.optimizer)
@@ -183,7 +188,6 @@ class _Run:
 
     def flush(self) -> Progress:
         """Look at the losses since the last look; stop if one is not a number."""
-        first, started = self.clock
         if self.losses:
             losses = self.accelerator.reduce(torch.stack(self.losses), "mean").tolist()
             norms = [float(norm) for norm in self.norms]
@@ -195,10 +199,18 @@ class _Run:
                 ):  # the step after a bad norm would save bad weights
                     self._stop(self.step - len(losses) + offset, loss, norm)
             self.last_loss = losses[-1]
-        seconds = max(time.perf_counter() - started, 1e-9)
+        now, (first, began) = time.perf_counter(), self.clock
         tokens = (self.step - first) * self.config.data.batch_size * self.config.data.length
-        speed = tokens / seconds
-        return Progress(self.step, self.config.optimizer.steps, self.last_loss, speed, speed * self.flops / self.peak)
+        speed = tokens / max(now - began, 1e-9)
+        self.looks += 1
+        if self.looks == 1:
+            self.clock = (self.step, now)
+        mfu = speed * self.flops / self.peak
+        return Progress(self.step, self.config.optimizer.steps, self.last_loss, speed, mfu, self.seconds(now))
+
+    def seconds(self, now: float) -> float:
+        """What this run took, earlier calls included."""
+        return self.earlier_seconds + now - self.started
 
     def any_process(self, flag: bool) -> bool:
         """Whether any process says so: all must take the same way."""
@@ -221,7 +233,7 @@ class _Run:
             self.step,
             self.network,
             self._inner_optimizer(),
-            {"config": asdict(self.config)},
+            {"config": asdict(self.config), "seconds": self.seconds(time.perf_counter())},
             write_model=partial(_write_model, self.model, self.tokenizer),
             is_main=self.accelerator.is_main_process,
             keep=self.config.run.keep_checkpoints,

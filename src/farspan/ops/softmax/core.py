@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 MASK_ELEMENTS = 2**23
 """Upper bound on the elements of one block's mask on a CPU (32 MiB in float32)."""
-GPU_TIMES = 16
-"""A GPU needs larger blocks to be busy, and has the memory."""
+GPU_TIMES = 64
+"""A GPU needs larger blocks to be busy, and has the memory; its kernels copy a mask for every row and head."""
 
 
 class Span(NamedTuple):
@@ -137,7 +137,9 @@ def softmax_attention(
 
 
 def _blocked(q: Tensor, k: Tensor, v: Tensor, sight: Sight, scale: float, slopes: Tensor | None) -> Tensor:
-    copies = (q.shape[0] if not sight._plain else 1) * (1 if slopes is None else q.shape[1])
+    copies = (q.shape[0] if not sight._plain or q.is_cuda else 1) * (
+        q.shape[1] if slopes is not None or q.is_cuda else 1
+    )
     seen_at_once = sight.m if sight.window is None else min(sight.m, 2 * sight.window)
     elements = MASK_ELEMENTS * (GPU_TIMES if q.is_cuda else 1)
     rows = min(sight.n, max(16, elements // (copies * seen_at_once)))
