@@ -12,10 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from farspan import FarspanForCausalLM
 from farspan.training import TrainConfig, TrainingStoppedError, train
 from farspan.training.checkpoint import checkpoints
+from tests.training import sharded
 from tests.training.runs import config, losses, run_quietly, tokens
 
 ROOT = Path(__file__).parents[2]
@@ -140,6 +142,20 @@ def test_two_processes_equal_one(whole: Path, source: str, tmp_path: Path) -> No
     assert process.wait(300) == 0, process.stderr.read().decode()[-2000:]
     difference = max(abs(a - b) for a, b in zip(losses(tmp_path), losses(whole), strict=True))
     assert difference <= 1e-5
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_a_sharded_model_is_that_of_the_whole_model(tmp_path: Path) -> None:
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29512", "-m"]
+    command = [sys.executable, *launcher, "tests.training.sharded", str(tmp_path / "sharded")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    expected = sharded.losses(tmp_path / "whole", sharded=False)
+    assert max(abs(float(a) - b) for a, b in zip(done.stdout.split(), expected, strict=True)) <= 1e-5
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        ours, theirs = (load_file(tmp_path / kind / "checkpoint-00000006" / name) for kind in ("sharded", "whole"))
+        assert ours.keys() == theirs.keys()
+        assert all(torch.allclose(ours[key], theirs[key], atol=1e-5) for key in ours)
 
 
 def test_a_loss_that_is_not_a_number_stops_with_the_last_good_checkpoint(

@@ -279,7 +279,10 @@ def _batches(config: TrainConfig, tokenizer: TextTokenizer) -> Batches:
 
 
 def _write_model(model: FarspanForCausalLM, tokenizer: TextTokenizer, folder: Path, weights: dict[str, Tensor]) -> None:
-    model.save_pretrained(folder, state_dict={name.removeprefix("model."): w for name, w in weights.items()})
+    state = {name.removeprefix("model."): weight for name, weight in weights.items()}
+    if model.config.tie_word_embeddings:  # gathered from shards, it no longer is the embedding's own storage
+        state.pop("lm_head.weight", None)
+    model.save_pretrained(folder, state_dict=state)
     tokenizer.save(folder)
 
 
