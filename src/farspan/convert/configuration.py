@@ -88,8 +88,9 @@ def _rope(source: Any) -> dict[str, Any]:
     kind = rope.setdefault("rope_type", "default")
     if kind == "dynamic":
         # In one forward pass transformers takes one base for all tokens, from the length of the call.
+        # That law measures against max_position_embeddings, here train_length.
         rope["mode"] = "per_request"
-        rope["original_max_position_embeddings"] = source.max_position_embeddings
+        rope.pop("original_max_position_embeddings", None)
     if kind == "yarn":
         rope.setdefault("factor", source.max_position_embeddings / rope["original_max_position_embeddings"])
         scale, all_dim = rope.pop("mscale", None), rope.pop("mscale_all_dim", None)
@@ -159,13 +160,12 @@ def _meaning(config: FarspanConfig, field: str) -> Any:
 def _foreign_rope(config: FarspanConfig) -> dict[str, Any]:
     rope = dict(config.rope_parameters or {"rope_type": "default", "rope_theta": 10_000.0})
     kind = rope.get("rope_type", "default")
+    per_query = rope.pop("mode", "per_query") == "per_query" and kind == "dynamic"
     require(
-        kind in ROPE_TYPES and rope.pop("mode", "per_request") == "per_request",
+        kind in ROPE_TYPES and not per_query,
         f"rope_parameters must be of a kind that transformers has, got {kind!r}"
-        f"{' in mode per_query' if kind == 'dynamic' else ''}; set_rope_parameters(rope_type='default') first",
+        f"{' in mode per_query' if per_query else ''}; set_rope_parameters(rope_type='default') first",
     )
-    if kind == "dynamic":
-        rope.pop("original_max_position_embeddings", None)
     return rope
 
 

@@ -58,35 +58,49 @@ def whole_folder(out: Path) -> Iterator[Path]:
 def save_as(model: FarspanForCausalLM, folder: Path, family: str) -> None:
     """Write a rope model as a checkpoint of another family, which transformers loads without farspan."""
     config = write_config(model.config, family)
-    config["dtype"] = str(next(model.parameters()).dtype).removeprefix("torch.")
-    inverse = {ours: theirs for theirs, ours in WEIGHTS.items()}
-    tensors = {}
-    for ours, tensor in model.named_parameters():  # a tied head is left out, as the family expects
-        pattern, layer = template(ours)
-        tensors[filled(inverse[pattern], layer)] = tensor.detach()
+    config["dtype"] = str(model.dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    _save_shards(tensors, folder)
+    save_tensors(model, folder)
 
 
-def _save_shards(tensors: dict[str, Tensor], folder: Path) -> None:
+def save_ours(model: FarspanForCausalLM, folder: Path) -> None:
+    """Write a model as `save_pretrained` does, quietly and with the file rights of its folder."""
+    model.config.architectures = [type(model).__name__]
+    model.config.dtype = model.dtype
+    model.config.save_pretrained(folder)
+    save_tensors(model, folder)
+
+
+def save_tensors(model: FarspanForCausalLM, folder: Path) -> None:
+    """The weights by the names of the weight map, in shards of at most :data:`SHARD_BYTES`."""
+    inverse = {ours: theirs for theirs, ours in WEIGHTS.items()}
+    tensors: dict[str, Tensor] = {}
+    for ours, parameter in model.named_parameters():  # a tied head comes once, as every family expects
+        pattern, layer = template(ours)
+        tensors[filled(inverse[pattern], layer)] = parameter.detach()
     shards: list[dict[str, Tensor]] = [{}]
     size = 0
     for name, tensor in tensors.items():
         if size and size + tensor.nbytes > SHARD_BYTES:
             shards.append({})
             size = 0
-        shards[-1][name] = tensor.contiguous()
+        shards[-1][name] = tensor
         size += tensor.nbytes
     if len(shards) == 1:
-        save_file(shards[0], folder / "model.safetensors", {"format": "pt"})
+        _save_shard(shards[0], folder / "model.safetensors")
         return
     where: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        save_file(shard, folder / file, {"format": "pt"})
+        _save_shard(shard, folder / file)
         where |= dict.fromkeys(shard, file)
     index = {"metadata": {"total_size": sum(t.nbytes for t in tensors.values())}, "weight_map": where}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _save_shard(tensors: dict[str, Tensor], file: Path) -> None:
+    save_file(tensors, file, {"format": "pt"})
+    file.chmod(0o644)  # safetensors writes for the owner alone
 
 
 Carry = Callable[[Path], None]
@@ -97,7 +111,7 @@ def save(model: FarspanForCausalLM, out: Path, carry: Carry, *, to: str | None =
     """Write a model and what travels with it, whole or not at all; `to` names another family."""
     with whole_folder(out) as folder:
         if to is None:
-            model.save_pretrained(folder)
+            save_ours(model, folder)
         else:
             save_as(model, folder, to)
         carry(folder)

@@ -41,11 +41,11 @@ def load(
     return model.eval()
 
 
-def matched(source: Source, model: nn.Module) -> dict[str, str]:
+def matched(source: Source, model: FarspanForCausalLM) -> dict[str, str]:
     """Source name → our name for every tensor, or one line about the first that is missing, extra or misshapen."""
     inverse = {ours: theirs for theirs, ours in source.weights.items()}
     wanted = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
-    tied = model.config.tie_word_embeddings  # type: ignore[union-attr]
+    tied = model.config.tie_word_embeddings
     plan: dict[str, str] = {}
     for ours, shape in wanted.items():
         pattern, layer = template(ours)
@@ -69,7 +69,7 @@ def matched(source: Source, model: nn.Module) -> dict[str, str]:
         require(
             known,
             f"tensor {theirs!r} in {str(source.path)!r} has no place in a {source.config.get('model_type')} model of "
-            f"{model.config.num_hidden_layers} layers; check num_hidden_layers, biases and model_type",  # type: ignore[union-attr]
+            f"{model.config.num_hidden_layers} layers; check num_hidden_layers, biases and model_type",
         )
     return plan
 

@@ -24,8 +24,8 @@ def from_pretrained(
 
     Args:
         path: a folder with config.json and safetensors, a .gguf file, or a farspan folder.
-        attention: "rope" gives the source's logits; "coca-exact", "coca-slack" or "coca-strict", or a list with an entry
-            a layer. A name keeps each layer's window and rotation; None keeps what a farspan folder has.
+        attention: "rope" gives the source's logits; "coca-exact", "coca-slack" or "coca-strict", or a list with one
+            entry a layer. A name keeps each layer's window and rotation; None keeps what a farspan folder has.
         dtype: of the weights; None keeps the source's (float32 for GGUF).
         progress: called with (what, done, of how many).
 

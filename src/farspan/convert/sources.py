@@ -116,14 +116,14 @@ class Folder(Source):
         pickles = sorted(file.name for file in self.path.iterdir() if file.suffix in PICKLES)
         require(
             not pickles,
-            f"SOURCE must have safetensors, got only the pickle {', '.join(pickles[:1])!r} in {str(self.path)!r}, which "
+            f"SOURCE must have safetensors, got only {', '.join(pickles[:1])!r} in {str(self.path)!r}, a pickle that "
             "could run code when opened; save the model again with transformers' save_pretrained",
         )
         raise ValueError(f"SOURCE must have model.safetensors or {INDEX}, got {str(self.path)!r} without either")
 
     def _open(self, file: str) -> Any:
         try:
-            return safe_open(self.path / file, framework="pt")  # type: ignore[no-untyped-call]
+            return safe_open(self.path / file, framework="pt")
         except SafetensorError as error:
             raise ValueError(
                 f"{str(self.path / file)!r} is not a whole safetensors file ({error}); download or save it again"

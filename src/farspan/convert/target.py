@@ -46,9 +46,12 @@ def replace_attention(model: FarspanForCausalLM, layer: int, spec: AttentionSpec
     cubic in activations, as the source's bound scores that are quadratic.
     """
     config = model.config
-    old: FarspanAttention = model.model.layers[layer].self_attn  # type: ignore[assignment, union-attr]
+    old: FarspanAttention = model.model.layers[layer].self_attn
     specs = list(config.attention_specs)
-    require(specs[layer].kind == "rope", f"layer {layer} must be rope to become {spec.name}, got {specs[layer].name!r}; start from the original")
+    require(
+        specs[layer].kind == "rope",
+        f"layer {layer} must be rope to become {spec.name}, got {specs[layer].name!r}; start from the original",
+    )
     specs[layer] = spec
     config.attention = [one.to_dict() for one in specs]
     weight = old.q_proj.weight
@@ -61,7 +64,7 @@ def replace_attention(model: FarspanForCausalLM, layer: int, spec: AttentionSpec
         owner, _, leaf = name.rpartition(".")
         setattr(new.get_submodule(owner), leaf, nn.Parameter(value.to(weight.dtype)))
     new.train(old.training)
-    model.model.layers[layer].self_attn = new  # type: ignore[union-attr]
+    model.model.layers[layer].self_attn = new
     return new
 
 
