@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 SHAPE = {
     "vocab_size": 64,
     "hidden_size": 32,
-    "intermediate_size": 48,
+    "intermediate_size": 64,
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,

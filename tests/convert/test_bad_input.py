@@ -51,11 +51,11 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
         "tensor 'model.layers.0.self_attn.q_proj.bias' .* has no place",
     ),
     "wrong shape": (
-        lambda f: tensors(f, lambda t: t.update({UP: torch.ones(48, 31)})),
-        rf"tensor '{UP}' must have shape \(48, 32\) by the configuration, got \(48, 31\)",
+        lambda f: tensors(f, lambda t: t.update({UP: torch.ones(64, 31)})),
+        rf"tensor '{UP}' must have shape \(64, 32\) by the configuration, got \(64, 31\)",
     ),
     "integers": (
-        lambda f: tensors(f, lambda t: t.update({UP: torch.ones(48, 32, dtype=torch.int8)})),
+        lambda f: tensors(f, lambda t: t.update({UP: torch.ones(64, 32, dtype=torch.int8)})),
         f"tensor '{UP}' must hold floating-point numbers, got I8",
     ),
     "too many layers": (lambda f: edit_config(f, num_hidden_layers=2), r"'model\.layers\.2\..*of 2 layers"),
