@@ -1,12 +1,16 @@
 """`farspan convert` and `farspan generate`: checkpoints of other families, in and out, and their text."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
 from farspan_cli.app import app, fail
+
+if TYPE_CHECKING:
+    from farspan.convert import CalibrationReport
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -22,18 +26,27 @@ def convert(
         typer.Option(help="rope (the source's logits), coca-exact, coca-slack or coca-strict. Default: as it is."),
     ] = None,
     to: Annotated[str | None, typer.Option(help="Write for transformers instead: llama, mistral, qwen2 …")] = None,
+    calibrate: Annotated[
+        list[str] | None, typer.Option(help="Text to fit CoCA layers on, as `farspan data` takes it.")
+    ] = None,
+    calibrate_tokens: Annotated[int, typer.Option(help="So many tokens of it.", min=1024)] = 65_536,
+    calibrate_steps: Annotated[int, typer.Option(help="Adam steps a layer; 0 = the closed form alone.", min=0)] = 100,
+    fit: Annotated[str, typer.Option(help="What is fitted: t, or tq for W_Q as well; also v, o.")] = "tq",
+    keep_rope: Annotated[int, typer.Option(help="Leave so many of the worst layers as they were.", min=0)] = 0,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16. Default: the source's.")] = None,
 ) -> None:
     """A LLaMA, Mistral, Qwen2, Qwen3 or SmolLM checkpoint → a farspan model, or back.
 
-    Example: `farspan convert SmolLM2-135M-Instruct.Q4_1.gguf --attention coca-exact --out models/smollm2-coca`
+    Example: `farspan convert SmolLM2-135M-Instruct.Q4_1.gguf --attention rope --out models/smollm2-rope`
+
+    Example: `farspan convert SmolLM2.gguf --attention coca-exact --calibrate books.jsonl.xz --out models/smollm2-coca`
 
     Example: `farspan convert models/smollm2-rope --to llama --out models/smollm2-llama`
     """
     import torch
     from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TimeElapsedColumn, TimeRemainingColumn
 
-    from farspan.convert import convert_folder
+    from farspan.convert import CalibrationConfig, convert_folder
 
     if dtype is not None and dtype not in DTYPES:
         fail(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}; choose one of these")
@@ -47,8 +60,32 @@ def convert(
                 tasks[what] = progress.add_task(what, total=total)
             progress.update(tasks[what], completed=done)
 
-        convert_folder(source, out, attention, to=to, dtype=getattr(torch, dtype) if dtype else None, progress=show)
+        report = convert_folder(
+            source,
+            out,
+            attention,
+            to=to,
+            text=calibrate or (),
+            tokens=calibrate_tokens,
+            calibration_config=CalibrationConfig(fit=fit, steps=calibrate_steps),
+            keep_rope=keep_rope,
+            dtype=getattr(torch, dtype) if dtype else None,
+            device="cuda" if calibrate and torch.cuda.is_available() else "cpu",
+            progress=show,
+        )
+    if report is not None:
+        _show(console, report)
     console.print(f"written: {out}")
+
+
+def _show(console: Console, report: "CalibrationReport") -> None:
+    table = Table("layer", "attention", "KL copied", "KL closed form", "KL fitted", "output error", "of the stream")
+    for row in report.layers:
+        numbers = (row.copied.attention_kl, row.closed.attention_kl, row.fitted.attention_kl, row.fitted.output_error)
+        kind = "rope (kept)" if row.layer in report.kept else row.attention
+        table.add_row(str(row.layer), kind, *(f"{x:.3f}" for x in numbers), f"{row.stream_error:.4f}")
+    console.print(table)
+    console.print(f"calibrated on {report.tokens:,} tokens in {report.seconds:.0f} s")
 
 
 @app.command()

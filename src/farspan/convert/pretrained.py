@@ -1,21 +1,30 @@
 """From a checkpoint on disk to a farspan model."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
+from farspan.convert.calibrate import CalibrationConfig, CalibrationReport, calibrate
 from farspan.convert.folder import check_out, save
 from farspan.convert.load import Progress, load
-from farspan.convert.sources import Source, open_source
+from farspan.convert.sources import open_source
 from farspan.convert.target import AttentionArgument, replace_attention, target_specs
+from farspan.convert.text import calibration_windows
+from farspan.errors import require
 from farspan.models import FarspanForCausalLM
+from farspan.results import write_result
 
 
 def from_pretrained(
     path: str | os.PathLike[str],
     attention: AttentionArgument | None = "rope",
     *,
+    calibration: Tensor | None = None,
+    calibration_config: CalibrationConfig | None = None,
+    keep_rope: int = 0,
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
     progress: Progress | None = None,
@@ -26,6 +35,9 @@ def from_pretrained(
         path: a folder with config.json and safetensors, a .gguf file, or a farspan folder.
         attention: "rope" gives the source's logits; "coca-exact", "coca-slack" or "coca-strict", or a list with one
             entry a layer. A name keeps each layer's window and rotation; None keeps what a farspan folder has.
+        calibration: ids (windows, length) of text to fit CoCA layers on (:func:`calibrate`, which also returns a
+            report); without it they start from copied weights, which is far from the source.
+        keep_rope: after calibration, put so many of the worst layers back as RoPE.
         dtype: of the weights; None keeps the source's (float32 for GGUF).
         progress: called with (what, done, of how many).
 
@@ -33,24 +45,34 @@ def from_pretrained(
 
         model = farspan.convert.from_pretrained("SmolLM2-135M-Instruct.Q4_1.gguf", attention="coca-exact")
     """
-    return convert(open_source(Path(path)), attention, dtype=dtype, device=device, progress=progress)
-
-
-def convert(
-    source: Source,
-    attention: AttentionArgument | None = "rope",
-    *,
-    dtype: torch.dtype | None = None,
-    device: torch.device | str = "cpu",
-    progress: Progress | None = None,
-) -> FarspanForCausalLM:
-    """:func:`from_pretrained` on an opened source."""
-    model = load(source, dtype=dtype, device=device, progress=progress)
-    if attention is not None:
-        for layer, spec in enumerate(target_specs(attention, model.config.attention_specs)):
-            if spec != model.config.attention_specs[layer]:
-                replace_attention(model, layer, spec)
+    model = load(open_source(Path(path)), dtype=dtype, device=device, progress=progress)
+    give_attention(model, attention, calibration, calibration_config, keep_rope=keep_rope, progress=progress)
     return model
+
+
+def give_attention(
+    model: FarspanForCausalLM,
+    attention: AttentionArgument | None,
+    calibration: Tensor | None = None,
+    calibration_config: CalibrationConfig | None = None,
+    *,
+    keep_rope: int = 0,
+    progress: Progress | None = None,
+) -> CalibrationReport | None:
+    """Replace a RoPE model's attention, fitted if there is text for it, otherwise from copied weights."""
+    require(
+        calibration is not None or keep_rope == 0,
+        f"keep_rope needs calibration text to tell the worst layers, got {keep_rope} without; give both or name the "
+        "layers in attention=[…]",
+    )
+    if attention is None:
+        return None
+    if calibration is not None:
+        return calibrate(model, attention, calibration, calibration_config, keep_rope=keep_rope, progress=progress)
+    for layer, spec in enumerate(target_specs(attention, model.config.attention_specs)):
+        if spec != model.config.attention_specs[layer]:
+            replace_attention(model, layer, spec)
+    return None
 
 
 def convert_folder(
@@ -59,12 +81,30 @@ def convert_folder(
     attention: AttentionArgument | None = None,
     *,
     to: str | None = None,
+    text: Sequence[str] = (),
+    tokens: int = 65_536,
+    length: int = 512,
+    calibration_config: CalibrationConfig | None = None,
+    keep_rope: int = 0,
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
     progress: Progress | None = None,
-) -> None:
-    """:func:`from_pretrained`, written to a new folder with the tokenizer; `to` writes another family's format."""
+) -> CalibrationReport | None:
+    """:func:`from_pretrained`, written to a new folder with the tokenizer and calibration.json, the report.
+
+    to: write another family's format instead, where nothing is lost. text: sources as `farspan data` takes them, from
+    which `tokens` in windows of `length` are taken to calibrate on.
+    """
     check_out(Path(out))
     opened = open_source(Path(source))
-    model = convert(opened, attention, dtype=dtype, device=device, progress=progress)
-    save(model, Path(out), opened.carry, to=to)
+    ids = calibration_windows(opened, text, tokens, length) if text else None
+    model = load(opened, dtype=dtype, device=device, progress=progress)
+    report = give_attention(model, attention, ids, calibration_config, keep_rope=keep_rope, progress=progress)
+
+    def beside(folder: Path) -> None:
+        opened.carry(folder)
+        if report is not None:
+            write_result(folder / "calibration.json", report.rows(), device=str(model.device), seed=0)
+
+    save(model, Path(out), beside, to=to)
+    return report

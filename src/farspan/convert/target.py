@@ -62,10 +62,18 @@ def replace_attention(model: FarspanForCausalLM, layer: int, spec: AttentionSpec
         from_ = sources[name.replace("t_proj", "k_proj").replace("t_norm", "k_norm")]
         value = from_ if from_.shape == parameter.shape else _mean_of_halves(from_, old.head_dim)
         owner, _, leaf = name.rpartition(".")
-        setattr(new.get_submodule(owner), leaf, nn.Parameter(value.to(weight.dtype)))
+        setattr(new.get_submodule(owner), leaf, nn.Parameter(value.to(weight.dtype, copy=True)))
     new.train(old.training)
     model.model.layers[layer].self_attn = new
     return new
+
+
+def restore_attention(model: FarspanForCausalLM, layer: int, original: FarspanAttention) -> None:
+    """Put back what :func:`replace_attention` took out."""
+    specs = list(model.config.attention_specs)
+    specs[layer] = original.spec
+    model.config.attention = [one.to_dict() for one in specs]
+    model.model.layers[layer].self_attn = original
 
 
 def _mean_of_halves(x: Tensor, width: int) -> Tensor:

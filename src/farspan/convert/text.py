@@ -1,7 +1,7 @@
 """Text from any checkpoint that can be read, piece by piece."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Thread
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, TextIteratorStreamer
 
-from farspan.convert.pretrained import convert
+from farspan.convert.load import load
 from farspan.convert.sources import Source, open_source
 from farspan.errors import require
 
@@ -34,7 +34,7 @@ def stream(
     ids = _ids(tokenizer, prompt, chat)
     require(ids.shape[1] > 0, "prompt must have at least one token, got an empty text; write a word")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = convert(source, None, device=device)
+    model = load(source, device=device)
     streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     sampling: dict[str, Any] = {"do_sample": False}
     if temperature > 0:
@@ -74,6 +74,26 @@ def tokenizer_of(source: Source) -> Any:
             f"{str(source.path)!r} must come with its tokenizer, got none; add tokenizer.json",
         )
         return AutoTokenizer.from_pretrained(folder)
+
+
+def calibration_windows(source: Source, text: Sequence[str], tokens: int, length: int) -> torch.Tensor:
+    """Ids (windows, length) from text sources, in order; no document gives more than an eighth of all."""
+    from farspan.data import documents
+
+    tokenizer, found, wanted = tokenizer_of(source), list[torch.Tensor](), max(2, tokens // length)
+    share = max(1, wanted // 8)
+    for name in text:
+        for document in documents(name):
+            if len(found) >= wanted:
+                break
+            ids = tokenizer(document.text[: share * length * 10], return_tensors="pt", verbose=False).input_ids[0]
+            found += ids[: len(ids) // length * length].view(-1, length)[:share]
+    require(
+        len(found) >= 2,
+        f"--calibrate must give at least two windows of {length} tokens, got {len(found)} from {', '.join(text)}; "
+        "use longer texts",
+    )
+    return torch.stack(found[:wanted])
 
 
 def _ids(tokenizer: Any, prompt: str, chat: bool) -> torch.Tensor:
