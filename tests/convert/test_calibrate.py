@@ -15,16 +15,8 @@ from tests.convert.sources import saved
 
 def teacher_model(**options: object) -> FarspanForCausalLM:
     """A small RoPE model whose queries and keys have directions, as trained ones have, and not only noise."""
-    config = FarspanConfig.preset(
-        "tiny",
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_key_value_heads=2,
-        attention="rope",
-        qkv_bias=True,
-        **options,
-    )
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_key_value_heads": 2}
+    config = FarspanConfig.preset("tiny", **shape, attention="rope", qkv_bias=True, **options)
     model = FarspanForCausalLM(config).eval()
     with torch.no_grad():
         for block in model.model.layers:

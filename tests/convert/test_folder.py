@@ -162,3 +162,32 @@ def test_a_folder_that_holds_something_is_not_touched(tmp_path: Path) -> None:
     (tmp_path / "out" / "mine").unlink()
     convert_folder(tmp_path / "source", tmp_path / "out")
     assert (tmp_path / "out" / "model.safetensors").stat().st_mode & 0o777 == 0o644
+
+
+def test_calibration_from_the_command_line_leaves_its_report(tmp_path: Path) -> None:
+    source = with_tokenizer(tmp_path / "source")
+    edit_config(source, max_position_embeddings=512)
+    (tmp_path / "a.txt").write_text("some words in a row, and then others. " * 120)
+    options = ("--calibrate", tmp_path / "a.txt", "--calibrate-tokens", 2048, "--calibrate-steps", 1, "--keep-rope", 1)
+    status, out, err = called("convert", source, "--attention", "coca-exact", *options, "--out", tmp_path / "ours")
+    assert status == 0, err
+    report = json.loads((tmp_path / "ours" / "calibration.json").read_text())
+    assert report["schema"] == 1
+    assert [row["layer"] for row in report["rows"]] == [0, 1, 2]
+    assert sum(row["kept_rope"] for row in report["rows"]) == 1
+    kinds = [spec.kind for spec in from_pretrained(tmp_path / "ours", None).config.attention_specs]
+    assert kinds == ["rope" if row["kept_rope"] else "coca" for row in report["rows"]]
+    assert "calibrated on" in out
+
+
+def test_calibration_that_cannot_be_is_refused(tmp_path: Path) -> None:
+    source = with_tokenizer(tmp_path / "source")
+    (tmp_path / "a.txt").write_text("short")
+    for options, message in (
+        (("--keep-rope", 1), "keep_rope needs calibration text"),
+        (("--calibrate", tmp_path / "a.txt"), "--calibrate must give at least two windows of 512 tokens, got 0"),
+    ):
+        status, _, err = called("convert", source, "--attention", "coca-exact", *options, "--out", tmp_path / "out")
+        assert status == 2
+        assert message in err
+        assert not (tmp_path / "out").exists()

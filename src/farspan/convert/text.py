@@ -77,17 +77,21 @@ def tokenizer_of(source: Source) -> Any:
 
 
 def calibration_windows(source: Source, text: Sequence[str], tokens: int, length: int) -> torch.Tensor:
-    """Ids (windows, length) from text sources, in order; no document gives more than an eighth of all."""
+    """Ids (windows, length) from text sources: an eighth from each document, more only where there are few."""
     from farspan.data import documents
 
-    tokenizer, found, wanted = tokenizer_of(source), list[torch.Tensor](), max(2, tokens // length)
-    share = max(1, wanted // 8)
+    tokenizer, wanted = tokenizer_of(source), max(2, tokens // length)
+    share, found, spare = max(1, wanted // 8), list[torch.Tensor](), list[torch.Tensor]()
     for name in text:
         for document in documents(name):
             if len(found) >= wanted:
                 break
-            ids = tokenizer(document.text[: share * length * 10], return_tensors="pt", verbose=False).input_ids[0]
-            found += ids[: len(ids) // length * length].view(-1, length)[:share]
+            text_part = document.text[: wanted * length * 10]  # few tokens are longer than ten characters
+            ids = torch.tensor(tokenizer(text_part, verbose=False).input_ids)
+            windows = list(ids[: len(ids) // length * length].view(-1, length))
+            found += windows[:share]
+            spare += windows[share : share + wanted - len(spare)]
+    found += spare
     require(
         len(found) >= 2,
         f"--calibrate must give at least two windows of {length} tokens, got {len(found)} from {', '.join(text)}; "
