@@ -23,7 +23,7 @@ def convert(
     out: Annotated[Path, typer.Option(help="Folder for the model; new or empty.", show_default=False)],
     attention: Annotated[
         str | None,
-        typer.Option(help="rope (the source's logits), coca-exact, coca-slack or coca-strict. Default: as it is."),
+        typer.Option(help="rope (the source's logits), coca-exact, coca-slack, coca-strict; or one a layer: rope,…"),
     ] = None,
     to: Annotated[str | None, typer.Option(help="Write for transformers instead: llama, mistral, qwen2 …")] = None,
     calibrate: Annotated[
@@ -63,7 +63,7 @@ def convert(
         report = convert_folder(
             source,
             out,
-            attention,
+            attention.split(",") if attention and "," in attention else attention,
             to=to,
             text=calibrate or (),
             tokens=calibrate_tokens,

@@ -90,11 +90,15 @@ def with_tokenizer(folder: Path) -> Path:
 
 def test_convert_and_generate_from_the_command_line(tmp_path: Path) -> None:
     source = with_tokenizer(tmp_path / "source")
-    status, out, err = called("convert", source, "--attention", "coca-slack", "--out", tmp_path / "ours")
+    status, out, err = called(
+        "convert", source, "--attention", "coca-slack,rope,coca-exact", "--out", tmp_path / "ours"
+    )
     assert status == 0, err
     assert f"written: {tmp_path / 'ours'}" in out.replace("\n", "")
     assert not err
     assert json.loads((tmp_path / "ours" / "config.json").read_text())["architectures"] == ["FarspanForCausalLM"]
+    kinds = [spec.name for spec in from_pretrained(tmp_path / "ours", None).config.attention_specs]
+    assert kinds == ["coca-slack", "rope", "coca-exact"]
     assert AutoTokenizer.from_pretrained(tmp_path / "ours")("ab").input_ids == [98, 99]
     status, out, err = called("generate", tmp_path / "ours", "hello", "--max-new-tokens", 8)
     assert status == 0, err
@@ -166,9 +170,8 @@ def test_a_folder_that_holds_something_is_not_touched(tmp_path: Path) -> None:
 
 def test_calibration_from_the_command_line_leaves_its_report(tmp_path: Path) -> None:
     source = with_tokenizer(tmp_path / "source")
-    edit_config(source, max_position_embeddings=512)
-    (tmp_path / "a.txt").write_text("some words in a row, and then others. " * 120)
-    options = ("--calibrate", tmp_path / "a.txt", "--calibrate-tokens", 2048, "--calibrate-steps", 1, "--keep-rope", 1)
+    (tmp_path / "a.txt").write_text("some words in a row, and then others. " * 40)
+    options = ("--calibrate", tmp_path / "a.txt", "--calibrate-tokens", 1024, "--calibrate-steps", 1, "--keep-rope", 1)
     status, out, err = called("convert", source, "--attention", "coca-exact", *options, "--out", tmp_path / "ours")
     assert status == 0, err
     report = json.loads((tmp_path / "ours" / "calibration.json").read_text())
@@ -185,7 +188,7 @@ def test_calibration_that_cannot_be_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("short")
     for options, message in (
         (("--keep-rope", 1), "keep_rope needs calibration text"),
-        (("--calibrate", tmp_path / "a.txt"), "--calibrate must give at least two windows of 512 tokens, got 0"),
+        (("--calibrate", tmp_path / "a.txt"), "--calibrate must give at least two windows of 16 tokens, got 0"),
     ):
         status, _, err = called("convert", source, "--attention", "coca-exact", *options, "--out", tmp_path / "out")
         assert status == 2

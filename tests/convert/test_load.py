@@ -99,3 +99,24 @@ def test_layers_may_differ(tmp_path: Path) -> None:
     assert [s.name for s in model.config.attention_specs] == ["rope", "coca-exact", "coca-strict"]
     assert model.config.attention_specs[1].window == 4
     assert model(tokens()).logits.isfinite().all()
+
+
+def test_tensors_pass_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the model there is never more than the tensor being read."""
+    import weakref
+
+    from farspan.convert.sources import Folder
+
+    saved(tmp_path, "qwen3")
+    alive: list[weakref.ref[torch.Tensor]] = []
+    original = Folder.read
+
+    def read(self: Folder, name: str) -> torch.Tensor:
+        assert not [ref for ref in alive if ref() is not None]
+        tensor = original(self, name)
+        alive.append(weakref.ref(tensor))
+        return tensor
+
+    monkeypatch.setattr(Folder, "read", read)
+    from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert len(alive) > 30

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from farspan.convert.calibrate import CalibrationConfig, CalibrationReport, calibrate
+from farspan.convert.configuration import read_config
 from farspan.convert.folder import check_out, save
 from farspan.convert.load import Progress, load
 from farspan.convert.sources import open_source
@@ -93,10 +94,11 @@ def convert_folder(
     """:func:`from_pretrained`, written to a new folder with the tokenizer and calibration.json, the report.
 
     to: write another family's format instead, where nothing is lost. text: sources as `farspan data` takes them, from
-    which `tokens` in windows of `length` are taken to calibrate on.
+    which `tokens` in windows of `length` (or the training length) are taken to calibrate on.
     """
     check_out(Path(out))
     opened = open_source(Path(source))
+    length = min(length, read_config(opened.config).train_length)
     ids = calibration_windows(opened, text, tokens, length) if text else None
     model = load(opened, dtype=dtype, device=device, progress=progress)
     report = give_attention(model, attention, ids, calibration_config, keep_rope=keep_rope, progress=progress)

@@ -13,6 +13,7 @@ from transformers import AutoTokenizer, TextIteratorStreamer
 from farspan.convert.load import load
 from farspan.convert.sources import Source, open_source
 from farspan.errors import require
+from farspan.models import FarspanForCausalLM
 
 
 def stream(
@@ -49,7 +50,7 @@ def stream(
                 attention_mask=torch.ones_like(ids).to(device),
                 max_new_tokens=max_new_tokens,
                 pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
-                eos_token_id=tokenizer.eos_token_id,
+                eos_token_id=_ends(model, tokenizer),
                 streamer=streamer,
                 **sampling,
             )
@@ -63,6 +64,13 @@ def stream(
     thread.join()
     if failure:
         raise failure[0]
+
+
+def _ends(model: FarspanForCausalLM, tokenizer: Any) -> list[int] | None:
+    """Every token that ends a text: the model's, of which there may be several, and the tokenizer's."""
+    known = model.config.eos_token_id
+    ends = {*(known if isinstance(known, list) else [known]), tokenizer.eos_token_id} - {None}
+    return sorted(ends) or None
 
 
 def tokenizer_of(source: Source) -> Any:
