@@ -103,7 +103,11 @@ def test_the_report_is_true_of_the_model_that_is_returned() -> None:
     with torch.no_grad():
         pairs = [(attention_rows(first, w), attention_rows(model.model.layers[0].self_attn, w)) for w in x.split(1)]
         expected = sum(float(divergence(a, b)) for a, b in pairs) / 2
+        out, goal = (torch.cat([pair[i].output for pair in pairs]) for i in (1, 0))
+        stream = model.model.embed_tokens(ids[-2:]) + goal
+        felt = float(((out - goal).norm(dim=-1) / stream.norm(dim=-1)).pow(2).mean())
     assert report.layers[0].fitted.attention_kl == pytest.approx(expected, rel=1e-4)
+    assert report.layers[0].stream_error == pytest.approx(felt, rel=1e-4)
 
 
 def test_the_teacher_is_left_as_it_was() -> None:

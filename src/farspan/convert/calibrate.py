@@ -57,7 +57,7 @@ class LayerReport:
     closed: Errors
     fitted: Errors
     stream_error: float
-    """‖error of the output‖² relative to the residual stream it is added to: what the layers above will feel."""
+    """‖error of the output‖² relative to the residual stream it is added to, a token: what the layers above feel."""
     seconds: float
 
 
@@ -174,17 +174,17 @@ def _fitted(
             work.load_state_dict(before)
             fitted = closed
     student.load_state_dict(work.state_dict())
-    share = _share_of_stream(teacher, test, streams.teacher)
-    return LayerReport(
-        index, student.spec.name, copied, closed, fitted, fitted.output_error * share, time.monotonic() - began
-    )
+    felt = _stream_error(work, teacher, test, streams.teacher)
+    return LayerReport(index, student.spec.name, copied, closed, fitted, felt, time.monotonic() - began)
 
 
 @torch.no_grad()
-def _share_of_stream(teacher: Attention, test: Batches, hidden: Tensor) -> float:
-    """‖output‖² relative to the residual stream after it, over the last windows."""
-    own = torch.cat([Attention.forward(teacher, theirs) for theirs, _ in test])
-    return float(own.pow(2).sum() / (hidden[-len(own) :].float() + own).pow(2).sum())
+def _stream_error(student: Attention, teacher: Attention, test: Batches, hidden: Tensor) -> float:
+    """Mean over tokens of ‖error‖² / ‖stream after the layer‖²: a sum would see only the few tokens of giant norm."""
+    goal = torch.cat([Attention.forward(teacher, theirs) for theirs, _ in test])
+    error = torch.cat([Attention.forward(student, ours) for _, ours in test]) - goal
+    stream = hidden[-len(goal) :].float() + goal
+    return float((error.pow(2).sum(-1) / stream.pow(2).sum(-1)).mean())
 
 
 def _check(model: FarspanForCausalLM, ids: Tensor, keep_rope: int) -> None:
