@@ -18,6 +18,7 @@ FLOORS = {
     "layers": 2,
     "models": 3,
     "benchmark": 4,
+    "convert": 4,
     "evaluation": 4,
     "training": 5,
     "report": 5,

@@ -7,7 +7,17 @@ import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from farspan.ops import NTK, DynamicNTK, Linear, Rotary, YaRN, coca_attention, coca_attention_reference, rope_attention
+from farspan.ops import (
+    NTK,
+    DynamicNTK,
+    Linear,
+    Llama3,
+    Rotary,
+    YaRN,
+    coca_attention,
+    coca_attention_reference,
+    rope_attention,
+)
 from farspan.ops.rotary import Angles, rotate, table
 from tests.helpers import coca_inputs, largest_difference
 
@@ -33,14 +43,38 @@ def transformers_frequencies(**rope: object) -> tuple[torch.Tensor, float]:
             None,
             {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 512},
         ),
+        (
+            Llama3(8, 512),
+            None,
+            {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "original_max_position_embeddings": 512,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+            },
+        ),
     ],
-    ids=["linear", "dynamic", "yarn"],
+    ids=["linear", "dynamic", "yarn", "llama3"],
 )
-def test_laws_agree_with_transformers(law: Linear | DynamicNTK | YaRN, length: int | None, rope: dict) -> None:
+def test_laws_agree_with_transformers(law: Linear | DynamicNTK | YaRN | Llama3, length: int | None, rope: dict) -> None:
     theirs, factor = transformers_frequencies(**rope)
     ours = Rotary(64, scaling=law).frequencies(length)
     assert torch.allclose(ours, theirs.double(), rtol=1e-6)
     assert law.attention_factor == pytest.approx(factor)
+
+
+def test_llama3_is_its_definition_pair_by_pair() -> None:
+    """Fast pairs stay, slow ones are divided, and between them the weight is linear in the turns."""
+    ours = Rotary(64, scaling=Llama3(8, 512, 1.0, 4.0)).frequencies().tolist()
+    kinds = set()
+    for j, found in enumerate(ours):
+        plain = 10_000 ** (-2 * j / 64)
+        turns = 512 * plain / (2 * math.pi)
+        share = 1.0 if turns > 4 else 0.0 if turns < 1 else (turns - 1) / 3
+        kinds.add("fast" if share == 1 else "slow" if share == 0 else "between")
+        assert found == pytest.approx(share * plain + (1 - share) * plain / 8, rel=1e-14)
+    assert kinds == {"fast", "slow", "between"}
 
 
 def test_ntk_keeps_the_highest_frequency_and_stretches_the_lowest_by_the_factor() -> None:
@@ -147,7 +181,9 @@ def test_per_request_uses_one_base_from_the_length_of_the_call() -> None:
 
 
 @pytest.mark.parametrize("factor", [0.5, 0.0, -1.0, math.nan, math.inf])
-@pytest.mark.parametrize("law", [Linear, NTK, lambda f: DynamicNTK(f, 512), lambda f: YaRN(f, 512)])
+@pytest.mark.parametrize(
+    "law", [Linear, NTK, lambda f: DynamicNTK(f, 512), lambda f: YaRN(f, 512), lambda f: Llama3(f, 512)]
+)
 def test_a_factor_below_one_is_refused(law: type, factor: float) -> None:
     with pytest.raises(ValueError, match=r"scaling factor must be at least 1, got .*; it is the new length"):
         law(factor)
@@ -160,5 +196,7 @@ def test_bad_modes_and_widths_are_refused() -> None:
         Rotary(63)
     with pytest.raises(ValueError, match="train_length must be at least 1, got 0"):
         YaRN(4, 0)
+    with pytest.raises(ValueError, match="low_freq_factor must lie between 0 and high_freq_factor"):
+        Llama3(8, 512, low_turns=5)
     with pytest.raises(ValueError, match="NTK scaling needs at least two rotary pairs"):
         Rotary(2, scaling=NTK(2)).frequencies()

@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 from farspan.errors import require, require_choice, unknown
 from farspan.layers.attention import ACTIVATIONS
 from farspan.layers.spec import AttentionSpec
-from farspan.ops import NTK, DynamicNTK, Linear, Rotary, YaRN
+from farspan.ops import NTK, DynamicNTK, Linear, Llama3, Rotary, YaRN
 
 PRESETS: dict[str, dict[str, Any]] = {
     # Section 3.2: 350M parameters, 24 layers, hidden 1024, 16 heads, length 512 (SwiGLU at the same size).
@@ -32,7 +32,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
 }
 
-ROPE_TYPES = ("default", "linear", "ntk", "dynamic", "yarn")
+ROPE_TYPES = ("default", "linear", "ntk", "dynamic", "yarn", "llama3")
 
 
 @strict
@@ -96,7 +96,7 @@ class FarspanConfig(PreTrainedConfig):
                 f"got {self.hidden_size}; give head_dim to choose another width",
             )
             self.head_dim = self.hidden_size // self.num_attention_heads
-        if self.rope_parameters is not None and self.rope_parameters.get("rope_type") == "yarn":
+        if self.rope_parameters is not None and self.rope_parameters.get("rope_type") in ("yarn", "llama3"):
             # transformers would fill in max_position_embeddings, which here is a hope and not a fact of training.
             self.rope_parameters = {"original_max_position_embeddings": self.train_length, **self.rope_parameters}
         if kwargs.get("attn_implementation") is None:
@@ -151,6 +151,9 @@ class FarspanConfig(PreTrainedConfig):
                 rope.get("beta_slow") or 1.0,
                 rope.get("attention_factor"),
                 rope.get("truncate", True),
+            ),
+            "llama3": lambda: Llama3(
+                factor, length, rope.get("low_freq_factor", 1.0), rope.get("high_freq_factor", 4.0)
             ),
         }
         assert self.head_dim is not None

@@ -2,7 +2,7 @@
 
 from farspan.ops.coca import coca_attention, coca_attention_reference, coca_features
 from farspan.ops.rotary import Rotary
-from farspan.ops.scaling import NTK, DynamicNTK, Linear, YaRN
+from farspan.ops.scaling import NTK, DynamicNTK, Linear, Llama3, YaRN
 from farspan.ops.softmax.interface import (
     alibi_attention,
     alibi_attention_reference,
@@ -15,6 +15,7 @@ __all__ = [
     "NTK",
     "DynamicNTK",
     "Linear",
+    "Llama3",
     "Rotary",
     "YaRN",
     "alibi_attention",

@@ -1,4 +1,4 @@
-"""The laws that stretch rotary frequencies over a longer text (paper-era names: PI, NTK, dynamic NTK, YaRN)."""
+"""The laws that stretch rotary frequencies over a longer text (PI, NTK, dynamic NTK, YaRN, Llama 3)."""
 
 import math
 from abc import ABC, abstractmethod
@@ -161,6 +161,37 @@ class YaRN(Scaling):
         slow = ((pairs - low) / max(high - low, 1e-3)).clamp(0, 1)
         plain = theta(dim, base, device)
         return plain * (1 - slow) + plain / self.factor * slow
+
+
+@dataclass(frozen=True)
+class Llama3(Scaling):
+    """Divide slow pairs by the factor, leave fast ones, blend between by the number of turns (Llama 3.1).
+
+    A pair is fast when it turns more than `high_turns` times within the training length, slow below `low_turns`.
+    YaRN blends along the index of the pair and cools the softmax; this blends along the turns and does not.
+    """
+
+    factor: float
+    train_length: int
+    low_turns: float = 1.0
+    high_turns: float = 4.0
+
+    def __post_init__(self) -> None:
+        _check_factor(self.factor)
+        _check_train_length(self.train_length)
+        require(
+            0 < self.low_turns < self.high_turns,
+            f"low_freq_factor must lie between 0 and high_freq_factor = {self.high_turns}, got {self.low_turns}; "
+            "Llama 3.1 uses 1 and 4",
+        )
+
+    def frequencies(
+        self, dim: int, base: float, length: int | Tensor | None, device: torch.device | str | None = None
+    ) -> Tensor:
+        plain = theta(dim, base, device)
+        turns = self.train_length * plain / (2 * math.pi)
+        fast = ((turns - self.low_turns) / (self.high_turns - self.low_turns)).clamp(0, 1)
+        return plain * fast + plain / self.factor * (1 - fast)
 
 
 def _ntk_exponent(dim: int) -> float:

@@ -1,0 +1,205 @@
+"""Give a RoPE model CoCA layer by layer, each fitted on text so that its attention matches the layer it replaces."""
+
+import time
+from copy import deepcopy
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from farspan.convert.fit import PROJECTIONS, Batches, Errors, descend, measure, start
+from farspan.convert.load import Progress
+from farspan.convert.target import AttentionArgument, replace_attention, restore_attention, target_specs
+from farspan.errors import require
+from farspan.layers.attention import Attention
+from farspan.models import FarspanForCausalLM
+from farspan.models.modeling import FarspanAttention, FarspanBlock
+
+
+@dataclass(frozen=True)
+class CalibrationConfig:
+    """How to fit.
+
+    Args:
+        fit: what may move, by letter: t (W_T), q, v, o. "" keeps the closed form.
+        steps: of Adam a layer.
+        lr: its learning rate, warmed up over a tenth of the steps and lowered to zero.
+        batch: windows a step.
+        inputs: "student" fits each layer on what the layers below now give it, so that it can make up for them;
+            "teacher" on what the original gave it.
+        held_out: share of the windows that only the report sees.
+    """
+
+    fit: str = "tq"
+    steps: int = 100
+    lr: float = 3e-3
+    batch: int = 2
+    inputs: str = "student"
+    held_out: float = 0.125
+
+    def __post_init__(self) -> None:
+        require(
+            set(self.fit) <= set(PROJECTIONS),
+            f"fit must be made of the letters {''.join(PROJECTIONS)}, got {self.fit!r}",
+        )
+        require(self.inputs in ("student", "teacher"), f"inputs must be 'student' or 'teacher', got {self.inputs!r}")
+        require(self.steps >= 0 and self.batch >= 1, f"steps must be ≥ 0 and batch ≥ 1, got {self.steps}, {self.batch}")
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """One layer: what it became, and its errors on held-out windows with a copied W_K, the closed form, and fitted."""
+
+    layer: int
+    attention: str
+    copied: Errors
+    closed: Errors
+    fitted: Errors
+    stream_error: float
+    """‖error of the output‖² relative to the residual stream it is added to, a token: what the layers above feel."""
+    seconds: float
+
+
+@dataclass(frozen=True)
+class CalibrationReport:
+    """All layers, and what it took."""
+
+    layers: tuple[LayerReport, ...]
+    kept: tuple[int, ...]
+    """Layers that stay RoPE, the worst by `stream_error`."""
+    tokens: int
+    seconds: float
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One plain mapping a layer, for a result file."""
+        return [{**asdict(layer), "kept_rope": layer.layer in self.kept} for layer in self.layers]
+
+
+def calibrate(
+    model: FarspanForCausalLM,
+    attention: AttentionArgument,
+    ids: Tensor,
+    config: CalibrationConfig | None = None,
+    *,
+    keep_rope: int = 0,
+    progress: Progress | None = None,
+) -> CalibrationReport:
+    """Replace a RoPE model's attention in place, fitted on ids (windows, length); the report says how well.
+
+    Layers are done from below; beside the model only one layer and the hidden states of all windows are held.
+    `keep_rope` puts the worst layers back as they were: a mixed model. The layers above them were fitted on what the
+    replaced ones gave.
+
+    >>> from farspan import FarspanConfig
+    >>> teacher = FarspanForCausalLM(FarspanConfig.preset("tiny", attention="rope"))
+    >>> report = calibrate(teacher, "coca-exact", torch.randint(0, 512, (8, 16)), CalibrationConfig(steps=2))
+    >>> len(report.layers), teacher.config.attention_specs[0].name
+    (4, 'coca-exact')
+    """
+    config = config or CalibrationConfig()
+    _check(model, ids, keep_rope)
+    specs, began = target_specs(attention, model.config.attention_specs), time.monotonic()
+    held = max(1, round(len(ids) * config.held_out))
+    streams, reports = Streams(model, ids, config.batch), list[LayerReport]()
+    replaced: list[tuple[float, int, FarspanAttention]] = []
+    for index, (block, spec) in enumerate(zip(model.model.layers, specs, strict=True)):
+        original: FarspanAttention = block.self_attn
+        if spec != original.spec:
+            student = replace_attention(model, index, spec)
+            reports.append(_fitted(index, student, original, block, streams, held, config))
+            replaced.append((reports[-1].stream_error, index, original))
+            replaced = sorted(replaced, key=lambda one: -one[0])[:keep_rope]
+        streams.advance(block, original, block.self_attn if config.inputs == "student" else original)
+        if progress is not None:
+            progress("calibrating", index + 1, len(specs))
+    for _, index, original in replaced:
+        restore_attention(model, index, original)
+    kept = tuple(sorted(index for _, index, _ in replaced))
+    return CalibrationReport(tuple(reports), kept, ids.numel(), time.monotonic() - began)
+
+
+class Streams:
+    """Hidden states (windows, length, hidden) on their way up: what the original gives, and what we now give."""
+
+    def __init__(self, model: FarspanForCausalLM, ids: Tensor, batch: int) -> None:
+        with torch.no_grad():
+            self.teacher = self.student = model.model.embed_tokens(ids.to(model.device))
+        self._batch = batch
+
+    def inputs(self, block: FarspanBlock) -> Batches:
+        """Normed inputs of both in float32, batch by batch."""
+        with torch.no_grad():
+            return [
+                (block.input_layernorm(theirs).float(), block.input_layernorm(ours).float())
+                for theirs, ours in zip(self.teacher.split(self._batch), self.student.split(self._batch), strict=True)
+            ]
+
+    def advance(self, block: FarspanBlock, teacher: Attention, student: Attention) -> None:
+        """Both through a block, each with its own attention; as long as they agree, once."""
+        together = self.student is self.teacher and student is teacher
+        below, self.teacher = self.student, self._through(block, teacher, self.teacher)
+        self.student = self.teacher if together else self._through(block, student, below)
+
+    @torch.no_grad()
+    def _through(self, block: FarspanBlock, attention: Attention, hidden: Tensor) -> Tensor:
+        out = []
+        for h in hidden.split(self._batch):
+            h = h + Attention.forward(attention, block.input_layernorm(h))
+            out.append(h + block.mlp(block.post_attention_layernorm(h)))
+        return torch.cat(out)
+
+
+def _fitted(
+    index: int,
+    student: FarspanAttention,
+    original: FarspanAttention,
+    block: FarspanBlock,
+    streams: Streams,
+    held: int,
+    config: CalibrationConfig,
+) -> LayerReport:
+    """Fit a fresh student in float32, and say how it went on the windows held out."""
+    began, teacher, work = time.monotonic(), deepcopy(original).float(), deepcopy(student).float()
+    batches = streams.inputs(block)
+    test, train = batches[-max(1, held // config.batch) :], batches[: -max(1, held // config.batch)]
+    copied = measure(work, teacher, test)
+    start(work, teacher, train)
+    closed = fitted = measure(work, teacher, test)
+    if config.fit and config.steps:
+        before = deepcopy(work.state_dict())
+        descend(work, teacher, train, fit=config.fit, steps=config.steps, lr=config.lr)
+        fitted = measure(work, teacher, test)
+        if fitted.total > closed.total:  # too little text: the descent learnt it by heart
+            work.load_state_dict(before)
+            fitted = closed
+    student.load_state_dict(work.state_dict())
+    felt = _stream_error(work, teacher, test, streams.teacher)
+    return LayerReport(index, student.spec.name, copied, closed, fitted, felt, time.monotonic() - began)
+
+
+@torch.no_grad()
+def _stream_error(student: Attention, teacher: Attention, test: Batches, hidden: Tensor) -> float:
+    """Mean over tokens of ‖error‖² / ‖stream after the layer‖²: a sum would see only the few tokens of giant norm."""
+    goal = torch.cat([Attention.forward(teacher, theirs) for theirs, _ in test])
+    error = torch.cat([Attention.forward(student, ours) for _, ours in test]) - goal
+    stream = hidden[-len(goal) :].float() + goal
+    return float((error.pow(2).sum(-1) / stream.pow(2).sum(-1)).mean())
+
+
+def _check(model: FarspanForCausalLM, ids: Tensor, keep_rope: int) -> None:
+    config = model.config
+    require(
+        ids.ndim == 2 and len(ids) >= 2 and not ids.is_floating_point(),
+        f"ids must be whole numbers of shape (windows ≥ 2, length), got {ids.dtype} {tuple(ids.shape)}; cut the text",
+    )
+    require(
+        ids.shape[1] <= config.train_length,
+        f"ids must have windows of at most the training length {config.train_length}, got {ids.shape[1]}; cut shorter",
+    )
+    require(
+        int(ids.max()) < config.vocab_size and int(ids.min()) >= 0,
+        f"ids must lie below vocab_size = {config.vocab_size}, got {int(ids.max())}; use the model's own tokenizer",
+    )
+    layers = config.num_hidden_layers
+    require(0 <= keep_rope <= layers, f"keep_rope must be 0 … {layers} layers, got {keep_rope}; lower it")

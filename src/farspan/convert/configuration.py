@@ -1,0 +1,181 @@
+"""Configurations across the border: a LLaMA-family configuration → FarspanConfig, and back where nothing is lost."""
+
+import math
+from typing import Any
+
+from huggingface_hub.errors import StrictDataclassError
+from transformers import CONFIG_MAPPING
+
+from farspan.convert.families import FAMILIES, ROPE_TYPES, Family
+from farspan.errors import require, unknown
+from farspan.layers.spec import AttentionSpec
+from farspan.models.configuration import FarspanConfig
+
+SAME = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "hidden_act",
+    "rms_norm_eps",
+    "initializer_range",
+    "max_position_embeddings",
+    "tie_word_embeddings",
+    "pad_token_id",
+    "bos_token_id",
+    "eos_token_id",
+)
+"""Fields with one name and one meaning on both sides."""
+
+
+def read_config(raw: dict[str, Any]) -> FarspanConfig:
+    """The configuration of our rope model that computes what a source with config.json = `raw` computes.
+
+    >>> raw = {"model_type": "mistral", "num_hidden_layers": 2, "sliding_window": 8, "rope_theta": 1e6}
+    >>> config = read_config(raw)
+    >>> config.attention_specs[0], config.rotary().base
+    (AttentionSpec(kind='rope', form=None, window=8, rotary=True), 1000000.0)
+    """
+    kind = raw.get("model_type")
+    if kind == FarspanConfig.model_type:
+        return FarspanConfig.from_dict(raw)
+    if kind not in FAMILIES:
+        raise unknown("config.json's model_type", kind, [*FAMILIES, FarspanConfig.model_type])
+    require(
+        not raw.get("quantization_config"),
+        f"config.json's quantization_config must be absent, got {_method(raw)!r}; convert the unquantised checkpoint",
+    )
+    _check_rope_type(raw)
+    family = FAMILIES[str(kind)]
+    try:
+        source = CONFIG_MAPPING[kind].from_dict(raw)
+    except (StrictDataclassError, TypeError, KeyError) as error:
+        raise ValueError(f"config.json must be a valid {kind} configuration ({error}); repair that field") from error
+    width = getattr(source, "head_dim", None) or source.hidden_size // source.num_attention_heads
+    rope = _rope(source)
+    return FarspanConfig(
+        **{name: getattr(source, name) for name in SAME},
+        head_dim=width,
+        attention=_attention(source, family),
+        rope_parameters=rope,
+        train_length=rope.get("original_max_position_embeddings") or source.max_position_embeddings,
+        qkv_bias=_decided(source, family.qkv_bias),
+        out_bias=_decided(source, family.out_bias),
+        mlp_bias=_decided(source, family.mlp_bias),
+        qk_norm=family.qk_norm,
+    )
+
+
+def _method(raw: dict[str, Any]) -> Any:
+    found = raw.get("quantization_config")
+    return found.get("quant_method", found) if isinstance(found, dict) else found
+
+
+def _check_rope_type(raw: dict[str, Any]) -> None:
+    """Before transformers reads it, which would warn about a type it does not know and go on."""
+    for field in ("rope_parameters", "rope_scaling"):
+        rope = raw.get(field) or {}
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind not in ROPE_TYPES:
+            raise unknown(f"config.json's {field}['rope_type']", kind, ROPE_TYPES)
+
+
+def _rope(source: Any) -> dict[str, Any]:
+    """transformers has already brought `rope_theta` and `rope_scaling` of older files into `rope_parameters`."""
+    rope = {name: value for name, value in source.rope_parameters.items() if value is not None and name != "type"}
+    kind = rope.setdefault("rope_type", "default")
+    if kind == "dynamic":
+        # In one forward pass transformers takes one base for all tokens, from the length of the call.
+        # That law measures against max_position_embeddings, here train_length.
+        rope["mode"] = "per_request"
+        rope.pop("original_max_position_embeddings", None)
+    if kind == "yarn":
+        rope.setdefault("factor", source.max_position_embeddings / rope["original_max_position_embeddings"])
+        scale, all_dim = rope.pop("mscale", None), rope.pop("mscale_all_dim", None)
+        if "attention_factor" not in rope and scale and all_dim:
+            growth = 0.1 * math.log(rope["factor"])
+            rope["attention_factor"] = (growth * scale + 1) / (growth * all_dim + 1)
+    return rope
+
+
+def _attention(source: Any, family: Family) -> str | list[dict[str, Any]]:
+    layers = source.num_hidden_layers
+    windows: list[int | None] = [None] * layers
+    if family.windows == "all":
+        windows = [source.sliding_window] * layers
+    elif family.windows == "layers":
+        windows = [source.sliding_window if kind == "sliding_attention" else None for kind in source.layer_types]
+    rotary = [True] * layers if family.nope is None else [bool(flag) for flag in getattr(source, family.nope)]
+    specs = [AttentionSpec("rope", None, windows[i], rotary[i]) for i in range(layers)]
+    return "rope" if all(spec == AttentionSpec("rope") for spec in specs) else [spec.to_dict() for spec in specs]
+
+
+def _decided(source: Any, rule: bool | str) -> bool:
+    return rule if isinstance(rule, bool) else bool(getattr(source, rule, False))
+
+
+def write_config(config: FarspanConfig, family_name: str) -> dict[str, Any]:
+    """config.json of another family for a rope model, where it loses nothing; what it would lose is refused.
+
+    >>> write_config(FarspanConfig.preset("tiny", attention="rope"), "llama")["architectures"]
+    ['LlamaForCausalLM']
+    """
+    if family_name not in FAMILIES:
+        raise unknown("--to", family_name, FAMILIES)
+    family = FAMILIES[family_name]
+    raw: dict[str, Any] = {"model_type": family_name, "architectures": [family.architecture]}
+    raw |= {name: getattr(config, name) for name in SAME}
+    raw |= {"head_dim": config.head_dim, "rope_parameters": _foreign_rope(config)}
+    for ours in ("qkv_bias", "out_bias", "mlp_bias"):
+        rule = getattr(family, ours)
+        if isinstance(rule, str):
+            raw[rule] = getattr(config, ours)
+    raw |= _foreign_windows(config, family)
+    back = read_config(raw)
+    for field in ("qkv_bias", "out_bias", "mlp_bias", "qk_norm", "causal", "attention", "rotary"):
+        theirs, mine = _meaning(back, field), _meaning(config, field)
+        require(
+            mine == theirs,
+            f"--to {family_name} would lose {field} (a {family_name} model has {theirs}, this one {mine}); "
+            "choose another family, or keep the farspan folder",
+        )
+    return raw
+
+
+def _meaning(config: FarspanConfig, field: str) -> Any:
+    """A field's value so that equal values compute alike."""
+    if field == "rotary":
+        return config.rotary()
+    if field == "attention":
+        words = [
+            spec.name + (f" window {spec.window}" if spec.window else "") + ("" if spec.rotary else " without rotation")
+            for spec in config.attention_specs
+        ]
+        return words[0] if len(set(words)) == 1 else words
+    return getattr(config, field)
+
+
+def _foreign_rope(config: FarspanConfig) -> dict[str, Any]:
+    rope = dict(config.rope_parameters or {"rope_type": "default", "rope_theta": 10_000.0})
+    kind = rope.get("rope_type", "default")
+    per_query = rope.pop("mode", "per_query") == "per_query" and kind == "dynamic"
+    require(
+        kind in ROPE_TYPES and not per_query,
+        f"rope_parameters must be of a kind that transformers has, got {kind!r}"
+        f"{' in mode per_query' if per_query else ''}; set_rope_parameters(rope_type='default') first",
+    )
+    return rope
+
+
+def _foreign_windows(config: FarspanConfig, family: Family) -> dict[str, Any]:
+    window = config.sliding_window
+    if family.windows is None:
+        return {}
+    raw: dict[str, Any] = {"sliding_window": window}
+    if family.windows == "layers":
+        raw |= {"use_sliding_window": window is not None, "layer_types": config.layer_types}
+    if family.nope is not None:
+        raw[family.nope] = [int(spec.rotary) for spec in config.attention_specs]
+    return raw

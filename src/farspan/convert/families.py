@@ -1,0 +1,118 @@
+"""What is known about each family of checkpoints, as data: where a tensor goes, and what its configuration implies."""
+
+from dataclasses import dataclass
+
+WEIGHTS = {
+    "model.embed_tokens.weight": "model.embed_tokens.weight",
+    "model.layers.{i}.input_layernorm.weight": "model.layers.{i}.input_layernorm.weight",
+    "model.layers.{i}.self_attn.q_proj.weight": "model.layers.{i}.self_attn.q_proj.weight",
+    "model.layers.{i}.self_attn.q_proj.bias": "model.layers.{i}.self_attn.q_proj.bias",
+    "model.layers.{i}.self_attn.q_norm.weight": "model.layers.{i}.self_attn.q_norm.weight",
+    "model.layers.{i}.self_attn.k_proj.weight": "model.layers.{i}.self_attn.k_proj.weight",
+    "model.layers.{i}.self_attn.k_proj.bias": "model.layers.{i}.self_attn.k_proj.bias",
+    "model.layers.{i}.self_attn.k_norm.weight": "model.layers.{i}.self_attn.k_norm.weight",
+    "model.layers.{i}.self_attn.t_proj.weight": "model.layers.{i}.self_attn.t_proj.weight",
+    "model.layers.{i}.self_attn.t_proj.bias": "model.layers.{i}.self_attn.t_proj.bias",
+    "model.layers.{i}.self_attn.t_norm.weight": "model.layers.{i}.self_attn.t_norm.weight",
+    "model.layers.{i}.self_attn.v_proj.weight": "model.layers.{i}.self_attn.v_proj.weight",
+    "model.layers.{i}.self_attn.v_proj.bias": "model.layers.{i}.self_attn.v_proj.bias",
+    "model.layers.{i}.self_attn.o_proj.weight": "model.layers.{i}.self_attn.o_proj.weight",
+    "model.layers.{i}.self_attn.o_proj.bias": "model.layers.{i}.self_attn.o_proj.bias",
+    "model.layers.{i}.post_attention_layernorm.weight": "model.layers.{i}.post_attention_layernorm.weight",
+    "model.layers.{i}.mlp.gate_proj.weight": "model.layers.{i}.mlp.gate_proj.weight",
+    "model.layers.{i}.mlp.gate_proj.bias": "model.layers.{i}.mlp.gate_proj.bias",
+    "model.layers.{i}.mlp.up_proj.weight": "model.layers.{i}.mlp.up_proj.weight",
+    "model.layers.{i}.mlp.up_proj.bias": "model.layers.{i}.mlp.up_proj.bias",
+    "model.layers.{i}.mlp.down_proj.weight": "model.layers.{i}.mlp.down_proj.weight",
+    "model.layers.{i}.mlp.down_proj.bias": "model.layers.{i}.mlp.down_proj.bias",
+    "model.norm.weight": "model.norm.weight",
+    "lm_head.weight": "lm_head.weight",
+}
+"""A tensor's name in a LLaMA-family (or farspan) safetensors folder → in our model; {i} is the layer.
+
+The names agree today. The table says which tensors are understood; a name that is not here is refused."""
+
+GGUF_WEIGHTS = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "blk.{i}.attn_norm.weight": "model.layers.{i}.input_layernorm.weight",
+    "blk.{i}.attn_q.weight": "model.layers.{i}.self_attn.q_proj.weight",
+    "blk.{i}.attn_q.bias": "model.layers.{i}.self_attn.q_proj.bias",
+    "blk.{i}.attn_q_norm.weight": "model.layers.{i}.self_attn.q_norm.weight",
+    "blk.{i}.attn_k.weight": "model.layers.{i}.self_attn.k_proj.weight",
+    "blk.{i}.attn_k.bias": "model.layers.{i}.self_attn.k_proj.bias",
+    "blk.{i}.attn_k_norm.weight": "model.layers.{i}.self_attn.k_norm.weight",
+    "blk.{i}.attn_v.weight": "model.layers.{i}.self_attn.v_proj.weight",
+    "blk.{i}.attn_v.bias": "model.layers.{i}.self_attn.v_proj.bias",
+    "blk.{i}.attn_output.weight": "model.layers.{i}.self_attn.o_proj.weight",
+    "blk.{i}.attn_output.bias": "model.layers.{i}.self_attn.o_proj.bias",
+    "blk.{i}.ffn_norm.weight": "model.layers.{i}.post_attention_layernorm.weight",
+    "blk.{i}.ffn_gate.weight": "model.layers.{i}.mlp.gate_proj.weight",
+    "blk.{i}.ffn_gate.bias": "model.layers.{i}.mlp.gate_proj.bias",
+    "blk.{i}.ffn_up.weight": "model.layers.{i}.mlp.up_proj.weight",
+    "blk.{i}.ffn_up.bias": "model.layers.{i}.mlp.up_proj.bias",
+    "blk.{i}.ffn_down.weight": "model.layers.{i}.mlp.down_proj.weight",
+    "blk.{i}.ffn_down.bias": "model.layers.{i}.mlp.down_proj.bias",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+"""The same for GGUF files."""
+
+IGNORED = ("model.layers.{i}.self_attn.rotary_emb.inv_freq", "rope_freqs.weight")
+"""Frequencies that older exporters stored; ours come from the configuration (GGUF's are checked against it)."""
+
+INTERLEAVED = (
+    "blk.{i}.attn_q.weight",
+    "blk.{i}.attn_q.bias",
+    "blk.{i}.attn_k.weight",
+    "blk.{i}.attn_k.bias",
+)
+"""Tensors whose rows GGUF stores pair by pair, (0, d/2, 1, d/2+1, …), in the architectures that say so below."""
+
+GGUF_CONFIG = {
+    "block_count": "num_hidden_layers",
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.sliding_window": "sliding_window",
+    "vocab_size": "vocab_size",
+}
+"""A GGUF field, after the name of its architecture → the field of a transformers configuration."""
+
+GGUF_NEEDED = ("block_count", "embedding_length", "feed_forward_length", "attention.head_count")
+"""Fields without which the file describes no model."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """What a `model_type` of transformers implies. A text names the boolean field of the source that decides."""
+
+    architecture: str
+    qkv_bias: bool | str = False
+    out_bias: bool | str = False
+    mlp_bias: bool | str = False
+    qk_norm: bool = False
+    windows: str | None = None
+    """"all": `sliding_window` is for every layer; "layers": for those that `layer_types` names."""
+    nope: str | None = None
+    """The field that lists a 0 for each layer without rotation."""
+
+
+FAMILIES = {
+    "llama": Family("LlamaForCausalLM", "attention_bias", "attention_bias", "mlp_bias"),
+    "mistral": Family("MistralForCausalLM", windows="all"),
+    "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True, windows="layers"),
+    "qwen3": Family("Qwen3ForCausalLM", "attention_bias", "attention_bias", qk_norm=True, windows="layers"),
+    "smollm3": Family(
+        "SmolLM3ForCausalLM", "attention_bias", "attention_bias", "mlp_bias", windows="layers", nope="no_rope_layers"
+    ),
+}
+
+GGUF_ARCHITECTURES = {"llama": True, "qwen2": False, "qwen3": False}
+"""GGUF's name → whether q and k are :data:`INTERLEAVED`. Mistral and SmolLM(2) files call themselves llama."""
+
+ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
+"""Laws of transformers that have a counterpart in farspan.ops.scaling."""

@@ -1,0 +1,134 @@
+"""GGUF files, read tensor by tensor with the `gguf` package; packed weights are unpacked to float32."""
+
+import struct
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from farspan.convert.families import (
+    GGUF_ARCHITECTURES,
+    GGUF_CONFIG,
+    GGUF_NEEDED,
+    GGUF_WEIGHTS,
+    INTERLEAVED,
+)
+from farspan.convert.names import template
+from farspan.convert.sources import Source
+from farspan.errors import require, unknown
+from farspan.ops import Llama3, Rotary
+
+
+class GgufFile(Source):
+    """One .gguf file of a LLaMA-family model."""
+
+    weights = GGUF_WEIGHTS
+    dtype = torch.float32
+
+    def __init__(self, path: Path) -> None:
+        try:
+            from gguf import GGUFReader
+        except ModuleNotFoundError as error:
+            raise ValueError(f"a .gguf SOURCE needs the package {error.name}; pip install 'farspan[gguf]'") from error
+        self.path = path
+        try:
+            reader = GGUFReader(path)
+        except (ValueError, KeyError, IndexError, OSError, OverflowError, struct.error) as error:
+            raise ValueError(f"{str(path)!r} is not a whole GGUF file ({error}); download it again") from error
+        self._fields = {name: field.contents() for name, field in reader.fields.items()}
+        self._tensors = {tensor.name: tensor for tensor in reader.tensors}
+        # A GGUF shape counts from the fastest axis.
+        self.shapes = {name: tuple(int(n) for n in reversed(t.shape)) for name, t in self._tensors.items()}
+        self.config = self._config()
+
+    def _config(self) -> dict[str, Any]:
+        kind = self._fields.get("general.architecture")
+        if kind not in GGUF_ARCHITECTURES:
+            raise unknown(f"general.architecture of {str(self.path)!r}", kind, GGUF_ARCHITECTURES)
+        for field in GGUF_NEEDED:
+            require(
+                f"{kind}.{field}" in self._fields,
+                f"{str(self.path)!r} must give {kind}.{field}, got none; export the file again",
+            )
+        config = {
+            ours: self._fields[f"{kind}.{theirs}"]
+            for theirs, ours in GGUF_CONFIG.items()
+            if f"{kind}.{theirs}" in self._fields
+        }
+        config.setdefault("num_key_value_heads", config["num_attention_heads"])
+        config.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
+        rotated = self._fields.get(f"{kind}.rope.dimension_count", config["head_dim"])
+        require(
+            rotated == config["head_dim"],
+            f"{kind}.rope.dimension_count must be the head width {config['head_dim']}, got {rotated}; "
+            "models that rotate only part of a head are not supported",
+        )
+        if "token_embd.weight" in self.shapes:
+            config["vocab_size"] = self.shapes["token_embd.weight"][0]
+        if config.get("sliding_window") and kind == "llama":
+            config["model_type"] = "mistral"
+        for token in ("bos", "eos", "padding"):
+            name = "pad" if token == "padding" else token
+            config[f"{name}_token_id"] = self._fields.get(f"tokenizer.ggml.{token}_token_id")
+        biased = "blk.0.attn_q.bias" in self.shapes
+        return {
+            "model_type": kind,
+            **config,
+            "tie_word_embeddings": "output.weight" not in self.shapes,
+            "attention_bias": biased,
+            "mlp_bias": "blk.0.ffn_up.bias" in self.shapes,
+            "rope_parameters": self._rope(str(kind), config["head_dim"]),
+        }
+
+    def _rope(self, kind: str, width: int) -> dict[str, Any]:
+        base = float(self._fields.get(f"{kind}.rope.freq_base", 10_000.0))
+        law = self._fields.get(f"{kind}.rope.scaling.type", "none")
+        rope: dict[str, Any] = {"rope_theta": base, "rope_type": "default" if law == "none" else law}
+        for theirs, ours in (("factor", "factor"), ("original_context_length", "original_max_position_embeddings")):
+            value = self._fields.get(f"{kind}.rope.scaling.{theirs}")
+            if value is not None and law != "none":
+                rope[ours] = value
+        if "rope_freqs.weight" in self._tensors:
+            rope = self._llama3(base, width)
+        return rope
+
+    def _llama3(self, base: float, width: int) -> dict[str, Any]:
+        """Llama 3.1 files hold no parameters of their law, only what divides each frequency: check it against 8192."""
+        divisors = self._unpack("rope_freqs.weight").double()
+        law = Llama3(round(float(divisors.max()), 3), 8192)
+        expected = Rotary(width, base).frequencies() / Rotary(width, base, law).frequencies()
+        fits = divisors.shape == expected.shape and torch.allclose(divisors, expected, rtol=1e-4)
+        require(
+            fits,
+            "tensor 'rope_freqs.weight' must follow Llama 3.1's law (training length 8192, turns 1 to 4), got other "
+            "factors; convert the safetensors folder instead",
+        )
+        return {
+            "rope_theta": base,
+            "rope_type": "llama3",
+            "factor": law.factor,
+            "original_max_position_embeddings": law.train_length,
+            "low_freq_factor": law.low_turns,
+            "high_freq_factor": law.high_turns,
+        }
+
+    def _unpack(self, name: str) -> Tensor:
+        from gguf.quants import dequantize
+
+        tensor = self._tensors[name]
+        return torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy()).reshape(self.shapes[name])
+
+    def read(self, name: str) -> Tensor:
+        tensor = self._unpack(name)
+        if GGUF_ARCHITECTURES[self._fields["general.architecture"]] and template(name)[0] in INTERLEAVED:
+            width = self.config["head_dim"]
+            pairs = tensor.unflatten(0, (-1, width // 2, 2))  # head, pair, member
+            tensor = pairs.transpose(1, 2).reshape(tensor.shape)
+        return tensor
+
+    def carry(self, folder: Path) -> None:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(str(self.path.parent), gguf_file=self.path.name)
+        tokenizer.save_pretrained(folder)

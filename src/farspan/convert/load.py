@@ -1,0 +1,92 @@
+"""A source's tensors into our model, one at a time: nothing is held but the model and the tensor on its way."""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from farspan.convert.configuration import read_config
+from farspan.convert.families import IGNORED
+from farspan.convert.names import filled, template
+from farspan.convert.sources import Source
+from farspan.errors import require
+from farspan.models import FarspanForCausalLM
+
+Progress = Callable[[str, int, int], None]
+"""Called with what is being done, how much is done, and of how much."""
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+def load(
+    source: Source,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    progress: Progress | None = None,
+) -> FarspanForCausalLM:
+    """The source as our model with attention "rope": the same logits. dtype None keeps the source's."""
+    config = read_config(source.config)
+    with torch.device("meta"):
+        model = FarspanForCausalLM(config)
+    plan = matched(source, model)
+    for done, (theirs, ours) in enumerate(plan.items()):
+        # A copy: what safetensors gives is a window on the file, which may change or vanish.
+        _place(model, ours, source.read(theirs).to(device=device, dtype=dtype or source.dtype, copy=True))
+        if progress is not None:
+            progress("reading", done + 1, len(plan))
+    if config.tie_word_embeddings:
+        model.lm_head.weight = model.model.embed_tokens.weight
+    model.config.dtype = dtype or source.dtype
+    return model.eval()
+
+
+def matched(source: Source, model: FarspanForCausalLM) -> dict[str, str]:
+    """Source name → our name for every tensor, or one line about the first that is missing, extra or misshapen."""
+    inverse = {ours: theirs for theirs, ours in source.weights.items()}
+    wanted = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
+    tied = model.config.tie_word_embeddings
+    plan: dict[str, str] = {}
+    for ours, shape in wanted.items():
+        pattern, layer = template(ours)
+        theirs = filled(inverse[pattern], layer)
+        if ours == HEAD and tied:
+            _check_tied_head(source, theirs, filled(inverse[EMBEDDING], None))
+            continue
+        require(
+            theirs in source.shapes,
+            f"tensor {theirs!r} is missing from {str(source.path)!r}; download it again, or check that its "
+            "configuration fits its weights",
+        )
+        require(
+            source.shapes[theirs] == shape,
+            f"tensor {theirs!r} must have shape {shape} by the configuration, got {source.shapes[theirs]} in "
+            f"{str(source.path)!r}; check hidden_size, head counts and vocab_size",
+        )
+        plan[theirs] = ours
+    for theirs in source.shapes:
+        known = theirs in plan or template(theirs)[0] in IGNORED or (tied and theirs == inverse[HEAD])
+        require(
+            known,
+            f"tensor {theirs!r} in {str(source.path)!r} has no place in a {source.config.get('model_type')} model of "
+            f"{model.config.num_hidden_layers} layers; check num_hidden_layers, biases and model_type",
+        )
+    return plan
+
+
+def _check_tied_head(source: Source, head: str, embedding: str) -> None:
+    if head not in source.shapes:
+        return
+    same = source.shapes[head] == source.shapes.get(embedding) and torch.equal(
+        source.read(head), source.read(embedding)
+    )
+    require(
+        same,
+        f"tensor {head!r} must equal {embedding!r} where tie_word_embeddings is true, got another; "
+        "set tie_word_embeddings to false in config.json",
+    )
+
+
+def _place(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    owner, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(owner), leaf, nn.Parameter(tensor))

@@ -1,0 +1,112 @@
+"""From a checkpoint on disk to a farspan model."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from farspan.convert.calibrate import CalibrationConfig, CalibrationReport, calibrate
+from farspan.convert.configuration import read_config
+from farspan.convert.folder import check_out, save
+from farspan.convert.load import Progress, load
+from farspan.convert.sources import open_source
+from farspan.convert.target import AttentionArgument, replace_attention, target_specs
+from farspan.convert.text import calibration_windows
+from farspan.errors import require
+from farspan.models import FarspanForCausalLM
+from farspan.results import write_result
+
+
+def from_pretrained(
+    path: str | os.PathLike[str],
+    attention: AttentionArgument | None = "rope",
+    *,
+    calibration: Tensor | None = None,
+    calibration_config: CalibrationConfig | None = None,
+    keep_rope: int = 0,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    progress: Progress | None = None,
+) -> FarspanForCausalLM:
+    """A LLaMA, Mistral, Qwen2, Qwen3 or SmolLM checkpoint as a farspan model.
+
+    Args:
+        path: a folder with config.json and safetensors, a .gguf file, or a farspan folder.
+        attention: "rope" gives the source's logits; "coca-exact", "coca-slack" or "coca-strict", or a list with one
+            entry a layer. A name keeps each layer's window and rotation; None keeps what a farspan folder has.
+        calibration: ids (windows, length) of text to fit CoCA layers on (:func:`calibrate`, which also returns a
+            report); without it they start from copied weights, which is far from the source.
+        keep_rope: after calibration, put so many of the worst layers back as RoPE.
+        dtype: of the weights; None keeps the source's (float32 for GGUF).
+        progress: called with (what, done, of how many).
+
+    ::
+
+        model = farspan.convert.from_pretrained("SmolLM2-135M-Instruct.Q4_1.gguf", attention="coca-exact")
+    """
+    model = load(open_source(Path(path)), dtype=dtype, device=device, progress=progress)
+    give_attention(model, attention, calibration, calibration_config, keep_rope=keep_rope, progress=progress)
+    return model
+
+
+def give_attention(
+    model: FarspanForCausalLM,
+    attention: AttentionArgument | None,
+    calibration: Tensor | None = None,
+    calibration_config: CalibrationConfig | None = None,
+    *,
+    keep_rope: int = 0,
+    progress: Progress | None = None,
+) -> CalibrationReport | None:
+    """Replace a RoPE model's attention, fitted if there is text for it, otherwise from copied weights."""
+    require(
+        calibration is not None or keep_rope == 0,
+        f"keep_rope needs calibration text to tell the worst layers, got {keep_rope} without; give both or name the "
+        "layers in attention=[…]",
+    )
+    if attention is None:
+        return None
+    if calibration is not None:
+        return calibrate(model, attention, calibration, calibration_config, keep_rope=keep_rope, progress=progress)
+    for layer, spec in enumerate(target_specs(attention, model.config.attention_specs)):
+        if spec != model.config.attention_specs[layer]:
+            replace_attention(model, layer, spec)
+    return None
+
+
+def convert_folder(
+    source: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    attention: AttentionArgument | None = None,
+    *,
+    to: str | None = None,
+    text: Sequence[str] = (),
+    tokens: int = 65_536,
+    length: int = 512,
+    calibration_config: CalibrationConfig | None = None,
+    keep_rope: int = 0,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    progress: Progress | None = None,
+) -> CalibrationReport | None:
+    """:func:`from_pretrained`, written to a new folder with the tokenizer and calibration.json, the report.
+
+    to: write another family's format instead, where nothing is lost. text: sources as `farspan data` takes them, from
+    which `tokens` in windows of `length` (or the training length) are taken to calibrate on.
+    """
+    check_out(Path(out))
+    opened = open_source(Path(source))
+    length = min(length, read_config(opened.config).train_length)
+    ids = calibration_windows(opened, text, tokens, length) if text else None
+    model = load(opened, dtype=dtype, device=device, progress=progress)
+    report = give_attention(model, attention, ids, calibration_config, keep_rope=keep_rope, progress=progress)
+
+    def beside(folder: Path) -> None:
+        opened.carry(folder)
+        if report is not None:
+            write_result(folder / "calibration.json", report.rows(), device=str(model.device), seed=0)
+
+    save(model, Path(out), beside, to=to)
+    return report

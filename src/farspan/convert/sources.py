@@ -1,0 +1,151 @@
+"""Checkpoints as they lie on disk: a configuration, names with shapes, and one tensor at a time.
+
+Only formats that hold numbers and nothing else are read. A pickle can run code when it is opened, so it is refused.
+"""
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from farspan.convert.families import WEIGHTS
+from farspan.errors import require
+
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+INDEX = "model.safetensors.index.json"
+CARRIED = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+"""Tokenizer and generation settings travel with a model unchanged."""
+
+
+class Source(ABC):
+    """A checkpoint on disk."""
+
+    path: Path
+    config: dict[str, Any]
+    """As in a config.json of transformers."""
+    weights: Mapping[str, str]
+    """The weight map: this source's names → our names."""
+    shapes: dict[str, tuple[int, ...]]
+    """Every tensor's shape, by its name here."""
+    dtype: torch.dtype
+    """What the tensors are stored in; float32 where they are packed."""
+
+    @abstractmethod
+    def read(self, name: str) -> Tensor:
+        """One tensor, on the CPU."""
+
+    @abstractmethod
+    def carry(self, folder: Path) -> None:
+        """Leave what travels unchanged in a folder: the tokenizer and the settings of `generate`."""
+
+
+def open_source(path: Path) -> Source:
+    """The source at a path: a folder with config.json and safetensors, or a .gguf file."""
+    require(path.exists(), f"SOURCE must be a folder or a .gguf file, got {str(path)!r}, which does not exist")
+    if path.is_dir():
+        found = sorted(path.glob("*.gguf"))
+        if found and not (path / "config.json").exists():
+            require(
+                len(found) == 1, f"SOURCE must hold one .gguf file, got {len(found)} in {str(path)!r}; name one of them"
+            )
+            path = found[0]
+        else:
+            return Folder(path)
+    require(
+        path.suffix not in PICKLES,
+        f"SOURCE must be safetensors or GGUF, got the pickle {str(path)!r}, which could run code when opened; "
+        "save the model again with transformers' save_pretrained",
+    )
+    require(
+        path.suffix == ".gguf", f"SOURCE must be a folder or a .gguf file, got {str(path)!r}; give the model's folder"
+    )
+    from farspan.convert.gguf_file import GgufFile
+
+    return GgufFile(path)
+
+
+class Folder(Source):
+    """A transformers folder: config.json and safetensors, in one file or in shards."""
+
+    weights = WEIGHTS
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        require((path / "config.json").is_file(), f"SOURCE must have a config.json, got {str(path)!r} without one")
+        self.config = _json(path / "config.json")
+        self._files = {file: self._open(file) for file in self._list()}
+        self._where = {name: file for file, opened in self._files.items() for name in opened.keys()}  # noqa: SIM118
+        slices = {name: self._files[file].get_slice(name) for name, file in self._where.items()}
+        self.shapes = {name: tuple(piece.get_shape()) for name, piece in slices.items()}
+        kinds = [getattr(torch, DTYPES[piece.get_dtype()]) for piece in slices.values() if piece.get_dtype() in DTYPES]
+        self.dtype = max(kinds, key=kinds.count) if kinds else torch.float32
+        for name, piece in slices.items():
+            require(
+                piece.get_dtype() in DTYPES,
+                f"tensor {name!r} must hold floating-point numbers, got {piece.get_dtype()}; "
+                "convert the unquantised checkpoint",
+            )
+
+    def _list(self) -> list[str]:
+        if (self.path / INDEX).is_file():
+            files = sorted(set(_json(self.path / INDEX).get("weight_map", {}).values()))
+            for file in files:
+                require(
+                    (self.path / file).is_file(),
+                    f"{INDEX} names the shard {file!r}, which is missing from {str(self.path)!r}; download it again",
+                )
+            if files:
+                return files
+        if (self.path / "model.safetensors").is_file():
+            return ["model.safetensors"]
+        pickles = sorted(file.name for file in self.path.iterdir() if file.suffix in PICKLES)
+        require(
+            not pickles,
+            f"SOURCE must have safetensors, got only {', '.join(pickles[:1])!r} in {str(self.path)!r}, a pickle that "
+            "could run code when opened; save the model again with transformers' save_pretrained",
+        )
+        raise ValueError(f"SOURCE must have model.safetensors or {INDEX}, got {str(self.path)!r} without either")
+
+    def _open(self, file: str) -> Any:
+        try:
+            return safe_open(self.path / file, framework="pt")
+        except SafetensorError as error:
+            raise ValueError(
+                f"{str(self.path / file)!r} is not a whole safetensors file ({error}); download or save it again"
+            ) from error
+
+    def read(self, name: str) -> Tensor:
+        tensor: Tensor = self._files[self._where[name]].get_tensor(name)
+        return tensor
+
+    def carry(self, folder: Path) -> None:
+        for name in CARRIED:
+            if (self.path / name).is_file():
+                (folder / name).write_bytes((self.path / name).read_bytes())
+
+
+DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{str(path)!r} is not JSON ({error}); download or save it again") from error
+    require(isinstance(found, dict), f"{str(path)!r} must hold a JSON object, got {type(found).__name__}")
+    return dict(found)

@@ -1,0 +1,81 @@
+"""Another attention in place of a layer's RoPE, with the weights it can start from."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from farspan.errors import require
+from farspan.layers.spec import AttentionSpec
+from farspan.models import FarspanForCausalLM
+from farspan.models.modeling import FarspanAttention
+
+Entry = str | Mapping[str, Any] | AttentionSpec
+AttentionArgument = Entry | Sequence[Entry]
+
+
+def target_specs(attention: AttentionArgument, source: Sequence[AttentionSpec]) -> tuple[AttentionSpec, ...]:
+    """One spec a layer. A name keeps the source layer's window and rotation; a mapping says all itself.
+
+    >>> source = [AttentionSpec("rope", window=8), AttentionSpec("rope")]
+    >>> [spec.window for spec in target_specs("coca-exact", source)]
+    [8, None]
+    """
+    entries = [attention] * len(source) if isinstance(attention, str | Mapping | AttentionSpec) else list(attention)
+    require(
+        len(entries) == len(source),
+        f"attention must have one entry for each of the {len(source)} layers, got {len(entries)}; repeat the pattern",
+    )
+    specs = []
+    for entry, old in zip(entries, source, strict=True):
+        spec = AttentionSpec.parse(entry)
+        if isinstance(entry, str):
+            spec = AttentionSpec(spec.kind, spec.form, old.window, old.rotary)
+        require(spec.kind in ("rope", "coca"), f"attention must be rope or CoCA after a conversion, got {spec.name!r}")
+        specs.append(spec)
+    return tuple(specs)
+
+
+def replace_attention(model: FarspanForCausalLM, layer: int, spec: AttentionSpec) -> FarspanAttention:
+    """Give one layer of a rope model another attention, started from its weights; returns the new module.
+
+    W_T starts as the mean of the two halves of each head's W_K, which is what the authors' code makes of a LLaMA
+    checkpoint: they load W_K into a projection whose halves are averaged before the ReLU. Strict CoCA's tied W_Q starts
+    as the mean of the halves of W_Q. Norms of q and k become norms of q and t alike: they bound scores that are
+    cubic in activations, as the source's bound scores that are quadratic.
+    """
+    config = model.config
+    old: FarspanAttention = model.model.layers[layer].self_attn
+    specs = list(config.attention_specs)
+    require(
+        specs[layer].kind == "rope",
+        f"layer {layer} must be rope to become {spec.name}, got {specs[layer].name!r}; start from the original",
+    )
+    specs[layer] = spec
+    config.attention = [one.to_dict() for one in specs]
+    weight = old.q_proj.weight
+    with torch.device("meta"):
+        new = FarspanAttention(config, layer)
+    sources = {name: tensor.detach() for name, tensor in old.named_parameters()}
+    for name, parameter in list(new.named_parameters()):
+        from_ = sources[name.replace("t_proj", "k_proj").replace("t_norm", "k_norm")]
+        value = from_ if from_.shape == parameter.shape else _mean_of_halves(from_, old.head_dim)
+        owner, _, leaf = name.rpartition(".")
+        setattr(new.get_submodule(owner), leaf, nn.Parameter(value.to(weight.dtype, copy=True)))
+    new.train(old.training)
+    model.model.layers[layer].self_attn = new
+    return new
+
+
+def restore_attention(model: FarspanForCausalLM, layer: int, original: FarspanAttention) -> None:
+    """Put back what :func:`replace_attention` took out."""
+    specs = list(model.config.attention_specs)
+    specs[layer] = original.spec
+    model.config.attention = [one.to_dict() for one in specs]
+    model.model.layers[layer].self_attn = original
+
+
+def _mean_of_halves(x: Tensor, width: int) -> Tensor:
+    """(heads·d, …) → (heads·d/2, …): the mean of the two members of each pair."""
+    return x.unflatten(0, (-1, 2, width // 2)).mean(1).flatten(0, 1)

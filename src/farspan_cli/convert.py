@@ -1,0 +1,108 @@
+"""`farspan convert` and `farspan generate`: checkpoints of other families, in and out, and their text."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from farspan_cli.app import app, fail
+
+if TYPE_CHECKING:
+    from farspan.convert import CalibrationReport
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@app.command()
+def convert(
+    source: Annotated[
+        Path, typer.Argument(help="Folder with config.json and safetensors, or a .gguf file.", show_default=False)
+    ],
+    out: Annotated[Path, typer.Option(help="Folder for the model; new or empty.", show_default=False)],
+    attention: Annotated[
+        str | None,
+        typer.Option(help="rope (the source's logits), coca-exact, coca-slack, coca-strict; or one a layer: rope,…"),
+    ] = None,
+    to: Annotated[str | None, typer.Option(help="Write for transformers instead: llama, mistral, qwen2 …")] = None,
+    calibrate: Annotated[
+        list[str] | None, typer.Option(help="Text to fit CoCA layers on, as `farspan data` takes it.")
+    ] = None,
+    calibrate_tokens: Annotated[int, typer.Option(help="So many tokens of it.", min=1024)] = 65_536,
+    calibrate_steps: Annotated[int, typer.Option(help="Adam steps a layer; 0 = the closed form alone.", min=0)] = 100,
+    fit: Annotated[str, typer.Option(help="What is fitted: t, or tq for W_Q as well; also v, o.")] = "tq",
+    keep_rope: Annotated[int, typer.Option(help="Leave so many of the worst layers as they were.", min=0)] = 0,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16. Default: the source's.")] = None,
+) -> None:
+    """A LLaMA, Mistral, Qwen2, Qwen3 or SmolLM checkpoint → a farspan model, or back.
+
+    Example: `farspan convert SmolLM2-135M-Instruct.Q4_1.gguf --attention rope --out models/smollm2-rope`
+
+    Example: `farspan convert SmolLM2.gguf --attention coca-exact --calibrate books.jsonl.xz --out models/smollm2-coca`
+
+    Example: `farspan convert models/smollm2-rope --to llama --out models/smollm2-llama`
+    """
+    import torch
+    from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    from farspan.convert import CalibrationConfig, convert_folder
+
+    if dtype is not None and dtype not in DTYPES:
+        fail(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}; choose one of these")
+    console = Console()
+    columns = "{task.description}", BarColumn(), TaskProgressColumn(), TimeElapsedColumn()
+    with Progress(*columns, "left", TimeRemainingColumn(), console=console) as progress:
+        tasks: dict[str, TaskID] = {}
+
+        def show(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = progress.add_task(what, total=total)
+            progress.update(tasks[what], completed=done)
+
+        report = convert_folder(
+            source,
+            out,
+            attention.split(",") if attention and "," in attention else attention,
+            to=to,
+            text=calibrate or (),
+            tokens=calibrate_tokens,
+            calibration_config=CalibrationConfig(fit=fit, steps=calibrate_steps),
+            keep_rope=keep_rope,
+            dtype=getattr(torch, dtype) if dtype else None,
+            device="cuda" if calibrate and torch.cuda.is_available() else "cpu",
+            progress=show,
+        )
+    if report is not None:
+        _show(console, report)
+    console.print(f"written: {out}")
+
+
+def _show(console: Console, report: "CalibrationReport") -> None:
+    table = Table("layer", "attention", "KL copied", "KL closed form", "KL fitted", "output error", "of the stream")
+    for row in report.layers:
+        numbers = (row.copied.attention_kl, row.closed.attention_kl, row.fitted.attention_kl, row.fitted.output_error)
+        kind = "rope (kept)" if row.layer in report.kept else row.attention
+        table.add_row(str(row.layer), kind, *(f"{x:.3f}" for x in numbers), f"{row.stream_error:.4f}")
+    console.print(table)
+    console.print(f"calibrated on {report.tokens:,} tokens in {report.seconds:.0f} s")
+
+
+@app.command()
+def generate(
+    model: Annotated[Path, typer.Argument(help="A farspan folder, or anything `farspan convert` reads.")],
+    prompt: Annotated[str, typer.Argument(help="The text to continue.", show_default=False)],
+    max_new_tokens: Annotated[int, typer.Option(help="At most so many tokens.", min=1)] = 128,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.", min=0)] = 0.0,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")] = False,
+) -> None:
+    """Continue a text, printing each word as it comes.
+
+    Example: `farspan generate models/smollm2-coca "The sea was" --max-new-tokens 50`
+    """
+    from farspan.convert.text import stream
+
+    for piece in stream(model, prompt, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, chat=chat):
+        print(piece, end="", flush=True)
+    print()

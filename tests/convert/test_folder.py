@@ -1,0 +1,196 @@
+"""`farspan convert` and `farspan generate` end to end, back-conversion, and what is left when writing fails."""
+
+import io
+import json
+import subprocess
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from farspan import FarspanConfig, FarspanForCausalLM
+from farspan.convert import convert_folder, from_pretrained
+from farspan.convert.configuration import write_config
+from farspan.convert.text import stream
+from farspan.data import load_tokenizer
+from farspan_cli import main
+from tests.convert.sources import CASES, edit_config, saved, tokens
+
+
+def farspan(*arguments: object, before: str = "") -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own, after some Python."""
+    code = f"{before}\nimport sys; sys.argv = ['farspan', *sys.argv[1:]]; from farspan_cli import main; main()"
+    return subprocess.run([sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True)
+
+
+def called(*arguments: object) -> tuple[int, str, str]:
+    """The command in this process: exit status, stdout, stderr."""
+    out, err = io.StringIO(), io.StringIO()
+    with (
+        redirect_stdout(out),
+        redirect_stderr(err),
+        patch.object(sys, "argv", ["farspan", *map(str, arguments)]),
+        pytest.raises(SystemExit) as exit_,
+    ):
+        main()
+    return int(exit_.value.code or 0), out.getvalue(), err.getvalue()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_back_conversion_loses_nothing(case: str, tmp_path: Path) -> None:
+    source, ids = saved(tmp_path / "source", case), tokens()
+    convert_folder(tmp_path / "source", tmp_path / "ours")
+    convert_folder(tmp_path / "ours", tmp_path / "back", to=source.config.model_type)
+    back = AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+    assert type(back) is type(source)
+    with torch.no_grad():
+        assert torch.equal(source(ids).logits, back(ids).logits)
+
+
+def test_large_models_are_written_in_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved(tmp_path / "source", "qwen2")
+    monkeypatch.setattr("farspan.convert.folder.SHARD_BYTES", 20_000)
+    convert_folder(tmp_path / "source", tmp_path / "ours", "coca-exact")
+    assert len(list((tmp_path / "ours").glob("model-*.safetensors"))) > 2
+    ids, model = tokens(), from_pretrained(tmp_path / "source", "coca-exact")
+    for again in (FarspanForCausalLM.from_pretrained(tmp_path / "ours"), from_pretrained(tmp_path / "ours", None)):
+        assert torch.equal(again(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize(
+    ("changes", "to", "message"),
+    [
+        ({"attention": "coca-exact"}, "llama", "would lose attention .* has rope, this one coca-exact"),
+        ({"attention": {"kind": "rope", "window": 8}}, "llama", "would lose attention .* this one rope window 8"),
+        ({"qkv_bias": True}, "llama", "would lose qkv_bias"),
+        ({"qk_norm": True}, "mistral", "would lose qk_norm"),
+        ({"rope_parameters": {"rope_type": "ntk", "factor": 2.0}}, "llama", "must be of a kind that transformers has"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "llama", "in mode per_query"),
+        ({}, "lama", "did you mean 'llama'"),
+    ],
+)
+def test_what_another_family_cannot_hold_is_refused(changes: dict, to: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        write_config(FarspanConfig.preset("tiny", **{"attention": "rope", **changes}), to)
+
+
+def with_tokenizer(folder: Path) -> Path:
+    """A tiny model with the byte tokenizer, whose ids stay inside its vocabulary for the letters used here."""
+    model = saved(folder, "llama tied")
+    model.resize_token_embeddings(257)
+    model.save_pretrained(folder)
+    load_tokenizer("bytes").save(folder)
+    edit_config(folder, eos_token_id=0)
+    return folder
+
+
+def test_convert_and_generate_from_the_command_line(tmp_path: Path) -> None:
+    source = with_tokenizer(tmp_path / "source")
+    status, out, err = called(
+        "convert", source, "--attention", "coca-slack,rope,coca-exact", "--out", tmp_path / "ours"
+    )
+    assert status == 0, err
+    assert f"written: {tmp_path / 'ours'}" in out.replace("\n", "")
+    assert not err
+    assert json.loads((tmp_path / "ours" / "config.json").read_text())["architectures"] == ["FarspanForCausalLM"]
+    kinds = [spec.name for spec in from_pretrained(tmp_path / "ours", None).config.attention_specs]
+    assert kinds == ["coca-slack", "rope", "coca-exact"]
+    assert AutoTokenizer.from_pretrained(tmp_path / "ours")("ab").input_ids == [98, 99]
+    status, out, err = called("generate", tmp_path / "ours", "hello", "--max-new-tokens", 8)
+    assert status == 0, err
+    assert out == "".join(stream(tmp_path / "ours", "hello", max_new_tokens=8)) + "\n"
+
+
+def test_text_comes_in_pieces_and_is_what_generate_gives(tmp_path: Path) -> None:
+    source = with_tokenizer(tmp_path)
+    model, tokenizer = from_pretrained(source), AutoTokenizer.from_pretrained(source)
+    prompt = tokenizer("some words", return_tensors="pt")
+    ids = model.generate(**prompt, max_new_tokens=30, do_sample=False, pad_token_id=0, eos_token_id=0)
+    expected = tokenizer.decode(ids[0, prompt.input_ids.shape[1] :], skip_special_tokens=True)
+    pieces = list(stream(source, "some words", max_new_tokens=30))
+    assert "".join(pieces) == expected
+    sampled = ["".join(stream(source, "some words", max_new_tokens=9, temperature=2.0, seed=s)) for s in (0, 0, 1)]
+    assert sampled[0] == sampled[1] != sampled[2]
+
+
+def test_a_prompt_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
+    source = with_tokenizer(tmp_path)
+    with pytest.raises(ValueError, match="prompt must have at least one token"):
+        list(stream(source, ""))
+    with pytest.raises(ValueError, match="--chat needs a tokenizer with a chat template"):
+        list(stream(source, "a", chat=True))
+    (tmp_path / "tokenizer.json").unlink()
+    (tmp_path / "tokenizer_config.json").unlink()
+    with pytest.raises(ValueError, match="must come with its tokenizer"):
+        list(stream(source, "a"))
+
+
+def test_a_full_disk_leaves_no_folder(tmp_path: Path) -> None:
+    """A real write fails: the process may not make files of more than 4 kB."""
+    saved(tmp_path / "source")
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))"
+    done = farspan("convert", tmp_path / "source", "--out", tmp_path / "out", before=limit)
+    assert done.returncode == 2
+    assert "could not be written" in done.stderr
+    assert "free some space" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_no_space_at_the_write_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import errno
+    import os
+
+    saved(tmp_path / "source")
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("farspan.convert.folder.save_file", full)
+    with pytest.raises(OSError, match=r"--out '.*out' could not be written \(No space left on device\); free some"):
+        convert_folder(tmp_path / "source", tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_a_folder_that_holds_something_is_not_touched(tmp_path: Path) -> None:
+    saved(tmp_path / "source")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("x")
+    with pytest.raises(ValueError, match="--out must be a new or empty folder"):
+        convert_folder(tmp_path / "source", tmp_path / "out")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
+    (tmp_path / "out" / "mine").unlink()
+    convert_folder(tmp_path / "source", tmp_path / "out")
+    assert (tmp_path / "out" / "model.safetensors").stat().st_mode & 0o777 == 0o644
+
+
+def test_calibration_from_the_command_line_leaves_its_report(tmp_path: Path) -> None:
+    source = with_tokenizer(tmp_path / "source")
+    (tmp_path / "a.txt").write_text("some words in a row, and then others. " * 40)
+    options = ("--calibrate", tmp_path / "a.txt", "--calibrate-tokens", 1024, "--calibrate-steps", 1, "--keep-rope", 1)
+    status, out, err = called("convert", source, "--attention", "coca-exact", *options, "--out", tmp_path / "ours")
+    assert status == 0, err
+    report = json.loads((tmp_path / "ours" / "calibration.json").read_text())
+    assert report["schema"] == 1
+    assert [row["layer"] for row in report["rows"]] == [0, 1, 2]
+    assert sum(row["kept_rope"] for row in report["rows"]) == 1
+    kinds = [spec.kind for spec in from_pretrained(tmp_path / "ours", None).config.attention_specs]
+    assert kinds == ["rope" if row["kept_rope"] else "coca" for row in report["rows"]]
+    assert "calibrated on" in out
+
+
+def test_calibration_that_cannot_be_is_refused(tmp_path: Path) -> None:
+    source = with_tokenizer(tmp_path / "source")
+    (tmp_path / "a.txt").write_text("short")
+    for options, message in (
+        (("--keep-rope", 1), "keep_rope needs calibration text"),
+        (("--calibrate", tmp_path / "a.txt"), "--calibrate must give at least two windows of 16 tokens, got 0"),
+    ):
+        status, _, err = called("convert", source, "--attention", "coca-exact", *options, "--out", tmp_path / "out")
+        assert status == 2
+        assert message in err
+        assert not (tmp_path / "out").exists()

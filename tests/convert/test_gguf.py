@@ -1,0 +1,125 @@
+"""GGUF files, written here with the gguf package, are read as transformers reads them."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from farspan.convert import from_pretrained
+from farspan.convert.families import GGUF_WEIGHTS, INTERLEAVED
+from farspan.convert.names import filled, template
+from tests.convert.sources import random_model, tokens
+
+gguf = pytest.importorskip("gguf", reason="pip install 'farspan[gguf]'")
+from gguf.quants import quantize  # noqa: E402
+
+Q8_0, F32 = gguf.GGMLQuantizationType.Q8_0, gguf.GGMLQuantizationType.F32
+
+
+def interleave(x: torch.Tensor, width: int) -> torch.Tensor:
+    """Rows (0 … d/2-1, d/2 … d-1) of each head in the order (0, d/2, 1, d/2+1, …)."""
+    order = torch.arange(width).view(2, -1).T.flatten()
+    return x.unflatten(0, (-1, width))[:, order].flatten(0, 1)
+
+
+def write(path: Path, model: PreTrainedModel, arch: str, kind: Any = F32, extra: dict[str, torch.Tensor] | None = None):
+    """The model as a GGUF file, matrices packed as `kind`; what unpacking gives is put back into the model."""
+    config = model.config
+    writer = gguf.GGUFWriter(path, arch)
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(width)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_rope_dimension_count(width)
+    inverse = {ours: theirs for theirs, ours in GGUF_WEIGHTS.items()}
+    for name, parameter in model.named_parameters():
+        pattern, layer = template(name)
+        tensor = parameter.detach()
+        if arch == "llama" and inverse[pattern] in INTERLEAVED:
+            tensor = interleave(tensor, width)
+        packing = kind if tensor.ndim == 2 else F32
+        packed = quantize(tensor.numpy().astype(np.float32), packing)
+        if packing != F32:
+            unpacked = torch.from_numpy(gguf.quants.dequantize(packed, packing))
+            paired = arch == "llama" and inverse[pattern] in INTERLEAVED
+            parameter.data = deinterleave(unpacked, width) if paired else unpacked
+        writer.add_tensor(filled(inverse[pattern], layer), packed, raw_dtype=packing)
+    for name, tensor in (extra or {}).items():
+        writer.add_tensor(name, tensor.numpy().astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def deinterleave(x: torch.Tensor, width: int) -> torch.Tensor:
+    order = torch.arange(width).view(-1, 2).T.flatten()
+    return x.unflatten(0, (-1, width))[:, order].flatten(0, 1)
+
+
+@pytest.mark.parametrize("kind", [F32, Q8_0], ids=["F32", "Q8_0"])
+@pytest.mark.parametrize("case", ["llama", "llama tied", "qwen2", "qwen3"])
+def test_gguf_gives_the_sources_logits(case: str, kind: Any, tmp_path: Path) -> None:
+    model, ids = random_model(case), tokens()
+    write(tmp_path / "m.gguf", model, case.split()[0], kind)
+    with torch.no_grad():
+        expected, found = model(ids).logits, from_pretrained(tmp_path / "m.gguf")(ids).logits
+    assert (expected - found).abs().max() <= 1e-5
+
+
+def test_transformers_reads_the_same_file_alike(tmp_path: Path) -> None:
+    """The test's own writer is no witness to itself; transformers' reader is."""
+    from transformers import GgufConfig
+
+    write(tmp_path / "m.gguf", random_model("llama"), "llama", Q8_0)
+    options = {"gguf_file": "m.gguf", "quantization_config": GgufConfig(dequantize=True), "dtype": torch.float32}
+    theirs, ids = AutoModelForCausalLM.from_pretrained(tmp_path, **options), tokens()
+    with torch.no_grad():
+        assert (theirs(ids).logits - from_pretrained(tmp_path)(ids).logits).abs().max() <= 1e-5
+
+
+def test_llama3_frequencies_are_recognised_and_others_refused(tmp_path: Path) -> None:
+    from farspan.ops import Llama3, Rotary
+
+    model, plain = random_model("llama"), Rotary(8, 500_000.0)
+    model.config.rope_parameters["rope_theta"] = plain.base
+    divisors = plain.frequencies() / Rotary(8, plain.base, Llama3(8, 8192)).frequencies()
+    write(tmp_path / "m.gguf", model, "llama", extra={"rope_freqs.weight": divisors})
+    assert from_pretrained(tmp_path / "m.gguf").config.rotary().scaling == Llama3(8.0, 8192)
+    write(tmp_path / "n.gguf", model, "llama", extra={"rope_freqs.weight": divisors.flip(0)})
+    with pytest.raises(ValueError, match=r"tensor 'rope_freqs.weight' must follow Llama 3.1's law"):
+        from_pretrained(tmp_path / "n.gguf")
+
+
+def test_broken_files_are_refused(tmp_path: Path) -> None:
+    path, model = tmp_path / "m.gguf", random_model("llama")
+    write(path, model, "llama")
+    whole = path.read_bytes()
+    for share in (0.0, 0.001, 0.02, 0.5, 0.99):
+        path.write_bytes(whole[: int(len(whole) * share)])
+        with pytest.raises(ValueError, match=re.escape("m.gguf' is not a whole GGUF file")):
+            from_pretrained(path)
+    write(path, model, "gpt2")
+    with pytest.raises(ValueError, match=r"general.architecture of .* must be one of 'llama', .*, got 'gpt2'"):
+        from_pretrained(path)
+    write(path, model, "llama", extra={"blk.0.odd.weight": torch.ones(3)})
+    with pytest.raises(ValueError, match=r"tensor 'blk.0.odd.weight' .* has no place"):
+        from_pretrained(path)
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(2)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ValueError, match=r"must give llama.embedding_length, got none"):
+        from_pretrained(path)
