@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from farspan_cli.app import app, fail
+from farspan_cli.progress import progress
 
 if TYPE_CHECKING:
     from farspan.convert import CalibrationReport
@@ -44,21 +45,16 @@ def convert(
     Example: `farspan convert models/smollm2-rope --to llama --out models/smollm2-llama`
     """
     import torch
-    from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TimeElapsedColumn, TimeRemainingColumn
 
     from farspan.convert import CalibrationConfig, convert_folder
 
     if dtype is not None and dtype not in DTYPES:
         fail(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}; choose one of these")
     console = Console()
-    columns = "{task.description}", BarColumn(), TaskProgressColumn(), TimeElapsedColumn()
-    with Progress(*columns, "left", TimeRemainingColumn(), console=console) as progress:
-        tasks: dict[str, TaskID] = {}
+    with progress(console) as show:
 
-        def show(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                tasks[what] = progress.add_task(what, total=total)
-            progress.update(tasks[what], completed=done)
+        def tell(what: str, done: int, total: int) -> None:
+            show(done, total, what, phase=what)
 
         report = convert_folder(
             source,
@@ -71,7 +67,7 @@ def convert(
             keep_rope=keep_rope,
             dtype=getattr(torch, dtype) if dtype else None,
             device="cuda" if calibrate and torch.cuda.is_available() else "cpu",
-            progress=show,
+            progress=tell,
         )
     if report is not None:
         _show(console, report)
