@@ -48,9 +48,13 @@ class Kernel:
     key_map: Callable[[Tensor], Tensor]
     decay: float = 0.0
     """λ"""
+    period: float | None = None
+    """Where all angles come round: positions are reduced by it first, so that they are exact however far the text."""
 
     def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos and sin of ω·position for (rows, n) float64: (rows, 1, n, 1 | f), rounded only at the end."""
+        if self.period is not None:
+            positions = positions.remainder(self.period)
         phase = positions[:, None, :, None] * self.frequency
         return phase.cos().to(dtype), phase.sin().to(dtype)
 
@@ -108,4 +112,5 @@ def cosformer_kernel(max_length: int, beyond: str, activation: str, reweight: bo
         query_map=act,
         key_map=act,
         decay=1.0 / max_length if reweight and beyond == "decay" else 0.0,
+        period=4.0 * max_length,
     )

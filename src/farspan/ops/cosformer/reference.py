@@ -20,7 +20,8 @@ def cosformer_weights(
     """What numerator and denominator give each key, (b, h, n, m), for distances (b|1, 1, n, m)."""
     act, work = ACTIVATIONS[activation], working_dtype(q.dtype)
     products = act(q.to(work)) @ act(repeat_heads(k, q.shape[1]).to(work)).mT
-    cos = torch.cos(math.pi * distance.double() / (2 * max_length))
+    turned = distance.double().remainder(4 * max_length)  # whole turns left out, or π would run out of digits
+    cos = torch.cos(math.pi * turned / (2 * max_length))
     one = torch.ones_like(cos)
     raised = (1 + cos) / 2
     faded = torch.exp(-distance.double().abs() / max_length) * raised
