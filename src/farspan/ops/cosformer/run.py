@@ -83,11 +83,26 @@ def run(
     state: LinearState | None,
 ) -> tuple[Tensor, LinearState | None]:
     """The chunked form of any call → (b, h, n, dv) and, for an aligned causal text, the state after it."""
-    if state is not None:
-        _check_state(kernel, k, v, state)
+    with torch.autocast(q.device.type, enabled=False):  # it would take the sums to half precision
+        return _run(kernel, q, k, v, places, causal, drop_trivial(padding_mask), documents, state)
+
+
+def _run(
+    kernel: Kernel,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    places: Positions,
+    causal: bool,
+    keep: Tensor | None,
+    documents: Tensor | None,
+    state: LinearState | None,
+) -> tuple[Tensor, LinearState | None]:
     n, m = places.n, places.m
     query, key = places.query.double(), places.key.double()
-    keep = drop_trivial(padding_mask)
+    if state is not None:
+        _check_state(kernel, k, v, state)
+        key = key.expand(max(key.shape[0], state.position.shape[0]), m)
     keys = Keys(k, v, key, keep, documents)
     if not causal and documents is None and not kernel.decay:
         return chunked.recall(kernel, q, query, chunked.absorb(kernel, keys, chunked.start(kernel, keys))), None
