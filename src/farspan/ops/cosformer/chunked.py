@@ -101,7 +101,10 @@ def absorb(kernel: Kernel, keys: Keys, state: LinearState) -> LinearState:
 
 
 def recall(kernel: Kernel, q: Tensor, positions: Tensor, state: LinearState) -> Tensor:
-    """Each query over everything `state` remembers, whatever the order: (b, h, n, dv). For λ = 0."""
+    """Each query over everything `state` remembers, whatever the order: (b, h, n, dv).
+
+    Under a decay the queries must stand at the state's own position.
+    """
     parts = []
     for begin, end in _segments(kernel, q):
         wanted = (q, state.numerator)

@@ -109,6 +109,9 @@ def _run(
     if not places.aligned:
         return _free(kernel, q, keys, query, causal), None
     state = state or chunked.start(kernel, keys)
+    if n == 1 and causal and documents is None:  # a decoding step sees every key
+        state = chunked.absorb(kernel, keys, state)
+        return chunked.recall(kernel, q, query, state), state
     if n < m and causal and documents is None:
         state = chunked.absorb(kernel, keys.cut(0, m - n), state)
         return chunked.causal(kernel, q, keys.cut(m - n, m), state)
