@@ -66,16 +66,16 @@ def bench_cosformer(
 
     Example: `farspan bench cosformer --published-length 2048 --out results/cosformer-cpu.json`
     """
+    chosen = [1024, 4096] if quick else whole_numbers(lengths)
+    peers = [256, 1024] if quick else whole_numbers(softmax_lengths, "--softmax-lengths")
+    published = 512 if quick else published_length
+    _check_device(device)
     from rich.progress import Progress
 
     from farspan.benchmark.attention import ResultsDifferError
     from farspan.benchmark.cosformer import PASSES, run
     from farspan.results import write_result
 
-    _check_device(device)
-    chosen = [1024, 4096] if quick else whole_numbers(lengths)
-    peers = [256, 1024] if quick else whole_numbers(softmax_lengths, "--softmax-lengths")
-    published = 512 if quick else published_length
     rows: list[dict[str, Any]] = []
     console = Console()
     with Progress(console=console) as progress:
@@ -93,10 +93,10 @@ def bench_cosformer(
 
 
 def _check_device(device: str) -> None:
-    import torch
-
     if device not in ("cpu", "cuda"):
         fail(f"--device must be cpu or cuda, got {device!r}; name one of them")
+    import torch
+
     if device == "cuda" and not torch.cuda.is_available():
         fail("--device cuda needs a CUDA device, and none is visible; use --device cpu")
 

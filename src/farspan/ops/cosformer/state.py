@@ -11,8 +11,8 @@ class LinearState(NamedTuple):
     """Running sums of a text, and where it stands. Its size depends on the layer alone, not on the text.
 
     The sums are kept in the frame of the `anchor`: a query is turned by its distance from there, instead of the sums
-    being turned at each token. A rotation in float32 has not quite length 1, and a million of them would scale the
-    oldest keys by some percent. Only `decay` moves the sums, to the `position` of the newest key.
+    being turned at each token. A rotation in float32 has not quite length 1: at M = 1000 a million of them scale the
+    oldest keys by 0.98. Only `decay` moves the sums, to the `position` of the newest key.
     """
 
     numerator: Tensor
