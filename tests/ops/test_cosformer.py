@@ -71,6 +71,16 @@ def test_chunked_equals_reference_for_every_group_size(h: int, g: int, options: 
     assert differs(softmax_inputs(100, h=h, g=g), max_length=100, causal=causal, **options) <= 1e-12
 
 
+@pytest.mark.parametrize("options", [{}, {"causal": False}, {"reweight": False}], ids=str)
+def test_strided_inputs_and_unequal_value_width(options: dict) -> None:
+    q, k, _ = softmax_inputs(100)
+    q, k = (x.detach().transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k))
+    v = torch.randn(1, 2, 100, 24, dtype=torch.float64)[..., ::2]
+    got = cosformer_attention(q, k, v, max_length=100, **options)
+    assert got.shape == (1, 4, 100, 12)
+    assert (got - cosformer_attention_reference(q, k, v, max_length=100, **options)).abs().max() <= 1e-12
+
+
 @pytest.mark.parametrize("beyond", BEYOND)
 @pytest.mark.parametrize("size", [1, 7, 64])
 def test_a_stream_in_pieces_equals_the_whole(beyond: str, size: int) -> None:
