@@ -186,7 +186,8 @@ def test_bad_configurations_are_refused(options: dict, message: str) -> None:
 @pytest.mark.slow
 @torch.no_grad()
 def test_static_decoding_compiles_once() -> None:
-    model, x = make(["cosformer", LOCAL, "cosformer"], cosformer_beyond="decoupled"), tokens(2, 20)
+    options = {"cosformer_beyond": "decoupled", "num_hidden_layers": 2}
+    model, x = make(["cosformer", LOCAL], **options), tokens(2, 20)
     mask = torch.ones_like(x)
     mask[0, :3] = 0
     cache = FarspanCache(model.config, max_length=24)

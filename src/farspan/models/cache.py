@@ -66,11 +66,15 @@ class StateLayer(CacheLayerMixin):
         if self.max_length is None or not self.is_initialized:
             self.keys, self.values, *self.places = (x.clone() for x in new)
             self.kernel, self.is_initialized = state.kernel, True
+            if isinstance(self.seen, Tensor):
+                self.seen = self.seen.to(state.numerator.device)
+                if not torch.compiler.is_compiling():  # CUDA graphs write only where addresses stay
+                    for fixed in (self.keys, self.values, *self.places, self.seen):
+                        torch._dynamo.mark_static_address(fixed)
         else:
             for held, now in zip((self.keys, self.values, *self.places), new, strict=True):
                 held.copy_(now)  # type: ignore[union-attr]
         if isinstance(self.seen, Tensor):
-            self.seen = self.seen.to(state.numerator.device)
             self.seen.add_(tokens)
         else:
             self.seen += tokens

@@ -36,23 +36,14 @@ def place(
     check_mask("padding_mask", padding_mask, (b, m), boolean=True)
     check_mask("documents", documents, (b, m), boolean=False)
     free = isinstance(positions, tuple | str)
-    streams = state is not None or return_state
-    require(causal or not streams, "state needs causal=True, got causal=False; the past is all a state remembers")
-    require(not (free and streams), "state needs aligned positions, got queries and keys placed freely; use a tensor")
-    require(
-        not (streams and documents is not None),
-        "documents cannot be combined with state or return_state; give each document its own call",
-    )
     require(not (free and documents is not None), "documents cannot be combined with a pair of positions; use a tensor")
-    require(
-        backend != "reference" or not streams,
-        "backend='reference' keeps no state: it must see every key; pass the whole text",
-    )
     require(
         free or n <= m,
         f"queries are the last keys, so there must be at least as many keys as queries, got {n} queries and {m} keys; "
         "pass positions=(of queries, of keys), or 'proportional' for cross attention",
     )
+    if state is not None or return_state:
+        _check_stream(causal, free, documents, backend)
     _check_documents(documents)
     if isinstance(positions, str):
         require(
@@ -146,6 +137,18 @@ def _proportional(n: int, m: int, device: torch.device) -> Positions:
     """Queries spread evenly over the keys: query i at (i + ½)·m/n - ½, so equal lengths stand at equal places."""
     query = (torch.arange(n, dtype=torch.float64, device=device) + 0.5) * (m / n) - 0.5
     return Positions(n, m, device, None, (query[None], torch.arange(m, device=device)[None]), False)
+
+
+def _check_stream(causal: bool, free: bool, documents: Tensor | None, backend: str) -> None:
+    """What a call that takes or gives a state cannot be combined with."""
+    require(causal, "state needs causal=True, got causal=False; the past is all a state remembers")
+    require(not free, "state needs aligned positions, got queries and keys placed freely; use a tensor")
+    require(
+        documents is None, "documents cannot be combined with state or return_state; give each document its own call"
+    )
+    require(
+        backend != "reference", "backend='reference' keeps no state: it must see every key; pass the whole text at once"
+    )
 
 
 def _check_state(kernel: Kernel, k: Tensor, v: Tensor, state: LinearState) -> None:
