@@ -11,6 +11,10 @@ from farspan.ops import (
     alibi_attention_reference,
     coca_attention,
     coca_attention_reference,
+    cosformer_attention,
+    cosformer_attention_reference,
+    linear_coca_attention,
+    linear_coca_attention_reference,
     rope_attention,
     rope_attention_reference,
 )
@@ -41,6 +45,30 @@ def test_baselines_equal_their_references_in_float64(name: str) -> None:
     assert largest_difference(alibi_attention, alibi_attention_reference, inputs, **options) <= 1e-12
     options["rotary"] = Rotary(8)
     assert largest_difference(rope_attention, rope_attention_reference, inputs, **options) <= 1e-12
+
+
+@pytest.mark.parametrize("name", [name for name in masks(1, 1, 1) if "window" not in name])
+@pytest.mark.parametrize("shape", [(37, 37), (1, 37), (130, 257)], ids=str)
+def test_linear_attention_equals_its_references_in_float64(name: str, shape: tuple[int, int]) -> None:
+    q, t, v = coca_inputs(*shape, b=3, device="cuda")
+    inputs, options = (q, torch.randn_like(v).requires_grad_(), v), on_gpu(masks(3, *shape)[name])
+    ops = cosformer_attention, cosformer_attention_reference
+    for beyond in ("raise", "decoupled", "raised-cosine", "decay"):
+        assert largest_difference(*ops, inputs, max_length=257, beyond=beyond, **options) <= 1e-12
+    ops, positive = (linear_coca_attention, linear_coca_attention_reference), (t.detach() + 0.1).requires_grad_()
+    assert largest_difference(*ops, (q, positive, v), rotary=Rotary(8), **options) <= 1e-12
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_a_cosformer_stream_rounds_only_its_output(dtype: torch.dtype) -> None:
+    q, k, v = (torch.randn(2, 4, 3000, 64, dtype=dtype, device="cuda") for _ in range(3))
+    truth = cosformer_attention(q.double(), k.double(), v.double(), max_length=3000)
+    whole, state, parts = cosformer_attention(q, k, v, max_length=3000), None, []
+    for pieces in zip(*(x.split([2990, 1, 9], dim=2) for x in (q, k, v)), strict=True):
+        out, state = cosformer_attention(*pieces, max_length=3000, state=state, return_state=True)
+        parts.append(out)
+    for got in (whole, torch.cat(parts, dim=2)):
+        assert (got - truth).abs().max() <= torch.finfo(dtype).eps * truth.abs().max()
 
 
 @pytest.mark.parametrize("form", ["exact", "slack"])

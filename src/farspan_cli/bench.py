@@ -43,6 +43,34 @@ def bench_attention(
     _write(out, rows, device, seed, console)
 
 
+@bench.command("cosformer")
+def bench_cosformer(
+    lengths: Annotated[str, typer.Option(help="Tokens to grow through, by commas.")] = "4096,8192,16384,32768,65536",
+    softmax_lengths: Annotated[str, typer.Option(help="Tokens against softmax attention.")] = "256,512,1024,2048,4096",
+    published_length: Annotated[int, typer.Option(help="Tokens for the published N×2d×d formulation.", min=64)] = 2048,
+    repeats: Annotated[int, typer.Option(help="Timed repetitions; the median counts.", min=1)] = 5,
+    quick: Annotated[bool, typer.Option("--quick", help="Short texts: under a minute and 2 GB.")] = False,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    seed: Annotated[int, typer.Option(help="Seed of the random inputs.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="Write the result as JSON.")] = None,
+) -> None:
+    """Causal cosFormer (8 heads, width 64): its growth, against softmax attention, and as it was published.
+
+    Example: `farspan bench cosformer --published-length 2048 --out results/cosformer-cpu.json`
+    """
+    chosen = [1024, 4096] if quick else whole_numbers(lengths)
+    peers = [256, 1024] if quick else whole_numbers(softmax_lengths, "--softmax-lengths")
+    published = 512 if quick else published_length
+    _check_device(device)
+    from farspan.benchmark.cosformer import PASSES, run
+
+    console = Console()
+    steps = run(chosen, peers, published, repeats=repeats, device=device, seed=seed)
+    rows = _collect(steps, 3 + len(chosen) + len(peers) + len(PASSES), console)
+    _show_cosformer(console, rows)
+    _write(out, rows, device, seed, console)
+
+
 @bench.command("model")
 def bench_model(
     preset: Annotated[str, typer.Option(help="350m, 33m or tiny.")] = "350m",
@@ -122,6 +150,32 @@ def _show_model(console: Console, rows: list[Row], *, absolute: bool) -> None:
     console.print(table)
     for row in (row for row in rows if row["kind"] == "window"):
         console.print(f"{row['attention']}, one window of {row['length']:,} tokens: {row['peak_bytes'] / 1e9:.2f} GB")
+
+
+def _show_cosformer(console: Console, rows: list[Row]) -> None:
+    kinds = ("check", "length", "fit", "softmax", "crossover", "published")
+    by_kind = {kind: [row for row in rows if row["kind"] == kind] for kind in kinds}
+    table = Table("tokens", "seconds", "µs a token", "peak extra memory", title="causal cosFormer, forward")
+    for column in table.columns:
+        column.justify = "right"
+    for row in by_kind["length"]:
+        each = f"{1e6 * row['median'] / row['length']:.1f}"
+        table.add_row(f"{row['length']:,}", f"{row['median']:.3f}", each, f"{row['peak_bytes'] / 1e6:,.0f} MB")
+    console.print(table)
+    for row in by_kind["fit"]:
+        console.print(
+            f"time grows as length^{row['exponent']:.2f} (largest deviation {100 * row['largest_deviation']:.0f}%)"
+        )
+    for row in by_kind["softmax"]:
+        console.print(f"against softmax attention, {row['length']:,} tokens: {row['speedup']:.2f}× as fast")
+    length = by_kind["crossover"][0]["length"]
+    console.print("slower than softmax at the longest text" if length is None else f"faster from {length:,} tokens on")
+    console.print(f"chunked = definition: largest difference {by_kind['check'][0]['max_difference']:.1e} in float64")
+    for row in by_kind["published"]:
+        console.print(
+            f"against cosFormer as published, {row['passes']}, {row['length']:,} tokens: {row['speedup']:.1f}× faster, "
+            f"{row['memory_ratio']:.0f}× less memory, largest difference {row['max_difference']:.1e}"
+        )
 
 
 def _show_attention(console: Console, rows: list[Row]) -> None:

@@ -49,6 +49,9 @@ CONFIGURATIONS = [
     {"attention": "coca-exact", "rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
     {"attention": [{"kind": "alibi", "window": 1}, {"kind": "coca", "window": 2}, {"kind": "rope", "window": 1}]},
     {"attention": "coca-exact", "rope_parameters": {"rope_type": "ntk", "factor": 4.0}},
+    {"attention": "cosformer", "cosformer_max_length": 300},
+    {"attention": "cosformer", "cosformer_beyond": "decay"},
+    {"attention": ["cosformer", LOCAL, "cosformer"], "cosformer_beyond": "decoupled", "qk_norm": True},
 ]
 
 
@@ -115,7 +118,7 @@ def test_plain_transformers_caches_work(make_cache) -> None:
     assert (torch.cat(parts, dim=1) - model(x).logits).abs().max() <= TIGHT
 
 
-@pytest.mark.parametrize("attention", [*NAMES, MIXED], ids=str)
+@pytest.mark.parametrize("attention", [*NAMES, MIXED, {"kind": "cosformer", "rotary": False}], ids=str)
 @torch.no_grad()
 def test_packed_documents_equal_separate_ones(attention: object) -> None:
     model = make(attention)

@@ -1,7 +1,17 @@
 """Attention layers as plain nn.Modules, usable in anyone's transformer."""
 
 from farspan.layers.attention import AlibiAttention, Attention, CocaAttention, RopeAttention
-from farspan.layers.cache import LayerCache
+from farspan.layers.cache import LayerCache, StateCache
+from farspan.layers.cosformer import CosformerAttention
 from farspan.layers.spec import AttentionSpec
 
-__all__ = ["AlibiAttention", "Attention", "AttentionSpec", "CocaAttention", "LayerCache", "RopeAttention"]
+__all__ = [
+    "AlibiAttention",
+    "Attention",
+    "AttentionSpec",
+    "CocaAttention",
+    "CosformerAttention",
+    "LayerCache",
+    "RopeAttention",
+    "StateCache",
+]

@@ -62,6 +62,10 @@ class Attention(nn.Module):
         super().__init__()
         require_choice("coca_activation", coca_activation, ACTIVATIONS)
         self.spec = AttentionSpec.parse(spec)
+        require(
+            type(self) is not Attention or self.spec.kind != "cosformer",
+            "spec 'cosformer' needs its max_length, which Attention does not know; build CosformerAttention",
+        )
         self.num_heads, self.num_key_heads = num_heads, num_key_heads or num_heads
         require(
             head_dim is not None or hidden_size % num_heads == 0,

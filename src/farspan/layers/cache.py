@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from farspan.errors import require
+from farspan.ops import LinearState
 
 
 class LayerCache:
@@ -65,3 +66,34 @@ class LayerCache:
     def nbytes(self) -> int:
         """Bytes held."""
         return sum(x.numel() * x.element_size() for x in (self.keys, self.values) if x is not None)
+
+
+class StateCache:
+    """The memory of a linear layer: running sums of one size, however many tokens were seen.
+
+    >>> cache = StateCache()
+    >>> cache.get_seq_length(), cache.nbytes
+    (0, 0)
+    """
+
+    def __init__(self) -> None:
+        self.state: LinearState | None = None
+        self._seen = 0
+
+    def get_seq_length(self) -> int:
+        """Tokens seen so far."""
+        return self._seen
+
+    def advance(self, state: LinearState, tokens: int) -> None:
+        """Replace the sums by those after `tokens` more."""
+        self.state, self._seen = state, self._seen + tokens
+
+    def reorder(self, rows: Tensor) -> None:
+        """Replace the batch by the chosen rows (beam search)."""
+        if self.state is not None:
+            self.state = self.state.select(rows)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return 0 if self.state is None else self.state.nbytes

@@ -6,7 +6,7 @@ from typing import Any
 
 from farspan.errors import require, require_choice, unknown
 
-NAMES = ("rope", "alibi", "coca-exact", "coca-strict", "coca-slack")
+NAMES = ("rope", "alibi", "coca-exact", "coca-strict", "coca-slack", "cosformer")
 """Every attention a model can be given by name."""
 
 COCA_FORMS = ("exact", "strict", "slack")
@@ -23,16 +23,16 @@ class AttentionSpec:
     """
 
     kind: str
-    """"rope", "alibi" or "coca"."""
+    """"rope", "alibi", "coca" or "cosformer"."""
     form: str | None = None
     """For CoCA: "exact" (default), "strict" or "slack"."""
     window: int | None = None
     """See only the last `window` keys; None = all."""
     rotary: bool = True
-    """False = no positions at all in this layer (NoPE). ALiBi never rotates."""
+    """False = no positions at all in this layer (NoPE; cosFormer without re-weighting). ALiBi never rotates."""
 
     def __post_init__(self) -> None:
-        require_choice("kind", self.kind, ("rope", "alibi", "coca"))
+        require_choice("kind", self.kind, ("rope", "alibi", "coca", "cosformer"))
         if self.kind == "coca":
             object.__setattr__(self, "form", self.form or "exact")
             require_choice("form", self.form, COCA_FORMS)
@@ -40,6 +40,10 @@ class AttentionSpec:
             require(self.form is None, f"form belongs to kind 'coca', got {self.form!r} for {self.kind!r}; remove it")
         if self.kind == "alibi":
             object.__setattr__(self, "rotary", False)
+        require(
+            self.window is None or self.kind != "cosformer",
+            f"window cannot be combined with kind 'cosformer', got {self.window!r}; its sums hold the whole text",
+        )
         require(
             self.window is None or (isinstance(self.window, int) and self.window >= 1),
             f"window must be a whole number of keys ≥ 1 or None, got {self.window!r}; None sees everything",

@@ -2,16 +2,21 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import (
     Cache,
+    CacheLayerMixin,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     StaticLayer,
     StaticSlidingWindowLayer,
 )
 
+from farspan.errors import require
+from farspan.layers.spec import AttentionSpec
 from farspan.models.configuration import FarspanConfig
+from farspan.ops import LinearState
 
 
 class WindowLayer(DynamicSlidingWindowLayer):
@@ -29,8 +34,96 @@ class WindowLayer(DynamicSlidingWindowLayer):
         return keys, values
 
 
+class StateLayer(CacheLayerMixin):
+    """The sums of a linear layer, of one size for ever: `keys` is the numerator's, `values` the denominator's.
+
+    With `max_length` the sums are overwritten in place and the count is a tensor, for torch.compile.
+    """
+
+    is_sliding = False
+    supports_early_init = False
+
+    def __init__(self, max_length: int | None = None) -> None:
+        super().__init__()
+        self.max_length = max_length
+        self.is_compileable = max_length is not None
+        self.seen: int | Tensor = 0 if max_length is None else torch.tensor(0)
+        self.places: list[Tensor] = []
+        self.kernel = ""
+
+    @property
+    def state(self) -> LinearState | None:
+        """What the op continues from."""
+        if self.keys is None or self.values is None:
+            return None
+        anchor, position, first = self.places
+        return LinearState(self.keys, self.values, anchor, position, first, self.kernel)
+
+    def advance(self, state: LinearState, tokens: int) -> None:
+        """Replace the sums by those after `tokens` more."""
+        rows = state.numerator.shape[0]
+        new = [state.numerator, state.denominator, *(x.expand(rows, 1) for x in state[2:5])]
+        if self.max_length is None or not self.is_initialized:
+            self.keys, self.values, *self.places = (x.clone() for x in new)
+            self.kernel, self.is_initialized = state.kernel, True
+            if isinstance(self.seen, Tensor):
+                self.seen = self.seen.to(state.numerator.device)
+                if not torch.compiler.is_compiling():  # CUDA graphs write only where addresses stay
+                    for fixed in (self.keys, self.values, *self.places, self.seen):
+                        torch._dynamo.mark_static_address(fixed)
+        else:
+            for held, now in zip((self.keys, self.values, *self.places), new, strict=True):
+                held.copy_(now)  # type: ignore[union-attr]
+        if isinstance(self.seen, Tensor):
+            self.seen.add_(tokens)
+        else:
+            self.seen += tokens
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing is known before the first state."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError("a linear layer's memory takes no keys; it is advanced by its own attention")
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """A growing layer attends to the new tokens only; for a static one the mask is that of all slots."""
+        return (query_length, self.get_seq_length()) if self.max_length is None else (self.max_length, 0)
+
+    def get_seq_length(self) -> int:
+        return self.seen if self.is_initialized else 0  # type: ignore[return-value]
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def reset(self) -> None:
+        self.is_initialized, self.keys, self.values, self.places = False, None, None, []
+        self.seen = 0 if self.max_length is None else torch.tensor(0)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        require(
+            tokens_to_remove == 0,
+            f"a cosFormer layer cannot forget {abs(tokens_to_remove)} tokens, they are summed; start again",
+        )
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._select(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.keys is not None:
+            self._select(torch.arange(self.keys.shape[0], device=self.keys.device).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._select(indices)
+
+    def _select(self, rows: Tensor) -> None:
+        if self.keys is not None and self.values is not None:
+            rows = rows.to(self.keys.device)
+            self.keys, self.values = self.keys.index_select(0, rows), self.values.index_select(0, rows)
+            self.places = [x.index_select(0, rows) for x in self.places]
+
+
 class FarspanCache(Cache):
-    """One memory a layer: everything for a global layer, the last `window` tokens for a window layer.
+    """One memory a layer: all tokens for a global layer, the last `window` for a window layer, sums for a linear one.
 
     CoCA layers store un-rotated t (d/2 numbers a head) where RoPE layers store k (d), unless the configuration's
     `cache_layout` is "rotated". It grows as needed; with `max_length` it is allocated once (static, for
@@ -42,12 +135,14 @@ class FarspanCache(Cache):
     """
 
     def __init__(self, config: FarspanConfig, *, max_length: int | None = None) -> None:
-        def layer(window: int | None) -> DynamicLayer | StaticLayer:
+        def layer(spec: AttentionSpec) -> CacheLayerMixin:
+            if spec.kind == "cosformer":
+                return StateLayer(max_length)
             if max_length is None:
-                return DynamicLayer() if window is None else WindowLayer(window)
-            return StaticLayer(max_length) if window is None else StaticSlidingWindowLayer(max_length, window)
+                return DynamicLayer() if spec.window is None else WindowLayer(spec.window)
+            return StaticLayer(max_length) if spec.window is None else StaticSlidingWindowLayer(max_length, spec.window)
 
-        super().__init__(layers=[layer(spec.window) for spec in config.attention_specs])
+        super().__init__(layers=[layer(spec) for spec in config.attention_specs])
 
     @property
     def nbytes(self) -> int:

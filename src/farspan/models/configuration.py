@@ -11,6 +11,7 @@ from farspan.errors import require, require_choice, unknown
 from farspan.layers.attention import ACTIVATIONS
 from farspan.layers.spec import AttentionSpec
 from farspan.ops import NTK, DynamicNTK, Linear, Llama3, Rotary, YaRN
+from farspan.ops.cosformer import kernel as cosformer
 
 PRESETS: dict[str, dict[str, Any]] = {
     # Section 3.2: 350M parameters, 24 layers, hidden 1024, 16 heads, length 512 (SwiGLU at the same size).
@@ -40,9 +41,13 @@ class FarspanConfig(PreTrainedConfig):
     """Defaults are the paper's 350M model with exact CoCA.
 
     Args:
-        attention: "rope", "alibi", "coca-exact", "coca-strict" or "coca-slack" for every layer, or a list with one
-            entry a layer, each a name or a mapping such as ``{"kind": "coca", "form": "exact", "window": 128}``.
+        attention: "rope", "alibi", "coca-exact", "coca-strict", "coca-slack" or "cosformer" for every layer, or a list
+            with one entry a layer, each a name or a mapping such as
+            ``{"kind": "coca", "form": "exact", "window": 128}``.
         coca_activation: what keeps t ≥ 0: "relu" (the paper) or "softplus".
+        cosformer_max_length: M, where cosFormer's cosine reaches zero; default `train_length`.
+        cosformer_beyond: what its weights do past M: "raise", "decoupled", "raised-cosine" or "decay".
+        cosformer_activation: "relu" (the paper) or "elu" (elu + 1).
         cache_layout: "half" keeps un-rotated t, d/2 numbers a head; "rotated" keeps ready keys of width d: RoPE's
             bytes, and nothing to re-rotate when decoding without a fused kernel.
         train_length: the length of training, which dynamic NTK and YaRN measure against.
@@ -67,6 +72,9 @@ class FarspanConfig(PreTrainedConfig):
     head_dim: int | None = None
     attention: str | list | dict = "coca-exact"  # type: ignore[type-arg]
     coca_activation: str = "relu"
+    cosformer_max_length: int | None = None
+    cosformer_beyond: str = "raise"
+    cosformer_activation: str = "relu"
     cache_layout: str = "half"
     causal: bool = True
     train_length: int = 512
@@ -176,6 +184,12 @@ class FarspanConfig(PreTrainedConfig):
         assert self.head_dim is not None
         assert self.num_key_value_heads is not None
         require_choice("coca_activation", self.coca_activation, ACTIVATIONS)
+        require_choice("cosformer_beyond", self.cosformer_beyond, cosformer.BEYOND)
+        require_choice("cosformer_activation", self.cosformer_activation, cosformer.ACTIVATIONS)
+        require(
+            self.cosformer_max_length is None or self.cosformer_max_length >= 1,
+            f"cosformer_max_length must be at least 1 or None, got {self.cosformer_max_length}; None is train_length",
+        )
         require_choice("cache_layout", self.cache_layout, ("half", "rotated"))
         rotary = self.rotary()  # refuses odd head_dim and bad scaling
         require(

@@ -23,6 +23,7 @@ from farspan.layers.attention import Attention
 from farspan.models.cache import FarspanCache
 from farspan.models.configuration import FarspanConfig
 from farspan.models.frame import Frame, View, goes_on_by_one
+from farspan.models.linear import FarspanLinearAttention
 from farspan.ops.rotary import Plan, working_dtype
 from farspan.ops.softmax.reference import repeat_heads
 
@@ -169,7 +170,8 @@ class FarspanBlock(GradientCheckpointingLayer):
     def __init__(self, config: FarspanConfig, layer_idx: int) -> None:
         super().__init__()
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.self_attn = FarspanAttention(config, layer_idx)
+        linear = config.attention_specs[layer_idx].kind == "cosformer"
+        self.self_attn = (FarspanLinearAttention if linear else FarspanAttention)(config, layer_idx)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = FarspanMLP(config)
 
@@ -261,7 +263,7 @@ class FarspanModel(FarspanPreTrainedModel):
         )
         masks = self._dense_masks(hidden, attention_mask, position_ids, past_key_values)
         for block in self.layers:
-            attention: FarspanAttention = block.self_attn  # type: ignore[assignment]
+            attention: FarspanAttention | FarspanLinearAttention = block.self_attn  # type: ignore[assignment]
             hidden = block(
                 hidden,
                 view=frame.view(attention, attention.layer_idx, rotated_cache=attention.rotates_before_cache),
@@ -288,6 +290,7 @@ class FarspanModel(FarspanPreTrainedModel):
         windows = {spec.window for spec in specs}
         impossible = {
             "ALiBi": any(spec.kind == "alibi" for spec in specs),
+            "cosFormer": any(spec.kind == "cosformer" for spec in specs),
             "per_query dynamic NTK": self.config.rotary().follows_query,
             "several window sizes": len(windows - {None}) > 1,
             "bidirectional attention": not self.config.causal,

@@ -1,6 +1,13 @@
 """Attention as pure functions on tensors, each beside its reference. Layout (batch, heads, positions, width)."""
 
 from farspan.ops.coca import coca_attention, coca_attention_reference, coca_features
+from farspan.ops.cosformer import (
+    LinearState,
+    cosformer_attention,
+    cosformer_attention_reference,
+    linear_coca_attention,
+    linear_coca_attention_reference,
+)
 from farspan.ops.rotary import Rotary
 from farspan.ops.scaling import NTK, DynamicNTK, Linear, Llama3, YaRN
 from farspan.ops.softmax.interface import (
@@ -15,6 +22,7 @@ __all__ = [
     "NTK",
     "DynamicNTK",
     "Linear",
+    "LinearState",
     "Llama3",
     "Rotary",
     "YaRN",
@@ -24,6 +32,10 @@ __all__ = [
     "coca_attention",
     "coca_attention_reference",
     "coca_features",
+    "cosformer_attention",
+    "cosformer_attention_reference",
+    "linear_coca_attention",
+    "linear_coca_attention_reference",
     "rope_attention",
     "rope_attention_reference",
 ]

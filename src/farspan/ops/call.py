@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import wraps
-from typing import NamedTuple, ParamSpec
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,13 +12,14 @@ from farspan.ops.positions import Positions, PositionsArgument, resolve
 from farspan.ops.softmax.core import Sight
 
 P = ParamSpec("P")
+R = TypeVar("R")
 
 
-def reference_twin(op: Callable[P, Tensor]) -> Callable[P, Tensor]:
+def reference_twin(op: Callable[P, R]) -> Callable[P, R]:
     """`op` by its definition: the same signature, always with backend="reference"."""
 
     @wraps(op)
-    def twin(*args: P.args, **kwargs: P.kwargs) -> Tensor:
+    def twin(*args: P.args, **kwargs: P.kwargs) -> R:
         kwargs["backend"] = "reference"
         return op(*args, **kwargs)
 
@@ -52,7 +53,7 @@ def check_call(
 ) -> Call:
     """Refuse what cannot be meant, with argument, value and remedy; resolve the rest."""
     require_choice("backend", backend, ("auto", "reference", "sdpa"))
-    _check_tensors(q, k, v, key_name, key_width)
+    check_tensors(q, k, v, key_name, key_width)
     (b, _, n, d), m = q.shape, k.shape[2]
     free = isinstance(positions, tuple)
     require(
@@ -64,8 +65,8 @@ def check_call(
         window is None or (isinstance(window, int) and window >= 1),
         f"window must be a whole number of keys ≥ 1 or None, got {window}; a query always sees itself",
     )
-    _check_mask("padding_mask", padding_mask, (b, m), boolean=True)
-    _check_mask("documents", documents, (b, m), boolean=False)
+    check_mask("padding_mask", padding_mask, (b, m), boolean=True)
+    check_mask("documents", documents, (b, m), boolean=False)
     require(not (free and documents is not None), "documents cannot be combined with a pair of positions; use a tensor")
     places = resolve(positions, n, m, q.device, documents)
     require(
@@ -86,7 +87,7 @@ def check_call(
     return Call(places, sight, d**-0.5 if scale is None else scale)
 
 
-def _check_tensors(q: Tensor, k: Tensor, v: Tensor, key_name: str, key_width: int) -> None:
+def check_tensors(q: Tensor, k: Tensor, v: Tensor, key_name: str, key_width: int) -> None:
     for name, x in (("q", q), (key_name, k), ("v", v)):
         require(
             x.ndim == 4, f"{name} must have shape (batch, heads, positions, width), got {tuple(x.shape)}; add the axis"
@@ -114,7 +115,7 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, key_name: str, key_width: in
     )
 
 
-def _check_mask(name: str, mask: Tensor | None, shape: tuple[int, int], *, boolean: bool) -> None:
+def check_mask(name: str, mask: Tensor | None, shape: tuple[int, int], *, boolean: bool) -> None:
     if mask is None:
         return
     right_kind = mask.dtype == torch.bool if boolean else not (mask.is_floating_point() or mask.dtype == torch.bool)

@@ -1,0 +1,136 @@
+"""CoCA meets linear attention: the exact form's two non-negative factors as weights instead of logits. Experimental."""
+
+from typing import Literal, overload
+
+from torch import Tensor
+
+from farspan.errors import require, require_choice
+from farspan.ops.call import reference_twin
+from farspan.ops.cosformer.kernel import Kernel, Shape
+from farspan.ops.cosformer.reference import linear_coca_weights, weigh
+from farspan.ops.cosformer.run import BACKENDS, place, run
+from farspan.ops.cosformer.state import LinearState
+from farspan.ops.positions import PositionsArgument
+from farspan.ops.rotary import Rotary
+from farspan.ops.softmax.reference import visible
+
+
+@overload
+def linear_coca_attention(
+    q: Tensor,
+    t: Tensor,
+    v: Tensor,
+    *,
+    rotary: Rotary,
+    causal: bool = ...,
+    positions: PositionsArgument | str = ...,
+    padding_mask: Tensor | None = ...,
+    documents: Tensor | None = ...,
+    state: LinearState | None = ...,
+    return_state: Literal[False] = ...,
+    backend: str = ...,
+) -> Tensor: ...
+
+
+@overload
+def linear_coca_attention(
+    q: Tensor,
+    t: Tensor,
+    v: Tensor,
+    *,
+    rotary: Rotary,
+    causal: bool = ...,
+    positions: PositionsArgument | str = ...,
+    padding_mask: Tensor | None = ...,
+    documents: Tensor | None = ...,
+    state: LinearState | None = ...,
+    return_state: Literal[True],
+    backend: str = ...,
+) -> tuple[Tensor, LinearState]: ...
+
+
+def linear_coca_attention(
+    q: Tensor,
+    t: Tensor,
+    v: Tensor,
+    *,
+    rotary: Rotary,
+    causal: bool = True,
+    positions: PositionsArgument | str = None,
+    padding_mask: Tensor | None = None,
+    documents: Tensor | None = None,
+    state: LinearState | None = None,
+    return_state: bool = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, LinearState]:
+    """Exact CoCA without the softmax (experimental): weights Σ_j ‖q_j‖² t_j cos(Δθ_j) over Σ_j ‖q_j‖² t_j.
+
+    A cosFormer with one frequency for each pair and features of width d. Fast pairs turn negative within a few
+    tokens, so the denominator is left un-rotated, and |o| ≤ max |v| at any length.
+
+    Args:
+        q: (b, h, n, d) queries before rotation.
+        t: (b, g, m, d/2) coefficients ≥ 0, un-rotated, after their activation.
+        v: (b, g, m, dv) values.
+        rotary: the angles, under a fixed scaling law.
+
+    The other arguments, and what is returned, are those of :func:`farspan.ops.cosformer_attention`.
+
+    >>> import torch
+    >>> q, t, v = torch.randn(1, 4, 6, 8), torch.rand(1, 2, 6, 4), torch.randn(1, 2, 6, 8)
+    >>> linear_coca_attention(q, t, v, rotary=Rotary(8)).shape
+    torch.Size([1, 4, 6, 8])
+    """
+    require_choice("backend", backend, BACKENDS)
+    require(
+        rotary.dim == q.shape[-1],
+        f"rotary must have dim {q.shape[-1]}, the width of q, got {rotary.dim}; build Rotary(head_dim)",
+    )
+    require(
+        not (rotary.follows_query or rotary.follows_length),
+        "rotary must have fixed frequencies, got dynamic NTK: sums cannot be turned again; use NTK or Linear",
+    )
+    places = place(
+        q,
+        t,
+        v,
+        key_name="t",
+        key_width=q.shape[-1] // 2,
+        causal=causal,
+        positions=positions,
+        padding_mask=padding_mask,
+        documents=documents,
+        state=state,
+        return_state=return_state,
+        backend=backend,
+    )
+    theta = rotary.frequencies(device=q.device)
+    factor = 1.0 if rotary.scaling is None else rotary.scaling.attention_factor
+    if backend == "reference":
+        distance = places.query[:, None, :, None] - places.key[:, None, None, :]
+        mask = visible(places, causal=causal, window=None, padding_mask=padding_mask, documents=documents)
+        return weigh(*linear_coca_weights(q, t, distance, theta, factor), v, mask)
+    kernel = Kernel(
+        name=f"linear coca, {rotary}",
+        frequency=theta,
+        numerator=Shape(0, factor**2),
+        denominator=Shape(1, 0),
+        query_map=_squares,
+        key_map=lambda x: x,
+    )
+    out, after = run(
+        kernel, q, t, v, places, causal=causal, padding_mask=padding_mask, documents=documents, state=state
+    )
+    if not return_state:
+        return out
+    assert after is not None
+    return out, after
+
+
+linear_coca_attention_reference = reference_twin(linear_coca_attention)
+
+
+def _squares(q: Tensor) -> Tensor:
+    """‖q_j‖² of each pair (j, j + d/2)."""
+    a, b = q.chunk(2, dim=-1)
+    return a * a + b * b

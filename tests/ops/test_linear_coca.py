@@ -1,0 +1,67 @@
+"""Linear CoCA: exact CoCA's factors as weights, on the same machinery as cosFormer."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from farspan.ops import NTK, DynamicNTK, Rotary, YaRN, linear_coca_attention, linear_coca_attention_reference
+from farspan.ops.coca.reference import scores_closed
+from tests.helpers import coca_inputs, largest_difference, masks
+
+
+def inputs(*shape: int, **options: int) -> tuple[torch.Tensor, ...]:
+    """q, t > 0 and v: at t = 0 a lone key has no weight, and gradients are 1/ε."""
+    q, t, v = coca_inputs(*shape, **options)
+    return q, (t.detach() + 0.1).requires_grad_(), v
+
+
+@pytest.mark.parametrize("name", [name for name in masks(1, 1, 1) if "window" not in name])
+@pytest.mark.parametrize("shape", [(37, 37), (5, 37), (65, 130)], ids=str)
+@pytest.mark.parametrize("law", [None, NTK(4), YaRN(4, 16)], ids=str)
+def test_chunked_equals_reference(name: str, shape: tuple[int, int], law: object) -> None:
+    options = {"rotary": Rotary(8, scaling=law), **masks(3, *shape)[name]}
+    ops = linear_coca_attention, linear_coca_attention_reference
+    assert largest_difference(*ops, inputs(*shape, b=3), **options) <= 1e-12
+
+
+def test_the_weight_is_equation_17_and_the_denominator_its_value_without_angles() -> None:
+    q, t, v = inputs(20, h=2, g=2)
+    distance = (torch.arange(20)[:, None] - torch.arange(20)).double()
+    theta = Rotary(8).frequencies()
+    weights = scores_closed(q, t, distance, theta).tril()
+    totals = scores_closed(q, t, distance * 0, theta).tril().sum(-1, keepdim=True)
+    assert (linear_coca_attention(q, t, v, rotary=Rotary(8)) - weights @ v / totals).abs().max() <= 1e-12
+
+
+@given(st.integers(0, 2**32 - 1), st.lists(st.integers(1, 70), min_size=1, max_size=5))
+@settings(max_examples=20, deadline=None)
+def test_any_cutting_of_a_stream_gives_the_same(seed: int, pieces: list[int]) -> None:
+    torch.manual_seed(seed)
+    texts = tuple(x.detach() for x in inputs(sum(pieces), b=2))
+    whole, state, parts, held = linear_coca_attention(*texts, rotary=Rotary(8)), None, [], set()
+    for q, t, v in zip(*(x.split(pieces, dim=2) for x in texts), strict=True):
+        out, state = linear_coca_attention(q, t, v, rotary=Rotary(8), state=state, return_state=True)
+        parts.append(out)
+        held.add(state.nbytes)
+    assert (torch.cat(parts, dim=2) - whole).abs().max() <= 1e-12
+    assert len(held) == 1
+
+
+def test_outputs_stay_within_the_values_at_any_length() -> None:
+    q, t, v = (x.detach().float() for x in coca_inputs(2000, d=16))
+    out = linear_coca_attention(q, t, v, rotary=Rotary(16), positions=10**6)
+    assert out.abs().max() <= v.abs().max()
+
+
+def test_features_have_the_width_of_the_head() -> None:
+    _, state = linear_coca_attention(*inputs(5, d=8), rotary=Rotary(8), return_state=True)
+    assert state.numerator.shape == (1, 2, 8, 8)
+    assert state.denominator.shape == (1, 2, 4)
+
+
+def test_frequencies_that_change_are_refused() -> None:
+    with pytest.raises(ValueError, match="rotary must have fixed frequencies, got dynamic NTK"):
+        linear_coca_attention(*inputs(5), rotary=Rotary(8, scaling=DynamicNTK(4, 8)))
+    with pytest.raises(ValueError, match="rotary must have dim 8"):
+        linear_coca_attention(*inputs(5), rotary=Rotary(16))

@@ -1,0 +1,87 @@
+"""The cosFormer benchmark compares like with like, and keeps silent otherwise."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from farspan.benchmark import cosformer
+from farspan.benchmark.attention import ResultsDifferError
+from farspan.benchmark.measure import in_fresh_process
+from farspan.ops import cosformer_attention
+
+MEGABYTE = 2**20
+
+
+def test_the_published_formulation_is_cosformer() -> None:
+    q, k, v = torch.randn(3, 2, 3, 50, 16, dtype=torch.float64).unbind()
+    published = cosformer.published_cosformer(q, k, v, 50)
+    assert (published - cosformer_attention(q, k, v, max_length=50)).abs().max() <= 1e-12
+
+
+@pytest.mark.parametrize("passes", cosformer.PASSES)
+def test_no_figures_when_results_differ(passes: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cosformer, "published_cosformer", lambda q, k, v, max_length: v + q + k)
+    with pytest.raises(ResultsDifferError, match="published and chunked cosFormer differ"):
+        cosformer._against_published(64, passes, 1, "cpu", 0)
+    wrong = (lambda q, k, v, backend: q + k + v * len(backend), {})
+    monkeypatch.setitem(cosformer.CHECKS, "linear", wrong)
+    with pytest.raises(ResultsDifferError, match="chunked and reference linear differ"):
+        cosformer._check("cpu", 0)
+
+
+def test_the_fit_finds_the_exponent_and_the_worst_point() -> None:
+    lengths = [1000, 2000, 4000, 8000]
+    assert cosformer.fit(lengths, [1e-6 * n**2 for n in lengths])["exponent"] == 2
+    row = cosformer.fit(lengths, [1.0, 2.0, 4.0, 16.0])
+    assert row["exponent"] > 1.2
+    assert row["largest_deviation"] > 0.2
+
+
+def test_the_crossover_ignores_a_lucky_short_text() -> None:
+    rows = [{"length": n, "speedup": s} for n, s in ((256, 1.5), (512, 0.8), (1024, 1.2), (2048, 3.0))]
+    assert cosformer.crossover(rows)["length"] == 1024
+    assert cosformer.crossover([{"length": 64, "speedup": 0.5}])["length"] is None
+
+
+def test_memory_grows_with_the_length() -> None:
+    """Beyond the output itself, a segment's features: the published formulation would take 4 GB at 8192."""
+    short, long = (in_fresh_process(cosformer._length, n, 0, "cpu", 0)["peak_bytes"] for n in (2048, 8192))
+    assert long <= 4 * short + 16 * MEGABYTE
+    assert long <= 70 * MEGABYTE
+
+
+def test_the_published_formulation_is_far_behind() -> None:
+    """Less speed-up is asked for here than in a recorded run: other tests are running."""
+    row = in_fresh_process(cosformer._against_published, 1024, "forward", 1, "cpu", 0)
+    assert row["memory_ratio"] >= 20
+    assert row["speedup"] >= 3
+
+
+@pytest.mark.slow
+def test_the_command_writes_what_it_measured(tmp_path) -> None:
+    path = tmp_path / "cosformer.json"
+    command = [sys.executable, "-m", "farspan_cli", "bench", "cosformer", "--quick", "--repeats", "1"]
+    done = subprocess.run([*command, "--out", str(path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(path.read_text())["rows"]
+    kinds = ["check", "length", "length", "fit", "softmax", "softmax", "crossover", "published", "published"]
+    assert [row["kind"] for row in rows] == kinds
+    assert "against cosFormer as published" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--softmax-lengths", "a"], "--softmax-lengths must be whole numbers ≥ 1 separated by commas, got 'a'; try"),
+        (["--device", "tpu"], "--device must be cpu or cuda, got 'tpu'"),
+    ],
+)
+def test_bad_input_exits_2_with_one_line(arguments: list[str], message: str) -> None:
+    command = [sys.executable, "-m", "farspan_cli", "bench", "cosformer", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert len(done.stderr.splitlines()) == 1
