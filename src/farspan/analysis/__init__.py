@@ -1,0 +1,1 @@
+"""Numbers about attention first, figures second."""
