@@ -71,7 +71,7 @@ def crossings(census: Census, law: int, reach: int) -> Crossings:
 
     The reach must be among those the census's grid was made for.
     """
-    arcs, grid, counts = Arcs.within(reach, census.theta[law]), census.grid, census.counts[0]
+    arcs, grid, counts = Arcs.within(reach, census.theta[law]), census.grid, census.crossed
     dtype, whole = grid.edges.dtype, counts.sum(-1)
     beyond = past_pi(dtype, whole.device).expand_as(arcs.turns)
     pi = torch.full_like(beyond, math.pi)
