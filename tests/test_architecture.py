@@ -20,6 +20,7 @@ FLOORS = {
     "benchmark": 4,
     "evaluation": 4,
     "training": 5,
+    "analysis": 5,
     "report": 5,
     "reproduce": 6,
 }

@@ -26,7 +26,7 @@ BORDERS = ("k", "-q", "q")
 
 @dataclass(frozen=True)
 class Arcs:
-    """A reach of S tokens under θ (d/2): full turns made by every pair, and the thresholds on Θ_j for one crossing more."""
+    """A reach of S tokens under θ (d/2): the turns every pair makes, and thresholds on Θ_j for one crossing more."""
 
     turns: Tensor
     """⌊Sθ/2π⌋."""

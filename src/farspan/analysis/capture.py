@@ -29,7 +29,7 @@ def rotary_layers(model: FarspanForCausalLM) -> list[int]:
 
 @torch.no_grad()
 def walk(model: FarspanForCausalLM, tokens: Tensor, layers: Collection[int], visit: Visit) -> Tensor:
-    """Read one text (m) whole, calling `visit` at each of the layers in order; returns the last hidden states (1, m, ·).
+    """Read one text (m) whole, calling `visit` at each of the layers in order; returns the last hidden states.
 
     >>> from farspan import FarspanConfig
     >>> model = FarspanForCausalLM(FarspanConfig.preset("tiny", attention="rope"))

@@ -96,7 +96,9 @@ class Decay:
 
     def quantiles(self) -> Tensor:
         """(quantiles, distances), interpolated linearly."""
-        found = [quantiles(torch.cat(parts).double()) if parts else torch.full((5,), torch.nan) for parts in self.values]
+        found = [
+            quantiles(torch.cat(parts).double()) if parts else torch.full((5,), torch.nan) for parts in self.values
+        ]
         return torch.stack([column.double() for column in found], dim=-1)
 
     def mean_bounds(self) -> Tensor:
