@@ -91,15 +91,13 @@ class Decay:
 
     def mean(self) -> Tensor:
         """(distances)."""
-        means = [torch.cat(parts).double().mean() if parts else torch.tensor(torch.nan) for parts in self.values]
-        return torch.stack([mean.double() for mean in means])
+        nothing = torch.tensor(torch.nan, dtype=torch.float64)
+        return torch.stack([torch.cat(v).double().mean() if v else nothing for v in self.values])
 
     def quantiles(self) -> Tensor:
         """(quantiles, distances), interpolated linearly."""
-        found = [
-            quantiles(torch.cat(parts).double()) if parts else torch.full((5,), torch.nan) for parts in self.values
-        ]
-        return torch.stack([column.double() for column in found], dim=-1)
+        nothing = torch.full((len(QUANTILES),), torch.nan, dtype=torch.float64)
+        return torch.stack([quantiles(torch.cat(v).double()) if v else nothing for v in self.values], dim=-1)
 
     def mean_bounds(self) -> Tensor:
         """Mean bound of Eq. 19 and Eq. 20 at each distance: (2, distances)."""

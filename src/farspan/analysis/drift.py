@@ -14,7 +14,7 @@ from farspan.analysis.factors import Factors
 FIRST = 4
 """Tokens at the start of the text whose attention is counted: where attention sinks sit."""
 PER_HEAD = ("entropy", "even", "first", "far")
-"""entropy in nats · entropy over that of even attention · mass on the first tokens · mass beyond the training length."""
+"""Entropy in nats · entropy over that of even attention · mass on the first tokens · mass past the training length."""
 PER_LAYER = ("logit_mean", "logit_spread", "logit_top", "query_norm", "key_norm", "hidden_norm")
 """Scores as the softmax sees them (mean, standard deviation and largest of a query), and norms of a token's vectors."""
 LOGITS_AT_ONCE = 2**23

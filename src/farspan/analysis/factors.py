@@ -11,6 +11,7 @@ slack CoCA  (a+b)(1-i) q_j / 2      t_j     q_j = a + ib; and beside it the echo
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -31,7 +32,7 @@ class Factors:
     query: Tensor
     key: Tensor
     initial: Tensor
-    """A as Eq. 3 has it before any rotation, with k = q∘t for CoCA: Θ_j = arg(initial·conj B). Slack's differs from A."""
+    """A of Eq. 3, where CoCA's key is q∘t: Θ_j = arg(initial·conj B). It differs from `query` in slack only."""
     echo: Tensor | None
     """Slack CoCA's part that depends on absolute positions, shaped like `query`; None elsewhere."""
     rotary: Rotary
@@ -70,7 +71,7 @@ class Factors:
         theta = self.theta(queries)
         out = self.query.real.new_empty(self.query.shape[0], queries.shape[0], self.length)
         starts = [0, *((theta[1:] != theta[:-1]).any(-1).nonzero().flatten() + 1).tolist(), queries.shape[0]]
-        for start, stop in zip(starts, starts[1:], strict=False):  # dynamic NTK: one run of queries a base
+        for start, stop in pairwise(starts):  # dynamic NTK: one run of queries a base
             query = self._queries(queries[start:stop], shift, theta[start], part)
             key = self._keys(shift, theta[start])
             grouped = query.unflatten(0, (-1, self.groups)).flatten(1, 2) @ key  # no copy of a key for each query head

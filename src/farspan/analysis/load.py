@@ -4,6 +4,7 @@ import json
 import os
 from importlib import import_module
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor
@@ -13,13 +14,19 @@ from farspan.errors import require
 from farspan.models import FarspanForCausalLM
 
 
+def is_ours(place: Path) -> bool:
+    """Whether a path is the folder of a farspan model."""
+    config = place / "config.json"
+    return config.is_file() and json.loads(config.read_text(encoding="utf-8")).get("model_type") == "farspan"
+
+
 def load_model(path: str | os.PathLike[str]) -> FarspanForCausalLM:
-    """A farspan model as it is; a LLaMA-family folder or GGUF file with its own rotary attention; float32, eval mode."""
+    """A farspan model as it is, or a LLaMA-family folder or GGUF file with its own rotary attention; in float32."""
     place = Path(path)
     require(place.exists(), f"MODEL must be a folder or a GGUF file, got {str(path)!r}, which does not exist")
     config = place / "config.json"
     model: FarspanForCausalLM
-    if config.is_file() and json.loads(config.read_text()).get("model_type") == "farspan":
+    if is_ours(place):
         model = FarspanForCausalLM.from_pretrained(place)
     else:
         require(
@@ -28,7 +35,7 @@ def load_model(path: str | os.PathLike[str]) -> FarspanForCausalLM:
         )
         model = import_module("farspan.convert").from_pretrained(place, attention="rope")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return model.float().eval().to(device)  # type: ignore[arg-type, no-any-return]
+    return model.float().eval().to(device)
 
 
 def load_texts(
@@ -53,6 +60,14 @@ def load_texts(
 
 
 def tokenizer_of(path: str | os.PathLike[str]) -> TextTokenizer:
-    """The tokenizer beside a model."""
+    """The tokenizer beside a model, or inside its GGUF file."""
     place = Path(path)
-    return load_tokenizer(place if place.is_dir() else place.parent)
+    if (place / "tokenizer.json").is_file():
+        return load_tokenizer(place)
+    with TemporaryDirectory() as folder:
+        import_module("farspan.convert.sources").open_source(place).carry(Path(folder))
+        require(
+            (Path(folder) / "tokenizer.json").is_file(),
+            f"MODEL must come with tokenizer.json, got {str(path)!r} without; name one with --tokenizer",
+        )
+        return load_tokenizer(folder)

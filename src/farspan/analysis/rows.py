@@ -151,6 +151,7 @@ def slack_row(found: Analysis, layer: int) -> dict[str, Any]:
         "shift": slack.shift,
         "absolute_share": plain(slack.absolute_share()),
         "rising_share": plain(slack.rising_share()),
+        "mean_angle": plain(slack.mean_angle()),
         "moved_share": plain(slack.moved_share()),
     }
 

@@ -110,11 +110,10 @@ def analyze(
         lengths(train_length, reach),
     )
     total, done = len(settings.laws) * len(texts) * len(layers), 0
-    generator = torch.Generator().manual_seed(settings.seed)
     for law in settings.laws:
         with under(model, law, settings.factor):
             for number, text in enumerate(texts):
-                look = _Look(found, law, text, generator)
+                look = _Look(found, law, text, settings.seed + number)
 
                 def visit(made: Factors, norms: Tensor, look: "_Look" = look, number: int = number) -> None:
                     nonlocal done
@@ -151,8 +150,9 @@ def _frequencies(rotary: Rotary, law: str, settings: Settings, train_length: int
 class _Look:
     """One text under one law: which queries are sampled, and where their sums go."""
 
-    def __init__(self, found: Analysis, law: str, text: Tensor, generator: torch.Generator) -> None:
+    def __init__(self, found: Analysis, law: str, text: Tensor, seed: int) -> None:
         self.found, self.law, self.text = found, law, text
+        generator = torch.Generator().manual_seed(seed)  # every law is looked at through the same queries
         half, inside = max(1, found.settings.queries // 2), found.train_length
         self.queries = {
             "inside": sample(0, inside, half, generator),

@@ -26,12 +26,14 @@ class Microscope:
     squares: Tensor = field(init=False)
     """Σ score² of the relative part, of the absolute part: (2, h)."""
     rising: Tensor = field(init=False)
-    """Σ t|A| over pairs whose relative part rises with distance at first (phase past π), and over all: (2, h)."""
+    """Of the relative part, Σ t|A| over pairs that rise with distance at first (angle past π), Σ t|A|·|angle| (the
+    short way round), and Σ t|A| over all: (3, h)."""
     moved: Tensor = field(init=False)
     """Σ over queries of the attention that moves when the text does (total variation), (h)."""
 
     def __post_init__(self) -> None:
-        self.squares, self.rising = torch.zeros(2, 2, self.heads, dtype=torch.float64)
+        self.squares = torch.zeros(2, self.heads, dtype=torch.float64)
+        self.rising = torch.zeros(3, self.heads, dtype=torch.float64)
         self.moved = torch.zeros(self.heads, dtype=torch.float64)
 
     def add(self, made: Factors, queries: Tensor) -> None:
@@ -52,7 +54,8 @@ class Microscope:
         for i, query in enumerate(queries.tolist()):
             keys = made.key[:, made.first_key(query) : query + 1].real.double().sum(1)
             size = a[:, i].abs().double() * keys.repeat_interleave(made.groups, dim=0)
-            self.rising += torch.stack(((size * (a[:, i].imag < 0)).sum(-1), size.sum(-1))).cpu()
+            parts = size * (a[:, i].imag < 0), size * a[:, i].angle().abs(), size
+            self.rising += torch.stack([part.sum(-1) for part in parts]).cpu()
 
     def absolute_share(self) -> Tensor:
         """Share of the score's energy that depends on absolute position, (h): 0 = purely relative."""
@@ -60,7 +63,11 @@ class Microscope:
 
     def rising_share(self) -> Tensor:
         """Share of the relative part, by size, that first rises with distance, (h): 0 for exact CoCA."""
-        return self.rising[0] / self.rising[1].clamp(min=1e-300)
+        return self.rising[0] / self.rising[2].clamp(min=1e-300)
+
+    def mean_angle(self) -> Tensor:
+        """Mean angle of the relative part at distance 0, by size and in radians, (h): 0 for exact CoCA, at most π/2."""
+        return self.rising[1] / self.rising[2].clamp(min=1e-300)
 
     def moved_share(self) -> Tensor:
         """Attention that goes elsewhere when the text starts `shift` tokens later, (h), between 0 and 1."""

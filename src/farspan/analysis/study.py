@@ -27,9 +27,8 @@ class Correlation:
         return not (self.low > 0 or self.high < 0)
 
     def __str__(self) -> str:
-        found = (
-            "no relation told from chance" if self.null else f"a {'positive' if self.rho > 0 else 'negative'} relation"
-        )
+        sign = "positive" if self.rho > 0 else "negative"
+        found = "no relation told from chance" if self.null else f"a {sign} relation"
         return f"ρ = {self.rho:.2f} (95% {self.low:.2f} to {self.high:.2f}, n = {self.n}): {found}"
 
 

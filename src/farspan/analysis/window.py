@@ -1,4 +1,4 @@
-"""The effective window from passkey outcomes (App. B.1): what was found bounds it from below, what never was, from above."""
+"""The effective window from passkey outcomes (App. B.1): finds bound it from below, lasting failure from above."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +20,8 @@ class EffectiveWindow:
 def effective_window(outcomes: Sequence[tuple[int, bool]], edges: Sequence[int]) -> EffectiveWindow:
     """Bounds from (distance of the key, found) and the ranges' upper edges; ranges without a case are passed over.
 
-    >>> effective_window([(10, True), (20, True), (90, True), (95, False), (150, False), (300, False)], [50, 100, 200, 400])
+    >>> outcomes = [(10, True), (20, True), (90, True), (95, False), (150, False), (300, False)]
+    >>> effective_window(outcomes, [50, 100, 200, 400])
     EffectiveWindow(at_least=100, at_most=100, cases=6)
     """
     require(len(outcomes) > 0, "outcomes must hold at least one passkey case, got none; run `farspan eval passkey`")
