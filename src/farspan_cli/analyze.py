@@ -7,7 +7,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from farspan_cli.app import app, fail, XX
+from farspan_cli.app import app, fail
 
 
 @app.command()

@@ -108,7 +108,8 @@ def write(out: Path, label: str, made: list[dict[str, Any]], found: Analysis, de
 
     base = out / "results" / f"analysis-{label}"
     write_result(f"{base}.json", made, device=device, seed=found.settings.seed)
-    np.savez_compressed(f"{base}.npz", **{name: values.cpu().numpy() for name, values in arrays(found).items()})
+    numbers: dict[str, Any] = {name: values.cpu().numpy() for name, values in arrays(found).items()}
+    np.savez_compressed(f"{base}.npz", **numbers)
     return [Path(f"{base}.json"), Path(f"{base}.npz")]
 
 
@@ -118,7 +119,9 @@ def page(out: Path) -> list[Path]:
         from farspan.report import write_report
 
         return [write_report(out)]
-    except ModuleNotFoundError:
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("farspan"):
+            raise
         return []
 
 
