@@ -66,7 +66,7 @@ class Drift:
     def _attention(self, made: Factors, queries: Tensor) -> None:
         logits = made.logits(queries).double()
         seen = logits.isfinite()
-        count = seen.sum(-1)[0]  # n
+        count = seen.sum(-1)[0].double()  # n: an int's logarithm would be float32
         p = torch.softmax(logits, dim=-1)
         entropy = -torch.xlogy(p, p).sum(-1)  # h n
         even = torch.where(count > 1, entropy / count.clamp(min=2).log(), 0.0)

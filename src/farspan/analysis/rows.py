@@ -41,9 +41,7 @@ def rows(found: Analysis, label: str) -> list[dict[str, Any]]:
     made += [curve_row(found, layer) for layer in found.decay]
     made += [slack_row(found, layer) for layer in found.slack]
     made += drift_rows(found)
-    for (law, length), (nll, tokens) in found.losses.items():
-        made.append({"kind": "loss", "law": law, "length": length, "loss": plain(nll / tokens), "tokens": tokens})
-    return made
+    return made + loss_rows(found)
 
 
 def model_row(found: Analysis, label: str) -> dict[str, Any]:
@@ -170,6 +168,18 @@ def drift_rows(found: Analysis) -> list[dict[str, Any]]:
         }
         for (law, length, layer), drift in found.drift.items()
     ]
+
+
+def loss_rows(found: Analysis) -> list[dict[str, Any]]:
+    """By law and length: the loss of the band's tokens, and with the context cut to one window."""
+    made = []
+    for (law, length), (nll, tokens) in found.losses.items():
+        if law != "control":
+            loss, control = plain(nll / tokens), plain(found.losses["control", length][0] / tokens)
+            made.append(
+                {"kind": "loss", "law": law, "length": length, "loss": loss, "control": control, "tokens": tokens}
+            )
+    return made
 
 
 def arrays(found: Analysis) -> dict[str, Tensor]:

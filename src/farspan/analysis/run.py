@@ -74,7 +74,8 @@ class Analysis:
     drift: dict[tuple[str, int, int], Drift] = field(default_factory=dict)
     """By law, length and layer."""
     losses: dict[tuple[str, int], tuple[float, int]] = field(default_factory=dict)
-    """By law and length: summed loss of the band's tokens, and how many."""
+    """By law and length: summed loss of the band's tokens, and how many. Law "control": the same tokens with the
+    context cut to one window, unscaled."""
 
 
 def analyze(
@@ -124,6 +125,8 @@ def analyze(
 
                 hidden = walk(model, text, layers, visit)
                 look.losses(model, hidden)
+                if law == "none":
+                    look.controls(model)
     return found
 
 
@@ -191,10 +194,23 @@ class _Look:
     def losses(self, model: FarspanForCausalLM, hidden: Tensor) -> None:
         """Loss of the tokens in each length's band."""
         for length in self.bands:
-            first, last = band(length, self.found.train_length)
-            last = min(last, self.text.shape[0] - 1)
-            with torch.no_grad():
-                targets = self.text[None, first + 1 : last + 1].to(hidden.device)
-                loss = token_losses(model, hidden[:, first:last], targets).double().sum()
-            nll, tokens = self.found.losses.get((self.law, length), (0.0, 0))
-            self.found.losses[self.law, length] = nll + float(loss), tokens + last - first
+            self._add_loss(model, hidden, self.law, length, 0)
+
+    @torch.no_grad()
+    def controls(self, model: FarspanForCausalLM) -> None:
+        """The loss of the same tokens when the model sees one window only: what content alone would give."""
+        for length in self.bands:
+            start = length - self.found.train_length
+            window = self.text[None, start:length].to(model.device)
+            hidden = model.model(window, use_cache=False).last_hidden_state
+            self._add_loss(model, hidden, "control", length, start)
+
+    @torch.no_grad()
+    def _add_loss(self, model: FarspanForCausalLM, hidden: Tensor, name: str, length: int, start: int) -> None:
+        """Add a band's loss; hidden begins at token `start` of the text."""
+        first, last = band(length, self.found.train_length)
+        last = min(last, self.text.shape[0] - 1)
+        targets = self.text[None, first + 1 : last + 1].to(hidden.device)
+        loss = token_losses(model, hidden[:, first - start : last - start], targets).double().sum()
+        nll, tokens = self.found.losses.get((name, length), (0.0, 0))
+        self.found.losses[name, length] = nll + float(loss), tokens + last - first

@@ -90,7 +90,8 @@ def _rows(kind: type[Measurement], folder: Path, prefix: str, sources: list[Sour
 
 
 def _looks(folder: Path, sources: list[Source]) -> tuple[Look, ...]:
-    return tuple(parse_look(_result(path, sources), path) for path in sorted(folder.glob("analysis-*.json")))
+    found = [parse_look(_result(path, sources), path) for path in sorted(folder.glob("analysis-*.json"))]
+    return tuple(sorted(found, key=lambda look: (look.model["attention"] != "rope", look.label)))  # the baseline first
 
 
 def _result(path: Path, sources: list[Source]) -> list[Any]:

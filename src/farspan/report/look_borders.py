@@ -6,6 +6,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.patches import Arc
+from matplotlib.ticker import PercentFormatter
 
 from farspan.report.canvas import FAINT, INK, Figure, blank, finish
 from farspan.report.looks import Look
@@ -17,10 +18,10 @@ BORDER_STYLES = {
     "q": ("q: every turn", "#009E73", "^"),
 }
 CASES = (
-    ("a", -1, 60, "key after query, Θ ≤ π: rises first"),
-    ("b", 1, 60, "key before query, Θ ≤ π: falls first"),
-    ("c", -1, 300, "key after query, Θ > π: falls first"),
-    ("d", 1, 300, "key before query, Θ > π: rises first"),
+    ("a", -1, 60, "key after query, Θ ≤ π:\nrises first"),
+    ("b", 1, 60, "key before query, Θ ≤ π:\nfalls first"),
+    ("c", -1, 300, "key after query, Θ > π:\nfalls first"),
+    ("d", 1, 300, "key before query, Θ > π:\nrises first"),
 )
 
 
@@ -37,9 +38,9 @@ def cases_figure(look: Look) -> Figure:
         centre = 1.0 + 2.0 * (i % 2), 3.0 - 2.1 * (i // 2)
         _case(axes, centre, direction, angle)
         share = shares[case]
-        measured = "never in a causal model" if share is None else f"{share:.1%} of pairs here"
+        measured = "not if causal" if share is None else f"{share:.1%} of pairs"
         x, y = centre[0], centre[1] - 0.98
-        axes.text(x, y, f"({case}) {words}\n{measured}", ha="center", va="top", fontsize=7.5, color=INK)
+        axes.text(x, y, f"({case}) {words}, {measured}", ha="center", va="top", fontsize=8, color=INK)
     caption = (
         "k stays, q turns along the arrow as the two move apart (Fig. 3 of the paper). In (a) and (d) the nearest "
     )
@@ -71,7 +72,7 @@ def _place(centre: tuple[float, float], radius: float, degrees: float) -> tuple[
 
 def border_figure(look: Look) -> Figure:
     """By frequency: borders that no distance in training reached, but a longer text does."""
-    title = f"Borders first crossed past the window, {variant_name(look.label)}"
+    title = f"{variant_name(look.label)}: borders first crossed past the window"
     canvas, axes = blank(title, "wavelength of the pair (tokens)", "share of pairs")
     x = [2 * math.pi / theta for theta in look.model["theta"][0]]
     for border, (label, colour, marker) in BORDER_STYLES.items():
@@ -79,6 +80,7 @@ def border_figure(look: Look) -> Figure:
             axes.plot(x, row["first_past"], label=label, color=colour, marker=marker, linewidth=1.6, markersize=4.5)
     axes.set_xscale("log")
     axes.set_ylim(-0.03, 1.03)
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     axes.axvline(look.model["train_length"], color=FAINT, linewidth=1.2, linestyle=":")
     longest = look.model["longest"]
     caption = (

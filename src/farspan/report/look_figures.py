@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator, NullLocator, PercentFormatter
@@ -14,8 +14,11 @@ from farspan.report.looks import Look
 from farspan.report.names import LAW_STYLES, variant_name, variant_style
 
 LINE: dict[str, Any] = {"linewidth": 1.6, "markersize": 5}
-WEIGHTS = (("plain", "all alike", "#0081c9", "-"), ("energy", "by |q||k|", "#E69F00", "--"))
-WEIGHTS += (("attention", "by attention", "#009E73", ":"),)
+WEIGHTS = (
+    ("plain", "all alike", "#0081c9", "-"),
+    ("energy", "by |q||k|", "#E69F00", "--"),
+    ("attention", "by attention", "#009E73", ":"),
+)
 
 
 def look_figures(looks: Sequence[Look]) -> list[Figure]:
@@ -137,12 +140,12 @@ def score_figure(look: Look) -> Figure:
     return finish(canvas, file_of("scores", look.label), "scores", caption)
 
 
-def _distance_axis(axes: Axes, look: Look) -> None:
+def _distance_axis(axes: Axes, look: Look, at: Literal["top", "bottom"] = "top") -> None:
     """0 has its place: logarithmic from 1 on."""
     axes.set_xscale("symlog", linthresh=1, linscale=0.5)
     axes.set_xlim(-0.1, look.model["longest"])
     axes.xaxis.set_minor_locator(NullLocator())
-    mark_training_length(axes, look.model["train_length"])
+    mark_training_length(axes, look.model["train_length"], at)
 
 
 def bound_figure(look: Look) -> Figure:
@@ -165,7 +168,7 @@ def bound_figure(look: Look) -> Figure:
     for label, values, colour, dash in lines:
         axes.plot(x, values, label=label, color=colour, linestyle=dash, linewidth=1.7)
     axes.set_yscale("log")
-    _distance_axis(axes, look)
+    _distance_axis(axes, look, "bottom")
     samples, failed = sum(sum(row["samples"]) for row in rows), sum(row["broken"]["eq19"] for row in rows)
     caption = f"Means over layers, queries and heads. Eq. 19 failed on {failed:,} of {samples:,} scores checked"
     caption += f" in {name_of(look)}."
@@ -173,22 +176,23 @@ def bound_figure(look: Look) -> Figure:
 
 
 DRIFTS = (
+    ("even", "evenness of attention", "entropy / its maximum", "Evenness: 1 is attention spread over the whole text."),
+    ("far", "far attention", "share of attention", "Far: on keys beyond any distance of training."),
+    ("first", "first 4 tokens", "share of attention", "First tokens: where models park attention they do not need."),
+    ("logit_top", "largest logit", "logit", "Largest logit: of a query, mean over queries, heads and layers."),
     (
-        "even",
-        "Evenness of attention",
-        "entropy / entropy of even attention",
-        "1 is attention spread evenly over the text.",
+        "excess",
+        "excess loss",
+        "nats a token",
+        "Excess loss: of the last half window before each length, less the loss of the same tokens when the unscaled "
+        "model sees one window only.",
     ),
-    ("far", "Attention past the training length", "share of attention", "Mass on keys farther than training ever had."),
-    ("first", "Attention on the first 4 tokens", "share of attention", "Where models park attention they do not need."),
-    ("logit_top", "Largest logit of a query", "logit", "As the softmax sees it; higher is more decided."),
-    ("loss", "Loss past the window", "nats a token", "Of the tokens in the last half window before each length."),
 )
 
 
 def drift_figure(look: Look, field: str, title: str, y: str, caption: str) -> Figure:
     """One quantity against the length, a line for each law; mean over layers and heads."""
-    canvas, axes = blank(f"{title}, {name_of(look)}", "length (tokens)", y, (4.2, 3.3))
+    canvas, axes = blank(f"{name_of(look)}: {title}", "length (tokens)", y, (4.2, 3.3))
     for law in look.model["laws"]:
         label, colour, marker = LAW_STYLES[law]
         values = [_at(look, field, law, length) for length in look.model["lengths"]]
@@ -200,8 +204,9 @@ def drift_figure(look: Look, field: str, title: str, y: str, caption: str) -> Fi
 
 
 def _at(look: Look, field: str, law: str, length: int) -> float:
-    if field == "loss":
-        return float(look.of("loss", law=law, length=length)[0]["loss"])
+    if field == "excess":
+        row = look.of("loss", law=law, length=length)[0]
+        return float(row["loss"] - row["control"])
     return look.mean("drift", lambda row: _mean(row[field]), law=law, length=length)
 
 

@@ -1,5 +1,6 @@
 """What `farspan analyze` found, in words and in one table."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,8 +39,9 @@ TEXTS = {
 
 
 def look_verdicts(looks: Sequence[Look]) -> list[str]:
-    """A sentence for each model, and one for what the study found."""
-    said = [_angles(look) for look in looks]
+    """The angles of every model, then slack's hidden ones, the bounds, and what the study found."""
+    said = [" ".join(_angles(look) for look in looks)] if looks else []
+    said += [_slack(look) for look in looks if look.of("slack")]
     said += [_failures(look) for look in looks]
     for look in looks:
         for row in look.of("study", primary=True):
@@ -60,6 +62,18 @@ def _angles(look: Look) -> str:
     return (
         f"{name}: {plain:.1%} of pairs of query and key start past π, {attention:.1%} where attention looks; "
         "random directions would give 50%."
+    )
+
+
+def _slack(look: Look) -> str:
+    def mean(field: str) -> float:
+        return look.mean("slack", lambda row: sum(row[field]) / len(row[field]))
+
+    return (
+        f"{variant_name(look.label)}: its vectors are collinear but its score is not: the relative part starts at "
+        f"{math.degrees(mean('mean_angle')):.0f}° on average, {mean('rising_share'):.0%} of it rising with distance at "
+        f"first; {mean('absolute_share'):.1%} of the score's energy depends on absolute position, and starting the "
+        f"text one window later moves {mean('moved_share'):.1%} of attention."
     )
 
 
@@ -90,11 +104,12 @@ def look_table(looks: Sequence[Look]) -> Table:
         "attention on damped tokens",
         "the same under PI",
         "evenness, window → longest",
-        "loss, window → longest",
+        "excess loss at the longest",
         "effective window",
     )
     lines = [Line(variant_name(look.label), "", tuple(Cell(text) for text in _cells(look))) for look in looks]
     caption = f"Queries inside the training length, all layers; the longest text has {longest:,} tokens. "
+    caption += "Excess loss: against the same tokens with the context cut to one window. "
     caption += "Effective window: at least – at most, in tokens, from passkeys (App. B.1)."
     return Table("analysis", "What rotary attention does", caption, columns, tuple(lines), "Model")
 
@@ -110,14 +125,14 @@ def _cells(look: Look) -> list[str]:
     def even(length: int) -> float:
         return look.mean("drift", lambda row: sum(row["even"]) / len(row["even"]), law="none", length=length)
 
-    losses = [look.of("loss", law="none", length=length)[0]["loss"] for length in (first, last)]
+    loss = look.of("loss", law="none", length=last)[0]
     windows = look.of("window", law="none")
     return [
         *(f"{_past(look, weight):.1%}" for weight in ("plain", "energy", "attention")),
         zone("none"),
         zone("pi"),
         f"{even(first):.2f} → {even(last):.2f}",
-        f"{losses[0]:.2f} → {losses[1]:.2f}",
+        f"{loss['loss'] - loss['control']:+.2f}",
         _window(windows[0]) if windows else NOTHING,
     ]
 

@@ -14,7 +14,7 @@ KINDS = {
     "curve": ("layer", "distance", "samples", "mean", "quantiles", "bound_eq19", "bound_eq20", "broken"),
     "slack": ("layer", "absolute_share", "rising_share", "mean_angle", "moved_share"),
     "drift": ("law", "length", "layer", "even", "first", "far", "logit_top", "logit_spread", "hidden_norm"),
-    "loss": ("law", "length", "loss", "tokens"),
+    "loss": ("law", "length", "loss", "control", "tokens"),
     "window": ("law", "at_least", "at_most", "cases"),
     "study": ("cause", "effect", "primary", "rho", "ci95", "n", "null", "x", "y"),
 }
