@@ -17,7 +17,8 @@ PER_HEAD = ("entropy", "even", "first", "far")
 """Entropy in nats · entropy over that of even attention · mass on the first tokens · mass past the training length."""
 PER_LAYER = ("logit_mean", "logit_spread", "logit_top", "query_norm", "key_norm", "hidden_norm")
 """Scores as the softmax sees them (mean, standard deviation and largest of a query), and norms of a token's vectors."""
-LOGITS_AT_ONCE = 2**23
+LOGITS_AT_ONCE = 2**21
+"""Scores held at a time, in float64 and in several copies."""
 LARGEST = 32
 """Lengths go up to so many training lengths."""
 

