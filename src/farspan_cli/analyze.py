@@ -21,9 +21,9 @@ def analyze(
     factor: Annotated[float, typer.Option(help="Factor of the scaling laws.", min=1)] = 4.0,
     queries: Annotated[int, typer.Option(help="Sampled queries a text, half inside the window.", min=2)] = 64,
     text_tokens: Annotated[
-        int | None, typer.Option(help="Cut each document; 32 windows by default, 32,768 at most.", min=2)
+        int | None, typer.Option(help="Cut each document; by default 32 windows or 32,768.", min=2)
     ] = None,
-    texts: Annotated[int, typer.Option(help="At most so many documents.", min=1)] = 1,
+    texts: Annotated[int, typer.Option(help="At most so many documents.", min=1)] = 4,
     tokenizer: Annotated[str | None, typer.Option(help="A tokenizer.json or folder; by default the model's.")] = None,
     passkey: Annotated[int, typer.Option(help="Passkey cases a length, for the effective window.", min=0)] = 0,
     ablate: Annotated[bool, typer.Option("--ablate", help="Also measure the loss without each head: slow.")] = False,

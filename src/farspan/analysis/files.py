@@ -35,7 +35,7 @@ class Request:
     out: Path
     label: str | None = None
     tokenizer: str | None = None
-    texts: int = 1
+    texts: int = 4
     text_tokens: int | None = None
     passkey: int = 0
     ablate: bool = False

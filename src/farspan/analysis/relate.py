@@ -18,12 +18,12 @@ EFFECTS = {
     "far": "mass beyond the training length",
     "harm": "loss that the head costs past the window, less what it costs inside",
 }
-PRIMARY = ("past_pi_energy", "even")
+PRIMARY = ("past_pi_energy", "even", "head")
 """The comparison named before looking; the others are there to be weighed with their number in mind."""
 
 
 def study_rows(found: Analysis, worth: Tensor | None = None) -> list[dict[str, Any]]:
-    """Rank correlations over heads of each cause, inside the window, with each effect at the longest length, unscaled.
+    """Rank correlations over heads, and over layers, of each cause inside the window with each effect past it, unscaled.
 
     worth: (layers, h, 2) of :func:`head_worth` at the training length and at the longest, if it was measured.
     Heads whose cause does not vary (CoCA: always 0) give no row.
@@ -35,25 +35,32 @@ def study_rows(found: Analysis, worth: Tensor | None = None) -> list[dict[str, A
     made = []
     for cause, x in causes.items():
         for effect, y in effects.items():
-            if x.numel() < 3 or bool((x == x.flatten()[0]).all()) or bool((y == y.flatten()[0]).all()):
-                continue
-            result = _widest(x, y, found.settings.seed)
-            made.append(
-                {
-                    "kind": "study",
-                    "cause": cause,
-                    "effect": effect,
-                    "primary": (cause, effect) == PRIMARY,
-                    "rho": plain(result.rho),
-                    "ci95": [plain(result.low), plain(result.high)],
-                    "n": result.n,
-                    "units": result.groups,
-                    "null": result.null,
-                    "x": plain(x),
-                    "y": plain(y),
-                }
-            )
+            for unit, a, b in (("head", x, y), ("layer", x.mean(1, keepdim=True), y.mean(1, keepdim=True))):
+                if a.numel() >= 3 and _varies(a) and _varies(b):
+                    made.append(_row(cause, effect, unit, a, b, found.settings.seed))
     return made
+
+
+def _row(cause: str, effect: str, unit: str, x: Tensor, y: Tensor, seed: int) -> dict[str, Any]:
+    result = _widest(x, y, seed)
+    return {
+        "kind": "study",
+        "cause": cause,
+        "effect": effect,
+        "unit": unit,
+        "primary": (cause, effect, unit) == PRIMARY,
+        "rho": plain(result.rho),
+        "ci95": [plain(result.low), plain(result.high)],
+        "n": result.n,
+        "resampled": result.groups,
+        "null": result.null,
+        "x": plain(x),
+        "y": plain(y),
+    }
+
+
+def _varies(values: Tensor) -> bool:
+    return bool((values != values.flatten()[0]).any())
 
 
 def _widest(x: Tensor, y: Tensor, seed: int) -> Correlation:
