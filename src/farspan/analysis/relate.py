@@ -23,7 +23,7 @@ PRIMARY = ("past_pi_energy", "even", "head")
 
 
 def study_rows(found: Analysis, worth: Tensor | None = None) -> list[dict[str, Any]]:
-    """Rank correlations over heads, and over layers, of each cause inside the window with each effect past it, unscaled.
+    """Rank correlations over heads, and over layers, of each cause inside the window with each effect past it.
 
     worth: (layers, h, 2) of :func:`head_worth` at the training length and at the longest, if it was measured.
     Heads whose cause does not vary (CoCA: always 0) give no row.
