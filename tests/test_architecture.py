@@ -21,6 +21,7 @@ FLOORS = {
     "convert": 4,
     "evaluation": 4,
     "training": 5,
+    "analysis": 5,
     "report": 5,
     "reproduce": 6,
 }

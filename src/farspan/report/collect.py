@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from farspan.errors import require
+from farspan.report.looks import Look, parse_look
 from farspan.report.records import (
     Measurement,
     Passkey,
@@ -30,6 +31,8 @@ class Run:
     training: tuple[Training, ...]
     sources: tuple[Source, ...]
     steps: tuple[Step, ...]
+    looks: tuple[Look, ...] = ()
+    """Models that `farspan analyze` looked at."""
 
     @property
     def rows(self) -> list[Perplexity | Passkey | Training]:
@@ -45,7 +48,7 @@ class Run:
 
 
 def collect(folder: Path) -> Run:
-    """Read `results/ppl-*.json`, `passkey-*.json`, `train-*.json` and, if there, `status.json`."""
+    """Read `results/ppl-*.json`, `passkey-*.json`, `train-*.json`, `analysis-*.json` and, if there, `status.json`."""
     results = folder / "results"
     require(
         results.is_dir() or (folder / "status.json").is_file(),
@@ -55,31 +58,25 @@ def collect(folder: Path) -> Run:
     perplexity = _rows(Perplexity, results, "ppl", sources)
     passkey = _rows(Passkey, results, "passkey", sources)
     training = _rows(Training, results, "train", sources)
+    looks = _looks(results, sources)
     steps = _steps(folder / "status.json")
     require(
         bool(sources or steps),
-        f"{results} must hold ppl-*.json, passkey-*.json or train-*.json, got none; run `farspan reproduce` first",
+        f"{results} must hold ppl-, passkey-, train- or analysis-*.json, got none; run `farspan reproduce` first",
     )
     lengths = sorted({row.length for row in training})
     require(
         len(lengths) <= 1,
         f"{results}/train-*.json: length must be the same for every variant, got {lengths}; report them separately",
     )
-    return Run(perplexity, passkey, training, tuple(sources), steps)
+    return Run(perplexity, passkey, training, tuple(sources), steps, looks)
 
 
 def _rows(kind: type[Measurement], folder: Path, prefix: str, sources: list[Source]) -> tuple[Measurement, ...]:
     """All rows of the files with this prefix; the same measurement twice is refused, for neither is known right."""
     found: dict[tuple[Any, ...], tuple[Path, Measurement]] = {}
     for path in sorted(folder.glob(f"{prefix}-*.json")):
-        data = _load(path)
-        require(
-            isinstance(data, dict) and data.get("schema") == 1 and isinstance(data.get("rows"), list),
-            f"{path} must be a result file of schema 1 with rows, got another JSON; write it with `farspan`",
-        )
-        with _errors_name(path):
-            sources.append(parse_source(path.name, data))
-        for i, raw in enumerate(data["rows"]):
+        for i, raw in enumerate(_result(path, sources)):
             with _errors_name(f"{path} row {i}"):
                 row = parse_measurement(kind, raw)
             key = (row.variant, row.seed, row.scaling, row.length, row.mode)
@@ -90,6 +87,24 @@ def _rows(kind: type[Measurement], folder: Path, prefix: str, sources: list[Sour
                 )
             found[key] = (path, row)
     return tuple(row for _, row in found.values())
+
+
+def _looks(folder: Path, sources: list[Source]) -> tuple[Look, ...]:
+    found = [parse_look(_result(path, sources), path) for path in sorted(folder.glob("analysis-*.json"))]
+    return tuple(sorted(found, key=lambda look: (look.model["attention"] != "rope", look.label)))  # the baseline first
+
+
+def _result(path: Path, sources: list[Source]) -> list[Any]:
+    """The rows of a result file; its provenance is noted among the sources."""
+    data = _load(path)
+    require(
+        isinstance(data, dict) and data.get("schema") == 1 and isinstance(data.get("rows"), list),
+        f"{path} must be a result file of schema 1 with rows, got another JSON; write it with `farspan`",
+    )
+    with _errors_name(path):
+        sources.append(parse_source(path.name, data))
+    rows: list[Any] = data["rows"]
+    return rows
 
 
 def _steps(path: Path) -> tuple[Step, ...]:

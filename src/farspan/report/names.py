@@ -13,6 +13,14 @@ STYLES = {
     "coca-exact": ("CoCA exact", "#0081c9", "v"),
 }
 OTHER = ("#CC79A7", "P")
+LAW_STYLES = {
+    "none": ("no scaling", "#1f2328", "o"),
+    "pi": ("PI", "#E69F00", "s"),
+    "ntk": ("NTK", "#0081c9", "^"),
+    "dynamic": ("dynamic NTK", "#009E73", "D"),
+    "yarn": ("YaRN", "#CC79A7", "v"),
+}
+"""The scaling laws that `farspan analyze` compares."""
 
 
 def variant_name(variant: str) -> str:

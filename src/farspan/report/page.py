@@ -9,6 +9,7 @@ from typing import Any
 from farspan.report.build import control_table, experiment_tables, measured_tables, training_table
 from farspan.report.collect import Run, collect
 from farspan.report.experiment import Experiment, load_experiments
+from farspan.report.look_section import TEXTS, look_notes, look_table, look_verdicts
 from farspan.report.summary import notes, summary, training_text
 from farspan.report.tables import Table, to_html, to_latex, to_markdown
 
@@ -31,15 +32,16 @@ def write_report(folder: str | os.PathLike[str], out: str | os.PathLike[str] | N
     """Write `index.html`, `tables/*.md|tex` and `figures/*.png|svg`; returns the path of the page.
 
     Args:
-        folder: what `farspan reproduce` wrote: results/*.json and perhaps status.json.
+        folder: what `farspan reproduce` or `farspan analyze` wrote: results/*.json and perhaps status.json.
         out: where to write; by default ``folder/report``.
     """
     folder = Path(folder)
     target = Path(out) if out is not None else folder / "report"
     run, experiments = collect(folder), load_experiments()
     from farspan.report.figures import all_figures  # loads matplotlib
+    from farspan.report.look_figures import look_figures
 
-    figures = all_figures(run, experiments)
+    figures = all_figures(run, experiments) + look_figures(run.looks)
     sections = make_sections(run, experiments, figures)
     for name in ("tables", "figures"):
         (target / name).mkdir(parents=True, exist_ok=True)
@@ -62,7 +64,8 @@ def make_sections(run: Run, experiments: list[Experiment], figures: list[Any]) -
     made = []
     groups = {"figure1": "perplexity", "table2": "passkey", "figure4": "near-far", "figure5": "distance"}
     by_name = {experiment.name: experiment for experiment in experiments}
-    for name in ("table1", "figure1", "table2", "figure4", "figure5", "table3"):
+    only_looks = bool(run.looks) and not run.rows and not run.steps  # the paper's tables would have nothing of ours
+    for name in () if only_looks else ("table1", "figure1", "table2", "figure4", "figure5", "table3"):
         experiment = by_name[name]
         tables = tuple(experiment_tables(run, experiment))
         caption = tables[0].caption
@@ -70,6 +73,9 @@ def make_sections(run: Run, experiments: list[Experiment], figures: list[Any]) -
         made.append(Section(name, experiment.title, caption, pictures, tables, name.startswith("figure")))
     depth = "Share of keys found, by their place in the prompt and its length."
     made.append(Section("depth", "Passkey by depth and length", depth, drawn("depth"), small=True))
+    for group, (title, text) in TEXTS.items():
+        tables = (look_table(run.looks),) if run.looks and group == "angles" else ()
+        made.append(Section(f"look-{group}", title, text, drawn(group), tables, small=group == "drift"))
     if control := control_table(run):
         made.append(Section("control", "Control", control.caption, (), (control,)))
     training = training_table(run)
@@ -92,7 +98,7 @@ def provenance(run: Run) -> list[tuple[str, list[str]]]:
             "Versions",
             each(", ".join(f"{name} {version}" for name, version in source.versions) for source in run.sources),
         ),
-        ("Seeds", each(str(row.seed) for row in run.rows)),
+        ("Seeds", each(str(seed) for seed in [row.seed for row in run.rows] or [s.seed for s in run.sources])),
         ("Commands", each(source.command for source in run.sources)),
         ("Files", each(source.file for source in run.sources)),
     ]
@@ -109,11 +115,11 @@ def render(run: Run, experiments: list[Experiment], sections: list[Section]) -> 
     # Both escape what they are given themselves.
     environment.filters |= {"table": lambda t: Markup(to_html(t)), "svg": lambda f: Markup(inline_svg(f))}
     text = (resources.files("farspan") / "report" / "page.html").read_text(encoding="utf-8")
-    verdicts = summary(run)
+    verdicts = ([] if run.looks and not run.rows else summary(run)) + look_verdicts(run.looks)
     return environment.from_string(text).render(
         headline=verdicts[0],
         verdicts=verdicts[1:],
-        notes=notes(run, experiments),
+        notes=notes(run, experiments) if run.rows or not run.looks else look_notes(run.looks),
         sections=sections,
         steps=run.steps,
         unfinished=[step for step in run.steps if step.state != "done"],

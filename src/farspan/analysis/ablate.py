@@ -1,0 +1,64 @@
+"""What one head is worth, inside and past the training length: the loss without it."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from farspan.analysis.drift import band
+from farspan.evaluation.perplexity import token_losses
+from farspan.models import FarspanForCausalLM
+
+
+@torch.no_grad()
+def head_worth(
+    model: FarspanForCausalLM,
+    text: Tensor,
+    layers: Sequence[int],
+    lengths: Sequence[int],
+    report: Callable[[int, int, str], None] | None = None,
+) -> Tensor:
+    """How much the loss rises when one head alone is silenced: (layers, h, lengths), in nats a token.
+
+    A negative value is a head that the model does better without. One pass over the text (n,) for each head.
+
+    >>> from farspan import FarspanConfig
+    >>> model = FarspanForCausalLM(FarspanConfig.preset("tiny", attention="rope", num_hidden_layers=1))
+    >>> head_worth(model, torch.arange(128), [0], [64, 128]).shape
+    torch.Size([1, 4, 2])
+    """
+    whole = _losses(model, text, lengths)
+    heads: int = model.config.num_attention_heads
+    found = torch.zeros(len(layers), heads, len(lengths), dtype=torch.float64)
+    for i, layer in enumerate(layers):
+        attention: Any = model.model.layers[layer].self_attn
+        for head in range(heads):
+            columns = slice(head * attention.head_dim, (head + 1) * attention.head_dim)
+            hook = attention.o_proj.register_forward_pre_hook(lambda m, a, c=columns: _silenced(m, a, c))
+            try:
+                found[i, head] = _losses(model, text, lengths) - whole
+            finally:
+                hook.remove()
+            if report is not None:
+                report(i * heads + head + 1, len(layers) * heads, f"without layer {layer}, head {head}")
+    return found
+
+
+def _silenced(_: nn.Module, arguments: tuple[Tensor, ...], columns: slice) -> tuple[Tensor, ...]:
+    mixed = arguments[0].clone()
+    mixed[..., columns] = 0.0
+    return (mixed, *arguments[1:])
+
+
+def _losses(model: FarspanForCausalLM, text: Tensor, lengths: Sequence[int]) -> Tensor:
+    """Mean loss of each length's band, (lengths) float64."""
+    last = min(max(lengths), text.shape[0] - 1)
+    ids = text[: last + 1].to(model.device)
+    hidden = model.model(ids[None, :-1], use_cache=False, rotary_length=ids.shape[0]).last_hidden_state
+    means = []
+    for length in lengths:
+        first, end = band(length, model.config.train_length)
+        end = min(end, last)
+        means.append(token_losses(model, hidden[:, first:end], ids[None, first + 1 : end + 1]).double().mean())
+    return torch.stack(means).cpu()

@@ -1,0 +1,157 @@
+"""The streaming census against its definition, and against angles that were planted."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from farspan.analysis import census as census_module
+from farspan.analysis.borders import crossings, reach_grid
+from farspan.analysis.census import BINS, TURN, Census, share
+from farspan.analysis.factors import Factors
+from farspan.analysis.laws import LAWS, frequencies_at, scaled, widening
+from farspan.analysis.reference import count_crossings, initial_angles, probabilities, scores
+from farspan.ops.rotary import Rotary
+from tests.analysis.small import seen, small, text
+
+N, L0 = 45, 16
+KINDS: list[Any] = ["rope", "coca-exact", "coca-strict", "coca-slack", {"kind": "rope", "window": 7}]
+
+
+def laws(rotary: Rotary) -> Tensor:
+    return torch.stack([frequencies_at(scaled(rotary, law, 4.0, L0), N) for law in LAWS])
+
+
+def census_of(made: Factors, queries: Tensor) -> Census:
+    theta = laws(made.rotary)
+    grid = reach_grid(theta, (L0 - 1, N - 1), made.query.real.dtype)
+    census = Census(grid, theta, L0, made.query.shape[0])
+    census.add(made, queries)
+    return census
+
+
+@pytest.mark.parametrize("attention", KINDS, ids=str)
+def test_logits_are_the_layers_own_scores(attention: Any) -> None:
+    model = small(attention, rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 100.0})
+    made, q, k = seen(model, text(N))
+    layer: Any = model.model.layers[1].self_attn
+    logits = made.logits(torch.arange(N))
+    mask = logits.isfinite()
+    assert torch.equal(mask[0], probabilities(layer, q, k)[0] > 0)
+    assert float((logits - scores(layer, q, k) * layer.scaling)[mask].abs().max()) < 1e-11
+
+
+def test_yarn_cools_the_logits() -> None:
+    model = small("rope", rope_parameters={"rope_type": "yarn", "factor": 4.0, "rope_theta": 100.0})
+    made, q, k = seen(model, text(N))
+    layer: Any = model.model.layers[1].self_attn
+    logits = made.logits(torch.arange(N))
+    assert float((logits - scores(layer, q, k) * layer.scaling)[logits.isfinite()].abs().max()) < 1e-11
+
+
+@pytest.mark.parametrize("attention", KINDS, ids=str)
+@pytest.mark.parametrize("at_once", [2**18, 100])
+def test_census_equals_brute_force(attention: Any, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(census_module, "AT_ONCE", at_once)
+    monkeypatch.setattr(census_module, "LOGITS_AT_ONCE", at_once)
+    model = small(attention)
+    made, q, k = seen(model, text(N))
+    layer: Any = model.model.layers[1].self_attn
+    queries = torch.tensor([0, 3, 16, 17, 30, N - 1])
+    census = census_of(made, queries)
+
+    angle, energy = initial_angles(layer, q, k)
+    p = probabilities(layer, q, k)
+    weights = [(p > 0).double()[..., None].expand_as(angle), energy * (p > 0)[..., None], p[..., None].expand_as(angle)]
+    distance = (torch.arange(N)[:, None] - torch.arange(N))[None, :, :, None]
+    tau = torch.where(angle > math.pi, (TURN - angle), 0.0) / census.theta[:, None, None, None]  # law h n m j
+    for w, weight in enumerate(weights):
+        picked = weight[:, queries]
+        close(census.totals[w], picked.sum((1, 2)))
+        close(census.past[w], (picked * (angle > math.pi)[:, queries]).sum((1, 2)))
+        for b in range(BINS):
+            bin_ = (angle * (BINS / TURN)).floor() == b
+            close(census.histogram[w, ..., b], (picked * bin_[:, queries]).sum((1, 2)))
+        for law in range(len(LAWS)):
+            inside = ((distance < tau[law]) & (angle > math.pi))[:, queries]
+            close(census.zone[law, w], (picked * inside).sum((1, 2)))
+    plain = weights[0][:, queries]
+    for law in range(len(LAWS)):
+        close(census.damped[law], (plain * tau[law].ceil().clamp(max=L0)[:, queries]).sum((1, 2)))
+        mean = share((plain * tau[law][:, queries]).sum((1, 2)), (plain * (angle > math.pi)[:, queries]).sum((1, 2)))
+        close(census.mean_tau()[law], mean)
+    assert census.queries == len(queries)
+    assert census.pairs == int((p[0, queries] > 0).sum())
+
+
+@pytest.mark.parametrize("reach", [L0 - 1, N - 1])
+def test_crossings_equal_a_walk_along_the_circle(reach: int) -> None:
+    made, q, k = seen(small("rope"), text(N))
+    queries = torch.tensor([2, 20, N - 1])
+    census = census_of(made, queries)
+    layer: Any = small("rope").model.layers[1].self_attn
+    angle, _ = initial_angles(layer, q, k)
+    for law in (0, 1, 2):
+        got = crossings(census, law, reach)
+        for head in (0, 3):
+            for pair in range(4):
+                found = [
+                    count_crossings(float(angle[head, m, n, pair]), float(census.theta[law, pair]), reach)
+                    for m in queries.tolist()
+                    for n in range(m + 1)
+                ]
+                counted = torch.tensor(found, dtype=torch.float64)
+                close(got.mean[:, head, pair], counted.mean(0))
+                close(got.ever[:, head, pair], (counted > 0).double().mean(0))
+
+
+@pytest.mark.parametrize("attention", ["coca-exact", "coca-strict", "coca-slack"])
+def test_a_coca_models_census_is_exactly_zero(attention: str) -> None:
+    model = small(attention).float()  # rounding has its chance, too
+    for index in (0, 1):
+        made, _, _ = seen(model, text(N), index)
+        census = census_of(made, torch.arange(N))
+        assert not census.past.any()
+        assert not census.zone.any()
+        assert not census.damped.any()
+        assert torch.equal(census.histogram[:, ..., 0], census.totals)
+
+
+def test_planted_angles_come_back() -> None:
+    """Constant queries and keys (biases only) at chosen angles: the census must return exactly those."""
+    model = small("rope", qkv_bias=True, num_key_value_heads=4)
+    layer: Any = model.model.layers[1].self_attn
+    planted = torch.rand(4, 4, dtype=torch.float64) * TURN  # head, pair
+    turned = torch.rand(4, 4, dtype=torch.float64) * TURN
+    with torch.no_grad():
+        layer.q_proj.weight.zero_(), layer.k_proj.weight.zero_()
+        for proj, angle, size in ((layer.q_proj, turned + planted, 2.0), (layer.k_proj, turned, 3.0)):
+            proj.bias.copy_(torch.cat((angle.cos(), angle.sin()), dim=-1).flatten() * size)
+    made, _, _ = seen(model, text(N))
+    census = census_of(made, torch.arange(N))
+    anomalous = (planted > math.pi).double()
+    close(share(census.past, census.totals), anomalous.expand(3, -1, -1))
+    close(census.totals[1] / census.pairs, torch.full((4, 4), 6.0, dtype=torch.float64))
+    close(census.mean_tau()[0], anomalous * (TURN - planted) / census.theta[0])
+    bins = (planted / TURN * BINS).long()
+    assert torch.equal(census.histogram[0].argmax(-1), bins)
+    assert torch.equal(census.histogram[0].amax(-1), torch.full((4, 4), float(census.pairs), dtype=torch.float64))
+
+
+def test_widening_is_one_k_and_powers_of_lambda() -> None:
+    """App. D.2: PI makes every zone k times wider, NTK the j-th λ^(2j/d) times, λ what the base is multiplied by."""
+    rotary, d, k = Rotary(8), 8, 4.0
+    theta = laws(rotary)
+    close(widening(theta[0], theta[LAWS.index("none")]), torch.ones(4))
+    close(widening(theta[0], theta[LAWS.index("pi")]), torch.full((4,), k))
+    for law, stretch in (("ntk", k), ("dynamic", k * 64 / L0 - (k - 1))):  # 45 tokens: the bucket of 64
+        lam = stretch ** (d / (d - 2))
+        close(widening(theta[0], theta[LAWS.index(law)]), lam ** (2 * torch.arange(4, dtype=torch.float64) / d))
+    yarn = widening(theta[0], theta[LAWS.index("yarn")])
+    assert bool((yarn >= 1).all() and (yarn <= k).all())
+
+
+def close(got: Tensor, wanted: Tensor) -> None:
+    assert float((got.double() - wanted.double()).abs().max()) <= 1e-9 * max(1.0, float(wanted.abs().max()))

@@ -1,0 +1,144 @@
+"""`farspan analyze` end to end, its page, and its refusals."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import farspan_cli
+from farspan.data import load_tokenizer
+from farspan.models import FarspanConfig, FarspanForCausalLM
+from tests.report.test_page import Tags
+
+SIZES = {"vocab_size": 257, "hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 2, "train_length": 16, "initializer_range": 0.3}
+
+
+def save(folder: Path, attention: str) -> Path:
+    torch.manual_seed(0)
+    FarspanForCausalLM(FarspanConfig(attention=attention, **SIZES)).save_pretrained(folder)  # type: ignore[arg-type]
+    load_tokenizer("bytes").save(folder)
+    return folder
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
+    monkeypatch.setattr("sys.argv", ["farspan", "analyze", *map(str, arguments)])
+    with pytest.raises(SystemExit) as stopped:
+        farspan_cli.main()
+    return int(stopped.value.code or 0)
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two models side by side in one folder; the page is made once, after both."""
+    folder = tmp_path_factory.mktemp("look")
+    (folder / "book.txt").write_text("the cat sat on the mat and " * 10)
+    options = ["--text", folder / "book.txt", "--queries", 4, "--text-tokens", 70, "--out", folder / "out"]
+    with pytest.MonkeyPatch.context() as patch:
+        with pytest.MonkeyPatch.context() as no_page:
+            no_page.setattr("farspan.analysis.files.page", lambda out: [])
+            assert run(patch, save(folder / "rope", "rope"), *options, "--ablate") == 0
+        assert run(patch, save(folder / "slack", "coca-slack"), *options, "--label", "my-slack") == 0
+    return folder / "out"
+
+
+def test_numbers_come_with_their_provenance(out: Path) -> None:
+    data = json.loads((out / "results" / "analysis-rope.json").read_text())
+    assert data["schema"] == 1
+    assert data["command"].startswith("farspan analyze")
+    kinds = {row["kind"] for row in data["rows"]}
+    assert kinds == {"model", "census", "borders", "curve", "drift", "loss", "study"}
+    assert {row["effect"] for row in data["rows"] if row["kind"] == "study"} == {"even", "first", "far", "harm"}
+    arrays = np.load(out / "results" / "analysis-rope.npz")
+    assert arrays["histogram-inside-1"].shape == (3, 2, 6, 36)
+
+
+def test_the_page_has_every_section_and_asks_for_nothing_from_outside(out: Path) -> None:
+    page = (out / "report" / "index.html").read_text()
+    for group in ("angles", "scores", "borders", "drift", "slack", "study"):
+        assert f'id="look-{group}"' in page
+    assert "RoPE" in page
+    assert "my-slack" in page
+    assert "Table 1" not in page  # nothing of the paper's experiments was run
+    tags = Tags()
+    tags.feed(page)
+    assert tags.stack == []
+    assert not {tag for tag, _ in tags.seen} & {"script", "link", "iframe", "img"}
+    assert (out / "report" / "tables" / "analysis.md").read_text().count("0.0%") >= 5  # slack's
+
+
+def test_figures_are_titled_labelled_and_have_units(out: Path) -> None:
+    folder = out / "report" / "figures"
+    names = {path.stem for path in folder.glob("*.svg")}
+    assert names == {path.stem for path in folder.glob("*.png")}
+    wanted = {"angles-layers", "angles-histogram-rope", "angles-pairs-rope", "zone-rope", "cases-rope", "borders-rope"}
+    wanted |= {f"{kind}-{label}" for kind in ("scores", "bounds", "drift-even") for label in ("rope", "my-slack")}
+    assert wanted | {"slack-my-slack", "study-rope"} <= names
+    assert "angles-histogram-my-slack" not in names  # all at 0: the layers' figure says so
+    for name in names - {"cases-rope"}:
+        texts = re.findall(r"<text[^>]*>([^<]+)</text>", (folder / f"{name}.svg").read_text())
+        words = [text for text in texts if len(text) > 4 and not re.fullmatch(r"[\d.,%−-]+", text)]
+        assert len(words) >= 3, f"{name} must have a title and two labelled axes, got {words}"
+
+
+def test_a_passkey_bound_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = save(tmp_path / "rope", "rope")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "train_length": 320}))
+    (tmp_path / "book.txt").write_text("abc " * 200)
+    monkeypatch.setattr("farspan.analysis.files.page", lambda out: [])
+    options = ["--text", tmp_path / "book.txt", "--queries", 2, "--laws", "none", "--passkey", 1, "--out", tmp_path]
+    assert run(monkeypatch, model, *options) == 0
+    rows = json.loads((tmp_path / "results" / "analysis-rope.json").read_text())["rows"]
+    window = next(row for row in rows if row["kind"] == "window")
+    assert window["cases"] == 2
+    assert window["at_least"] == 0  # it has learned nothing
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--text", "{here}/no.txt"], "no.txt"),
+        (["--text", "{here}/short.txt"], "two windows = 32 tokens, got 5 at most"),
+        (["--text", "{here}/book.txt", "--layers", "7"], "got 7"),
+        (["--text", "{here}/book.txt", "--layers", "x"], "--layers must be whole numbers"),
+        (["--text", "{here}/book.txt", "--laws", "none,ntq"], "did you mean 'ntk'"),
+        (["--text", "{here}/book.txt", "--label", "a/b"], "--label must be"),
+        (["--text", "{here}/book.txt", "--model", "{here}/none"], "does not exist"),
+        (["--text", "{here}/book.txt", "--model", "{here}/alibi"], "must have rotary layers"),
+        (["--text", "{here}/book.txt", "--model", "{here}/broken"], "must be finite"),
+        (["--text", "{here}/book.txt", "--model", "{here}/empty"], "config.json"),
+    ],
+)
+def test_bad_input_exits_2_with_one_line(
+    options: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    given = [option.format(here=tmp_path) for option in options]
+    model = tmp_path / "rope"
+    if "--model" in given:
+        at = given.index("--model")
+        model = Path(given[at + 1])
+        del given[at : at + 2]
+    if model.name in ("rope", "alibi", "broken"):
+        save(model, "alibi" if model.name == "alibi" else "rope")
+    if model.name == "broken":
+        loaded = FarspanForCausalLM.from_pretrained(model)
+        with torch.no_grad():
+            loaded.model.embed_tokens.weight[98] = torch.inf  # type: ignore[index]
+        loaded.save_pretrained(model)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "book.txt").write_text("abc " * 50)
+    (tmp_path / "short.txt").write_text("short")
+    capsys.readouterr()
+    assert run(monkeypatch, model, *given, "--out", tmp_path / "out") == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert len(error.strip().splitlines()) == 1
+    assert not (tmp_path / "out").exists()

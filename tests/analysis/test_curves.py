@@ -1,0 +1,191 @@
+"""Score curves, their bounds, attention past the window and slack's parts, each against its definition."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from farspan.analysis import decay as decay_module
+from farspan.analysis import drift as drift_module
+from farspan.analysis.decay import QUANTILES, Decay, distances
+from farspan.analysis.drift import FIRST, Drift
+from farspan.analysis.factors import Factors, factors
+from farspan.analysis.reference import decay_bounds, probabilities, scores
+from farspan.analysis.slack import Microscope
+from farspan.layers import CocaAttention
+from farspan.ops.coca.reference import scores_exact
+from farspan.ops.positions import resolve
+from farspan.ops.rotary import Rotary
+from farspan.ops.rotary_reference import turns
+from tests.analysis.small import seen, small, text
+
+N = 45
+KINDS: list[Any] = ["rope", "coca-exact", "coca-strict", "coca-slack", {"kind": "rope", "window": 7}]
+
+
+@pytest.mark.parametrize("attention", KINDS, ids=str)
+@pytest.mark.parametrize("at_once", [2**21, 50])
+def test_curves_equal_brute_force(attention: Any, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decay_module, "AT_ONCE", at_once)
+    model = small(attention)
+    made, q, k = seen(model, text(N))
+    layer: Any = model.model.layers[1].self_attn
+    decay = Decay(distances(N))
+    decay.add(made)
+    logits = scores(layer, q, k) * layer.scaling
+    for i, s in enumerate(decay.at):
+        if made.window is not None and s >= made.window:
+            assert decay.samples[i] == 0
+            continue
+        diagonal = logits.diagonal(-s, 1, 2).flatten()
+        assert decay.samples[i] == diagonal.numel()
+        assert abs(float(decay.mean()[i] - diagonal.mean())) < 1e-11
+        wanted = diagonal.quantile(torch.tensor(QUANTILES, dtype=torch.float64))
+        assert float((decay.quantiles()[:, i] - wanted).abs().max()) < 1e-11
+
+
+@pytest.mark.parametrize("attention", ["rope", "coca-exact"])
+def test_mean_bounds_equal_brute_force(attention: str) -> None:
+    made, _, _ = seen(small(attention), text(20))
+    decay = Decay([0, 3, 19])
+    decay.add(made)
+    theta = made.theta(torch.arange(1))[0]
+    for i, s in enumerate(decay.at):
+        found = []
+        for head in range(4):
+            for m in range(s, 20):
+                h = made.query[head, m] * made.key[head // 2, m - s].conj()
+                a, eq19, eq20 = decay_bounds(h, s, theta)
+                assert a <= eq19 * (1 + 1e-12)
+                assert attention == "rope" or a <= eq20 * (1 + 1e-12)
+                found.append((eq19 * made.scale, eq20 * made.scale))
+        assert float((decay.mean_bounds()[:, i] - torch.tensor(found, dtype=torch.float64).mean(0)).abs().max()) < 1e-9
+
+
+@pytest.mark.parametrize("attention", KINDS, ids=str)
+def test_eq19_and_eq21_hold_on_every_score_and_eq20_for_coca(attention: Any) -> None:
+    for index in (0, 1):
+        made, _, _ = seen(small(attention), text(200), index)
+        decay = Decay(distances(200))
+        decay.add(made)
+        assert sum(decay.samples) > 2000
+        assert decay.broken["eq19"] == decay.broken["eq21"] == 0
+        assert made.name not in ("coca-exact", "coca-strict") or decay.broken["eq20"] == 0
+
+
+def test_a_broken_bound_is_counted() -> None:
+    """Equal h_j: neighbours do not differ, so Eq. 19 without its last term bounds by 0; Eq. 20 needs Θ_j = 0."""
+    ones = torch.ones(1, 9, 4, dtype=torch.complex128)
+    flat = Factors(0, "rope", ones, ones, ones, None, Rotary(8), 1.0, None)
+    decay = Decay([0, 1])
+    decay.add(flat)
+    assert decay.broken == {"eq19": 0, "eq20": 0, "eq21": 0, "eq19_inner": 17}
+    one = torch.ones(1, 9, 1, dtype=torch.complex128)  # one pair at Θ = π/2: |a(s)| = |sin s|, bounded by |cos s|?
+    turned = Factors(0, "rope", one * 1j, one, one * 1j, None, Rotary(2), 1.0, None)
+    decay = Decay([1, 2, 3])
+    decay.add(turned)
+    assert decay.broken["eq20"] == 8 + 7  # at distances 1 and 2, not at 3
+    assert decay.broken["eq19"] == 0
+
+
+def test_a_long_text_is_sampled_evenly() -> None:
+    made, _, _ = seen(small("rope"), text(100))
+    decay = Decay([0, 7])
+    decay.add(made, count=10)
+    assert decay.samples == [40, 40]
+
+
+@pytest.mark.parametrize("attention", KINDS, ids=str)
+@pytest.mark.parametrize("at_once", [2**23, 1])
+def test_drift_equals_brute_force(attention: Any, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drift_module, "LOGITS_AT_ONCE", at_once)
+    model = small(attention)
+    made, q, k = seen(model, text(N))
+    layer: Any = model.model.layers[1].self_attn
+    queries = torch.tensor([0, 20, 21, N - 1])
+    drift = Drift(4, 16)
+    drift.add(made, queries, torch.arange(1.0, 9.0))
+    p = probabilities(layer, q, k)[:, queries]
+    logits = scores(layer, q, k)[:, queries] * layer.scaling
+    seen_keys = p > 0
+    entropy = -(p * p.clamp(min=1e-300).log()).sum(-1)
+    count = seen_keys.sum(-1).double()
+    distance = queries[:, None] - torch.arange(N)
+    head = drift.per_head()
+    same(head["entropy"], entropy.mean(1))
+    same(head["even"], torch.where(count > 1, entropy / count.log(), 0.0).mean(1))
+    same(head["first"], p[..., :FIRST].sum(-1).mean(1))
+    same(head["far"], (p * (distance >= 16)).sum(-1).mean(1))
+    rows = [[logits[h, i][seen_keys[h, i]] for i in range(4)] for h in range(4)]
+    layer_means = drift.per_layer()
+
+    def mean(read: Any) -> float:
+        return sum(float(read(x)) for row in rows for x in row) / 16
+
+    assert layer_means["logit_mean"] == pytest.approx(mean(lambda x: x.mean()), abs=1e-10)
+    assert layer_means["logit_spread"] == pytest.approx(mean(lambda x: x.std(unbiased=False)), abs=1e-10)
+    assert layer_means["logit_top"] == pytest.approx(mean(lambda x: x.max()), abs=1e-10)
+    assert layer_means["hidden_norm"] == pytest.approx(4.5)
+
+
+def test_slack_splits_into_a_relative_and_an_absolute_part() -> None:
+    model = small("coca-slack")
+    made, q, t = seen(model, text(N))
+    queries = torch.arange(N)
+    whole, relative, absolute = (made.logits(queries, part=part) for part in ("all", "relative", "absolute"))
+    mask = whole.isfinite()
+    same((relative + absolute)[mask], whole[mask])
+    moved = made.logits(queries, shift=11, part="relative")
+    same(moved[mask], relative[mask])
+    a, b = q[0].chunk(2, dim=-1)  # docs/math.md, literally, for one pair of query and key
+    t, theta, (m, n) = t[0].repeat_interleave(2, 0), Rotary(8).frequencies(), (30, 12)
+    a, b, t, delta, sigma = a[2, m], b[2, m], t[2, n], (m - n) * theta, (m + n) * theta
+    first = t / 2 * ((a + b) ** 2 * delta.cos() - (b**2 - a**2) * delta.sin())
+    second = t / 2 * ((a - b) ** 2 * sigma.cos() + (b**2 - a**2) * sigma.sin())
+    same(relative[2, m, n], first.sum() * made.scale)
+    same(absolute[2, m, n], second.sum() * made.scale)
+
+
+def test_the_microscope_sees_what_was_split_and_moved() -> None:
+    made, _, _ = seen(small("coca-slack"), text(N))
+    queries = torch.tensor([3, 17, 40])
+    slack = Microscope(4, 16)
+    slack.add(made, queries)
+    relative, absolute = (made.logits(queries, part=part) for part in ("relative", "absolute"))
+    squares = [x.masked_fill(x.isinf(), 0.0).square().sum((1, 2)) for x in (relative, absolute)]
+    same(slack.absolute_share(), squares[1] / (squares[0] + squares[1]))
+    here, there = (made.logits(queries, shift=shift).softmax(-1) for shift in (0, 16))
+    same(slack.moved_share(), (here - there).abs().sum(-1).mean(-1) / 2)
+    size, rising, turned = torch.zeros(3, 4, dtype=torch.float64)
+    for m in queries.tolist():
+        for n in range(m + 1):
+            h = made.query[:, m] * made.key[:, n].repeat_interleave(2, 0).conj()
+            size += h.abs().sum(-1)
+            rising += (h.abs() * (h.imag < 0)).sum(-1)
+            turned += (h.abs() * h.angle().abs()).sum(-1)
+    same(slack.rising_share(), rising / size)
+    same(slack.mean_angle(), turned / size)
+    assert float(slack.absolute_share().min()) > 0.01
+
+
+def test_a_tied_query_leaves_slack_nothing_absolute() -> None:
+    """Eq. 11: with q equal on both members of each pair slack is exact."""
+    layer = CocaAttention(24, 4, form="slack", num_key_heads=2, head_dim=8).double()
+    with torch.no_grad():
+        rows = layer.q_proj.weight.view(4, 2, 4, 24)
+        rows[:, 1] = rows[:, 0]
+    q, t, _ = layer.project(torch.randn(1, 20, 24, dtype=torch.float64))
+    made = factors(layer, 0, q.detach(), t.detach())
+    slack = Microscope(4, 16)
+    slack.add(made, torch.arange(20))
+    assert float(slack.absolute_share().max()) < 1e-25
+    assert float(slack.mean_angle().max()) < 1e-15
+    query, key = turns(layer.rotary, resolve(None, 20, 20, q.device), 8, q.dtype)
+    mask = made.logits(torch.arange(20)).isfinite()
+    wanted = scores_exact(q, t, query, key)[0].detach() * layer.scaling
+    same(made.logits(torch.arange(20))[mask], wanted[mask])
+
+
+def same(got: Tensor, wanted: Tensor) -> None:
+    assert float((got - wanted).abs().max()) <= 1e-9

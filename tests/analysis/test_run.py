@@ -1,0 +1,163 @@
+"""The whole analysis: what it sums over, what it refuses, what it holds in memory."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from farspan.analysis import Settings, analyze, head_worth, rows, study_rows
+from farspan.analysis import census as census_module
+from farspan.analysis import drift as drift_module
+from farspan.analysis.census import Census
+from farspan.analysis.drift import band
+from farspan.analysis.laws import LAWS, under
+from farspan.analysis.run import REGIONS
+from farspan.benchmark.measure import in_fresh_process, measure
+from farspan.evaluation.perplexity import token_losses
+from farspan.models import FarspanConfig, FarspanForCausalLM
+from tests.analysis.small import seen, small, text
+
+
+def test_every_layer_law_and_length_is_there_and_the_model_is_left_as_it_was() -> None:
+    model, tokens = small("rope"), [text(70), text(33)]
+    before = model(tokens[0][None]).logits
+    steps: list[tuple[int, int, str]] = []
+    found = analyze(model, tokens, Settings(queries=10, drift_queries=3), lambda *step: steps.append(step))
+    assert set(found.census) == {(layer, region) for layer in (0, 1) for region in REGIONS}
+    assert found.lengths == [16, 32, 64]
+    assert set(found.drift) == {(law, length, layer) for law in LAWS for length in (16, 32, 64) for layer in (0, 1)}
+    assert found.drift["pi", 32, 0].queries == 6
+    assert found.drift["pi", 64, 0].queries == 3  # one of the two texts is that long
+    assert found.census[1, "inside"].queries == found.census[1, "past"].queries == 10
+    assert [step[:2] for step in steps] == [(i + 1, 20) for i in range(20)]
+    assert torch.equal(model(tokens[0][None]).logits, before)
+    assert not model.model.layers[0].self_attn._forward_pre_hooks
+
+
+def test_losses_are_those_of_the_bands_under_each_law() -> None:
+    model, tokens = small("rope"), text(70)
+    found = analyze(model, [tokens], Settings(queries=2, drift_queries=1))
+    for law in LAWS:
+        with under(model, law, 4.0), torch.no_grad():
+            logits = model(tokens[None]).logits[0]
+        first, last = band(32, 16)
+        loss = torch.nn.functional.cross_entropy(logits[first:last], tokens[first + 1 : last + 1], reduction="sum")
+        assert found.losses[law, 32] == (pytest.approx(float(loss), abs=1e-4), 8)
+    with torch.no_grad():  # the control: the same tokens, one window of context
+        hidden = model.model(tokens[None, 16:32]).last_hidden_state
+        loss = token_losses(model, hidden[:, 8:], tokens[None, 25:33]).sum()
+    assert found.losses["control", 32] == (pytest.approx(float(loss), abs=1e-4), 8)
+
+
+def test_texts_add_up() -> None:
+    model, first, second = small("rope"), text(40), text(40)
+    settings = Settings(laws=("none",), queries=200, drift_queries=50)
+    apart = [analyze(model, [tokens], settings) for tokens in (first, second)]
+    both = analyze(model, [first, second], settings)
+    for region in REGIONS:
+        one, two = (found.census[1, region] for found in apart)
+        assert torch.allclose(both.census[1, region].histogram, one.histogram + two.histogram, atol=1e-9)
+    total = sum(found.drift["none", 32, 1].head_sums for found in apart)
+    assert torch.allclose(both.drift["none", 32, 1].head_sums, total, atol=1e-9)  # type: ignore[arg-type]
+
+
+def test_spaced_keys_leave_attention_untouched_and_estimate_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, _, _ = seen(small("rope"), text(400))
+    settings = Settings(laws=("none",), queries=32)
+    whole = analyze(small("rope"), [text(400)], settings).census[0, "past"]
+
+    def census(keys: int) -> Census:
+        monkeypatch.setattr(census_module, "KEYS", keys)
+        made_census = Census(whole.grid, whole.theta, 16, 4)
+        made_census.add(made, torch.arange(300, 400, 7))
+        return made_census
+
+    every, spaced = census(1000), census(100)
+    assert torch.equal(every.past[2], spaced.past[2])
+    assert spaced.pairs < every.pairs / 3
+    shares = [c.past[0].sum() / c.totals[0].sum() for c in (every, spaced)]
+    assert abs(float(shares[0] - shares[1])) < 0.02
+
+
+def test_the_worth_of_a_head_is_what_the_loss_loses() -> None:
+    model, tokens = small("rope"), text(40)
+    worth = head_worth(model, tokens, [1], [16, 32])
+    layer: Any = model.model.layers[1].self_attn
+    with torch.no_grad():
+        whole = model(tokens[None, :33]).logits[0]
+        layer.o_proj.weight[:, 8:16] = 0.0  # head 1
+        without = model(tokens[None, :33]).logits[0]
+    for i, length in enumerate((16, 32)):
+        first, last = band(length, 16)
+        target = tokens[first + 1 : last + 1]
+        losses = [float(torch.nn.functional.cross_entropy(x[first:last], target)) for x in (without, whole)]
+        assert float(worth[0, 1, i]) == pytest.approx(losses[0] - losses[1], abs=1e-6)
+
+
+def test_study_relates_heads_and_has_nothing_to_say_of_coca() -> None:
+    settings = Settings(laws=("none",), queries=6, drift_queries=2)
+    found = analyze(small("rope"), [text(40)], settings)
+    made = study_rows(found, torch.randn(2, 4, 2))
+    assert len(made) == 4 * 4
+    assert [row["primary"] for row in made].count(True) == 1
+    assert all(row["n"] == 8 and len(row["ci95"]) == 2 for row in made)
+    assert study_rows(analyze(small("coca-exact"), [text(40)], settings)) == []
+
+
+def test_rows_hold_what_the_sums_say() -> None:
+    found = analyze(small("coca-slack"), [text(40)], Settings(queries=6, drift_queries=2))
+    made = rows(found, "mine")
+    kinds = [row["kind"] for row in made]
+    assert {k: kinds.count(k) for k in dict.fromkeys(kinds)} == {
+        **{"model": 1, "census": 4, "borders": 15, "curve": 2, "slack": 2, "drift": 20, "loss": 10}
+    }
+    assert all(value == 0 for row in made if row["kind"] == "census" for value in row["past_pi"].values())
+    slack = next(row for row in made if row["kind"] == "slack")
+    assert slack["absolute_share"] == pytest.approx(found.slack[0].absolute_share().tolist(), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("model", "length", "settings", "message"),
+    [
+        (lambda: small("alibi"), 40, {}, "must have rotary layers .* got alibi"),
+        (lambda: small([{"kind": "rope", "rotary": False}] * 2), 40, {}, "must have rotary layers"),
+        (lambda: small("rope"), 31, {}, "two windows = 32 tokens, got 31"),
+        (lambda: small("rope"), 40, {"layers": (0, 2)}, r"rotary layers of this model \(0, 1\), got 2"),
+        (lambda: small(["alibi", "rope"]), 40, {"layers": (0,)}, "got 0"),
+        (lambda: poisoned(), 40, {}, "must be finite, got NaN or inf in layer 1"),
+    ],
+)
+def test_what_cannot_be_analysed_is_refused(model: Any, length: int, settings: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        analyze(model(), [text(length)], Settings(**settings))
+
+
+def poisoned() -> FarspanForCausalLM:
+    model = small("rope")
+    with torch.no_grad():
+        model.model.layers[1].self_attn.q_proj.weight[0, 0] = torch.nan  # type: ignore[union-attr, index]
+    return model
+
+
+@pytest.mark.parametrize("bad", [{"laws": ("pi",)}, {"laws": ("none", "nkt")}, {"factor": 0.5}, {"queries": 1}])
+def test_settings_that_cannot_be_meant_are_refused(bad: Any) -> None:
+    with pytest.raises(ValueError, match="must"):
+        Settings(**bad)
+
+
+def peak(length: int) -> int:
+    """Bytes beyond the model that an analysis takes, with small blocks so that what grows is seen."""
+    torch.set_num_threads(1)
+    census_module.LOGITS_AT_ONCE = drift_module.LOGITS_AT_ONCE = 2**17
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = FarspanForCausalLM(FarspanConfig(attention="rope", vocab_size=64, train_length=512, **sizes)).eval()
+    settings = Settings(laws=("none",), queries=4, drift_queries=2)
+    analyze(model, [text(1024)], settings)  # warm up: libraries, thread pools
+    return measure(lambda: analyze(model, [text(length)], settings), repeats=0, device="cpu").peak_bytes
+
+
+def test_memory_grows_with_the_text_and_not_with_its_square() -> None:
+    short, long = 4096, 32768
+    peaks = [in_fresh_process(peak, length) for length in (short, long)]
+    assert peaks[1] < 2.5 * (long / short) * max(peaks[0], 2**23)
+    assert peaks[1] < long**2 * 4 / 20  # one head's scores alone would be 4.3 GB
