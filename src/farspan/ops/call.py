@@ -13,6 +13,9 @@ from farspan.ops.softmax.core import Sight
 
 P = ParamSpec("P")
 
+BACKENDS = ("auto", "reference", "sdpa")
+"""What every op can run on."""
+
 
 def reference_twin(op: Callable[P, Tensor]) -> Callable[P, Tensor]:
     """`op` by its definition: the same signature, always with backend="reference"."""
@@ -49,9 +52,10 @@ def check_call(
     documents: Tensor | None,
     scale: float | None,
     backend: str,
+    backends: tuple[str, ...] = BACKENDS,
 ) -> Call:
     """Refuse what cannot be meant, with argument, value and remedy; resolve the rest."""
-    require_choice("backend", backend, ("auto", "reference", "sdpa"))
+    require_choice("backend", backend, backends)
     _check_tensors(q, k, v, key_name, key_width)
     (b, _, n, d), m = q.shape, k.shape[2]
     free = isinstance(positions, tuple)
