@@ -95,6 +95,9 @@ def half_width_kernel(
             score = product(fixed_left, tl.trans(coefficient), nothing)
         else:
             wide = coefficient.to(tl.float32)
+            if q.dtype.element_ty == tl.float16:  # and each tile of t
+                ceiling = tl.maximum(tl.max(tl.max(tl.abs(wide), axis=1), axis=0), 1e-30)
+                wide = wide * (1024.0 / ceiling)
             if key_positions is not None:
                 key_at = places(key_positions, key_positions_b, row, key, keep, first)
                 key_cos, key_sin = cos_sin(key_at[:, None] * turn[None, :])
@@ -116,6 +119,8 @@ def half_width_kernel(
             odd = narrow(wide * key_sin, t.dtype.element_ty)
             score = product(now_left, tl.trans(even), nothing)
             score = product(now_right, tl.trans(odd), score)
+            if q.dtype.element_ty == tl.float16:
+                score = score * (ceiling * (1.0 / 1024.0))
         score = score * row_scale[:, None]
 
         if BY_POSITION:

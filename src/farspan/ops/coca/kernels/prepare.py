@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from farspan.ops.coca.kernels.angles import cos_sin, places
+from farspan.ops.coca.kernels.attention import padded, row_major
 from farspan.ops.coca.kernels.narrow import narrow
 
 HEADS = 4
@@ -176,8 +177,11 @@ def _launch(
     factor: float,
 ) -> None:
     (b, h, n, d), (g, m) = q.shape, k_out.shape[1:3]
-    q, t, q_gradient, k_gradient = (_row_major(x) for x in (q, t, q_gradient, k_gradient))  # type: ignore[assignment]
-    width = max(16, triton.next_power_of_2(d // 2))
+    q, t, q_gradient, k_gradient = (  # type: ignore[assignment]
+        x if x is None else row_major(x) for x in (q, t, q_gradient, k_gradient)
+    )
+    query_positions, key_positions = (x if x is None else row_major(x) for x in (query_positions, key_positions))
+    width = padded(d // 2)
     block = max(1, TILE // width)
     q_blocks, k_blocks = triton.cdiv(n, block), triton.cdiv(m, block)
     q_programs, k_programs = q_blocks * triton.cdiv(h, HEADS), k_blocks * triton.cdiv(g, HEADS)
@@ -189,11 +193,6 @@ def _launch(
         EXACT=form == "exact", BACKWARD=q_gradient is not None, HALF=d // 2, HEADS=HEADS,
         BLOCK_N=block, BLOCK_D=width, num_warps=4,
     )  # fmt: skip
-
-
-def _row_major(x: Tensor | None) -> Tensor | None:
-    """x, with the numbers of one head and position side by side."""
-    return x if x is None or x.stride(-1) == 1 else x.contiguous()
 
 
 def _strides(x: Tensor | None) -> tuple[int, ...]:
