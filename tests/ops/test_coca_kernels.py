@@ -197,8 +197,15 @@ def test_pages_give_what_one_piece_gives(page: int, n: int) -> None:
 
 @pytest.mark.parametrize(
     ("n", "splits", "law"),
-    [(1, splits, law) for splits in (1, 3, None) for law in (NTK(2), DynamicNTK(4, 16))]
-    + [(1, 2, None), (3, 2, NTK(2)), (20, 1, DynamicNTK(4, 40)), (20, 2, NTK(2))],
+    [
+        (1, 1, NTK(2)),
+        (1, None, NTK(2)),
+        (1, 3, DynamicNTK(4, 16)),
+        (1, 2, None),
+        (3, 2, NTK(2)),
+        (17, 1, DynamicNTK(4, 40)),
+        (17, 2, NTK(2)),
+    ],
     ids=str,
 )
 def test_rows_of_different_lengths_equal_each_row_alone(n: int, splits: int | None, law: Any) -> None:
@@ -249,7 +256,7 @@ def prepared(q: Tensor, t: Tensor, rotary: Rotary, form: str, **places: Any) -> 
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(("n", "d"), [(1, 64), (63, 64), (64, 64), (65, 64), (257, 8), (20, 128), (9, 6)])
+@pytest.mark.parametrize(("n", "d"), [(1, 64), (63, 64), (64, 64), (65, 64), (257, 6), (20, 128)])
 def test_preparation_equals_the_features_forward_and_backward(form: str, n: int, d: int) -> None:
     q, t, _ = inputs(n, n + 3, h=5, g=1, d=d)
     wide = [x.double().requires_grad_() for x in (q, t)]
@@ -291,8 +298,8 @@ def test_preparation_takes_positions_and_frequencies_a_row(form: str) -> None:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("law", [None, DynamicNTK(4, 16), YaRN(4, 16)], ids=str)
 def test_gradients_through_the_backend_equal_the_reference(form: str, law: Any) -> None:
-    q, t, v = inputs(40, b=2, h=2, g=1, d=16)
-    options: dict[str, Any] = {"rotary": Rotary(16, scaling=law), "form": form, "window": 30}
+    q, t, v = inputs(30, b=2, h=2, g=1, d=16)
+    options: dict[str, Any] = {"rotary": Rotary(16, scaling=law), "form": form, "window": 20}
     leaves, wide = ([x.to(dtype).requires_grad_() for x in (q, t, v)] for dtype in (torch.float32, torch.float64))
     out, truth = coca_attention(*leaves, **options, backend="triton"), coca_attention_reference(*wide, **options)
     weights = torch.randn_like(out)
@@ -308,7 +315,6 @@ def test_gradients_through_the_backend_equal_the_reference(form: str, law: Any) 
 def test_operators_pass_torchs_own_check() -> None:
     q, t, _ = (x.requires_grad_() for x in inputs(5, 9, d=16))
     step = rotary_steps(Rotary(16), None, q.device)
-    torch.library.opcheck(torch.ops.farspan.coca_prepare.default, (q, t, step, None, None, 4, 0, "exact", 1.0))
     folded = q.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
     torch.library.opcheck(torch.ops.farspan.coca_prepare.default, (folded, t, step, None, None, 4, 0, "slack", 1.0))
     q, t, v = inputs(1, 9, d=16)
