@@ -11,7 +11,6 @@ import torch
 pytest.importorskip("triton", reason="needs triton (pip install farspan[gpu])")
 
 from farspan.benchmark import kernel_checks, kernels
-from farspan.benchmark.attention import ResultsDifferError
 from farspan.benchmark.clock import clock
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "coca_kernels.py"
@@ -40,18 +39,16 @@ def test_every_step_at_toy_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_no_figures_when_a_kernel_is_wrong(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     right = kernel_checks.half_width_attention
     monkeypatch.setattr(kernel_checks, "half_width_attention", lambda *args, **options: 1.1 * right(*args, **options))
-    with pytest.raises(ResultsDifferError, match="2 of 6 kernel checks fail: pages, 1 queries"):
-        next(kernels.run(quick=True, device="cpu", seed=0, repeats=1, toy=True))
     monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--toy"])
     with pytest.raises(SystemExit) as exit_:
         runpy.run_path(str(SCRIPT), run_name="__main__")
     assert exit_.value.code == 1
     printed = capsys.readouterr()
-    assert "no figures: 2 of 6 kernel checks fail" in printed.err
+    assert "no figures: 2 of 6 kernel checks fail: pages, 1 queries" in printed.err
     assert "×" not in printed.out
 
 
-def test_nan_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nan_is_wrong() -> None:
     truth = torch.ones(3, dtype=torch.float64)
     row = kernel_checks._row("x", torch.tensor([1.0, torch.nan, 1.0]), truth, truth.float())
     assert not row["error"] <= row["allowed"]

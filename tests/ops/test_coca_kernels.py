@@ -120,14 +120,14 @@ def options_by_name(b: int, n: int, m: int) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", list(options_by_name(1, 1, 1)))
-@pytest.mark.parametrize(("n", "m"), [(1, 70), (5, 70), (20, 40)])
+@pytest.mark.parametrize(("n", "m"), [(1, 70), (20, 40)])
 def test_every_way_to_hide_keys(name: str, n: int, m: int) -> None:
     q, t, v = inputs(n, m, b=2, h=2, g=1, d=16)
-    for rotary in (Rotary(16), Rotary(16, scaling=DynamicNTK(4, 20))) if n == 1 else (Rotary(16), None):
-        options = {"rotary": rotary, "form": "slack", **options_by_name(2, n, m)[name]}
-        truth = coca_attention_reference(q.double(), t.double(), v.double(), **options)
-        out = coca_attention(q, t, v, **options, backend="triton")
-        assert (out - truth).abs().max() <= 2e-5
+    law = DynamicNTK(4, 20) if n == 1 else None
+    options = {"rotary": Rotary(16, scaling=law), "form": "slack", **options_by_name(2, n, m)[name]}
+    truth = coca_attention_reference(q.double(), t.double(), v.double(), **options)
+    out = coca_attention(q, t, v, **options, backend="triton")
+    assert (out - truth).abs().max() <= 2e-5
 
 
 def test_hidden_keys_may_hold_anything() -> None:
@@ -182,8 +182,7 @@ def cached(b: int, m: int, n: int, *, page: int, d: int = 16, h: int = 4, g: int
     return q, t, v, *pages, table
 
 
-@pytest.mark.parametrize("page", [8, 16, 64])
-@pytest.mark.parametrize("n", [1, 3, 20])
+@pytest.mark.parametrize(("page", "n"), [(8, 1), (16, 3), (64, 17), (16, 17)])
 def test_pages_give_what_one_piece_gives(page: int, n: int) -> None:
     q, t, v, t_pages, v_pages, table = cached(2, 64, n, page=page, h=2, g=1)
     lengths = torch.tensor([64, 41], device=DEVICE)
@@ -204,7 +203,6 @@ def test_pages_give_what_one_piece_gives(page: int, n: int) -> None:
         (1, 2, None),
         (3, 2, NTK(2)),
         (17, 1, DynamicNTK(4, 40)),
-        (17, 2, NTK(2)),
     ],
     ids=str,
 )
@@ -219,6 +217,12 @@ def test_rows_of_different_lengths_equal_each_row_alone(n: int, splits: int | No
         wide = (q.double(), t.double(), v.double())
         assert (out - half_width_attention_reference(*wide, **options)).abs().max() <= 1e-5
         assert (out[3] == 0).all()
+
+
+def test_splits_of_many_queries_add_up() -> None:
+    q, t, v = inputs(33, 64, h=1, g=1, d=16)
+    truth = coca_attention_reference(q.double(), t.double(), v.double(), rotary=Rotary(16))
+    assert (half_width_attention(q, t, v, rotary=Rotary(16), splits=2) - truth).abs().max() <= 1e-5
 
 
 def test_per_request_base_is_that_of_each_row() -> None:

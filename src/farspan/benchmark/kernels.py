@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -99,7 +100,7 @@ def decode(shape: Shape, device: str, repeats: int, copy: float) -> dict[str, An
     if h > g:  # all heads of a group see the same keys: as queries of one head, they read them once
         folded = q.reshape(b, g, h // g * n, d)
         calls |= {f"{name}, heads as queries": call for name, call in rope_peers(folded, k, v).items()}
-    times = {name: timed(call, device, repeats) for name, call in calls.items()}
+    times = times_of(calls, device, repeats)
     half, full = shape.key_bytes
     return report("decode", shape, times, {name: half if name in ("exact", "slack") else full for name in times}, copy)
 
@@ -115,7 +116,7 @@ def prefill(shape: Shape, device: str, repeats: int) -> dict[str, Any]:
     bias = causal_lower_right(shape.n, shape.m)
     wide_k, wide_v = (x.repeat_interleave(shape.h // shape.g, dim=1) for x in (k, v))
     calls["flash"] = lambda: F.scaled_dot_product_attention(q, wide_k, wide_v, attn_mask=bias)
-    times = {name: timed(call, device, repeats) for name, call in calls.items()}
+    times = times_of(calls, device, repeats)
     work = 4 * shape.b * shape.h * shape.n * (shape.m - shape.n / 2) * shape.d
     row = report("prefill", shape, times)
     row["teraflops_a_second"] = {name: work / t.median / 1e12 for name, t in times.items() if t is not None}
@@ -135,20 +136,16 @@ def prepare(shape: Shape, form: str, device: str, repeats: int, copy: float) -> 
         "torch": lambda q, t: coca_features(q, t, part.query, part.key, form=form),
         "rope, torch": lambda q, _: (rotate(q, part.query), rotate(k, part.key)),
     }
-    times = {name: timed(lambda call=call: call(q, t), device, repeats) for name, call in both.items()}  # type: ignore[misc]
+    times = times_of({name: partial(call, q, t) for name, call in both.items()}, device, repeats)
     moved = 2 * (2 * q.numel() + 3 * t.numel())
     row = report("prepare", shape, times, {"fused": moved}, copy) | {"form": form}
     leaves = [q.requires_grad_(), t.requires_grad_()]
-    backward = {}
+    backward: dict[str, Times | None] = {}
     for name in ("fused", "torch"):
         out = both[name](q, t)
         weights = [torch.ones_like(x) for x in out]
-        backward[name] = timed(
-            lambda out=out, weights=weights: torch.autograd.grad(out, leaves, weights, retain_graph=True),  # type: ignore[misc]
-            device,
-            repeats,
-            graph=False,
-        )
+        call = partial(torch.autograd.grad, out, leaves, weights, retain_graph=True)
+        backward[name] = clock(call, device=device, repeats=repeats, graph=False)
     moved = 2 * (3 * q.numel() + 3 * t.numel())
     return row | {"backward": report("prepare", shape, backward, {"fused": moved}, copy)}
 
@@ -168,11 +165,18 @@ def rope_peers(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], Tensor
     return {name: lambda backend=backend: call(backend) for name, backend in PEERS.items()}  # type: ignore[misc]
 
 
-def timed(call: Callable[[], Any], device: str, repeats: int, *, graph: bool = True) -> Times | None:
-    """The times of a call, or None for a peer that does not take this shape."""
-    with suppress(RuntimeError):
-        return clock(call, device=device, repeats=repeats, graph=graph)
-    return None
+def times_of(calls: dict[str, Callable[[], Any]], device: str, repeats: int) -> dict[str, Times | None]:
+    """The times of each call; None for a peer that does not take this shape."""
+    times: dict[str, Times | None] = {}
+    for name, call in calls.items():
+        if name in OURS:
+            times[name] = clock(call, device=device, repeats=repeats)
+            continue
+        times[name] = None
+        for graph in (False, True):  # the second, where the peer can be captured
+            with suppress(RuntimeError):
+                times[name] = clock(call, device=device, repeats=repeats, graph=graph)
+    return times
 
 
 OURS = ("exact", "slack", "fused")

@@ -22,7 +22,10 @@ def half_width_kernel(
     GROUP: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_M rows (query × head of a group) of one key head against one split of the keys."""
+    """One program: BLOCK_M rows (query × head of a group) of one key head against one split of the keys.
+
+    `scale` carries log2(e), because 2^x is what the hardware has.
+    """
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     split = tl.program_id(1) % splits
     key_head = (tl.program_id(1) // splits).to(tl.int64)
@@ -46,7 +49,6 @@ def half_width_kernel(
     begin = low + split * tiles * BLOCK_N
     end = tl.minimum(high, begin + tiles * BLOCK_N)
 
-    # The queries' amplitudes; scale carries log2(e), because 2^x is what the hardware has.
     where_q = q + row * q_b + head * q_h + query.to(tl.int64) * q_n
     inside = live[:, None] & (pair < HALF)[None, :]
     a = tl.load(where_q[:, None] + pair[None, :], mask=inside, other=0.0).to(tl.float32)
@@ -63,12 +65,12 @@ def half_width_kernel(
     else:
         left = a * a + b * b
         right = left
-    row_scale = tl.full([BLOCK_M], 1.0, tl.float32) * scale
+    left = left * scale
+    right = right * scale
     if q.dtype.element_ty == tl.float16:  # squares leave float16's range: give each row a size of its own
         largest = tl.maximum(tl.max(tl.maximum(tl.abs(left), tl.abs(right)), axis=1), 1e-30)
         left = left * (1024.0 / largest)[:, None]
         right = right * (1024.0 / largest)[:, None]
-        row_scale = row_scale * (largest * (1.0 / 1024.0))
     fixed_left = narrow(left, t.dtype.element_ty)
     fixed_right = narrow(right, t.dtype.element_ty)
 
@@ -83,13 +85,13 @@ def half_width_kernel(
             keep = keep & (tl.load(padding + row * padding_b + key, mask=keep, other=0) != 0)
         if PAGE > 0:
             page = tl.load(pages + row * pages_b + key // PAGE, mask=key < end, other=0).to(tl.int64)
-            where_t = t + key_head * t_g + page * t_b + (key % PAGE) * t_m
-            where_v = v + key_head * v_g + page * v_b + (key % PAGE) * v_m
+            where_t = key_head * t_g + page * t_b + (key % PAGE) * t_m
+            where_v = key_head * v_g + page * v_b + (key % PAGE) * v_m
         else:
-            where_t = t + row * t_b + key_head * t_g + key.to(tl.int64) * t_m
-            where_v = v + row * v_b + key_head * v_g + key.to(tl.int64) * v_m
-        coefficient = tl.load(where_t[:, None] + pair[None, :], mask=keep[:, None] & (pair < HALF)[None, :], other=0.0)
-        value = tl.load(where_v[:, None] + column[None, :], mask=keep[:, None] & (column < WIDTH)[None, :], other=0.0)
+            where_t = row * t_b + key_head * t_g + key.to(tl.int64) * t_m
+            where_v = row * v_b + key_head * v_g + key.to(tl.int64) * v_m
+        coefficient = _tile(t, where_t, pair, keep, HALF)
+        value = _tile(v, where_v, column, keep, WIDTH)
 
         if step is None:
             score = product(fixed_left, tl.trans(coefficient), nothing)
@@ -121,20 +123,16 @@ def half_width_kernel(
             score = product(now_right, tl.trans(odd), score)
             if q.dtype.element_ty == tl.float16:
                 score = score * (ceiling * (1.0 / 1024.0))
-        score = score * row_scale[:, None]
+        if q.dtype.element_ty == tl.float16:
+            score = score * (largest * (1.0 / 1024.0))[:, None]
 
         if BY_POSITION:
             asker = places(query_positions, query_positions_b, row, query, live, first)
             asked = places(key_positions, key_positions_b, row, key, keep, first)
-            distance = asker[:, None] - asked[None, :]
+            seen = _seen(asker[:, None] - asked[None, :], window, CAUSAL, WINDOW)
         else:
-            distance = index[:, None] - key[None, :]
-        seen = live[:, None] & keep[None, :]
-        if CAUSAL:
-            seen = seen & (distance >= 0)
-        if WINDOW:
-            seen = seen & (distance < window) & (distance > -window)
-        score = tl.where(seen, score, float("-inf"))
+            seen = _seen(index[:, None] - key[None, :], window, CAUSAL, WINDOW)
+        score = tl.where(seen & live[:, None] & keep[None, :], score, float("-inf"))
 
         peak = tl.maximum(top, tl.max(score, axis=1))
         safe = tl.where(peak == float("-inf"), 0.0, peak)  # a row that has seen nothing yet
@@ -155,6 +153,23 @@ def half_width_kernel(
     if lse is not None:
         logarithm = tl.where(sighted, top + tl.log2(tl.where(sighted, total, 1.0)), float("-inf"))
         tl.store(lse + row * lse_b + head * lse_h + query.to(tl.int64) * lse_n + split, logarithm, mask=live)
+
+
+@triton.jit
+def _tile(x, where, column, keep, WIDTH: tl.constexpr):
+    """Rows of x that start at `where`; zeros for those not kept, whatever memory holds there."""
+    return tl.load(x + where[:, None] + column[None, :], mask=keep[:, None] & (column < WIDTH)[None, :], other=0.0)
+
+
+@triton.jit
+def _seen(distance, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+    """Whether a query sees a key that lies `distance` back."""
+    seen = distance == distance
+    if CAUSAL:
+        seen = seen & (distance >= 0)
+    if WINDOW:
+        seen = seen & (distance < window) & (distance > -window)
+    return seen
 
 
 @triton.jit
