@@ -105,21 +105,22 @@ def launch(
     aside = (step, query_positions, key_positions, None if padding is None else padding.view(torch.uint8), pages)
     step, query_positions, key_positions, padding, pages = (x if x is None else row_major(x) for x in aside)
     rows = [_row_stride(x) for x in (step, query_positions, key_positions, padding, pages)]
-    half_width_kernel[(blocks, g * splits, b)](
-        q, t, v, parts, lse, step, lengths, firsts, query_positions, key_positions, padding, pages,
-        scale * LOG2_E, n, m, first, behind, window or 0, splits,
-        *q.stride()[:3], *t.stride()[:3], *v.stride()[:3], *parts.stride()[:4], *lse_strides, *rows,
-        EXACT=form == "exact", CAUSAL=causal, WINDOW=window is not None, BY_POSITION=by_position,
-        FOLD=cut.rows <= FOLD_ROWS, GROUP=h // g, HALF=d // 2, WIDTH=width, PAGE=0 if pages is None else t.shape[2],
-        BLOCK_M=cut.rows, BLOCK_N=cut.keys, BLOCK_D=padded(d // 2),
-        BLOCK_V=padded(width), num_warps=cut.warps, num_stages=cut.stages,
-    )  # fmt: skip
-    if lse is not None:
-        merge_kernel[(h * n, b)](
-            parts, lse, out, n, splits, *parts.stride()[:4], *lse_strides, *out.stride()[:3],
-            WIDTH=width, BLOCK_S=triton.next_power_of_2(splits),
-            BLOCK_V=padded(width), num_warps=4,
+    with torch.cuda.device_of(q):
+        half_width_kernel[(blocks, g * splits, b)](
+            q, t, v, parts, lse, step, lengths, firsts, query_positions, key_positions, padding, pages,
+            scale * LOG2_E, n, m, first, behind, window or 0, splits,
+            *q.stride()[:3], *t.stride()[:3], *v.stride()[:3], *parts.stride()[:4], *lse_strides, *rows,
+            EXACT=form == "exact", CAUSAL=causal, WINDOW=window is not None, BY_POSITION=by_position,
+            FOLD=cut.rows <= FOLD_ROWS, GROUP=h // g, HALF=d // 2, WIDTH=width, PAGE=0 if pages is None else t.shape[2],
+            BLOCK_M=cut.rows, BLOCK_N=cut.keys, BLOCK_D=padded(d // 2),
+            BLOCK_V=padded(width), num_warps=cut.warps, num_stages=cut.stages,
         )  # fmt: skip
+        if lse is not None:
+            merge_kernel[(h * n, b)](
+                parts, lse, out, n, splits, *parts.stride()[:4], *lse_strides, *out.stride()[:3],
+                WIDTH=width, BLOCK_S=triton.next_power_of_2(splits),
+                BLOCK_V=padded(width), num_warps=4,
+            )  # fmt: skip
     return out
 
 

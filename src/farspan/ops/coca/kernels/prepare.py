@@ -53,17 +53,18 @@ def prepare_kernel(
         )  # fmt: skip
         start = (program // q_blocks) * HEADS
         for head in range(start, tl.minimum(start + HEADS, h)):
-            at = row * q_b + head * q_h + index * q_n + pair
+            which = tl.zeros([1, 1], tl.int64) + head  # offsets may pass 2³¹
+            at = row * q_b + which * q_h + index * q_n + pair
             a = tl.load(q + at, mask=inside, other=0.0).to(tl.float32)
             b = tl.load(q + at + HALF, mask=inside, other=0.0).to(tl.float32)
             if BACKWARD:
-                of = row * q_gradient_b + head * q_gradient_h + index * q_gradient_n + pair
+                of = row * q_gradient_b + which * q_gradient_h + index * q_gradient_n + pair
                 up = tl.load(q_gradient + of, mask=inside, other=0.0).to(tl.float32)
                 down = tl.load(q_gradient + of + HALF, mask=inside, other=0.0).to(tl.float32)
                 x, y = _query_gradient(a, b, up, down, cos, sin, EXACT)
             else:
                 x, y = _query(a, b, cos, sin, EXACT)
-            to = q_out + row * q_out_b + head * q_out_h + index * q_out_n + pair
+            to = q_out + row * q_out_b + which * q_out_h + index * q_out_n + pair
             tl.store(to, narrow(x, q_out.dtype.element_ty), mask=inside)
             tl.store(to + HALF, narrow(y, q_out.dtype.element_ty), mask=inside)
     else:
@@ -79,14 +80,15 @@ def prepare_kernel(
             right = cos + sin
         start = (program // k_blocks) * HEADS
         for head in range(start, tl.minimum(start + HEADS, g)):
-            to = k_out + row * k_out_b + head * k_out_g + index * k_out_m + pair
+            which = tl.zeros([1, 1], tl.int64) + head
+            to = k_out + row * k_out_b + which * k_out_g + index * k_out_m + pair
             if BACKWARD:
-                of = row * k_gradient_b + head * k_gradient_g + index * k_gradient_m + pair
+                of = row * k_gradient_b + which * k_gradient_g + index * k_gradient_m + pair
                 up = tl.load(k_gradient + of, mask=inside, other=0.0).to(tl.float32)
                 down = tl.load(k_gradient + of + HALF, mask=inside, other=0.0).to(tl.float32)
                 tl.store(to, narrow(up * left + down * right, k_out.dtype.element_ty), mask=inside)
             else:
-                at = row * t_b + head * t_g + index * t_m + pair
+                at = row * t_b + which * t_g + index * t_m + pair
                 size = tl.load(t + at, mask=inside, other=0.0).to(tl.float32)
                 tl.store(to, narrow(size * left, k_out.dtype.element_ty), mask=inside)
                 tl.store(to + HALF, narrow(size * right, k_out.dtype.element_ty), mask=inside)
@@ -187,12 +189,13 @@ def _launch(
     q_programs, k_programs = q_blocks * triton.cdiv(h, HEADS), k_blocks * triton.cdiv(g, HEADS)
     strides = [s for x in (q, t, q_out, k_out, q_gradient, k_gradient) for s in _strides(x)]
     rows = [0 if x is None or x.shape[0] == 1 else x.stride(0) for x in (step, query_positions, key_positions)]
-    prepare_kernel[(q_programs + k_programs, b)](
-        q, t, q_out, k_out, q_gradient, k_gradient, step, query_positions, key_positions,
-        factor, h, g, n, m, query_first, key_first, q_programs, q_blocks, k_blocks, *strides, *rows,
-        EXACT=form == "exact", BACKWARD=q_gradient is not None, HALF=d // 2, HEADS=HEADS,
-        BLOCK_N=block, BLOCK_D=width, num_warps=4,
-    )  # fmt: skip
+    with torch.cuda.device_of(q):
+        prepare_kernel[(q_programs + k_programs, b)](
+            q, t, q_out, k_out, q_gradient, k_gradient, step, query_positions, key_positions,
+            factor, h, g, n, m, query_first, key_first, q_programs, q_blocks, k_blocks, *strides, *rows,
+            EXACT=form == "exact", BACKWARD=q_gradient is not None, HALF=d // 2, HEADS=HEADS,
+            BLOCK_N=block, BLOCK_D=width, num_warps=4,
+        )  # fmt: skip
 
 
 def _strides(x: Tensor | None) -> tuple[int, ...]:
