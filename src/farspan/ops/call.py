@@ -14,6 +14,9 @@ from farspan.ops.softmax.core import Sight
 P = ParamSpec("P")
 R = TypeVar("R")
 
+BACKENDS = ("auto", "reference", "sdpa")
+"""What every op can run on."""
+
 
 def reference_twin(op: Callable[P, R]) -> Callable[P, R]:
     """`op` by its definition: the same signature, always with backend="reference"."""
@@ -50,9 +53,10 @@ def check_call(
     documents: Tensor | None,
     scale: float | None,
     backend: str,
+    backends: tuple[str, ...] = BACKENDS,
 ) -> Call:
     """Refuse what cannot be meant, with argument, value and remedy; resolve the rest."""
-    require_choice("backend", backend, ("auto", "reference", "sdpa"))
+    require_choice("backend", backend, backends)
     check_tensors(q, k, v, key_name, key_width)
     (b, _, n, d), m = q.shape, k.shape[2]
     free = isinstance(positions, tuple)

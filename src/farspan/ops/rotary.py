@@ -6,6 +6,7 @@ at the lowest: at position 100 000 a float32 angle is already wrong by 0.004 rad
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +29,16 @@ class Angles:
     @property
     def sin(self) -> Tensor:
         return self.both[..., 1, :]
+
+
+class Run(NamedTuple):
+    """Queries ``start … stop-1`` that share one set of frequencies, those of the governing `length`."""
+
+    start: int
+    stop: int
+    length: int | Tensor | None
+    member: Tensor | None = None
+    """(b, stop-start): the queries that belong, when rows of a batch cross into the next frequencies apart."""
 
 
 @dataclass(frozen=True)
@@ -108,26 +119,26 @@ class Rotary:
         places = positions if isinstance(positions, Positions) else resolve(positions, n, m, torch.device(device))
         return tuple(
             self._segment(places, start, stop, length, member, causal, dtype)
-            for start, stop, length, member in self._runs(places)
+            for start, stop, length, member in self.runs(places)
         )
 
-    def _runs(self, places: Positions) -> Iterator[tuple[int, int, int | Tensor | None, Tensor | None]]:
-        """Split the queries into runs of equal frequencies: (start, stop, governing length, members)."""
+    def runs(self, places: Positions) -> Iterator[Run]:
+        """Split the queries into runs of equal frequencies."""
         law, n = self.scaling, places.n
         if not isinstance(law, DynamicNTK):
-            yield 0, n, None, None
+            yield Run(0, n, None)
         elif law.mode == "per_request":
             known = places.first is not None
-            yield 0, n, places.first + places.m if known else places.query.amax(-1) + 1, None  # type: ignore[operator]
+            yield Run(0, n, places.first + places.m if known else places.query.amax(-1) + 1)  # type: ignore[operator]
         elif places.first is not None:
             begin, start = places.first + places.m - n, 0
             while start < n:
                 length = law.bucket(begin + start)
                 stop = min(n, length - begin)
-                yield start, stop, length, None
+                yield Run(start, stop, length)
                 start = stop
         elif n == 1:
-            yield 0, 1, law.buckets(places.query[:, 0]), None
+            yield Run(0, 1, law.buckets(places.query[:, 0]))
         else:
             require(
                 not torch.compiler.is_compiling(),
@@ -140,7 +151,7 @@ class Rotary:
                 columns = member.any(0).nonzero()
                 start, stop = int(columns[0]), int(columns[-1]) + 1
                 part = member[:, start:stop]
-                yield start, stop, length, None if part.all() else part
+                yield Run(start, stop, length, None if part.all() else part)
 
     def _segment(
         self,

@@ -1,6 +1,6 @@
 """From a rotary to attention: the angles of a call, and the loop over runs of queries that share them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from torch import Tensor
 from farspan.errors import require
 from farspan.ops.call import Call
 from farspan.ops.positions import Positions
-from farspan.ops.rotary import Angles, Plan, Rotary
+from farspan.ops.rotary import Angles, Plan, Rotary, Run, Segment
 from farspan.ops.softmax.core import softmax_attention
 
 Prepare = Callable[[Tensor, Tensor, Angles, Angles], tuple[Tensor, Tensor]]
@@ -19,11 +19,16 @@ def make_plan(rotary: Rotary | Plan | None, places: Positions, q: Tensor, *, cau
     """The angles of a call: computed here from a Rotary, or handed in ready-made by a model that shares them."""
     if not isinstance(rotary, Rotary):
         return rotary
+    check_dim(rotary, q)
+    return rotary.plan(places, places.n, places.m, causal=causal, dtype=q.dtype)
+
+
+def check_dim(rotary: Rotary, q: Tensor) -> None:
+    """Refuse angles for another width than that of q."""
     require(
         rotary.dim == q.shape[-1],
         f"rotary must have dim {q.shape[-1]}, the width of q, got {rotary.dim}; build Rotary(head_dim)",
     )
-    return rotary.plan(places, places.n, places.m, causal=causal, dtype=q.dtype)
 
 
 def attend_by_segment(
@@ -40,12 +45,18 @@ def attend_by_segment(
         ready = prepare(q[:, :, part.start : part.stop], k[:, :, : part.keys], part.query, part.key)
         sight = call.sight.narrow(part.start, part.stop, part.keys)
         outputs.append(softmax_attention(*ready, v[:, :, : part.keys], sight=sight, scale=call.scale))
-    if all(part.member is None for part in plan):
+    return join(plan, outputs)
+
+
+def join(runs: Sequence[Run | Segment], outputs: list[Tensor]) -> Tensor:
+    """The outputs (b, h, stop-start, dv) of runs of queries, put together to (b, h, n, dv)."""
+    if all(run.member is None for run in runs):
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
-    whole = q.new_zeros(*q.shape[:3], v.shape[-1])
-    for part, out in zip(plan, outputs, strict=True):
-        rows = slice(part.start, part.stop)
-        if part.member is not None:
-            out = torch.where(part.member[:, None, :, None], out, whole[:, :, rows])
+    (b, h, _, width), n = outputs[0].shape, max(run.stop for run in runs)
+    whole = outputs[0].new_zeros(b, h, n, width)
+    for run, out in zip(runs, outputs, strict=True):
+        rows = slice(run.start, run.stop)
+        if run.member is not None:
+            out = torch.where(run.member[:, None, :, None], out, whole[:, :, rows])
         whole[:, :, rows] = out
     return whole

@@ -5,9 +5,10 @@ from functools import partial
 from torch import Tensor
 
 from farspan.errors import require, require_choice
-from farspan.ops.call import check_call, reference_twin
+from farspan.ops.call import BACKENDS, check_call, reference_twin
 from farspan.ops.coca.fused import coca_features
 from farspan.ops.coca.reference import scores_exact, scores_slack
+from farspan.ops.coca.triton_backend import auto_takes_triton, triton_attention
 from farspan.ops.positions import PositionsArgument
 from farspan.ops.rotary import Plan, Rotary
 from farspan.ops.rotary_reference import turns
@@ -47,7 +48,9 @@ def coca_attention(
         padding_mask: (b, m) bool, True = keep. A query that sees nothing gives zeros.
         documents: (b, m) int; a query sees its own document only.
         scale: multiplies the scores; default 1/√d.
-        backend: "auto", "sdpa" (dot-product form, O(N) memory) or "reference" (the equations, N×N×d).
+        backend: "auto", "sdpa" (dot-product form, O(N) memory), "triton" (kernels, see
+            :mod:`farspan.ops.coca.triton_backend`; refuses with the reason where they cannot run) or "reference" (the
+            equations, N×N×d).
 
     Returns:
         (b, h, n, dv) in q's dtype.
@@ -72,7 +75,10 @@ def coca_attention(
         documents=documents,
         scale=scale,
         backend=backend,
+        backends=(*BACKENDS, "triton"),
     )
+    if backend == "triton" or (backend == "auto" and auto_takes_triton(q, t, v, rotary, documents)):
+        return triton_attention(q, t, v, rotary=rotary, form=form, call=call)
     if backend == "reference":
         require(
             rotary is None or isinstance(rotary, Rotary), "backend='reference' needs a Rotary, got a plan of angles"

@@ -1,0 +1,70 @@
+"""CoCA's Triton kernels against RoPE on SDPA's: checks first, then times, JSON with provenance.
+
+Example: ``python benchmarks/coca_kernels.py --quick --out results/coca-kernels.json`` (a CUDA device; under 150 s).
+``--toy`` runs the same steps at toy sizes in Triton's interpreter, on any machine; its times mean nothing.
+``--tune`` tries other tile sizes for decoding instead, and prints what was fastest.
+"""
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="only the decoding shapes that the aims name")
+    parser.add_argument("--toy", action="store_true", help="toy sizes on the CPU, in the interpreter")
+    parser.add_argument("--tune", action="store_true", help="try tile sizes for decoding")
+    parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, help="where the JSON goes")
+    arguments = parser.parse_args()
+    if arguments.toy:
+        os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
+
+    from farspan.benchmark import kernels, tuning
+    from farspan.benchmark.attention import ResultsDifferError
+    from farspan.results import write_result
+
+    device, rows, begun = "cpu" if arguments.toy else "cuda", [], time.perf_counter()
+    steps = (
+        tuning.run(device=device, repeats=arguments.repeats, toy=arguments.toy)
+        if arguments.tune
+        else kernels.run(
+            quick=arguments.quick,
+            device=device,
+            seed=arguments.seed,
+            repeats=arguments.repeats,
+            toy=arguments.toy,
+        )
+    )
+    try:
+        for name, new in steps:
+            rows += new
+            print(f"{time.perf_counter() - begun:6.1f} s  {name}  {summary(new[-1])}", flush=True)
+    except ResultsDifferError as error:
+        print(f"no figures: {error}", file=sys.stderr)
+        return 1
+    if arguments.out is not None:
+        write_result(arguments.out, rows, device=device, seed=arguments.seed)
+        print(f"written: {arguments.out}")
+    return 0
+
+
+def summary(row: dict) -> str:
+    """One line of what a row says."""
+    times = {name: spread["median"] for name, spread in row.get("milliseconds", {}).items() if spread}
+    parts = [f"{name} {value:.3f} ms" for name, value in times.items()]
+    parts += [f"{name} ×{value:.2f}" for name, value in row.get("speedup", {}).items()]
+    parts += [f"{name} {value:.0%} of copy" for name, value in row.get("of_copy", {}).items()]
+    if "backward" in row:
+        parts.append(f"backward: {summary(row['backward'])}")
+    if "terabytes_a_second" in row and row["kind"] == "copy":
+        parts.append(f"{row['terabytes_a_second']:.2f} TB/s")
+    return ", ".join(parts)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,79 @@
+"""How long a call takes on a device: medians with quantiles, caches cold, launches out of the picture."""
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+FLUSH = 2**28
+"""Bytes written between two timings, so that no call finds its inputs in the cache: five times an H200's."""
+
+
+class Times(NamedTuple):
+    """Seconds: the median and the quantiles that hold three fifths."""
+
+    median: float
+    low: float
+    high: float
+    graph: bool
+
+    @property
+    def milliseconds(self) -> dict[str, Any]:
+        spread = {"median": self.median, "low": self.low, "high": self.high}
+        return {name: value * 1e3 for name, value in spread.items()} | {"graph": self.graph}
+
+
+def clock(call: Callable[[], Any], *, device: str, repeats: int, graph: bool = True) -> Times:
+    """Time a call `repeats` times; on a GPU between events, replayed from a CUDA graph if `graph` (no launch cost).
+
+    >>> 0 < clock(lambda: sum(range(1000)), device="cpu", repeats=3).median < 1
+    True
+    """
+    call()
+    if not device.startswith("cuda"):
+        return _quantiles([_once(call) for _ in range(repeats)], False)
+    torch.cuda.synchronize()
+    if graph:
+        call = _captured(call)
+    waste = torch.empty(FLUSH, dtype=torch.int8, device=device)
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
+    for start, stop in events:
+        waste.zero_()
+        start.record()
+        call()
+        stop.record()
+    torch.cuda.synchronize()
+    return _quantiles([start.elapsed_time(stop) / 1e3 for start, stop in events], graph)
+
+
+def copy_speed(device: str, size: int) -> float:
+    """Terabytes a second, read and written, of copying `size` bytes: the ceiling for whatever only moves memory."""
+    source = torch.zeros(size, dtype=torch.int8, device=device)
+    target = torch.empty_like(source)
+    return 2 * size / clock(lambda: target.copy_(source), device=device, repeats=20).median / 1e12
+
+
+def _captured(call: Callable[[], Any]) -> Callable[[], None]:
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
+def _once(call: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def _quantiles(seconds: list[float], graph: bool) -> Times:
+    ordered = sorted(seconds)
+    fifth = len(ordered) // 5
+    return Times(statistics.median(ordered), ordered[fifth], ordered[-1 - fifth], graph)

@@ -1,0 +1,138 @@
+"""Is every kernel right on this device? Each against the float64 equations, before its speed is worth a word."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from farspan.benchmark.attention import ResultsDifferError
+from farspan.ops import DynamicNTK, Rotary, YaRN, coca_attention, coca_attention_reference, coca_features
+from farspan.ops.coca.half_width import half_width_attention, half_width_attention_reference
+from farspan.ops.phases import rotary_steps
+
+PAGE = 16
+
+
+class Case(NamedTuple):
+    """One call: h query heads on g key heads of width d, n queries at the end of m keys."""
+
+    name: str
+    h: int
+    g: int
+    n: int
+    m: int
+    d: int
+    dtype: torch.dtype = torch.bfloat16
+    options: dict[str, Any] = {}  # noqa: RUF012 (never written to)
+    law: Any = None
+
+
+LONG = DynamicNTK(4, 1024)
+CASES = [
+    *(Case(f"decode, groups of {8 // g}", 8, g, 1, 4097, d) for d in (64, 128) for g in (8, 2, 1)),
+    Case("decode, slack", 4, 2, 1, 3000, 128, options={"form": "slack"}),
+    Case("decode, three queries", 4, 2, 3, 3000, 128),
+    Case("decode, window", 4, 2, 1, 3000, 128, options={"window": 513}),
+    Case("decode, no rotation", 4, 2, 1, 3000, 64, options={"rotary": None}),
+    Case("decode, per_query dynamic NTK", 4, 2, 1, 5000, 64, law=LONG),
+    Case("decode, YaRN", 4, 2, 1, 3000, 64, law=YaRN(4, 1024)),
+    Case("decode, far", 2, 1, 1, 2000, 64, options={"positions": 131_072}),
+    Case("decode, float32", 4, 2, 1, 1000, 64, torch.float32),
+    Case("decode, float16", 4, 2, 1, 1000, 128, torch.float16),
+    Case("decode, width 8", 2, 1, 1, 65, 8),
+    *(Case(f"prefill of {n}", 4, 2, n, m, d) for d in (64, 128) for n, m in ((65, 257), (300, 1000))),
+    Case("prefill, slack", 4, 1, 200, 800, 64, options={"form": "slack"}),
+    Case("prefill, window, bidirectional", 4, 2, 200, 800, 64, options={"window": 65, "causal": False}),
+    Case("prefill, per_query dynamic NTK", 2, 1, 500, 3000, 64, law=LONG),
+    Case("prefill, float32", 4, 2, 100, 500, 64, torch.float32),
+    Case("prefill, float16", 4, 2, 100, 500, 64, torch.float16),
+    Case("prefill, width 256", 2, 1, 100, 300, 256),
+]
+TOY_CASES = [Case("decode", 2, 1, 1, 70, 16), Case("prefill", 2, 1, 33, 40, 16)]
+
+
+def check_kernels(device: str, *, toy: bool = False) -> list[dict[str, Any]]:
+    """One row a kernel and case, with its error; :class:`ResultsDifferError` if one is too large."""
+    cases = TOY_CASES if toy else CASES
+    rows = [check_case(case, device) for case in cases]
+    rows += [check_pages(device, d, n) for d in ((16,) if toy else (64, 128)) for n in (1, 20)]
+    rows += [check_preparation(device, form, d) for form in ("exact", "slack") for d in ((16,) if toy else (64, 128))]
+    wrong = [row for row in rows if not row["error"] <= row["allowed"]]
+    if wrong:
+        names = "; ".join(f"{row['case']}: {row['error']:.1e} (allowed: {row['allowed']:.1e})" for row in wrong)
+        raise ResultsDifferError(f"{len(wrong)} of {len(rows)} kernel checks fail: {names}")
+    return rows
+
+
+def _inputs(case: Case, device: str, b: int = 2) -> list[Tensor]:
+    sizes = ((b, case.h, case.n, case.d), (b, case.g, case.m, case.d // 2), (b, case.g, case.m, case.d))
+    q, t, v = (torch.randn(size, device=device) for size in sizes)
+    return [x.to(case.dtype) for x in (q, t.relu(), v)]
+
+
+def _row(name: str, out: Tensor, truth: Tensor, plain: Tensor) -> dict[str, Any]:
+    """The error, and what is allowed: twice that of the full-width path in the same dtype, plus one rounding."""
+    ours, theirs = (float((x.double() - truth).abs().max()) for x in (out, plain))
+    rounding = float(truth.abs().max()) * torch.finfo(out.dtype).eps
+    return {"kind": "check", "case": name, "error": ours, "full_width": theirs, "allowed": 2 * theirs + rounding}
+
+
+@torch.no_grad()
+def check_case(case: Case, device: str) -> dict[str, Any]:
+    """:func:`coca_attention` on the kernels and on SDPA, both against the equations in float64."""
+    inputs = _inputs(case, device)
+    options = {"rotary": Rotary(case.d, scaling=case.law), **case.options}
+    truth = coca_attention_reference(*(x.double() for x in inputs), **options)
+    out, plain = (coca_attention(*inputs, **options, backend=backend) for backend in ("triton", "sdpa"))
+    return _row(f"{case.name}, {case.n} of {case.m}, d {case.d}, {case.dtype}", out, truth, plain)
+
+
+@torch.no_grad()
+def check_pages(device: str, d: int, n: int) -> dict[str, Any]:
+    """Rows of different lengths, in pages that lie about, with NaN wherever no row has written."""
+    case = Case("pages", 4, 2, n, 1024 if d > 16 else 64, d)
+    q, t, v = _inputs(case, device, b=3)
+    blocks = case.m // PAGE
+    lengths = torch.tensor([case.m, case.m // 3, n], device=device)
+    table = torch.randperm(3 * blocks, device=device).reshape(3, blocks)
+    pages = []
+    for x in (t, v):
+        x = torch.where((torch.arange(case.m, device=device) < lengths[:, None])[:, None, :, None], x, torch.nan)
+        store = torch.empty_like(x).reshape(3 * blocks, case.g, PAGE, -1)
+        store[table.flatten()] = x.unflatten(2, (blocks, PAGE)).transpose(1, 2).flatten(0, 1)
+        pages.append(store)
+    options: dict[str, Any] = {"rotary": Rotary(d), "lengths": lengths}
+    truth = half_width_attention_reference(q.double(), t.double(), v.double(), **options)
+    out = half_width_attention(q, *pages, **options, block_table=table)
+    plain = torch.stack(
+        [
+            coca_attention(q[i : i + 1], t[i : i + 1, :, :m], v[i : i + 1, :, :m], rotary=Rotary(d), backend="sdpa")[0]
+            for i, m in enumerate(lengths.tolist())
+        ]
+    )
+    return _row(f"pages, {n} queries, d {d}", out, truth, plain)
+
+
+def check_preparation(device: str, form: str, d: int) -> dict[str, Any]:
+    """q̃, k̃ and the gradients of q and t, fused and by plain torch in bfloat16, against float64."""
+    from farspan.ops.coca.kernels.prepare import prepare_op
+
+    case = Case("prepare", 6, 2, 300 if d > 16 else 30, 300 if d > 16 else 30, d)
+    q, t, _ = _inputs(case, device)
+    rotary, start = Rotary(d), 130_000
+    plans = [
+        rotary.plan(start, case.n, case.m, dtype=dtype, device=device)[0] for dtype in (torch.float64, torch.float32)
+    ]
+    step = rotary_steps(rotary, None, q.device)
+    results: list[Tensor] = []
+    weights = [torch.randn(2, heads, case.n, d, device=device).bfloat16() for heads in (case.h, case.g)]
+    for which in range(3):
+        leaves = [x.detach().to(torch.float64 if which == 0 else x.dtype).requires_grad_() for x in (q, t)]
+        if which == 2:
+            out = prepare_op(leaves[0], leaves[1], step, None, None, start, start, form, 1.0)
+        else:
+            out = coca_features(leaves[0], leaves[1], plans[which].query, plans[which].key, form=form)
+        gradients = torch.autograd.grad(out, leaves, [w.to(out[0].dtype) for w in weights])
+        results.append(torch.cat([x.detach().flatten() for x in (*out, *gradients)]))
+    truth, plain, fused = results
+    return _row(f"preparation, {form}, d {d}, forward and backward", fused, truth, plain)

@@ -1,0 +1,202 @@
+"""The Triton kernels against RoPE on SDPA's kernels, in one run on one device: first right, then fast."""
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
+
+from farspan.benchmark.clock import Times, clock, copy_speed
+from farspan.benchmark.kernel_checks import check_kernels
+from farspan.ops import Rotary, coca_attention, coca_features
+from farspan.ops.coca.half_width import half_width_attention
+from farspan.ops.phases import rotary_steps
+from farspan.ops.rotary import rotate
+
+PEERS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+LARGEST = 24e9
+"""Bytes of a peer's cache beyond which a shape is left out."""
+
+
+class Shape(NamedTuple):
+    """One attention call: b sequences, h query heads on g key heads of width d, n queries, m keys."""
+
+    b: int
+    h: int
+    g: int
+    n: int
+    m: int
+    d: int
+
+    @property
+    def key_bytes(self) -> tuple[int, int]:
+        """Bytes of keys and values in bfloat16: CoCA's at half width, RoPE's in full."""
+        token = 2 * self.b * self.g * self.m * self.d
+        return token * 3 // 2, token * 2
+
+
+NOTED = [Shape(8, 32, 32, 1, 32_768, 128), Shape(1, 32, 32, 1, 32_768, 128), Shape(16, 32, 32, 1, 4096, 128),
+         Shape(8, 16, 16, 1, 32_768, 64), Shape(8, 32, 8, 1, 32_768, 128), Shape(8, 32, 8, 1, 32_768, 64)]  # fmt: skip
+"""The decoding shapes that the project's aims name."""
+CHUNKS = [Shape(1, 32, 32, 512, 32_768, 128), Shape(1, 32, 8, 2048, 32_768, 128), Shape(4, 16, 16, 1024, 8192, 64)]
+LAYERS = [Shape(64, 16, 16, 512, 512, 64), Shape(16, 16, 16, 2048, 2048, 64), Shape(2, 16, 16, 16_384, 16_384, 128),
+          Shape(1, 32, 32, 32_768, 32_768, 128), Shape(4, 32, 8, 8192, 8192, 128)]  # fmt: skip
+TOY = [Shape(2, 2, 1, 1, 70, 16)]
+
+
+def decoding_shapes() -> list[Shape]:
+    """Every length, width, group size and batch that the record asks for, but those too large to hold."""
+    grid = [
+        Shape(b, 32, 32 // group, 1, m, d)
+        for d in (128, 64)
+        for group in (1, 4, 8)
+        for b in (1, 8, 32)
+        for m in (512, 2048, 8192, 32_768, 131_072)
+    ]
+    return [shape for shape in dict.fromkeys(NOTED + grid) if shape.key_bytes[1] <= LARGEST]
+
+
+def run(
+    *, quick: bool, device: str, seed: int, repeats: int, toy: bool = False
+) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """Yield (what was done, its rows); raises ResultsDifferError before any clock starts if a kernel is wrong."""
+    torch.manual_seed(seed)
+    yield "kernels against float64", check_kernels(device, toy=toy)
+    speed = copy_speed(device, 2**20 if toy else 2**31)
+    yield "copy", [{"kind": "copy", "terabytes_a_second": speed}]
+    decoding, chunks, layers = (TOY,) * 3 if toy else (NOTED if quick else decoding_shapes(), CHUNKS, LAYERS)
+    for shape in decoding:
+        yield f"decode {tuple(shape)}", [decode(shape, device, repeats, speed)]
+    for shape in chunks:
+        yield f"prefill {tuple(shape)}", [prefill(shape, device, repeats)]
+    for shape in layers:
+        for form in ("exact", "slack"):
+            yield f"prepare {form} {tuple(shape)}", [prepare(shape, form, device, repeats, speed)]
+
+
+def random_inputs(shape: Shape, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q, t, k, v in bfloat16."""
+    b, h, g, n, m, d = shape
+    sizes = ((b, h, n, d), (b, g, m, d // 2), (b, g, m, d), (b, g, m, d))
+    q, t, k, v = (torch.empty(size, dtype=torch.bfloat16, device=device).normal_() for size in sizes)
+    return q, t.relu_(), k, v
+
+
+@torch.no_grad()
+def decode(shape: Shape, device: str, repeats: int, copy: float) -> dict[str, Any]:
+    """One token a sequence. RoPE's keys are cached rotated, and its query's rotation is not charged to it."""
+    q, t, k, v = random_inputs(shape, device)
+    b, h, g, n, _, d = shape
+    calls: dict[str, Callable[[], Tensor]] = {
+        form: lambda form=form: half_width_attention(q, t, v, rotary=Rotary(d), form=form)  # type: ignore[misc]
+        for form in ("exact", "slack")
+    }
+    calls |= rope_peers(q, k, v)
+    if h > g:  # all heads of a group see the same keys: as queries of one head, they read them once
+        folded = q.reshape(b, g, h // g * n, d)
+        calls |= {f"{name}, heads as queries": call for name, call in rope_peers(folded, k, v).items()}
+    times = times_of(calls, device, repeats)
+    half, full = shape.key_bytes
+    return report("decode", shape, times, {name: half if name in ("exact", "slack") else full for name in times}, copy)
+
+
+@torch.no_grad()
+def prefill(shape: Shape, device: str, repeats: int) -> dict[str, Any]:
+    """A chunk of queries after a long cache: un-rotated t, against t rotated for the occasion, and RoPE."""
+    q, t, k, v = random_inputs(shape, device)
+    calls: dict[str, Callable[[], Tensor]] = {
+        "exact": lambda: half_width_attention(q, t, v, rotary=Rotary(shape.d)),
+        "exact, rotated for SDPA": lambda: coca_attention(q, t, v, rotary=Rotary(shape.d), backend="sdpa"),
+    }
+    bias = causal_lower_right(shape.n, shape.m)
+    wide_k, wide_v = (x.repeat_interleave(shape.h // shape.g, dim=1) for x in (k, v))
+    calls["flash"] = lambda: F.scaled_dot_product_attention(q, wide_k, wide_v, attn_mask=bias)
+    times = times_of(calls, device, repeats)
+    work = 4 * shape.b * shape.h * shape.n * (shape.m - shape.n / 2) * shape.d
+    row = report("prefill", shape, times)
+    row["teraflops_a_second"] = {name: work / t.median / 1e12 for name, t in times.items() if t is not None}
+    return row
+
+
+def prepare(shape: Shape, form: str, device: str, repeats: int, copy: float) -> dict[str, Any]:
+    """(q, t) → (q̃, k̃), forward and backward, fused against plain torch, and RoPE's rotation of q and k."""
+    from farspan.ops.coca.kernels.prepare import prepare_op
+
+    q, t, k, _ = random_inputs(shape, device)
+    rotary = Rotary(shape.d)
+    part = rotary.plan(0, shape.n, shape.m, device=device)[0]
+    step = rotary_steps(rotary, None, q.device)
+    both = {
+        "fused": lambda q, t: prepare_op(q, t, step, None, None, 0, 0, form, 1.0),
+        "torch": lambda q, t: coca_features(q, t, part.query, part.key, form=form),
+        "rope, torch": lambda q, _: (rotate(q, part.query), rotate(k, part.key)),
+    }
+    times = times_of({name: partial(call, q, t) for name, call in both.items()}, device, repeats)
+    moved = 2 * (2 * q.numel() + 3 * t.numel())
+    row = report("prepare", shape, times, {"fused": moved}, copy) | {"form": form}
+    leaves = [q.requires_grad_(), t.requires_grad_()]
+    backward: dict[str, Times | None] = {}
+    for name in ("fused", "torch"):
+        out = both[name](q, t)
+        weights = [torch.ones_like(x) for x in out]
+        call = partial(torch.autograd.grad, out, leaves, weights, retain_graph=True)
+        backward[name] = clock(call, device=device, repeats=repeats, graph=False)
+    moved = 2 * (3 * q.numel() + 3 * t.numel())
+    return row | {"backward": report("prepare", shape, backward, {"fused": moved}, copy)}
+
+
+def rope_peers(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], Tensor]]:
+    """SDPA's kernels on ready keys; on a CPU the one it has."""
+
+    def call(backend: SDPBackend | None) -> Tensor:
+        grouped = q.shape[1] != k.shape[1]
+        if backend is None:
+            return F.scaled_dot_product_attention(q, k, v, enable_gqa=grouped)
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(q, k, v, enable_gqa=grouped)
+
+    if not q.is_cuda:
+        return {"sdpa": lambda: call(None)}
+    return {name: lambda backend=backend: call(backend) for name, backend in PEERS.items()}  # type: ignore[misc]
+
+
+def times_of(calls: dict[str, Callable[[], Any]], device: str, repeats: int) -> dict[str, Times | None]:
+    """The times of each call; None for a peer that does not take this shape."""
+    times: dict[str, Times | None] = {}
+    for name, call in calls.items():
+        if name in OURS:
+            times[name] = clock(call, device=device, repeats=repeats)
+            continue
+        times[name] = None
+        for graph in (False, True):  # the second, where the peer can be captured
+            with suppress(RuntimeError):
+                times[name] = clock(call, device=device, repeats=repeats, graph=graph)
+    return times
+
+
+OURS = ("exact", "slack", "fused")
+
+
+def report(
+    kind: str,
+    shape: Shape,
+    times: dict[str, Times | None],
+    moved: dict[str, int] | None = None,
+    copy: float | None = None,
+) -> dict[str, Any]:
+    """One row: milliseconds with quantiles, terabytes a second, and how much faster ours is than the best peer."""
+    known = {name: t for name, t in times.items() if t is not None}
+    best = min((t.median for name, t in known.items() if name not in OURS), default=None)
+    row: dict[str, Any] = {"kind": kind, **shape._asdict()}
+    row["milliseconds"] = {name: None if t is None else t.milliseconds for name, t in times.items()}
+    row["speedup"] = {name: best / known[name].median for name in OURS if name in known and best is not None}
+    if moved is not None:
+        rate = {name: moved[name] / t.median / 1e12 for name, t in known.items() if name in moved}
+        row["terabytes_a_second"] = rate
+        row["of_copy"] = {name: value / copy for name, value in rate.items() if name in OURS and copy}
+    return row

@@ -1,0 +1,163 @@
+"""CoCA on a cache of un-rotated t as a server keeps it: rows of different lengths, in one piece or in pages."""
+
+import torch
+from torch import Tensor
+
+from farspan.errors import require, require_choice
+from farspan.ops.coca.interface import FORMS, coca_attention_reference
+from farspan.ops.coca.triton_backend import rotary_factor, triton_refusal
+from farspan.ops.phases import rotary_steps
+from farspan.ops.positions import Positions
+from farspan.ops.rotary import Rotary, Run
+from farspan.ops.segments import check_dim, join
+
+
+def half_width_attention(
+    q: Tensor,
+    t: Tensor,
+    v: Tensor,
+    *,
+    rotary: Rotary | None,
+    form: str = "exact",
+    lengths: Tensor | None = None,
+    first: int | Tensor = 0,
+    block_table: Tensor | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    scale: float | None = None,
+    splits: int | None = None,
+) -> Tensor:
+    """CoCA of the last n tokens of each row against its cache, on the Triton kernel; no gradients.
+
+    Nothing is read from the device but by the kernel, so a CUDA graph of this call follows `lengths` as they grow
+    (`per_query` dynamic NTK: for one query; more may cross into other frequencies row by row, which must be looked up).
+
+    Args:
+        q: (b, h, n, d) queries, before rotation: the last n of their row's keys.
+        t: (b, g, m, d/2) coefficients, un-rotated; with a block table (pages, g, page length, d/2).
+        v: (b, g, m, dv) values; with a block table (pages, g, page length, dv).
+        rotary: the angles; None for no rotation.
+        form: "exact" or "slack".
+        lengths: (b) int, keys of each row that count; the rest of the cache is never read. None = all.
+        first: position of key 0, for all rows or (b) int.
+        block_table: (b, blocks) int, the page that holds keys i·(page length) … of each row.
+        causal, window, scale: as in :func:`farspan.ops.coca_attention`.
+        splits: into how many parts the keys are cut; None chooses.
+
+    Returns:
+        (b, h, n, dv); zeros for a query before the first key.
+
+    >>> from farspan.ops.coca.triton_backend import triton_refusal
+    >>> q, t, v = torch.randn(2, 4, 1, 8), torch.rand(2, 2, 6, 4), torch.randn(2, 2, 6, 8)
+    >>> if triton_refusal(q, t, v, Rotary(8), None) is None:
+    ...     out = half_width_attention(q, t, v, rotary=Rotary(8), lengths=torch.tensor([6, 3]))
+    ...     assert out.shape == (2, 4, 1, 8)
+    """
+    _check(q, t, v, form, lengths, first, block_table, splits)
+    reason = triton_refusal(q, t, v, rotary, None)
+    require(reason is None, str(reason))
+    from farspan.ops.coca.kernels.attention import half_width_op
+
+    n, d = q.shape[2:]
+    runs, scale = [Run(0, n, None)], d**-0.5 if scale is None else scale
+    if rotary is not None:
+        check_dim(rotary, q)
+        runs, scale = list(rotary.runs(_places(q, t, lengths, first, block_table))), scale * rotary_factor(rotary) ** 2
+    outputs = [
+        half_width_op(
+            q[:, :, run.start : run.stop],
+            t,
+            v,
+            None if rotary is None else rotary_steps(rotary, run.length, q.device),
+            lengths,
+            first if isinstance(first, Tensor) else None,
+            None,
+            None,
+            None,
+            block_table,
+            0 if isinstance(first, Tensor) else first,
+            n - run.stop,
+            form,
+            False,
+            causal,
+            window,
+            scale,
+            splits,
+        )
+        for run in runs
+    ]
+    return join(runs, outputs)
+
+
+def half_width_attention_reference(
+    q: Tensor,
+    t: Tensor,
+    v: Tensor,
+    *,
+    rotary: Rotary | None,
+    form: str = "exact",
+    lengths: Tensor | None = None,
+    first: int | Tensor = 0,
+    block_table: Tensor | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    scale: float | None = None,
+    splits: int | None = None,
+) -> Tensor:
+    """:func:`half_width_attention` by its definition: each row alone, its keys laid out, by the equations."""
+    _check(q, t, v, form, lengths, first, block_table, splits)
+    options = {"rotary": rotary, "form": form, "causal": causal, "window": window, "scale": scale}
+    out = q.new_zeros(*q.shape[:3], v.shape[-1])
+    for row in range(q.shape[0]):
+        keys, values = t[row], v[row]
+        if block_table is not None:
+            keys, values = (x[block_table[row]].transpose(0, 1).flatten(1, 2) for x in (t, v))
+        held = keys.shape[1] if lengths is None else int(lengths[row])
+        n = min(q.shape[2], held)
+        if n:
+            start = int(first[row]) if isinstance(first, Tensor) else first
+            alone = (q[row, :, -n:], keys[:, :held], values[:, :held])
+            last = coca_attention_reference(*(x[None] for x in alone), positions=start, **options)  # type: ignore[arg-type]
+            out[row, :, -n:] = last[0]
+    return out
+
+
+def _places(q: Tensor, t: Tensor, lengths: Tensor | None, first: int | Tensor, block_table: Tensor | None) -> Positions:
+    """Where the queries stand, for the law that may depend on it."""
+    n, m = q.shape[2], t.shape[2] * (1 if block_table is None else block_table.shape[1])
+    if lengths is None and not isinstance(first, Tensor):
+        return Positions(n, m, q.device, first, None, True)
+    query = (m if lengths is None else lengths[:, None]) - n + torch.arange(n, device=q.device)[None]
+    query = query + (first[:, None] if isinstance(first, Tensor) else first)
+    return Positions(n, n, q.device, None, (query, query), True)
+
+
+def _check(
+    q: Tensor,
+    t: Tensor,
+    v: Tensor,
+    form: str,
+    lengths: Tensor | None,
+    first: int | Tensor,
+    block_table: Tensor | None,
+    splits: int | None,
+) -> None:
+    require_choice("form", form, FORMS)
+    (b, h, n, d), (rows, g, m, half) = q.shape, t.shape
+    require(d == 2 * half, f"t must have width {d // 2} for q of width {d}, got {half}; check the projection")
+    require(t.shape[:3] == v.shape[:3], f"t and v must agree but in width, got {tuple(t.shape)} and {tuple(v.shape)}")
+    require(t.dtype == q.dtype == v.dtype, f"q, t and v must share a dtype, got {q.dtype}, {t.dtype} and {v.dtype}")
+    require(h % g == 0, f"key heads must divide query heads, got {g} for {h}; choose num_key_value_heads accordingly")
+    for name, x in (("lengths", lengths), ("first", first)):
+        if isinstance(x, Tensor):
+            whole = not x.is_floating_point() and tuple(x.shape) == (b,)
+            require(whole, f"{name} must hold {b} integers, one a row, got {x.dtype} {tuple(x.shape)}")
+    if block_table is None:
+        require(rows == b, f"t must have the batch size of q, {b}, got {rows}; pages need a block_table")
+        require(lengths is not None or n <= m, f"there must be at least as many keys as queries, got {n} and {m}")
+    else:
+        right = not block_table.is_floating_point() and block_table.ndim == 2 and block_table.shape[0] == b
+        require(
+            right, f"block_table must be integers ({b}, blocks), got {tuple(block_table.shape)}; one row a sequence"
+        )
+    require(splits is None or splits >= 1, f"splits must be at least 1 or None, got {splits}")

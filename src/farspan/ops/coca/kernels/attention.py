@@ -1,0 +1,171 @@
+"""Launching the half-width kernel: how the work is cut, and its registration with torch."""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from farspan.ops.coca.kernels.half_width import half_width_kernel, merge_kernel
+
+LOG2_E = 1.4426950408889634
+FOLD_ROWS = 32
+"""Up to this many rows the queries turn to each tile; beyond, the keys turn."""
+WAVES = 32
+"""Programs a processor that splitting the keys aims at while decoding: enough to even out their ends."""
+PREFILL_WAVES = 2
+"""The same for many queries, whose partial results are not small."""
+MOST_SPLITS = 128
+SPLIT_TILES = 8
+"""Fewest tiles worth a program of their own."""
+
+
+class Cut(NamedTuple):
+    """How a launch is cut into tiles."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+DECODE = {16: Cut(16, 128, 4, 3), 32: Cut(16, 128, 4, 3), 64: Cut(16, 64, 4, 3), 128: Cut(16, 32, 4, 2)}
+"""For few queries, by d/2 rounded up to a power of two."""
+PREFILL = {16: Cut(128, 64, 8, 3), 32: Cut(128, 64, 8, 3), 64: Cut(128, 64, 8, 3), 128: Cut(64, 32, 8, 2)}
+
+
+def choose_cut(rows: int, half: int, width: int, dtype: torch.dtype) -> Cut:
+    """Tile sizes for `rows` queries a key head."""
+    size = max(padded(half), padded(width) // 2)
+    cut = (DECODE if rows <= FOLD_ROWS else PREFILL)[size]
+    if dtype == torch.float32:
+        cut = Cut(min(cut.rows, 64), min(cut.keys, 32), cut.warps, 2)
+    return cut._replace(rows=max(16, triton.next_power_of_2(rows))) if rows < cut.rows or rows <= FOLD_ROWS else cut
+
+
+def padded(width: int) -> int:
+    """The width of a tile that holds `width` numbers: a power of two, as Triton wants, and enough for its products."""
+    return max(16, triton.next_power_of_2(width))
+
+
+def choose_splits(programs: int, keys: int, cut: Cut, processors: int) -> int:
+    """Into how many parts the keys are cut, when `programs` cover the queries.
+
+    >>> one, many = Cut(16, 64, 4, 3), Cut(128, 64, 8, 3)
+    >>> choose_splits(8, 32_768, one, 132), choose_splits(8, 200, one, 132), choose_splits(1024, 32_768, many, 132)
+    (64, 1, 1)
+    """
+    useful = max(1, triton.cdiv(keys, cut.keys) // SPLIT_TILES)
+    wanted = processors * (WAVES if cut.rows <= FOLD_ROWS else PREFILL_WAVES) // programs
+    return max(1, min(wanted, useful, MOST_SPLITS))
+
+
+@lru_cache
+def processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def launch(
+    q: Tensor,
+    t: Tensor,
+    v: Tensor,
+    step: Tensor | None,
+    lengths: Tensor | None,
+    firsts: Tensor | None,
+    query_positions: Tensor | None,
+    key_positions: Tensor | None,
+    padding: Tensor | None,
+    pages: Tensor | None,
+    first: int,
+    behind: int,
+    form: str,
+    by_position: bool,
+    causal: bool,
+    window: int | None,
+    scale: float,
+    splits: int | None,
+    cut: Cut | None = None,
+) -> Tensor:
+    """:func:`half_width_op`, with a cut to try."""
+    (b, h, n, d), g, width = q.shape, t.shape[1], v.shape[-1]
+    q, t, v = (row_major(x) for x in (q, t, v))
+    m = t.shape[2] if pages is None else t.shape[2] * pages.shape[1]
+    cut = cut or choose_cut(n * (h // g), d // 2, width, q.dtype)
+    blocks = triton.cdiv(n * (h // g), cut.rows)
+    seen = m if window is None else min(m, n + 2 * window)
+    splits = splits or choose_splits(blocks * b * g, seen, cut, processors(q.device))
+    out = torch.empty((b, n, h, width), dtype=q.dtype, device=q.device).transpose(1, 2)
+    parts: Tensor = out.unsqueeze(3)
+    lse: Tensor | None = None
+    if splits > 1:
+        parts = torch.empty((b, h, n, splits, width), dtype=torch.float32, device=q.device)
+        lse = torch.empty((b, h, n, splits), dtype=torch.float32, device=q.device)
+    lse_strides = (0, 0, 0) if lse is None else lse.stride()[:3]
+    aside = (step, query_positions, key_positions, None if padding is None else padding.view(torch.uint8), pages)
+    step, query_positions, key_positions, padding, pages = (x if x is None else row_major(x) for x in aside)
+    rows = [_row_stride(x) for x in (step, query_positions, key_positions, padding, pages)]
+    with torch.cuda.device_of(q):
+        half_width_kernel[(blocks, g * splits, b)](
+            q, t, v, parts, lse, step, lengths, firsts, query_positions, key_positions, padding, pages,
+            scale * LOG2_E, n, m, first, behind, window or 0, splits,
+            *q.stride()[:3], *t.stride()[:3], *v.stride()[:3], *parts.stride()[:4], *lse_strides, *rows,
+            EXACT=form == "exact", CAUSAL=causal, WINDOW=window is not None, BY_POSITION=by_position,
+            FOLD=cut.rows <= FOLD_ROWS, GROUP=h // g, HALF=d // 2, WIDTH=width, PAGE=0 if pages is None else t.shape[2],
+            BLOCK_M=cut.rows, BLOCK_N=cut.keys, BLOCK_D=padded(d // 2),
+            BLOCK_V=padded(width), num_warps=cut.warps, num_stages=cut.stages,
+        )  # fmt: skip
+        if lse is not None:
+            merge_kernel[(h * n, b)](
+                parts, lse, out, n, splits, *parts.stride()[:4], *lse_strides, *out.stride()[:3],
+                WIDTH=width, BLOCK_S=triton.next_power_of_2(splits),
+                BLOCK_V=padded(width), num_warps=4,
+            )  # fmt: skip
+    return out
+
+
+@torch.library.custom_op("farspan::half_width_attention", mutates_args=())
+def half_width_op(
+    q: Tensor,
+    t: Tensor,
+    v: Tensor,
+    step: Tensor | None,
+    lengths: Tensor | None,
+    firsts: Tensor | None,
+    query_positions: Tensor | None,
+    key_positions: Tensor | None,
+    padding: Tensor | None,
+    pages: Tensor | None,
+    first: int,
+    behind: int,
+    form: str,
+    by_position: bool,
+    causal: bool,
+    window: int | None,
+    scale: float,
+    splits: int | None,
+) -> Tensor:
+    """(b, h, n, d), (b, g, m, d/2), (b, g, m, dv) → (b, h, n, dv); with `pages` (b, ·) t, v are (pages, g, page, ·).
+
+    The queries are the last n of each row's `lengths` keys, but for `behind` keys after them. Key i stands at
+    `first` + i (or `firsts` of its row), or where the positions (b|1, ·) say. `step` are the frequencies (b|1, d/2) of
+    :mod:`farspan.ops.phases`; None = NoPE. `by_position`: positions, not the index, decide what is seen.
+    """
+    places = (lengths, firsts, query_positions, key_positions, padding, pages, first, behind)
+    return launch(q, t, v, step, *places, form, by_position, causal, window, scale, splits)
+
+
+@half_width_op.register_fake
+def _(q: Tensor, t: Tensor, v: Tensor, *rest: object) -> Tensor:
+    b, h, n, _ = q.shape
+    return q.new_empty((b, n, h, v.shape[-1])).transpose(1, 2)
+
+
+def row_major(x: Tensor) -> Tensor:
+    """x, with the numbers along its last axis side by side."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _row_stride(x: Tensor | None) -> int:
+    """The stride from one row of the batch to the next; none where all rows share one."""
+    return 0 if x is None or x.shape[0] == 1 else x.stride(0)

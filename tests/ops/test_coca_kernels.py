@@ -1,0 +1,396 @@
+"""The Triton kernels compute what the equations say: on a GPU where there is one, else in Triton's interpreter."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="needs triton (pip install farspan[gpu])")
+
+from farspan.ops import NTK, DynamicNTK, Rotary, YaRN, coca_attention, coca_attention_reference, coca_features
+from farspan.ops.coca.half_width import half_width_attention, half_width_attention_reference
+from farspan.ops.coca.kernels.attention import Cut, choose_splits
+from farspan.ops.coca.kernels.prepare import prepare_op
+from farspan.ops.coca.triton_backend import triton_refusal
+from farspan.ops.phases import rotary_steps, steps_of
+from tests.helpers import coca_inputs
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+FORMS = ["exact", "slack"]
+
+
+@pytest.fixture(autouse=True)
+def _poison() -> Iterator[None]:
+    """torch.empty is full of NaN: what a kernel forgets to write shows."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def inputs(n: int, m: int | None = None, *, dtype: torch.dtype = torch.float32, **shape: int) -> tuple[Tensor, ...]:
+    return tuple(x.detach().to(dtype) for x in coca_inputs(n, m, dtype=torch.float32, device=DEVICE, **shape))
+
+
+def eager(q: Tensor, t: Tensor, v: Tensor, *, mask: Tensor, rotary: Rotary | None, form: str) -> Tensor:
+    """What anyone would write in the same dtype: q̃, k̃ and weights rounded to it, softmax in float32."""
+    q_, k_ = coca_features(q, t, None, None)
+    if rotary is not None:
+        part = rotary.plan(0, q.shape[2], t.shape[2], device=q.device)[0]
+        q_, k_ = coca_features(q, t, part.query, part.key, form=form)
+    k_, v = (x.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for x in (k_, v))
+    scores = (q_ @ k_.mT).float() * q.shape[-1] ** -0.5
+    return scores.masked_fill(~mask, -torch.inf).softmax(-1).to(q.dtype) @ v
+
+
+def assert_as_good_as_eager(out: Tensor, truth: Tensor, plain: Tensor) -> None:
+    """Error at most twice that of eager in the same dtype; the rounding of the result itself is always allowed."""
+    rounding = float(truth.abs().max()) * torch.finfo(out.dtype).eps
+    ours, theirs = ((x.double() - truth).abs() for x in (out, plain))
+    assert out.isfinite().all()
+    assert ours.max() <= 2 * theirs.max() + rounding
+    assert ours.mean() <= 2 * theirs.mean() + rounding / 8
+
+
+def check(n: int, m: int, *, form: str, dtype: torch.dtype, rotary: Rotary | None, **shape: int) -> None:
+    q, t, v = inputs(n, m, dtype=dtype, **shape)
+    options: dict[str, Any] = {"rotary": rotary, "form": form}
+    wide = (x.double() for x in (q, t, v))
+    truth = coca_attention_reference(*wide, **options)
+    mask = torch.ones(n, m, dtype=torch.bool, device=DEVICE).tril(m - n)
+    out = coca_attention(q, t, v, **options, backend="triton")
+    assert_as_good_as_eager(out, truth, eager(q, t, v, mask=mask, **options))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("dtype", "n", "m"),
+    [(torch.bfloat16, n, m) for n, m in [(1, 1), (1, 63), (1, 64), (1, 65), (1, 257), (3, 65), (63, 63), (65, 257)]]
+    + [(dtype, n, 65) for dtype in (torch.float32, torch.float16) for n in (1, 65)],
+    ids=str,
+)
+def test_kernel_error_is_at_most_twice_that_of_eager(form: str, dtype: torch.dtype, n: int, m: int) -> None:
+    check(n, m, form=form, dtype=dtype, rotary=Rotary(64), h=2, g=1, d=64)
+
+
+@pytest.mark.parametrize(("h", "g", "d"), [(1, 1, 8), (6, 2, 128), (8, 1, 64), (3, 3, 6), (2, 1, 96)])
+@pytest.mark.parametrize(("n", "rotary"), [(1, True), (1, False), (20, True)])
+def test_groups_and_widths(h: int, g: int, d: int, n: int, rotary: bool) -> None:
+    check(n, 40, form="slack", dtype=torch.bfloat16, rotary=Rotary(d) if rotary else None, h=h, g=g, d=d)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("n", [1, 40])
+def test_far_positions_lose_nothing(form: str, n: int) -> None:
+    """At 131 072 and far beyond, where float32 angles are noise."""
+    q, t, v = inputs(n, 80, h=2, g=1, d=64)
+    for start in (131_072 - 80, 2**31 - 1000):
+        options: dict[str, Any] = {"rotary": Rotary(64), "form": form, "positions": start}
+        out = coca_attention(q, t, v, **options, backend="triton")
+        assert (out - coca_attention_reference(q.double(), t.double(), v.double(), **options)).abs().max() <= 3e-6
+
+
+@pytest.mark.parametrize("scaling", [NTK(4), YaRN(4, 32), DynamicNTK(4, 20), DynamicNTK(4, 20, "per_request")], ids=str)
+@pytest.mark.parametrize("n", [1, 30])
+def test_scaling_laws(scaling: Any, n: int) -> None:
+    q, t, v = inputs(n, 50, h=2, g=1, d=16)
+    truth = coca_attention_reference(q.double(), t.double(), v.double(), rotary=Rotary(16, scaling=scaling))
+    out = coca_attention(q, t, v, rotary=Rotary(16, scaling=scaling), backend="triton")
+    assert (out - truth).abs().max() <= 1e-5
+
+
+def options_by_name(b: int, n: int, m: int) -> dict[str, dict[str, Any]]:
+    ragged = (torch.arange(m)[None] >= torch.arange(b)[:, None] * (m // 3)).to(DEVICE)
+    spread = (torch.arange(m) * 3 + 1 + torch.arange(b)[:, None]).to(DEVICE)
+    queries = (torch.arange(n) * 2 + 7)[None].to(DEVICE)
+    return {
+        "bidirectional": {"causal": False},
+        "window": {"window": 7},
+        "window beyond all": {"window": 2 * m},
+        "bidirectional window": {"causal": False, "window": 9},
+        "left padding": {"padding_mask": ragged},
+        "padding and window": {"padding_mask": ragged.flip(1), "window": 20},
+        "a row of padding": {"padding_mask": (torch.arange(b, device=DEVICE) > 0)[:, None].expand(b, m)},
+        "positions a row": {"positions": spread, "window": 20},
+        "free positions": {"positions": (queries, spread)},
+        "free positions, bidirectional window": {"positions": (queries, spread), "window": 30, "causal": False},
+        "scale": {"scale": 0.01},
+    }
+
+
+@pytest.mark.parametrize("name", list(options_by_name(1, 1, 1)))
+@pytest.mark.parametrize(("n", "m"), [(1, 70), (20, 40)])
+def test_every_way_to_hide_keys(name: str, n: int, m: int) -> None:
+    q, t, v = inputs(n, m, b=2, h=2, g=1, d=16)
+    law = DynamicNTK(4, 20) if n == 1 else None
+    options = {"rotary": Rotary(16, scaling=law), "form": "slack", **options_by_name(2, n, m)[name]}
+    truth = coca_attention_reference(q.double(), t.double(), v.double(), **options)
+    out = coca_attention(q, t, v, **options, backend="triton")
+    assert (out - truth).abs().max() <= 2e-5
+
+
+def test_hidden_keys_may_hold_anything() -> None:
+    q, t, v = inputs(1, 12)
+    alone = coca_attention(q, t[:, :, 4:], v[:, :, 4:], rotary=Rotary(8), positions=4, backend="triton")
+    t[:, :, :4], v[:, :, :4] = torch.nan, torch.nan
+    keep = torch.arange(12, device=DEVICE)[None] >= 4
+    padded = coca_attention(q, t, v, rotary=Rotary(8), padding_mask=keep, backend="triton")
+    assert torch.allclose(padded, alone, atol=1e-6)
+
+
+def test_strided_inputs() -> None:
+    q, t, v = inputs(5, 40, d=16)
+    want = coca_attention(q, t, v, rotary=Rotary(16), backend="triton")
+    folded = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, t, v)]
+    scattered = [torch.stack((x, x), dim=-1)[..., 0] for x in (q, t, v)]
+    for other in (folded, scattered):
+        assert torch.equal(coca_attention(*other, rotary=Rotary(16), backend="triton"), want)
+
+
+@pytest.mark.parametrize("size", [1.0, 300.0, 1000.0])
+def test_float16_does_not_overflow_where_squares_would(size: float) -> None:
+    q, t, v = inputs(1, 40, h=4, g=2, d=16)
+    q, t, v = (q * size).half(), (t / size**2).half(), v.half()
+    out = coca_attention(q, t, v, rotary=Rotary(16), backend="triton")
+    truth = coca_attention_reference(q.double(), t.double(), v.double(), rotary=Rotary(16))
+    assert out.isfinite().all()
+    assert (out.double() - truth).abs().max() <= 2e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_large_scales_stay_finite(dtype: torch.dtype) -> None:
+    q, t, v = inputs(1, 70, d=16)
+    for backend in ("triton", "sdpa"):
+        out = coca_attention((q * 16).to(dtype), (t * 16).to(dtype), v.to(dtype), rotary=Rotary(16), backend=backend)
+        assert out.isfinite().all()
+
+
+# A cache as a server keeps it.
+
+
+def cached(b: int, m: int, n: int, *, page: int, d: int = 16, h: int = 4, g: int = 2) -> tuple[Tensor, ...]:
+    """q, and the same t and v in one piece and in pages that lie about; what no row holds is NaN."""
+    q, t, v = inputs(n, m, b=b, d=d, h=h, g=g)
+    blocks = m // page
+    table = torch.randperm(b * blocks + 3, device=DEVICE)[: b * blocks].reshape(b, blocks)
+    pages = []
+    for x in (t, v):
+        store = torch.full((b * blocks + 3, g, page, x.shape[-1]), torch.nan, device=DEVICE)
+        store[table.flatten()] = x.unflatten(2, (blocks, page)).transpose(1, 2).flatten(0, 1)
+        pages.append(store)
+    return q, t, v, *pages, table
+
+
+@pytest.mark.parametrize(("page", "n"), [(8, 1), (16, 3), (64, 17), (16, 17)])
+def test_pages_give_what_one_piece_gives(page: int, n: int) -> None:
+    q, t, v, t_pages, v_pages, table = cached(2, 64, n, page=page, h=2, g=1)
+    lengths = torch.tensor([64, 41], device=DEVICE)
+    for options in ({}, {"window": 30, "first": torch.tensor([5, 1000], device=DEVICE)}):
+        piece = half_width_attention(q, t, v, rotary=Rotary(16), lengths=lengths, **options)
+        paged = half_width_attention(
+            q, t_pages, v_pages, rotary=Rotary(16), lengths=lengths, block_table=table.int(), **options
+        )
+        assert (piece - paged).abs().max() <= 1e-6
+
+
+@pytest.mark.parametrize(
+    ("n", "splits", "law"),
+    [
+        (1, 1, NTK(2)),
+        (1, None, NTK(2)),
+        (1, 3, DynamicNTK(4, 16)),
+        (1, 2, None),
+        (3, 2, NTK(2)),
+        (17, 1, DynamicNTK(4, 40)),
+    ],
+    ids=str,
+)
+def test_rows_of_different_lengths_equal_each_row_alone(n: int, splits: int | None, law: Any) -> None:
+    q, t, v = inputs(n, 90, b=4, h=2, g=1, d=16)
+    lengths, first = torch.tensor([90, 20, 65, 0], device=DEVICE), torch.tensor([9, 0, 30, 1], device=DEVICE)
+    t[1, :, 20:], v[1, :, 20:], v[3] = torch.nan, torch.nan, torch.nan
+    rotary = None if law is None else Rotary(16, scaling=law)
+    for options in ({}, {"window": 33, "form": "slack", "first": first}):
+        options = {"rotary": rotary, "lengths": lengths, **options}
+        out = half_width_attention(q, t, v, splits=splits, **options)
+        wide = (q.double(), t.double(), v.double())
+        assert (out - half_width_attention_reference(*wide, **options)).abs().max() <= 1e-5
+        assert (out[3] == 0).all()
+
+
+def test_splits_of_many_queries_add_up() -> None:
+    q, t, v = inputs(33, 64, h=1, g=1, d=16)
+    truth = coca_attention_reference(q.double(), t.double(), v.double(), rotary=Rotary(16))
+    assert (half_width_attention(q, t, v, rotary=Rotary(16), splits=2) - truth).abs().max() <= 1e-5
+
+
+def test_per_request_base_is_that_of_each_row() -> None:
+    """Each row its own request: its base comes from its own length, whatever the batch-mates."""
+    q, t, v = inputs(1, 90, b=3, d=16)
+    lengths, rotary = torch.tensor([90, 25, 60], device=DEVICE), Rotary(16, scaling=DynamicNTK(4, 20, "per_request"))
+    out = half_width_attention(q, t, v, rotary=rotary, lengths=lengths)
+    for row, length in enumerate(lengths.tolist()):
+        alone = (x[row : row + 1].double() for x in (q, t[:, :, :length], v[:, :, :length]))
+        truth = coca_attention_reference(*alone, rotary=rotary.at_length(length))
+        assert (out[row] - truth[0]).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("law", [None, DynamicNTK(4, 6)], ids=str)
+def test_decoding_equals_prefill_equals_any_chunking(law: DynamicNTK | None) -> None:
+    q, t, v = inputs(18, h=1, g=1, d=16)
+    rotary = Rotary(16, scaling=law)
+    whole = coca_attention(q, t, v, rotary=rotary, backend="triton")
+    for pieces in ([1] * 18, [9, 3, 1, 5]):
+        stop, parts = 0, []
+        for piece in q.split(pieces, dim=2):
+            stop += piece.shape[2]
+            parts.append(coca_attention(piece, t[:, :, :stop], v[:, :, :stop], rotary=rotary, backend="triton"))
+        assert (torch.cat(parts, dim=2) - whole).abs().max() <= 1e-5
+
+
+# Preparation.
+
+
+def prepared(q: Tensor, t: Tensor, rotary: Rotary, form: str, **places: Any) -> tuple[Tensor, Tensor]:
+    query, key = places.get("positions", (None, None))
+    first = places.get("first", 0)
+    step = rotary_steps(rotary, None, q.device)
+    return prepare_op(q, t, step, query, key, first + t.shape[2] - q.shape[2], first, form, 1.0)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("n", "d"), [(1, 64), (63, 64), (64, 64), (65, 64), (257, 6), (20, 128)])
+def test_preparation_equals_the_features_forward_and_backward(form: str, n: int, d: int) -> None:
+    q, t, _ = inputs(n, n + 3, h=5, g=1, d=d)
+    wide = [x.double().requires_grad_() for x in (q, t)]
+    part = Rotary(d).plan(131_000, n, n + 3, dtype=torch.float64, device=DEVICE)[0]
+    truth = coca_features(*wide, part.query, part.key, form=form)
+    weights = [torch.randn_like(x) for x in truth]
+    true_gradients = torch.autograd.grad(truth, wide, weights)
+    for dtype, limit in ((torch.float32, 1e-6), (torch.bfloat16, 2**-8)):
+        narrow = [x.to(dtype).requires_grad_() for x in (q, t)]
+        out = prepared(*narrow, Rotary(d), form, first=131_000)
+        gradients = torch.autograd.grad(out, narrow, [x.to(dtype) for x in weights])
+        for got, want in zip((*out, *gradients), (*truth, *true_gradients), strict=True):
+            # In bfloat16 the inputs themselves are rounded, and q̃ is quadratic in them.
+            assert (got - want).abs().max() <= limit * (1 if dtype == torch.float32 else 3) * want.abs().max()
+
+
+def test_preparation_rounds_once() -> None:
+    """From the same bfloat16 inputs, the result is within half a unit of the float64 one."""
+    q, t, _ = inputs(33, dtype=torch.bfloat16, d=16)
+    part = Rotary(16).plan(0, 33, 33, dtype=torch.float64, device=DEVICE)[0]
+    truth = coca_features(q.double(), t.double(), part.query, part.key)
+    for got, want in zip(prepared(q, t, Rotary(16), "exact"), truth, strict=True):
+        assert ((got - want).abs() <= want.abs() * 2**-8 * 1.001 + 1e-6).all()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_preparation_takes_positions_and_frequencies_a_row(form: str) -> None:
+    q, t, _ = inputs(11, 20, b=2, d=16)
+    positions = (torch.arange(20) * 7 + torch.tensor([[0], [100_000]])).to(DEVICE)
+    rotary = Rotary(16, scaling=DynamicNTK(4, 32, "per_request"))
+    places = (positions[:, 9:], positions)
+    step = rotary_steps(rotary, positions.amax(-1) + 1, q.device)
+    got = prepare_op(q, t, step, *places, 0, 0, form, 1.0)
+    part = rotary.plan(positions, 11, 20, dtype=torch.float64, device=DEVICE)[0]
+    for a, b in zip(got, coca_features(q.double(), t.double(), part.query, part.key, form=form), strict=True):
+        assert (a - b).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("law", [None, DynamicNTK(4, 16), YaRN(4, 16)], ids=str)
+def test_gradients_through_the_backend_equal_the_reference(form: str, law: Any) -> None:
+    q, t, v = inputs(30, b=2, h=2, g=1, d=16)
+    options: dict[str, Any] = {"rotary": Rotary(16, scaling=law), "form": form, "window": 20}
+    leaves, wide = ([x.to(dtype).requires_grad_() for x in (q, t, v)] for dtype in (torch.float32, torch.float64))
+    out, truth = coca_attention(*leaves, **options, backend="triton"), coca_attention_reference(*wide, **options)
+    weights = torch.randn_like(out)
+    gradients = (torch.autograd.grad(out, leaves, weights), torch.autograd.grad(truth, wide, weights.double()))
+    assert (out - truth).abs().max() <= 1e-5
+    for got, want in zip(*gradients, strict=True):
+        assert (got - want).abs().max() <= 1e-5 * max(1.0, float(want.abs().max()))
+
+
+# Registration with torch, and dispatch.
+
+
+def test_operators_pass_torchs_own_check() -> None:
+    q, t, _ = (x.requires_grad_() for x in inputs(5, 9, d=16))
+    step = rotary_steps(Rotary(16), None, q.device)
+    folded = q.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
+    torch.library.opcheck(torch.ops.farspan.coca_prepare.default, (folded, t, step, None, None, 4, 0, "slack", 1.0))
+    q, t, v = inputs(1, 9, d=16)
+    places = (None, None, None, None, None, None, 0, 0, "exact", False, True, None, 0.25, 2)
+    torch.library.opcheck(torch.ops.farspan.half_width_attention.default, (q, t, v, step, *places))
+
+
+@pytest.mark.parametrize("gradient", [True, False])
+def test_compiles_in_one_graph(gradient: bool) -> None:
+    q, t, v = (x.requires_grad_(gradient) for x in inputs(6, 12, d=16))
+
+    def attention(q: Tensor, t: Tensor, v: Tensor) -> Tensor:
+        return coca_attention(q, t, v, rotary=Rotary(16), form="slack", backend="triton")
+
+    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
+    want, got = attention(q, t, v), compiled(q, t, v)
+    assert torch.allclose(want, got, atol=1e-6)
+    if gradient:
+        weights = torch.randn_like(want)
+        pairs = zip(*(torch.autograd.grad(x, (q, t, v), weights) for x in (want, got)), strict=True)
+        assert all(torch.allclose(a, b, atol=1e-5) for a, b in pairs)
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype", "message"),
+    [
+        ({}, torch.float64, "takes float32, bfloat16 or float16, got torch.float64; use backend='sdpa'"),
+        ({"documents": torch.zeros(1, 5, dtype=torch.long)}, torch.float32, "does not see documents; use"),
+        ({"rotary": Rotary(8).plan(0, 5, 5)}, torch.float32, "pass the Rotary, not a plan of angles"),
+        ({"rotary": Rotary(16)}, torch.float32, "rotary must have dim 8, the width of q, got 16"),
+    ],
+)
+def test_what_the_kernels_cannot_do_is_refused_with_the_reason(
+    options: dict[str, Any], dtype: torch.dtype, message: str
+) -> None:
+    q, t, v = inputs(5, dtype=dtype)
+    options = {"rotary": Rotary(8), **options}
+    with pytest.raises(ValueError, match=message):
+        coca_attention(q, t, v, **options, backend="triton")
+    half = [x.half().requires_grad_() for x in (q, t, v)]
+    assert "no gradients in float16" in str(triton_refusal(*half, Rotary(8), None))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"lengths": torch.ones(3, dtype=torch.long)},
+            "lengths must hold 2 integers, one a row, got torch.int64 \\(3,\\)",
+        ),
+        ({"first": torch.ones(2)}, "first must hold 2 integers, one a row, got torch.float32"),
+        ({"block_table": torch.ones(3, 1, dtype=torch.long)}, "block_table must be integers \\(2, blocks\\), got"),
+        ({"splits": 0}, "splits must be at least 1 or None, got 0"),
+        ({"form": "exat"}, "did you mean 'exact'"),
+    ],
+)
+def test_bad_caches_are_refused(change: dict[str, Any], message: str) -> None:
+    q, t, v = inputs(1, 8, b=2)
+    with pytest.raises(ValueError, match=message):
+        half_width_attention(q, t, v, rotary=Rotary(8), **change)
+
+
+def test_steps_are_exact_where_float32_angles_are_not() -> None:
+    theta = Rotary(128).frequencies()
+    for position in (1, 131_071, 2**31 - 1, -7):
+        phase = (steps_of(theta)[0] * position).double() / 2.0**64
+        error = torch.remainder(phase - theta * position / (2 * torch.pi) + 0.5, 1) - 0.5
+        assert error.abs().max() <= 2.0**-53 * abs(position) + 2**-52
+
+
+def test_splits_grow_with_the_keys_and_stop_when_the_device_is_full() -> None:
+    cut = Cut(16, 64, 4, 3)
+    assert choose_splits(1, 100, cut, 132) == 1
+    assert choose_splits(32, 32_768, cut, 132) > choose_splits(256, 32_768, cut, 132) > 1
+    assert choose_splits(10**6, 10**6, cut, 132) == 1

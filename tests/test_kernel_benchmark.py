@@ -1,0 +1,69 @@
+"""The kernels' benchmark takes every step at toy size, and keeps silent when a kernel is wrong."""
+
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="needs triton (pip install farspan[gpu])")
+
+from farspan.benchmark import kernel_checks, kernels
+from farspan.benchmark.clock import clock
+
+SCRIPT = Path(__file__).parents[1] / "benchmarks" / "coca_kernels.py"
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="--toy is for the interpreter, without a GPU")
+
+
+@interpreted
+def test_every_step_at_toy_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "result.json"
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--toy", "--repeats", "1", "--out", str(out)])
+    with pytest.raises(SystemExit) as exit_:
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    assert exit_.value.code == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert {row["kind"] for row in rows} == {"check", "copy", "decode", "prefill", "prepare"}
+    assert all(row["error"] <= row["allowed"] for row in rows if row["kind"] == "check")
+    decode = next(row for row in rows if row["kind"] == "decode")
+    ours, peers = (
+        [t["median"] for name, t in decode["milliseconds"].items() if (name in kernels.OURS) is mine]
+        for mine in (True, False)
+    )
+    assert decode["speedup"]["exact"] == pytest.approx(min(peers) / ours[0])
+
+
+@interpreted
+def test_no_figures_when_a_kernel_is_wrong(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    right = kernel_checks.half_width_attention
+    monkeypatch.setattr(kernel_checks, "half_width_attention", lambda *args, **options: 1.1 * right(*args, **options))
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--toy"])
+    with pytest.raises(SystemExit) as exit_:
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    assert exit_.value.code == 1
+    printed = capsys.readouterr()
+    assert "no figures: 2 of 6 kernel checks fail: pages, 1 queries" in printed.err
+    assert "×" not in printed.out
+
+
+def test_nan_is_wrong() -> None:
+    truth = torch.ones(3, dtype=torch.float64)
+    row = kernel_checks._row("x", torch.tensor([1.0, torch.nan, 1.0]), truth, truth.float())
+    assert not row["error"] <= row["allowed"]
+
+
+def test_recorded_shapes_cover_the_grid_that_fits() -> None:
+    shapes = kernels.decoding_shapes()
+    assert {shape.d for shape in shapes} == {64, 128}
+    assert {shape.h // shape.g for shape in shapes} == {1, 4, 8}
+    assert {shape.b for shape in shapes} >= {1, 8, 32}
+    assert {shape.m for shape in shapes} >= {512, 131_072}
+    assert max(shape.key_bytes[1] for shape in shapes) <= kernels.LARGEST
+    assert kernels.NOTED[0].key_bytes == (3 * 8 * 32 * 32_768 * 128, 4 * 8 * 32 * 32_768 * 128)
+
+
+def test_clock_gives_the_median_and_its_surroundings() -> None:
+    times = clock(lambda: torch.ones(1000).sum(), device="cpu", repeats=10)
+    assert 0 < times.low <= times.median <= times.high
