@@ -62,9 +62,9 @@ class StateLayer(CacheLayerMixin):
     def advance(self, state: LinearState, tokens: int) -> None:
         """Replace the sums by those after `tokens` more."""
         rows = state.numerator.shape[0]
-        new = [state.numerator, state.denominator, *(x.expand(rows, 1) for x in state[2:5])]
+        new = [state.numerator, state.denominator, *(x.expand(rows, 1).contiguous() for x in state[2:5])]
         if self.max_length is None or not self.is_initialized:
-            self.keys, self.values, *self.places = (x.clone() for x in new)
+            self.keys, self.values, *self.places = new
             self.kernel, self.is_initialized = state.kernel, True
             if isinstance(self.seen, Tensor):
                 self.seen = self.seen.to(state.numerator.device)

@@ -61,7 +61,7 @@ def start(kernel: Kernel, keys: Keys) -> LinearState:
     work = working_dtype(keys.k.dtype)
     features = kernel.key_map(keys.k[:1, :1, :1].to(work)).shape[-1]
     width = (kernel.width(kernel.numerator, features), kernel.width(kernel.denominator, features))
-    return empty_state(keys.k, keys.v, width, keys.positions[:, :1], kernel.name, work)
+    return empty_state(keys.k, keys.v, width, keys.positions[:, :1].clone(), kernel.name, work)
 
 
 def causal(kernel: Kernel, q: Tensor, keys: Keys, state: LinearState) -> tuple[Tensor, LinearState]:
@@ -184,7 +184,7 @@ def _segment(
     def heads(x: Tensor) -> Tensor:  # undoes `queries`
         return x.unflatten(3, (grid[2], size)).transpose(2, 3).reshape(b, h, n, -1)
 
-    after = _advance(keys, state, values[:, :, -1], totals[:, :, -1])
+    after = _advance(keys, state, values[:, :, -1].clone(), totals[:, :, -1].clone())  # a view would keep all
     return heads(numerator), heads(denominator), after
 
 
@@ -275,4 +275,4 @@ def _recall_segment(kernel: Kernel, q: Tensor, positions: Tensor, state: LinearS
 def _advance(keys: Keys, state: LinearState, numerator: Tensor, denominator: Tensor) -> LinearState:
     kept = keys.positions if keys.keep is None else keys.positions.masked_fill(~keys.keep, torch.inf)
     first = torch.minimum(state.first, kept.amin(-1, keepdim=True))
-    return LinearState(numerator, denominator, state.anchor, keys.positions[:, -1:], first, state.kernel)
+    return LinearState(numerator, denominator, state.anchor, keys.positions[:, -1:].clone(), first, state.kernel)
