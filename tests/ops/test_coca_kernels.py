@@ -1,5 +1,7 @@
 """The Triton kernels compute what the equations say: on a GPU where there is one, else in Triton's interpreter."""
 
+import doctest
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -82,13 +84,14 @@ def test_groups_and_widths(h: int, g: int, d: int, n: int, rotary: bool) -> None
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("n", [1, 40])
-def test_far_positions_lose_nothing(form: str, n: int) -> None:
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 3e-6), (torch.float16, 3e-3)], ids=str)
+def test_far_positions_lose_nothing(form: str, n: int, dtype: torch.dtype, limit: float) -> None:
     """At 131 072 and far beyond, where float32 angles are noise."""
-    q, t, v = inputs(n, 80, h=2, g=1, d=64)
+    q, t, v = inputs(n, 80, h=2, g=1, d=64, dtype=dtype)
     for start in (131_072 - 80, 2**31 - 1000):
         options: dict[str, Any] = {"rotary": Rotary(64), "form": form, "positions": start}
         out = coca_attention(q, t, v, **options, backend="triton")
-        assert (out - coca_attention_reference(q.double(), t.double(), v.double(), **options)).abs().max() <= 3e-6
+        assert (out - coca_attention_reference(q.double(), t.double(), v.double(), **options)).abs().max() <= limit
 
 
 @pytest.mark.parametrize("scaling", [NTK(4), YaRN(4, 32), DynamicNTK(4, 20), DynamicNTK(4, 20, "per_request")], ids=str)
@@ -184,7 +187,9 @@ def cached(b: int, m: int, n: int, *, page: int, d: int = 16, h: int = 4, g: int
 
 @pytest.mark.parametrize(("page", "n"), [(8, 1), (16, 3), (64, 17), (16, 17)])
 def test_pages_give_what_one_piece_gives(page: int, n: int) -> None:
-    q, t, v, t_pages, v_pages, table = cached(2, 64, n, page=page, h=2, g=1)
+    q, t, v, t_pages, v_pages, table = (
+        x.half() if x.is_floating_point() else x for x in cached(2, 64, n, page=page, h=2, g=1)
+    )
     lengths = torch.tensor([64, 41], device=DEVICE)
     for options in ({}, {"window": 30, "first": torch.tensor([5, 1000], device=DEVICE)}):
         piece = half_width_attention(q, t, v, rotary=Rotary(16), lengths=lengths, **options)
@@ -207,7 +212,7 @@ def test_pages_give_what_one_piece_gives(page: int, n: int) -> None:
     ids=str,
 )
 def test_rows_of_different_lengths_equal_each_row_alone(n: int, splits: int | None, law: Any) -> None:
-    q, t, v = inputs(n, 90, b=4, h=2, g=1, d=16)
+    q, t, v = inputs(n, 90, b=4, h=2, g=1, d=16, dtype=torch.float16)
     lengths, first = torch.tensor([90, 20, 65, 0], device=DEVICE), torch.tensor([9, 0, 30, 1], device=DEVICE)
     t[1, :, 20:], v[1, :, 20:], v[3] = torch.nan, torch.nan, torch.nan
     rotary = None if law is None else Rotary(16, scaling=law)
@@ -215,7 +220,7 @@ def test_rows_of_different_lengths_equal_each_row_alone(n: int, splits: int | No
         options = {"rotary": rotary, "lengths": lengths, **options}
         out = half_width_attention(q, t, v, splits=splits, **options)
         wide = (q.double(), t.double(), v.double())
-        assert (out - half_width_attention_reference(*wide, **options)).abs().max() <= 1e-5
+        assert (out - half_width_attention_reference(*wide, **options)).abs().max() <= 4e-3
         assert (out[3] == 0).all()
 
 
@@ -387,6 +392,10 @@ def test_steps_are_exact_where_float32_angles_are_not() -> None:
         phase = (steps_of(theta)[0] * position).double() / 2.0**64
         error = torch.remainder(phase - theta * position / (2 * torch.pi) + 0.5, 1) - 0.5
         assert error.abs().max() <= 2.0**-53 * abs(position) + 2**-52
+
+
+def test_examples_in_the_kernels_run() -> None:
+    assert doctest.testmod(sys.modules[choose_splits.__module__]) == (0, 2)
 
 
 def test_splits_grow_with_the_keys_and_stop_when_the_device_is_full() -> None:

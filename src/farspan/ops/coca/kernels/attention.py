@@ -111,9 +111,9 @@ def launch(
             scale * LOG2_E, n, m, first, behind, window or 0, splits,
             *q.stride()[:3], *t.stride()[:3], *v.stride()[:3], *parts.stride()[:4], *lse_strides, *rows,
             EXACT=form == "exact", CAUSAL=causal, WINDOW=window is not None, BY_POSITION=by_position,
-            FOLD=cut.rows <= FOLD_ROWS, GROUP=h // g, HALF=d // 2, WIDTH=width, PAGE=0 if pages is None else t.shape[2],
-            BLOCK_M=cut.rows, BLOCK_N=cut.keys, BLOCK_D=padded(d // 2),
-            BLOCK_V=padded(width), num_warps=cut.warps, num_stages=cut.stages,
+            FOLD=cut.rows <= FOLD_ROWS, DIRECT=key_positions is not None or q.dtype == torch.float32,
+            GROUP=h // g, HALF=d // 2, WIDTH=width, PAGE=0 if pages is None else t.shape[2], BLOCK_M=cut.rows,
+            BLOCK_N=cut.keys, BLOCK_D=padded(d // 2), BLOCK_V=padded(width), num_warps=cut.warps, num_stages=cut.stages,
         )  # fmt: skip
         if lse is not None:
             merge_kernel[(h * n, b)](

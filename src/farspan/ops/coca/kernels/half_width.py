@@ -2,7 +2,8 @@
 
 score(n) = Σ_j t_j (A_j cos nθ_j + B_j sin nθ_j). Keys come in tiles, n = n₀ + r. The waves of r = 0 … BLOCK_N-1 are the
 same in every tile and stay in registers; those of n₀ are d/2 numbers a tile. Few queries (decoding) take the turn by
-n₀θ themselves (FOLD); many leave it to the keys.
+n₀θ themselves (FOLD); many leave it to the keys. Where that step would show (DIRECT: keys placed freely, or float32,
+whose rounding is as small as the step's), each key's waves are found from its own position.
 """
 
 import triton
@@ -19,7 +20,7 @@ def half_width_kernel(
     q_b, q_h, q_n, t_b, t_g, t_m, v_b, v_g, v_m, out_b, out_h, out_n, out_s, lse_b, lse_h, lse_n,
     step_b, query_positions_b, key_positions_b, padding_b, pages_b,
     EXACT: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BY_POSITION: tl.constexpr, FOLD: tl.constexpr,
-    GROUP: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
+    DIRECT: tl.constexpr,    GROUP: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_M rows (query × head of a group) of one key head against one split of the keys.
@@ -100,7 +101,7 @@ def half_width_kernel(
             if q.dtype.element_ty == tl.float16:  # and each tile of t
                 ceiling = tl.maximum(tl.max(tl.max(tl.abs(wide), axis=1), axis=0), 1e-30)
                 wide = wide * (1024.0 / ceiling)
-            if key_positions is not None:
+            if DIRECT:
                 key_at = places(key_positions, key_positions_b, row, key, keep, first)
                 key_cos, key_sin = cos_sin(key_at[:, None] * turn[None, :])
                 now_left = fixed_left
