@@ -26,11 +26,11 @@ def test_a_monotone_relation_is_found_whatever_its_shape() -> None:
 def test_an_unrelated_pair_is_reported_as_null_about_as_often_as_promised() -> None:
     """95% intervals of unrelated values must hold 0 in about 19 of 20 draws."""
     nulls = 0
-    for seed in range(50):
+    for seed in range(40):
         generator = torch.Generator().manual_seed(seed)
         x, y = torch.randn(2, 40, generator=generator)
-        nulls += rank_correlation(x.tolist(), y.tolist(), resamples=200, seed=seed).null
-    assert 42 <= nulls <= 50
+        nulls += rank_correlation(x.tolist(), y.tolist(), resamples=100, seed=seed).null
+    assert 33 <= nulls <= 40
 
 
 def test_resampling_layers_widens_the_interval_where_heads_of_a_layer_are_alike() -> None:
