@@ -17,12 +17,12 @@ FLOORS = {
     "ops": 1,
     "layers": 2,
     "models": 3,
-    "benchmark": 4,
     "convert": 4,
     "evaluation": 4,
     "training": 5,
     "analysis": 5,
     "report": 5,
+    "benchmark": 6,
     "reproduce": 6,
 }
 HEAVY = {"transformers", "accelerate", "matplotlib", "triton", "tokenizers", "jinja2", "peft"}

@@ -17,7 +17,12 @@ if TYPE_CHECKING:
 evaluate = typer.Typer(help="Measure a trained model past its training length.", no_args_is_help=True)
 app.add_typer(evaluate, name="eval")
 
-Model = Annotated[str, typer.Argument(help="Folder of a farspan model, with its tokenizer.", show_default=False)]
+Model = Annotated[
+    str,
+    typer.Argument(
+        help="A farspan folder, or anything `farspan convert` reads, with its tokenizer.", show_default=False
+    ),
+]
 Ntk = Annotated[float | None, typer.Option(help="Dynamic NTK with this factor.", min=1)]
 NtkMode = Annotated[str, typer.Option(help="per_query or per_request.")]
 Out = Annotated[Path | None, typer.Option(help="Write the result as JSON.")]
@@ -42,7 +47,8 @@ def ppl(
     """
     import torch
 
-    from farspan.data import documents, load_tokenizer
+    from farspan.convert.text import text_tokenizer
+    from farspan.data import documents
     from farspan.errors import require_choice
     from farspan.evaluation import as_trained, perplexity, tokens_read
 
@@ -51,7 +57,7 @@ def ppl(
     if max(wanted) > text_tokens:
         fail(f"--text-tokens must be at least the longest window {max(wanted)}, got {text_tokens}; raise it")
     loaded, scaling = _load(model, ntk, ntk_mode)
-    tokenizer = load_tokenizer(model)
+    tokenizer = text_tokenizer(model)
     needed, found = max(*wanted, loaded.config.train_length, 2), list[torch.Tensor]()
     for source in text:
         for document in documents(source):
@@ -89,12 +95,12 @@ def passkey_command(
 
     Example: `farspan eval passkey runs/mine/model --lengths 512,1024 --cases 100 --ntk 4 --out passkey.json`
     """
-    from farspan.data import load_tokenizer
+    from farspan.convert.text import text_tokenizer
     from farspan.evaluation import as_trained, passkey
 
     wanted = whole_numbers(lengths)
     loaded, scaling = _load(model, ntk, ntk_mode)
-    tokenizer = load_tokenizer(model)
+    tokenizer = text_tokenizer(model)
     rows: list[dict[str, Any]] = []
     with as_trained(loaded.device.type), progress(Console(stderr=True)) as show:
         for length in wanted:
@@ -120,17 +126,12 @@ def _counter(show: Show, total: int, text: str) -> Callable[[int], None]:
     return more
 
 
-def _load(folder: str, ntk: float | None, mode: str) -> "tuple[FarspanForCausalLM, str]":
+def _load(path: str, ntk: float | None, mode: str) -> "tuple[FarspanForCausalLM, str]":
     import torch
-    from transformers.utils.logging import disable_progress_bar
 
-    from farspan import FarspanForCausalLM
+    from farspan.convert import from_pretrained
 
-    if not (Path(folder) / "config.json").is_file():
-        fail(f"MODEL must be a folder with a farspan model, got {folder!r}, which has no config.json; check the path")
-    disable_progress_bar()
-    model: FarspanForCausalLM = FarspanForCausalLM.from_pretrained(folder).eval()
-    model.to("cuda" if torch.cuda.is_available() else "cpu")  # type: ignore[arg-type]
+    model = from_pretrained(path, attention=None, device="cuda" if torch.cuda.is_available() else "cpu")
     if ntk is None:
         return model, "none"
     model.set_rope_parameters(rope_type="dynamic", factor=ntk, mode=mode)

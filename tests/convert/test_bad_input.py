@@ -79,8 +79,8 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
         "partial_rotary_factor must be 1, got 0.5",
     ),
     "pickle": (only_pickle, "got only 'pytorch_model.bin' in .*, a pickle that could run code"),
-    "no weights": (lambda f: (f / "model.safetensors").unlink(), "SOURCE must have model.safetensors or"),
-    "no configuration": (lambda f: (f / "config.json").unlink(), "SOURCE must have a config.json"),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), "checkpoint must have model.safetensors or"),
+    "no configuration": (lambda f: (f / "config.json").unlink(), "checkpoint must have a config.json"),
     "broken configuration": (lambda f: (f / "config.json").write_text("{"), "config.json' is not JSON"),
     "configuration of another kind": (lambda f: (f / "config.json").write_text("[]"), "must hold a JSON object"),
     "text for a number": (lambda f: edit_config(f, hidden_size="wide"), "must be a valid llama configuration"),
@@ -118,7 +118,7 @@ def test_targets_that_make_no_sense_are_refused(tmp_path: Path) -> None:
     [
         (lambda p: p, "which does not exist"),
         (lambda p: p.with_suffix(".pt"), "got the pickle .*model.pt', which could run code when opened"),
-        (lambda p: p.with_suffix(".txt"), "SOURCE must be a folder or a .gguf file"),
+        (lambda p: p.with_suffix(".txt"), "checkpoint must be a folder or a .gguf file"),
         (lambda p: p.with_suffix(".gguf"), "is not a whole GGUF file|needs the package gguf"),
     ],
 )

@@ -136,7 +136,10 @@ def test_the_command_line_trains_and_evaluates(toml: Path, tmp_path: Path) -> No
         (["reproduce", "--text", "nowhere.txt=1", "--out", "x"], "source must exist, got 'nowhere.txt'"),
         (["reproduce", "--held-out", "nowhere.txt", "--out", "x"], "source must exist, got 'nowhere.txt'"),
         (["reproduce", "--tokenizer", "nowhere.json", "--out", "x"], "tokenizer must exist, got 'nowhere.json'"),
-        (["eval", "ppl", "nowhere", "--text", "x"], "MODEL must be a folder with a farspan model, got 'nowhere'"),
+        (
+            ["eval", "ppl", "nowhere", "--text", "x"],
+            "checkpoint must be a folder or a .gguf file, got 'nowhere', which does",
+        ),
         (
             ["train", "nowhere.toml", "--out", "x"],
             "config must be a TOML file, got 'nowhere.toml', which does not exist",

@@ -9,11 +9,12 @@ from typing import Any
 from farspan.analysis.ablate import head_worth
 from farspan.analysis.drift import LARGEST
 from farspan.analysis.laws import under
-from farspan.analysis.load import is_ours, load_model, load_texts, tokenizer_of
+from farspan.analysis.load import is_ours, load_model, load_texts
 from farspan.analysis.relate import CAUSES, EFFECTS, study_rows
 from farspan.analysis.rows import arrays, rows
 from farspan.analysis.run import Analysis, Settings, analyze, chosen_layers
 from farspan.analysis.window import effective_window
+from farspan.convert.text import text_tokenizer
 from farspan.data import TextTokenizer, load_tokenizer
 from farspan.errors import require
 from farspan.evaluation import passkey
@@ -59,7 +60,7 @@ def look(request: Request, settings: Settings, show: Show) -> Written:
         re.fullmatch(r"[\w.-]+", label) is not None,
         f"--label must be letters, digits, dots or dashes, got {label!r}; it names a file",
     )
-    tokenizer = tokenizer_of(request.model) if request.tokenizer is None else load_tokenizer(request.tokenizer)
+    tokenizer = text_tokenizer(request.model) if request.tokenizer is None else load_tokenizer(request.tokenizer)
     train_length = model.config.train_length
     cut = request.text_tokens or max(2 * train_length, min(LONGEST, LARGEST * train_length))
     texts = load_texts(list(request.text), tokenizer, train_length=train_length, text_tokens=cut, texts=request.texts)

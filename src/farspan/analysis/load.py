@@ -1,15 +1,14 @@
-"""A model and its tokenizer from a farspan folder, or from any checkpoint that farspan.convert reads."""
+"""A model from any checkpoint that farspan.convert reads, and texts long enough for it."""
 
 import json
 import os
-from importlib import import_module
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor
 
-from farspan.data import TextTokenizer, documents, load_tokenizer
+from farspan.convert import from_pretrained
+from farspan.data import TextTokenizer, documents
 from farspan.errors import require
 from farspan.models import FarspanForCausalLM
 
@@ -24,16 +23,7 @@ def load_model(path: str | os.PathLike[str]) -> FarspanForCausalLM:
     """A farspan model as it is, or a LLaMA-family folder or GGUF file with its own rotary attention; in float32."""
     place = Path(path)
     require(place.exists(), f"MODEL must be a folder or a GGUF file, got {str(path)!r}, which does not exist")
-    config = place / "config.json"
-    model: FarspanForCausalLM
-    if is_ours(place):
-        model = FarspanForCausalLM.from_pretrained(place)
-    else:
-        require(
-            config.is_file() or place.suffix == ".gguf" or any(place.glob("*.gguf")),
-            f"MODEL must hold config.json or be a GGUF file, got {str(path)!r} with neither; check the path",
-        )
-        model = import_module("farspan.convert").from_pretrained(place, attention="rope")
+    model = from_pretrained(place, attention=None)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return model.float().eval().to(device)
 
@@ -57,17 +47,3 @@ def load_texts(
         "use a longer text",
     )
     return found
-
-
-def tokenizer_of(path: str | os.PathLike[str]) -> TextTokenizer:
-    """The tokenizer beside a model, or inside its GGUF file."""
-    place = Path(path)
-    if (place / "tokenizer.json").is_file():
-        return load_tokenizer(place)
-    with TemporaryDirectory() as folder:
-        import_module("farspan.convert.sources").open_source(place).carry(Path(folder))
-        require(
-            (Path(folder) / "tokenizer.json").is_file(),
-            f"MODEL must come with tokenizer.json, got {str(path)!r} without; name one with --tokenizer",
-        )
-        return load_tokenizer(folder)

@@ -30,7 +30,9 @@ class GgufFile(Source):
         try:
             from gguf import GGUFReader
         except ModuleNotFoundError as error:
-            raise ValueError(f"a .gguf SOURCE needs the package {error.name}; pip install 'farspan[gguf]'") from error
+            raise ValueError(
+                f"a .gguf checkpoint needs the package {error.name}; pip install 'farspan[gguf]'"
+            ) from error
         self.path = path
         try:
             reader = GGUFReader(path)

@@ -56,23 +56,25 @@ class Source(ABC):
 
 def open_source(path: Path) -> Source:
     """The source at a path: a folder with config.json and safetensors, or a .gguf file."""
-    require(path.exists(), f"SOURCE must be a folder or a .gguf file, got {str(path)!r}, which does not exist")
+    require(path.exists(), f"checkpoint must be a folder or a .gguf file, got {str(path)!r}, which does not exist")
     if path.is_dir():
         found = sorted(path.glob("*.gguf"))
         if found and not (path / "config.json").exists():
             require(
-                len(found) == 1, f"SOURCE must hold one .gguf file, got {len(found)} in {str(path)!r}; name one of them"
+                len(found) == 1,
+                f"checkpoint must hold one .gguf file, got {len(found)} in {str(path)!r}; name one of them",
             )
             path = found[0]
         else:
             return Folder(path)
     require(
         path.suffix not in PICKLES,
-        f"SOURCE must be safetensors or GGUF, got the pickle {str(path)!r}, which could run code when opened; "
+        f"checkpoint must be safetensors or GGUF, got the pickle {str(path)!r}, which could run code when opened; "
         "save the model again with transformers' save_pretrained",
     )
     require(
-        path.suffix == ".gguf", f"SOURCE must be a folder or a .gguf file, got {str(path)!r}; give the model's folder"
+        path.suffix == ".gguf",
+        f"checkpoint must be a folder or a .gguf file, got {str(path)!r}; give the model's folder",
     )
     from farspan.convert.gguf_file import GgufFile
 
@@ -86,7 +88,7 @@ class Folder(Source):
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        require((path / "config.json").is_file(), f"SOURCE must have a config.json, got {str(path)!r} without one")
+        require((path / "config.json").is_file(), f"checkpoint must have a config.json, got {str(path)!r} without one")
         self.config = _json(path / "config.json")
         self._files = {file: self._open(file) for file in self._list()}
         self._where = {name: file for file, opened in self._files.items() for name in opened.keys()}  # noqa: SIM118
@@ -116,10 +118,10 @@ class Folder(Source):
         pickles = sorted(file.name for file in self.path.iterdir() if file.suffix in PICKLES)
         require(
             not pickles,
-            f"SOURCE must have safetensors, got only {', '.join(pickles[:1])!r} in {str(self.path)!r}, a pickle that "
-            "could run code when opened; save the model again with transformers' save_pretrained",
+            f"checkpoint must have safetensors, got only {', '.join(pickles[:1])!r} in {str(self.path)!r}, a pickle "
+            "that could run code when opened; save the model again with transformers' save_pretrained",
         )
-        raise ValueError(f"SOURCE must have model.safetensors or {INDEX}, got {str(self.path)!r} without either")
+        raise ValueError(f"checkpoint must have model.safetensors or {INDEX}, got {str(self.path)!r} without either")
 
     def _open(self, file: str) -> Any:
         try:

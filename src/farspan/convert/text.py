@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Thread
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AutoTokenizer, TextIteratorStreamer
@@ -14,6 +14,9 @@ from farspan.convert.load import load
 from farspan.convert.sources import Source, open_source
 from farspan.errors import require
 from farspan.models import FarspanForCausalLM
+
+if TYPE_CHECKING:
+    from farspan.data import TextTokenizer
 
 
 def stream(
@@ -82,6 +85,22 @@ def tokenizer_of(source: Source) -> Any:
             f"{str(source.path)!r} must come with its tokenizer, got none; add tokenizer.json",
         )
         return AutoTokenizer.from_pretrained(folder)
+
+
+def text_tokenizer(path: str | os.PathLike[str]) -> "TextTokenizer":
+    """The tokenizer beside a model, or inside its GGUF file, as farspan.data knows tokenizers."""
+    from farspan.data import load_tokenizer
+
+    place = Path(path)
+    if (place / "tokenizer.json").is_file():
+        return load_tokenizer(place)
+    with TemporaryDirectory() as folder:
+        open_source(place).carry(Path(folder))
+        require(
+            (Path(folder) / "tokenizer.json").is_file(),
+            f"MODEL must come with tokenizer.json, got {str(path)!r} without; add it to the folder",
+        )
+        return load_tokenizer(folder)
 
 
 def calibration_windows(source: Source, text: Sequence[str], tokens: int, length: int) -> torch.Tensor:
