@@ -25,7 +25,7 @@ def main() -> int:
         os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
 
     from farspan.benchmark import kernels, tuning
-    from farspan.benchmark.attention import ResultsDifferError
+    from farspan.benchmark.agree import ResultsDifferError
     from farspan.results import write_result
 
     device, rows, begun = "cpu" if arguments.toy else "cuda", [], time.perf_counter()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from farspan.benchmark import cosformer
-from farspan.benchmark.attention import ResultsDifferError
+from farspan.benchmark.agree import ResultsDifferError
 from farspan.benchmark.measure import in_fresh_process
 from farspan.ops import cosformer_attention
 
@@ -28,7 +28,7 @@ def test_no_figures_when_results_differ(passes: str, monkeypatch: pytest.MonkeyP
         cosformer._against_published(64, passes, 1, "cpu", 0)
     wrong = (lambda q, k, v, backend: q + k + v * len(backend), {})
     monkeypatch.setitem(cosformer.CHECKS, "linear", wrong)
-    with pytest.raises(ResultsDifferError, match="chunked and reference linear differ"):
+    with pytest.raises(ResultsDifferError, match="linear and its reference differ"):
         cosformer._check("cpu", 0)
 
 

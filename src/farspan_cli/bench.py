@@ -111,7 +111,7 @@ def _check_device(device: str) -> None:
 
 def _collect(steps: Iterator[tuple[str, list[Row]]], total: int, console: Console) -> list[Row]:
     """The rows of all steps, with a progress bar; no rows at all when the contestants differ."""
-    from farspan.benchmark.attention import ResultsDifferError
+    from farspan.benchmark.agree import ResultsDifferError
 
     rows: list[Row] = []
     with progress(console) as show:

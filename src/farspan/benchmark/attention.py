@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from farspan.benchmark.agree import ResultsDifferError, agree
 from farspan.benchmark.measure import in_fresh_process, in_turn, measure
 from farspan.layers import AlibiAttention, Attention, CocaAttention, LayerCache, RopeAttention
 from farspan.models import FarspanCache, FarspanConfig, FarspanForCausalLM
@@ -40,10 +41,6 @@ CHECKS: dict[str, tuple[Callable[..., Tensor], dict[str, Any]]] = {
 }
 
 
-class ResultsDifferError(RuntimeError):
-    """The contestants do not compute the same thing, so their speed means nothing."""
-
-
 def published_coca(q: Tensor, t: Tensor, v: Tensor, rotary: Rotary) -> Tensor:
     """Slack CoCA as its authors run it: a three-operand contraction, all N×N scores, full-width t (Eq. 18)."""
     n, width = q.shape[2], q.shape[3]
@@ -72,22 +69,8 @@ def run(
 
 
 def check(device: str, seed: int) -> dict[str, Any]:
-    """Every contestant against its definition, values and gradients, before any clock starts."""
-    torch.manual_seed(seed)
-    worst = {}
-    for name, (op, options) in CHECKS.items():
-        q, k, v = (torch.randn(1, HEADS, 257, 32, dtype=torch.float64, device=device) for _ in range(3))
-        inputs = [q, k[..., :16].abs() if op is coca_attention else k, v]
-        for x in inputs:
-            x.requires_grad_()
-        outputs = [op(*inputs, **options, backend=backend) for backend in ("auto", "reference")]
-        weights = torch.randn_like(v)
-        pairs = list(zip(*(torch.autograd.grad(out, inputs, weights) for out in outputs), strict=True))
-        pairs.append((outputs[0].detach(), outputs[1].detach()))
-        worst[name] = max(float((a - b).abs().max()) for a, b in pairs)
-        if worst[name] > 1e-12:
-            raise ResultsDifferError(f"fused and reference {name} differ by {worst[name]:.1e} (allowed: 1e-12)")
-    return {"kind": "check", "max_difference": max(worst.values()), "each": worst}
+    """Every contestant against its definition."""
+    return agree(CHECKS, device, seed)
 
 
 def _cache_bytes() -> dict[str, Any]:

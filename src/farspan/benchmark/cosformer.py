@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from farspan.benchmark.attention import HEADS, WIDTH, ResultsDifferError
+from farspan.benchmark.agree import ResultsDifferError, agree
+from farspan.benchmark.attention import HEADS, WIDTH
 from farspan.benchmark.measure import in_fresh_process, in_turn, measure
 from farspan.ops import Rotary, cosformer_attention, linear_coca_attention
 from farspan.ops.cosformer.kernel import BEYOND
@@ -88,22 +89,7 @@ def _inputs(length: int, device: str, seed: int) -> tuple[Tensor, Tensor, Tensor
 
 
 def _check(device: str, seed: int) -> dict[str, Any]:
-    """Every contestant against its definition, values and gradients, before any clock starts."""
-    torch.manual_seed(seed)
-    worst = {}
-    for name, (op, options) in CHECKS.items():
-        q, k, v = (torch.randn(1, HEADS, 257, 32, dtype=torch.float64, device=device) for _ in range(3))
-        inputs = [q, k[..., :16].abs() if op is linear_coca_attention else k, v]
-        for x in inputs:
-            x.requires_grad_()
-        outputs = [op(*inputs, **options, backend=backend) for backend in ("auto", "reference")]
-        weights = torch.randn_like(v)
-        pairs = list(zip(*(torch.autograd.grad(out, inputs, weights) for out in outputs), strict=True))
-        pairs.append((outputs[0].detach(), outputs[1].detach()))
-        worst[name] = max(float((a - b).abs().max()) for a, b in pairs)
-        if worst[name] > 1e-12:
-            raise ResultsDifferError(f"chunked and reference {name} differ by {worst[name]:.1e} (allowed: 1e-12)")
-    return {"kind": "check", "max_difference": max(worst.values()), "each": worst}
+    return agree(CHECKS, device, seed)
 
 
 @torch.no_grad()

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from farspan.benchmark.attention import ResultsDifferError
+from farspan.benchmark.agree import ResultsDifferError
 from farspan.ops import DynamicNTK, Rotary, YaRN, coca_attention, coca_attention_reference, coca_features
 from farspan.ops.coca.half_width import half_width_attention, half_width_attention_reference
 from farspan.ops.phases import rotary_steps
