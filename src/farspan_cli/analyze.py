@@ -70,6 +70,9 @@ def _summary(rows: list[dict[str, object]]) -> Table:
     table = Table(*names, title="initial angles, inside the training length")
     for column in table.columns:
         column.justify = "right"
+    from farspan.report.looks import theorems
+
+    checks = theorems(next(str(row["attention"]) for row in rows if row["kind"] == "model"))
     broken = {row["layer"]: row["broken"] for row in rows if row["kind"] == "curve"}
     for row in rows:
         if row["kind"] == "census" and row["region"] == "inside":
@@ -77,5 +80,7 @@ def _summary(rows: list[dict[str, object]]) -> Table:
             damped: dict[str, float] = row["damped"]  # type: ignore[assignment]
             failed: dict[str, int] = broken[row["layer"]]  # type: ignore[assignment]
             shares = [f"{100 * past[w]:.1f}%" for w in ("plain", "energy", "attention")]
-            table.add_row(str(row["layer"]), *shares, f"{damped['none']:.1f}", str(failed["eq19"] + failed["eq21"]))
+            table.add_row(
+                str(row["layer"]), *shares, f"{damped['none']:.1f}", str(sum(failed[check] for check in checks))
+            )
     return table

@@ -109,6 +109,7 @@ def test_crossings_equal_a_walk_along_the_circle(reach: int) -> None:
 
 @pytest.mark.parametrize("attention", ["coca-exact", "coca-strict", "coca-slack"])
 def test_a_coca_models_census_is_exactly_zero(attention: str) -> None:
+    """By construction (k = q∘t, t ≥ 0): this guards the capture of t, its sign, and the census' arithmetic."""
     model = small(attention).float()  # rounding has its chance, too
     for index in (0, 1):
         made, _, _ = seen(model, text(N), index)

@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,11 +14,11 @@ from farspan.data import load_tokenizer
 from farspan.models import FarspanConfig, FarspanForCausalLM
 from tests.report.test_page import Tags
 
-SIZES = {"vocab_size": 257, "hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 2}
+SIZES = {"vocab_size": 257, "hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 4}
 SIZES |= {"num_attention_heads": 2, "train_length": 16, "initializer_range": 0.3}
 
 
-def save(folder: Path, attention: str) -> Path:
+def save(folder: Path, attention: Any) -> Path:
     torch.manual_seed(0)
     FarspanForCausalLM(FarspanConfig(attention=attention, **SIZES)).save_pretrained(folder)  # type: ignore[arg-type]
     load_tokenizer("bytes").save(folder)
@@ -43,6 +44,19 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
             assert run(patch, save(folder / "rope", "rope"), *options, "--ablate") == 0
         assert run(patch, save(folder / "slack", "coca-slack"), *options, "--label", "my-slack") == 0
     return folder / "out"
+
+
+def test_a_mixed_model_has_its_page_and_a_second_one_needs_a_label(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Window layers have no scores beyond their window, which the figures must bear."""
+    (tmp_path / "book.txt").write_text("the cat sat on the mat and " * 10)
+    options = ["--text", tmp_path / "book.txt", "--queries", 4, "--text-tokens", 70, "--laws", "none"]
+    mixed = [{"kind": "rope"}, {"kind": "rope", "window": 5}] * 2
+    assert run(monkeypatch, save(tmp_path / "a", mixed), *options, "--out", tmp_path / "out") == 0
+    assert (tmp_path / "out" / "report" / "index.html").exists()
+    assert run(monkeypatch, save(tmp_path / "b", mixed), *options, "--out", tmp_path / "out") == 2
+    assert "already holds another model called 'rope'; choose --label" in capsys.readouterr().err
 
 
 def test_numbers_come_with_their_provenance(out: Path) -> None:

@@ -1,5 +1,6 @@
 """The whole analysis: what it sums over, what it refuses, what it holds in memory."""
 
+import math
 from typing import Any
 
 import pytest
@@ -96,12 +97,24 @@ def test_the_worth_of_a_head_is_what_the_loss_loses() -> None:
 
 def test_study_relates_heads_and_has_nothing_to_say_of_coca() -> None:
     settings = Settings(laws=("none",), queries=6, drift_queries=2)
-    found = analyze(small("rope"), [text(40)], settings)
-    made = study_rows(found, torch.randn(2, 4, 2))
-    assert len(made) == 4 * 4
+    found = analyze(small("rope", num_hidden_layers=4), [text(40)], settings)
+    made = study_rows(found, torch.randn(4, 4, 2))
+    assert len(made) == 2 * 4 * 4
     assert [row["primary"] for row in made].count(True) == 1
-    assert all(row["n"] == 8 and len(row["ci95"]) == 2 for row in made)
-    assert study_rows(analyze(small("coca-exact"), [text(40)], settings)) == []
+    assert all(row["n"] == {"head": 16, "layer": 4}[row["unit"]] and len(row["ci95"]) == 2 for row in made)
+    assert study_rows(analyze(small("coca-exact", num_hidden_layers=4), [text(40)], settings)) == []
+
+
+def test_study_says_nothing_of_few_layers() -> None:
+    settings = Settings(laws=("none",), queries=6, drift_queries=2)
+    assert study_rows(analyze(small("rope", num_hidden_layers=3), [text(40)], settings)) == []
+
+
+def test_nothing_is_written_about_activations_that_are_not_finite() -> None:
+    model = small("rope")
+    model.model.layers[1].mlp.down_proj.weight.data.fill_(math.nan)  # after the last attention
+    with pytest.raises(ValueError, match="activations must be finite, got NaN or inf after the last layer"):
+        analyze(model, [text(40)], Settings(laws=("none",), queries=6, drift_queries=2))
 
 
 def test_rows_hold_what_the_sums_say() -> None:

@@ -67,4 +67,8 @@ def walk(model: FarspanForCausalLM, tokens: Tensor, layers: Collection[int], vis
     finally:
         for hook in hooks:
             hook.remove()
+    require(
+        bool(out.last_hidden_state.isfinite().all()),
+        "activations must be finite, got NaN or inf after the last layer; check the checkpoint and its dtype",
+    )
     return out.last_hidden_state

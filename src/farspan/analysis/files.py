@@ -1,5 +1,6 @@
 """From a path and texts to files: results/analysis-LABEL.json, the whole census as .npz, figures and the page."""
 
+import json
 import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -18,6 +19,7 @@ from farspan.convert.text import text_tokenizer
 from farspan.data import TextTokenizer, load_tokenizer
 from farspan.errors import require
 from farspan.evaluation import passkey
+from farspan.evaluation.passkey import make_case
 from farspan.models import FarspanForCausalLM
 from farspan.results import write_result
 
@@ -60,9 +62,12 @@ def look(request: Request, settings: Settings, show: Show) -> Written:
         re.fullmatch(r"[\w.-]+", label) is not None,
         f"--label must be letters, digits, dots or dashes, got {label!r}; it names a file",
     )
+    _check_label(request, label)
     tokenizer = text_tokenizer(request.model) if request.tokenizer is None else load_tokenizer(request.tokenizer)
     train_length = model.config.train_length
     cut = request.text_tokens or max(2 * train_length, min(LONGEST, LARGEST * train_length))
+    if request.passkey:
+        make_case(tokenizer, train_length, 10_000, 0.5)  # refuses a window too short for the prompt
     texts = load_texts(list(request.text), tokenizer, train_length=train_length, text_tokens=cut, texts=request.texts)
     found = analyze(model, texts, settings, lambda done, total, what: show("layers", done, total, what))
     worth = None
@@ -75,6 +80,16 @@ def look(request: Request, settings: Settings, show: Show) -> Written:
         made += window_rows(model, tokenizer, found, request.passkey, show)
     files = write(request.out, label, made, found, model.device.type)
     return Written(made, spoken(made), [*files, *page(request.out)])
+
+
+def _check_label(request: Request, label: str) -> None:
+    """Two models of one attention have one default label: the second must not overwrite the first."""
+    held = request.out / "results" / f"analysis-{label}.json"
+    if request.label is None and held.is_file():
+        require(
+            request.model in json.loads(held.read_text(encoding="utf-8"))["command"].split(),
+            f"--out {str(request.out)!r} already holds another model called {label!r}; choose --label",
+        )
 
 
 def default_label(path: str, model: FarspanForCausalLM) -> str:

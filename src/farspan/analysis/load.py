@@ -44,6 +44,6 @@ def load_texts(
     require(
         bool(found),
         f"--text must hold a document of two windows = {needed} tokens, got {longest} at most in {', '.join(sources)}; "
-        "use a longer text",
+        + ("raise --text-tokens" if longest == text_tokens else "use a longer text"),
     )
     return found

@@ -18,6 +18,8 @@ EFFECTS = {
     "far": "mass beyond the training length",
     "harm": "loss that the head costs past the window, less what it costs inside",
 }
+FEWEST = 4
+"""Layers below which nothing is said."""
 PRIMARY = ("past_pi_energy", "even", "head")
 """The comparison named before looking; the others are there to be weighed with their number in mind."""
 
@@ -26,7 +28,8 @@ def study_rows(found: Analysis, worth: Tensor | None = None) -> list[dict[str, A
     """Rank correlations over heads, and over layers, of each cause inside the window with each effect past it.
 
     worth: (layers, h, 2) of :func:`head_worth` at the training length and at the longest, if it was measured.
-    Heads whose cause does not vary (CoCA: always 0) give no row.
+    Heads whose cause does not vary (CoCA: always 0) give no row, nor do fewer than :data:`FEWEST` layers: bootstrapped,
+    three points show a relation in one draw of three where there is none.
     """
     layers = sorted({layer for layer, _ in found.census})
     causes, effects = _causes(found, layers), dict(_effects(found, layers))
@@ -36,7 +39,7 @@ def study_rows(found: Analysis, worth: Tensor | None = None) -> list[dict[str, A
     for cause, x in causes.items():
         for effect, y in effects.items():
             for unit, a, b in (("head", x, y), ("layer", x.mean(1, keepdim=True), y.mean(1, keepdim=True))):
-                if a.numel() >= 3 and _varies(a) and _varies(b):
+                if len(layers) >= FEWEST and _varies(a) and _varies(b):
                     made.append(_row(cause, effect, unit, a, b, found.settings.seed))
     return made
 

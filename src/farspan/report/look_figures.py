@@ -10,7 +10,7 @@ from matplotlib.ticker import MaxNLocator, NullLocator, PercentFormatter
 
 from farspan.report.canvas import FAINT, INK, Figure, blank, finish, length_axis, mark_training_length
 from farspan.report.look_borders import border_figure, cases_figure
-from farspan.report.looks import Look
+from farspan.report.looks import Look, theorems
 from farspan.report.names import LAW_STYLES, variant_name, variant_style
 
 LINE: dict[str, Any] = {"linewidth": 1.6, "markersize": 5}
@@ -156,24 +156,28 @@ def bound_figure(look: Look) -> Figure:
     """The bounds on the decay above what they bound."""
     rows = look.of("curve")
     canvas, axes = blank(f"Long-term decay, {name_of(look)}", "distance (tokens)", "size of the logit")
-    at = [i for i, value in enumerate(rows[0]["mean"]) if value is not None]
+    # A window layer has no scores beyond its window: each mean is over the layers that have one there.
+    holders = {i: [row for row in rows if row["mean"][i] is not None] for i in range(len(rows[0]["mean"]))}
+    at = [i for i, held in holders.items() if held]
     x = [rows[0]["distance"][i] for i in at]
 
     def mean(read: Callable[[Mapping[str, Any], int], float]) -> list[float]:
-        return [sum(read(row, i) for row in rows) / len(rows) for i in at]
+        return [sum(read(row, i) for row in holders[i]) / len(holders[i]) for i in at]
 
     def size(row: Mapping[str, Any], i: int) -> float:
         return max(abs(row["quantiles"]["0.05"][i]), abs(row["quantiles"]["0.95"][i]))
 
     lines = [("bound of Eq. 19", mean(lambda row, i: row["bound_eq19"][i]), "#D55E00", "--")]
-    if "coca" in look.model["attention"]:
+    if "eq20" in theorems(look.model["attention"]):
         lines.append(("bound of Eq. 20", mean(lambda row, i: row["bound_eq20"][i]), "#0081c9", "-."))
-    lines.append(("measured, 95%", mean(size), INK, "-"))
+    lines.append(("measured, 5% to 95%", mean(size), INK, "-"))
     for label, values, colour, dash in lines:
         axes.plot(x, values, label=label, color=colour, linestyle=dash, linewidth=1.7)
     axes.set_yscale("log")
     _distance_axis(axes, look, "bottom")
     caption = "Means over layers, queries and heads; the bounds were checked on every single score."
+    if look.of("slack"):
+        caption = "Means over layers, queries and heads; the bound holds for the relative part of slack's score alone."
     return finish(canvas, file_of("bounds", look.label), "scores", caption)
 
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from farspan.report.looks import Look
+from farspan.report.looks import Look, theorems
 from farspan.report.names import variant_name
 from farspan.report.tables import NOTHING, Cell, Line, Table
 
@@ -80,13 +80,12 @@ def _slack(look: Look) -> str:
 def _failures(look: Look) -> str:
     rows = look.of("curve")
     samples = sum(sum(row["samples"]) for row in rows)
-    checks = ("eq19", "eq20", "eq21") if look.model["attention"] in EXACT else ("eq19", "eq21")
+    checks = theorems(look.model["attention"])
     failed = sum(row["broken"][check] for row in rows for check in checks)
     names = ", ".join(f"Eq. {check[2:]}" for check in checks)
     return f"{variant_name(look.label)}: {names} failed on {failed:,} of {samples:,} scores."
 
 
-EXACT = ("coca-exact", "coca-strict")
 """Where Eq. 20 is a theorem: all initial angles of the score are 0."""
 
 

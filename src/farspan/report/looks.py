@@ -7,6 +7,12 @@ from typing import Any
 
 from farspan.errors import require
 
+
+def theorems(attention: str) -> tuple[str, ...]:
+    """The bounds that must hold on every score: Eq. 20 only where all initial angles are zero."""
+    return ("eq19", "eq20", "eq21") if attention in ("coca-exact", "coca-strict") else ("eq19", "eq21")
+
+
 KINDS = {
     "model": ("label", "attention", "train_length", "longest", "texts", "tokens", "layers", "heads", "pairs", "laws"),
     "census": ("layer", "region", "histogram", "past_pi", "past_pi_pair", "zone", "damped", "damped_pair"),

@@ -119,7 +119,7 @@ def render(run: Run, experiments: list[Experiment], sections: list[Section]) -> 
     return environment.from_string(text).render(
         headline=verdicts[0],
         verdicts=verdicts[1:],
-        notes=notes(run, experiments) if run.rows or not run.looks else look_notes(run.looks),
+        notes=(notes(run, experiments) if run.rows or not run.looks else []) + look_notes(run.looks),
         sections=sections,
         steps=run.steps,
         unfinished=[step for step in run.steps if step.state != "done"],

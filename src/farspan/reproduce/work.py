@@ -74,7 +74,7 @@ class Work:
             "steps": config.optimizer.steps,
             "length": config.data.length,
             "final_loss": float(np.mean([loss for _, loss in curve[-20:]])),
-            "seconds": json.loads((model_folder / "trainer.json").read_text())["seconds"],
+            "seconds": json.loads((model_folder / "trainer.json").read_text()).get("seconds"),
             "tokens_per_second": last[-1].tokens_per_second if last else None,
             "mfu": last[-1].mfu if last else None,
             "passkey_share": config.data.passkey_share,

@@ -155,7 +155,7 @@ class _Run:
         if earlier:
             state = checkpoint.load_optimizer(earlier[-1], self.network, self._inner_optimizer())
             _check_same_run(state["config"], config, folder)
-            self.step, self.earlier_seconds = state["step"], state["seconds"]
+            self.step, self.earlier_seconds = state["step"], state.get("seconds", 0.0)
         self.metrics = Metrics(folder, self.step, accelerator.is_main_process)
         dtype = torch.bfloat16 if accelerator.mixed_precision == "bf16" else torch.float32
         self.peak = matmul_peak(accelerator.device, dtype) * accelerator.num_processes
