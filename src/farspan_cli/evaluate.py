@@ -131,7 +131,8 @@ def _load(path: str, ntk: float | None, mode: str) -> "tuple[FarspanForCausalLM,
 
     from farspan.convert import from_pretrained
 
-    model = from_pretrained(path, attention=None, device="cuda" if torch.cuda.is_available() else "cpu")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = from_pretrained(path, attention=None, dtype=torch.float32, device=device)
     if ntk is None:
         return model, "none"
     model.set_rope_parameters(rope_type="dynamic", factor=ntk, mode=mode)
