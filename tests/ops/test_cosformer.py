@@ -142,6 +142,22 @@ def test_past_m_outputs_stay_within_the_values(beyond: str, dtype: torch.dtype) 
         assert out.abs().max() <= v.abs().max() * (1 + 1e-2)
 
 
+@pytest.mark.parametrize("beyond", PAST_M)
+@pytest.mark.parametrize("size", [1.0, 10.0, 100.0, 1000.0])
+@pytest.mark.parametrize("pieces", [65, 1])
+@torch.no_grad()
+def test_a_lone_key_two_m_away_does_not_leave_rounding_errors_divided(beyond: str, size: float, pieces: int) -> None:
+    """At 2M still and wave cancel; what float32 leaves of them grows with the activations, and ε does not."""
+    m = 32
+    q, k = torch.rand(2, 8, 1, 2 * m + 1, 16) * size
+    k[:, :, 1:] = -1.0
+    v = torch.randn(8, 1, 2 * m + 1, 4)
+    out, _ = in_pieces((q, k, v), pieces, max_length=m, beyond=beyond)
+    assert out.abs().max() <= v[:, :, 0].abs().max() * (1 + 2**-6)
+    want = cosformer_attention_reference(q.double(), k.double(), v.double(), max_length=m, beyond=beyond)
+    assert (out - want).abs().max() <= 2**-6 * v.abs().max()
+
+
 def test_a_rotated_denominator_past_m_would_not_be_bounded() -> None:
     """Why "raise" refuses: with cos below as well, the sum of weights passes zero."""
     q = torch.ones(1, 1, 1, 1, dtype=torch.float64)

@@ -80,10 +80,12 @@ def cosformer_attention(
 
     * ``"raise"``: κ = cos θΔ above and below. A text longer than M is refused.
     * ``"decoupled"``: κ = cos θΔ in the numerator, 1 in the denominator. Weights turn negative, yet |o| ≤ max |v|.
-    * ``"raised-cosine"``: κ = (1 + cos θΔ)/2 ≥ 0. A mean of values for ever; a key comes back at distance 4M.
-    * ``"decay"``: κ = e^{-|Δ|/M}·(1 + cos θΔ)/2 ≥ 0. A mean of values for ever, and what is far fades.
+    * ``"raised-cosine"``: κ = δ + (1 + cos θΔ)/2, δ = 2^-16. A mean of values for ever; a key comes back at 4M.
+    * ``"decay"``: κ = e^{-|Δ|/M}·(δ + (1 + cos θΔ)/2). A mean of values for ever, and what is far fades.
 
-    Each is its own attention also within M: a model is trained and run with one of them.
+    Each is its own attention also within M: a model is trained and run with one of them. A denominator is at least ε
+    (2^-10 in float16, 1e-6 in bfloat16 and float32, 1e-12 in float64): where activations are so small that a row sums
+    to less, its output is the mean drawn towards zero.
 
     Args:
         q: (b, h, n, d) queries before the activation. When n < m they are the last n positions.

@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from farspan.ops.cosformer.kernel import ACTIVATIONS, EPSILON
+from farspan.ops.cosformer.kernel import ACTIVATIONS, EPSILON, FLOOR
 from farspan.ops.rotary import working_dtype
 from farspan.ops.softmax.reference import repeat_heads
 
@@ -23,7 +23,7 @@ def cosformer_weights(
     turned = distance.double().remainder(4 * max_length)  # whole turns left out, or π would run out of digits
     cos = torch.cos(math.pi * turned / (2 * max_length))
     one = torch.ones_like(cos)
-    raised = (1 + cos) / 2
+    raised = FLOOR + (1 + cos) / 2
     faded = torch.exp(-distance.double().abs() / max_length) * raised
     kappa = {
         "raise": (cos, cos),
