@@ -1,6 +1,7 @@
 """cosFormer: chunks, streams and the definition agree, and what the op promises past M holds."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -196,6 +197,27 @@ def test_raise_counts_real_tokens_documents_and_the_stream() -> None:
     with pytest.raises(ValueError, match="spans 21 positions"):
         cosformer_attention(q[:, :, :1], k[:, :, :1], v[:, :, :1], state=state, **options)
     cosformer_attention(q, k, v, reweight=False, **options)  # no cosine, no limit
+
+
+def test_raise_counts_only_keys_that_a_causal_query_sees() -> None:
+    q, k, v = softmax_inputs(10, 40)
+    options = {"max_length": 20, "positions": (torch.arange(10), torch.arange(40))}
+    assert differs((q, k, v), **options) <= 1e-12
+    with pytest.raises(ValueError, match="spans 40 positions"):
+        cosformer_attention(q, k, v, causal=False, **options)
+
+
+@pytest.mark.parametrize("attention", [cosformer_attention, cosformer_attention_reference])
+def test_padding_gives_zeros_and_no_gradient_even_past_m(attention: Callable[..., torch.Tensor]) -> None:
+    """20 tokens of M = 20 and 40 of padding, whose denominators are negative."""
+    inputs = [x.detach().to(torch.float16).requires_grad_() for x in softmax_inputs(60)]
+    with torch.no_grad():
+        for x in inputs[1:]:
+            x[:, :, 20:] = torch.nan
+    out = attention(*inputs, max_length=20, padding_mask=(torch.arange(60) < 20)[None])
+    assert (out[:, :, 20:] == 0).all()
+    assert out.isfinite().all()
+    assert all(g.isfinite().all() for g in torch.autograd.grad(out.float().square().sum(), inputs))
 
 
 @pytest.mark.parametrize("beyond", BEYOND)
@@ -421,6 +443,22 @@ def test_it_compiles_without_a_graph_break() -> None:
 def test_bad_calls_are_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         cosformer_attention(*softmax_inputs(5), **{"max_length": 8, **options})
+
+
+def test_a_stream_that_goes_back_is_refused() -> None:
+    q, k, v = softmax_inputs(5)
+    _, state = cosformer_attention(q, k, v, max_length=2, beyond="decay", positions=10_000, return_state=True)
+    for back in (0, torch.arange(5)):
+        with pytest.raises(ValueError, match=r"must not go back .* stands at 10004, got a step of -10004; leave"):
+            cosformer_attention(q, k, v, max_length=2, beyond="decay", positions=back, state=state)
+
+
+def test_positions_of_two_and_three_rows_are_refused() -> None:
+    places = torch.arange(5).expand(2, 5), torch.arange(5).expand(3, 5)
+    with pytest.raises(
+        ValueError, match="positions must have 1 or 3 rows, like the batch, got 2 of queries, 3 of keys"
+    ):
+        cosformer_attention(*softmax_inputs(5, b=3), max_length=8, positions=places)
 
 
 def test_a_state_of_another_attention_is_refused() -> None:
