@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from farspan.convert.configuration import read_config
+from farspan.convert.configuration import read_config, sound_config
 from farspan.convert.families import IGNORED
 from farspan.convert.names import filled, template
 from farspan.convert.sources import Source
@@ -27,7 +27,7 @@ def load(
 ) -> FarspanForCausalLM:
     """The source as our model with attention "rope": the same logits. dtype None keeps the source's."""
     config = read_config(source.config)
-    with torch.device("meta"):
+    with sound_config(source.config), torch.device("meta"):
         model = FarspanForCausalLM(config)
     plan = matched(source, model)
     for done, (theirs, ours) in enumerate(plan.items()):
