@@ -111,6 +111,10 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "negative layers": (lambda f: edit_config(f, num_hidden_layers=-1), "must be a valid llama configuration .*-"),
     "dtype": (lambda f: edit_config(f, dtype="x"), "must be a valid llama configuration"),
     "architecture as a list": (lambda f: edit_config(f, model_type=[]), r"model_type must be one of .*, got \[\]"),
+    "settings of generate": (
+        lambda f: (f / "generation_config.json").write_text('{"watermarking_config": 3}'),
+        "generation_config.json of .* is not valid .*; repair or remove it",
+    ),
     "too few flags": (
         lambda f: edit_config(f, model_type="smollm3", no_rope_layers=[1]),
         "must be a valid smollm3 configuration",

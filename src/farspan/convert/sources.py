@@ -44,6 +44,8 @@ class Source(ABC):
     """Every tensor's shape, by its name here."""
     dtype: torch.dtype
     """What the tensors are stored in; float32 where they are packed."""
+    generation: dict[str, Any] | None = None
+    """As in generation_config.json, where there is one."""
 
     @abstractmethod
     def read(self, name: str) -> Tensor:
@@ -90,6 +92,8 @@ class Folder(Source):
         self.path = path
         require((path / "config.json").is_file(), f"checkpoint must have a config.json, got {str(path)!r} without one")
         self.config = _json(path / "config.json")
+        settings = path / "generation_config.json"
+        self.generation = _json(settings) if settings.is_file() else None
         index = self._index()
         self._files = {file: self._open(file) for file in sorted({*index.values()}) or [self._only_file()]}
         held = {file: set(opened.keys()) for file, opened in self._files.items()}
