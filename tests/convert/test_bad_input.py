@@ -1,5 +1,6 @@
 """What cannot be converted is refused in one line that names the tensor or field, and nothing is written."""
 
+import json
 import pickle
 import re
 from collections.abc import Callable
@@ -31,6 +32,16 @@ def lose_shard(folder: Path) -> None:
     saved(folder, max_shard_size="8KB")
     (folder / "model.safetensors").unlink()
     sorted(folder.glob("model-*.safetensors"))[1].unlink()
+
+
+def spoil_index(folder: Path, weight_map: object) -> None:
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def swap_shards(folder: Path) -> None:
+    saved(folder, max_shard_size="8KB")
+    first, second = sorted(folder.glob("model-*.safetensors"))[:2]
+    first.write_bytes(second.read_bytes())
 
 
 def only_pickle(folder: Path) -> None:
@@ -83,6 +94,36 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "no configuration": (lambda f: (f / "config.json").unlink(), "checkpoint must have a config.json"),
     "broken configuration": (lambda f: (f / "config.json").write_text("{"), "config.json' is not JSON"),
     "configuration of another kind": (lambda f: (f / "config.json").write_text("[]"), "must hold a JSON object"),
+    "weight map as a list": (lambda f: spoil_index(f, []), "weight_map of .* must name a file for each tensor"),
+    "weight map as null": (lambda f: spoil_index(f, None), "weight_map of .* must name a file for each tensor"),
+    "a shard as a number": (lambda f: spoil_index(f, {"a": 3}), "weight_map of .* must name a file for each tensor"),
+    "another shard": (swap_shards, "tensor '.*' is missing from '.*model-00001.*', where .*index.json says it is"),
+    "activation": (lambda f: edit_config(f, hidden_act="slu"), "hidden_act must be one of .*, got 'slu'; did you mean"),
+    "rope as text": (lambda f: edit_config(f, rope_parameters="x"), "rope_parameters must be an object .*, got 'x'"),
+    "rope as a list": (lambda f: edit_config(f, rope_scaling=[]), r"rope_scaling must be an object .*, got \[\]"),
+    "rope as a number": (lambda f: edit_config(f, rope_scaling=2), "rope_scaling must be an object .*, got 2"),
+    "no key heads": (lambda f: edit_config(f, num_key_value_heads=0), "must be a valid llama configuration"),
+    "negative width": (lambda f: edit_config(f, intermediate_size=-64), "must be a valid llama configuration"),
+    "negative vocabulary": (lambda f: edit_config(f, vocab_size=-1), "must be a valid llama configuration"),
+    "negative hidden size": (lambda f: edit_config(f, hidden_size=-32), "must be a valid llama configuration .*-"),
+    "negative heads": (lambda f: edit_config(f, num_attention_heads=-4), "must be a valid llama configuration .*-"),
+    "negative key heads": (lambda f: edit_config(f, num_key_value_heads=-2), "must be a valid llama configuration .*-"),
+    "negative layers": (lambda f: edit_config(f, num_hidden_layers=-1), "must be a valid llama configuration .*-"),
+    "dtype": (lambda f: edit_config(f, dtype="x"), "must be a valid llama configuration"),
+    "architecture as a list": (lambda f: edit_config(f, model_type=[]), r"model_type must be one of .*, got \[\]"),
+    "settings of generate": (
+        lambda f: (f / "generation_config.json").write_text('{"watermarking_config": 3}'),
+        "generation_config.json of .* is not valid .*; repair or remove it",
+    ),
+    "too few flags": (
+        lambda f: edit_config(f, model_type="smollm3", no_rope_layers=[1]),
+        "must be a valid smollm3 configuration",
+    ),
+    "half a width": (lambda f: edit_config(f, head_dim=1.5), "must be a valid llama configuration"),
+    "own kind, bad field": (
+        lambda f: edit_config(f, model_type="farspan", hidden_size="wide"),
+        "must be a valid farspan configuration",
+    ),
     "text for a number": (lambda f: edit_config(f, hidden_size="wide"), "must be a valid llama configuration"),
 }
 

@@ -84,7 +84,7 @@ def test_the_closed_form_finds_a_teacher_that_is_coca(qk_norm: bool) -> None:
 @pytest.mark.parametrize("spec", ["coca-exact", "coca-slack", "coca-strict"])
 def test_each_stage_comes_nearer_to_the_teacher(spec: str) -> None:
     model, ids = teacher_model(), torch.randint(0, 12, (10, 12))  # few words: what is learnt holds for new windows
-    report = calibrate(model, spec, ids, CalibrationConfig(steps=20, lr=2e-2))
+    report = calibrate(model, spec, ids, CalibrationConfig(steps=20, lr=2e-2, held_out=0.2))
     assert [layer.layer for layer in report.layers] == [0, 1]
     for one in report.layers:
         assert one.attention == spec
@@ -149,6 +149,21 @@ def test_a_bfloat16_model_stays_one() -> None:
     assert model(ids).logits.isfinite().all()
 
 
+@pytest.mark.parametrize(("windows", "options"), [(2, {}), (8, {"batch": 8}), (3, {"batch": 1, "held_out": 0.99})])
+def test_some_windows_are_held_out_and_some_fitted_whatever_their_number(windows: int, options: dict) -> None:
+    model, ids = teacher_model(), torch.randint(0, 12, (windows, 16))
+    report = calibrate(model, "coca-exact", ids, CalibrationConfig(steps=2, **options))
+    assert [one.layer for one in report.layers] == [0, 1]
+    assert {s.name for s in model.config.attention_specs} == {"coca-exact"}
+
+
+def test_a_descent_that_diverges_is_not_kept() -> None:
+    model, ids = teacher_model(), torch.randint(0, 12, (6, 16))
+    report = calibrate(model, "coca-exact", ids, CalibrationConfig(steps=3, lr=1e20))
+    assert all(one.fitted == one.closed for one in report.layers)
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
 def test_from_pretrained_calibrates(tmp_path: Path) -> None:
     saved(tmp_path, "qwen3")
     ids = torch.randint(0, 64, (6, 16))
@@ -177,3 +192,6 @@ def test_bad_settings_are_refused() -> None:
         CalibrationConfig(fit="x")
     with pytest.raises(ValueError, match="inputs must be 'student' or 'teacher'"):
         CalibrationConfig(inputs="pupil")
+    for share in (0.0, 1.0, -1.0):
+        with pytest.raises(ValueError, match=f"held_out must be a share of the windows between 0 and 1, got {share}"):
+            CalibrationConfig(held_out=share)

@@ -1,7 +1,9 @@
 """`farspan convert` and `farspan generate` end to end, back-conversion, and what is left when writing fails."""
 
+import errno
 import io
 import json
+import os
 import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
@@ -142,9 +144,6 @@ def test_a_full_disk_leaves_no_folder(tmp_path: Path) -> None:
 
 
 def test_no_space_at_the_write_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import errno
-    import os
-
     saved(tmp_path / "source")
 
     def full(*_: object) -> None:
@@ -166,6 +165,84 @@ def test_a_folder_that_holds_something_is_not_touched(tmp_path: Path) -> None:
     (tmp_path / "out" / "mine").unlink()
     convert_folder(tmp_path / "source", tmp_path / "out")
     assert (tmp_path / "out" / "model.safetensors").stat().st_mode & 0o777 == 0o644
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077, 0o007])
+def test_rights_are_those_of_the_umask(umask: int, tmp_path: Path) -> None:
+    saved(tmp_path / "source")
+    before = os.umask(umask)
+    try:
+        convert_folder(tmp_path / "source", tmp_path / "out")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "out").stat().st_mode & 0o777 == 0o777 & ~umask
+    assert {file.stat().st_mode & 0o777 for file in (tmp_path / "out").iterdir()} == {0o666 & ~umask}
+
+
+def test_an_empty_folder_may_be_a_link_or_the_current_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved(tmp_path / "source")
+    (tmp_path / "there").mkdir()
+    (tmp_path / "link").symlink_to("there")
+    convert_folder(tmp_path / "source", tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    convert_folder(tmp_path / "source", ".")
+    names = {"config.json", "generation_config.json", "model.safetensors"}
+    assert {p.name for p in (tmp_path / "there").iterdir()} == {p.name for p in Path().iterdir()} == names
+    (tmp_path / "broken").symlink_to("nowhere")
+    with pytest.raises(ValueError, match="--out must be a new or empty folder"):
+        convert_folder(tmp_path / "source", tmp_path / "broken")
+
+
+def test_parents_made_for_a_run_that_fails_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved(tmp_path / "source")
+    convert_folder(tmp_path / "source", tmp_path / "a" / "b" / "good")
+
+    def broken(*_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr("farspan.convert.folder.save_file", broken)
+    with pytest.raises(OSError, match=r"could not be written \(Input/output error\); choose another folder"):
+        convert_folder(tmp_path / "source", tmp_path / "a" / "c" / "d" / "out")
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["b"]
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(OSError, match="choose another folder"):
+        convert_folder(tmp_path / "source", tmp_path / "empty")
+    assert not any((tmp_path / "empty").iterdir())
+
+
+def test_settings_of_generate_come_along(tmp_path: Path) -> None:
+    source = with_tokenizer(tmp_path)
+    text = "".join(stream(source, "some words", max_new_tokens=12))
+    ids = AutoTokenizer.from_pretrained(source)(text).input_ids
+    settings = {"eos_token_id": [ids[5], 0], "temperature": 0.5, "top_p": 0.9, "do_sample": True}
+    (source / "generation_config.json").write_text(json.dumps(settings))
+    held = from_pretrained(source).generation_config
+    assert (held.eos_token_id, held.temperature, held.top_p) == ([ids[5], 0], 0.5, 0.9)
+    assert len("".join(stream(source, "some words", max_new_tokens=12))) < len(text)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--attention", "coca-exact", "--to", "llama"), "--to llama would lose attention"),
+        (("--calibrate", "a.txt"), "--calibrate needs --attention, the one to fit, got a.txt without"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_any_work(
+    options: tuple[str, ...], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(tmp_path / "source")
+
+    def work(*_: object, **__: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr("farspan.convert.pretrained.load", work)
+    monkeypatch.setattr("farspan.convert.pretrained.calibration_windows", work)
+    status, _, err = called("convert", tmp_path / "source", *options, "--out", tmp_path / "out")
+    assert status == 2
+    assert message in err
 
 
 def test_calibration_from_the_command_line_leaves_its_report(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """GGUF files, written here with the gguf package, are read as transformers reads them."""
 
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from farspan.convert import from_pretrained
 from farspan.convert.families import GGUF_WEIGHTS, INTERLEAVED
 from farspan.convert.names import filled, template
+from farspan.ops import Linear, YaRN
 from tests.convert.sources import random_model, tokens
 
 gguf = pytest.importorskip("gguf", reason="pip install 'farspan[gguf]'")
@@ -26,7 +28,14 @@ def interleave(x: torch.Tensor, width: int) -> torch.Tensor:
     return x.unflatten(0, (-1, width))[:, order].flatten(0, 1)
 
 
-def write(path: Path, model: PreTrainedModel, arch: str, kind: Any = F32, extra: dict[str, torch.Tensor] | None = None):
+def write(
+    path: Path,
+    model: PreTrainedModel,
+    arch: str,
+    kind: Any = F32,
+    extra: dict[str, torch.Tensor] | None = None,
+    **fields: Any,
+):
     """The model as a GGUF file, matrices packed as `kind`; what unpacking gives is put back into the model."""
     config = model.config
     writer = gguf.GGUFWriter(path, arch)
@@ -41,6 +50,9 @@ def write(path: Path, model: PreTrainedModel, arch: str, kind: Any = F32, extra:
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_rope_dimension_count(width)
+    for name, value in fields.items():
+        add = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}[type(value)]
+        add(f"{arch}.{name}", value)
     inverse = {ours: theirs for theirs, ours in GGUF_WEIGHTS.items()}
     for name, parameter in model.named_parameters():
         pattern, layer = template(name)
@@ -99,6 +111,49 @@ def test_llama3_frequencies_are_recognised_and_others_refused(tmp_path: Path) ->
     write(tmp_path / "n.gguf", model, "llama", extra={"rope_freqs.weight": divisors.flip(0)})
     with pytest.raises(ValueError, match=r"tensor 'rope_freqs.weight' must follow Llama 3.1's law"):
         from_pretrained(tmp_path / "n.gguf")
+
+
+@pytest.mark.parametrize(
+    ("fields", "law"),
+    [
+        ({}, None),
+        ({"rope.scaling.factor": 0.0}, None),
+        ({"rope.scaling.type": "none", "rope.scaling.factor": 4.0}, None),
+        ({"rope.scaling.factor": 4.0}, Linear(4.0)),
+        ({"rope.scale_linear": 4.0}, Linear(4.0)),
+        ({"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}, YaRN(4.0, 16, temperature=0.1 * math.log(4) + 1)),
+        (
+            {
+                "rope.scaling.type": "yarn",
+                "rope.scaling.factor": 4.0,
+                "rope.scaling.original_context_length": 8,
+                "rope.scaling.yarn_beta_fast": 16.0,
+                "rope.scaling.yarn_beta_slow": 2.0,
+                "rope.scaling.attn_factor": 0.5,
+            },
+            YaRN(4.0, 8, 16.0, 2.0, 0.5 * (0.1 * math.log(4) + 1)),
+        ),
+    ],
+    ids=str,
+)
+def test_a_law_of_scaling_is_read_whole(fields: dict[str, Any], law: object, tmp_path: Path) -> None:
+    write(tmp_path / "m.gguf", random_model("llama"), "llama", **fields)
+    assert from_pretrained(tmp_path / "m.gguf").config.rotary().scaling == law
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"rope.scaling.alpha": 50.0}, r"llama.rope.scaling.alpha must be absent, got 50.0"),
+        ({"rope.scaling.factor": 4.0, "rope.scaling.attn_factor": 0.5}, "attn_factor must be 1 without yarn, got 0.5"),
+        ({"attention.scale": 0.5}, r"llama.attention.scale must be .* = 0.353553, got 0.5"),
+    ],
+    ids=str,
+)
+def test_scaling_that_has_no_counterpart_is_refused(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
+    write(tmp_path / "m.gguf", random_model("llama"), "llama", **fields)
+    with pytest.raises(ValueError, match=message):
+        from_pretrained(tmp_path / "m.gguf")
 
 
 def test_broken_files_are_refused(tmp_path: Path) -> None:

@@ -1,10 +1,13 @@
 """The model: one set of numbers whatever the path, and a good citizen of transformers."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 
-from farspan import FarspanCache, FarspanConfig, FarspanForCausalLM
+from farspan import FarspanCache, FarspanConfig, FarspanForCausalLM, FarspanForMaskedLM
+from farspan.convert import from_pretrained
 
 NAMES = ["rope", "alibi", "coca-exact", "coca-strict", "coca-slack"]
 LOCAL = {"kind": "coca", "form": "exact", "window": 8}
@@ -204,12 +207,20 @@ def test_a_mask_that_forgets_the_cache_is_refused() -> None:
 
 @torch.no_grad()
 def test_bidirectional_padding_changes_nothing() -> None:
-    model, x = make(MIXED, causal=False), tokens(2, 20)
+    model, x = FarspanForMaskedLM(make(MIXED).config).double().eval(), tokens(2, 20)
     mask = torch.ones_like(x)
     mask[0, :6], mask[1, 13:] = 0, 0
     out = model(x, attention_mask=mask).logits
     assert (out[0, 6:] - model(x[:1, 6:]).logits[0]).abs().max() <= TIGHT
     assert (out[1, :13] - model(x[1:, :13]).logits[0]).abs().max() <= TIGHT
+
+
+def test_an_encoder_is_no_language_model(tmp_path: Path) -> None:
+    """Its weights fit, but it would read what it predicts."""
+    FarspanForMaskedLM(FarspanConfig.preset("tiny")).save_pretrained(tmp_path)
+    for load in (FarspanForCausalLM.from_pretrained, AutoModelForCausalLM.from_pretrained, from_pretrained):
+        with pytest.raises(ValueError, match=r"config.causal must be True for FarspanForCausalLM, got False"):
+            load(tmp_path)
 
 
 @torch.no_grad()
@@ -374,10 +385,11 @@ def test_gradient_checkpointing_changes_no_gradient(attention: object) -> None:
 def test_bidirectional_attention_sees_the_future() -> None:
     x, y = tokens(1, 12), tokens(1, 12)
     y[:, :-1] = x[:, :-1]
-    for causal in (True, False):
-        model = make(causal=causal)
-        change = (model(x).logits - model(y).logits)[:, :-1].abs().max()
-        assert (change == 0) if causal else (change > 1e-3)
+    decoder = make()
+    encoder = FarspanForMaskedLM(decoder.config).double().eval()
+    changes = [(model(x).logits - model(y).logits)[:, :-1].abs().max() for model in (decoder, encoder)]
+    assert changes[0] == 0
+    assert changes[1] > 1e-3
 
 
 def test_the_paper_preset_has_350_million_parameters() -> None:

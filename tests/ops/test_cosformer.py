@@ -1,6 +1,7 @@
 """cosFormer: chunks, streams and the definition agree, and what the op promises past M holds."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -142,6 +143,22 @@ def test_past_m_outputs_stay_within_the_values(beyond: str, dtype: torch.dtype) 
         assert out.abs().max() <= v.abs().max() * (1 + 1e-2)
 
 
+@pytest.mark.parametrize("beyond", PAST_M)
+@pytest.mark.parametrize("size", [1.0, 10.0, 100.0, 1000.0])
+@pytest.mark.parametrize("pieces", [65, 1])
+@torch.no_grad()
+def test_a_lone_key_two_m_away_does_not_leave_rounding_errors_divided(beyond: str, size: float, pieces: int) -> None:
+    """At 2M still and wave cancel; what float32 leaves of them grows with the activations, and ε does not."""
+    m = 32
+    q, k = torch.rand(2, 8, 1, 2 * m + 1, 16) * size
+    k[:, :, 1:] = -1.0
+    v = torch.randn(8, 1, 2 * m + 1, 4)
+    out, _ = in_pieces((q, k, v), pieces, max_length=m, beyond=beyond)
+    assert out.abs().max() <= v[:, :, 0].abs().max() * (1 + 2**-6)
+    want = cosformer_attention_reference(q.double(), k.double(), v.double(), max_length=m, beyond=beyond)
+    assert (out - want).abs().max() <= 2**-6 * v.abs().max()
+
+
 def test_a_rotated_denominator_past_m_would_not_be_bounded() -> None:
     """Why "raise" refuses: with cos below as well, the sum of weights passes zero."""
     q = torch.ones(1, 1, 1, 1, dtype=torch.float64)
@@ -180,6 +197,27 @@ def test_raise_counts_real_tokens_documents_and_the_stream() -> None:
     with pytest.raises(ValueError, match="spans 21 positions"):
         cosformer_attention(q[:, :, :1], k[:, :, :1], v[:, :, :1], state=state, **options)
     cosformer_attention(q, k, v, reweight=False, **options)  # no cosine, no limit
+
+
+def test_raise_counts_only_keys_that_a_causal_query_sees() -> None:
+    q, k, v = softmax_inputs(10, 40)
+    options = {"max_length": 20, "positions": (torch.arange(10), torch.arange(40))}
+    assert differs((q, k, v), **options) <= 1e-12
+    with pytest.raises(ValueError, match="spans 40 positions"):
+        cosformer_attention(q, k, v, causal=False, **options)
+
+
+@pytest.mark.parametrize("attention", [cosformer_attention, cosformer_attention_reference])
+def test_padding_gives_zeros_and_no_gradient_even_past_m(attention: Callable[..., torch.Tensor]) -> None:
+    """20 tokens of M = 20 and 40 of padding, whose denominators are negative."""
+    inputs = [x.detach().to(torch.float16).requires_grad_() for x in softmax_inputs(60)]
+    with torch.no_grad():
+        for x in inputs[1:]:
+            x[:, :, 20:] = torch.nan
+    out = attention(*inputs, max_length=20, padding_mask=(torch.arange(60) < 20)[None])
+    assert (out[:, :, 20:] == 0).all()
+    assert out.isfinite().all()
+    assert all(g.isfinite().all() for g in torch.autograd.grad(out.float().square().sum(), inputs))
 
 
 @pytest.mark.parametrize("beyond", BEYOND)
@@ -405,6 +443,22 @@ def test_it_compiles_without_a_graph_break() -> None:
 def test_bad_calls_are_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         cosformer_attention(*softmax_inputs(5), **{"max_length": 8, **options})
+
+
+def test_a_stream_that_goes_back_is_refused() -> None:
+    q, k, v = softmax_inputs(5)
+    _, state = cosformer_attention(q, k, v, max_length=2, beyond="decay", positions=10_000, return_state=True)
+    for back in (0, torch.arange(5)):
+        with pytest.raises(ValueError, match=r"must not go back .* stands at 10004, got a step of -10004; leave"):
+            cosformer_attention(q, k, v, max_length=2, beyond="decay", positions=back, state=state)
+
+
+def test_positions_of_two_and_three_rows_are_refused() -> None:
+    places = torch.arange(5).expand(2, 5), torch.arange(5).expand(3, 5)
+    with pytest.raises(
+        ValueError, match="positions must have 1 or 3 rows, like the batch, got 2 of queries, 3 of keys"
+    ):
+        cosformer_attention(*softmax_inputs(5, b=3), max_length=8, positions=places)
 
 
 def test_a_state_of_another_attention_is_refused() -> None:

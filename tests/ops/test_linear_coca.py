@@ -48,10 +48,12 @@ def test_any_cutting_of_a_stream_gives_the_same(seed: int, pieces: list[int]) ->
     assert len(held) == 1
 
 
-def test_outputs_stay_within_the_values_at_any_length() -> None:
+@pytest.mark.parametrize("law", [None, YaRN(4, 16)], ids=str)
+def test_outputs_stay_within_the_values_at_any_length(law: object) -> None:
     q, t, v = (x.detach().float() for x in coca_inputs(2000, d=16))
-    out = linear_coca_attention(q, t, v, rotary=Rotary(16), positions=10**6)
-    assert out.abs().max() <= v.abs().max()
+    v[:, :, 0] = 10.0  # all that the first query sees, at distance 0
+    out = linear_coca_attention(q, t, v, rotary=Rotary(16, scaling=law), positions=10**6)
+    assert out.abs().max() <= v.abs().max() * (1 + 1e-5)
 
 
 def test_features_have_the_width_of_the_head() -> None:

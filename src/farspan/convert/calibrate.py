@@ -28,7 +28,8 @@ class CalibrationConfig:
         batch: windows a step.
         inputs: "student" fits each layer on what the layers below now give it, so that it can make up for them;
             "teacher" on what the original gave it.
-        held_out: share of the windows that only the report sees.
+        held_out: share of the windows, at least one, that nothing is fitted on: the report is about them, and they
+            decide whether a layer keeps its descent or its closed form, and which layers are the worst.
     """
 
     fit: str = "tq"
@@ -44,6 +45,10 @@ class CalibrationConfig:
             f"fit must be made of the letters {''.join(PROJECTIONS)}, got {self.fit!r}",
         )
         require(self.inputs in ("student", "teacher"), f"inputs must be 'student' or 'teacher', got {self.inputs!r}")
+        require(
+            0 < self.held_out < 1,
+            f"held_out must be a share of the windows between 0 and 1, got {self.held_out}; try 0.125",
+        )
         require(self.steps >= 0 and self.batch >= 1, f"steps must be ≥ 0 and batch ≥ 1, got {self.steps}, {self.batch}")
 
 
@@ -87,7 +92,8 @@ def calibrate(
 ) -> CalibrationReport:
     """Replace a RoPE model's attention in place, fitted on ids (windows, length); the report says how well.
 
-    Layers are done from below; beside the model only one layer and the hidden states of all windows are held.
+    Layers are done from below. Beside the model one layer is held, and for all windows the hidden states of the
+    original and of the new model, each also normed in float32.
     `keep_rope` puts the worst layers back as they were: a mixed model. The layers above them were fitted on what the
     replaced ones gave.
 
@@ -100,7 +106,7 @@ def calibrate(
     config = config or CalibrationConfig()
     _check(model, ids, keep_rope)
     specs, began = target_specs(attention, model.config.attention_specs), time.monotonic()
-    held = max(1, round(len(ids) * config.held_out))
+    held = min(max(1, round(len(ids) * config.held_out)), len(ids) - 1)
     streams, reports = Streams(model, ids, config.batch), list[LayerReport]()
     replaced: list[tuple[float, int, FarspanAttention]] = []
     for index, (block, spec) in enumerate(zip(model.model.layers, specs, strict=True)):
@@ -127,12 +133,13 @@ class Streams:
             self.teacher = self.student = model.model.embed_tokens(ids.to(model.device))
         self._batch = batch
 
-    def inputs(self, block: FarspanBlock) -> Batches:
+    def inputs(self, block: FarspanBlock, windows: slice) -> Batches:
         """Normed inputs of both in float32, batch by batch."""
+        both = (x[windows].split(self._batch) for x in (self.teacher, self.student))
         with torch.no_grad():
             return [
                 (block.input_layernorm(theirs).float(), block.input_layernorm(ours).float())
-                for theirs, ours in zip(self.teacher.split(self._batch), self.student.split(self._batch), strict=True)
+                for theirs, ours in zip(*both, strict=True)
             ]
 
     def advance(self, block: FarspanBlock, teacher: Attention, student: Attention) -> None:
@@ -161,8 +168,7 @@ def _fitted(
 ) -> LayerReport:
     """Fit a fresh student in float32, and say how it went on the windows held out."""
     began, teacher, work = time.monotonic(), deepcopy(original).float(), deepcopy(student).float()
-    batches = streams.inputs(block)
-    test, train = batches[-max(1, held // config.batch) :], batches[: -max(1, held // config.batch)]
+    train, test = streams.inputs(block, slice(-held)), streams.inputs(block, slice(-held, None))
     copied = measure(work, teacher, test)
     start(work, teacher, train)
     closed = fitted = measure(work, teacher, test)
@@ -170,7 +176,7 @@ def _fitted(
         before = deepcopy(work.state_dict())
         descend(work, teacher, train, fit=config.fit, steps=config.steps, lr=config.lr)
         fitted = measure(work, teacher, test)
-        if fitted.total > closed.total:  # too little text: the descent learnt it by heart
+        if not fitted.total <= closed.total:  # too little text, learnt by heart; or it diverged: NaN is not ≤
             work.load_state_dict(before)
             fitted = closed
     student.load_state_dict(work.state_dict())

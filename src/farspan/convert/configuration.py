@@ -1,10 +1,13 @@
 """Configurations across the border: a LLaMA-family configuration → FarspanConfig, and back where nothing is lost."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING
+from transformers.activations import ACT2FN
 
 from farspan.convert.families import FAMILIES, ROPE_TYPES, Family
 from farspan.errors import require, unknown
@@ -30,6 +33,28 @@ SAME = (
 """Fields with one name and one meaning on both sides."""
 
 
+MALFORMED = (
+    StrictDataclassError,
+    TypeError,
+    KeyError,
+    AttributeError,
+    IndexError,
+    ZeroDivisionError,
+    RuntimeError,
+)
+"""What transformers and torch raise on fields of a wrong kind or size."""
+
+
+@contextmanager
+def sound_config(raw: dict[str, Any]) -> Iterator[None]:
+    """What goes wrong inside is the fault of config.json = `raw`, and is said in one line."""
+    try:
+        yield
+    except MALFORMED as error:
+        kind, reason = raw.get("model_type"), f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise ValueError(f"config.json must be a valid {kind} configuration ({reason}); repair that field") from error
+
+
 def read_config(raw: dict[str, Any]) -> FarspanConfig:
     """The configuration of our rope model that computes what a source with config.json = `raw` computes.
 
@@ -39,20 +64,22 @@ def read_config(raw: dict[str, Any]) -> FarspanConfig:
     (AttentionSpec(kind='rope', form=None, window=8, rotary=True), 1000000.0)
     """
     kind = raw.get("model_type")
-    if kind == FarspanConfig.model_type:
-        return FarspanConfig.from_dict(raw)
-    if kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in (*FAMILIES, FarspanConfig.model_type):
         raise unknown("config.json's model_type", kind, [*FAMILIES, FarspanConfig.model_type])
+    with sound_config(raw):
+        config = FarspanConfig.from_dict(raw) if kind == FarspanConfig.model_type else _foreign(raw, kind)
+    if config.hidden_act not in ACT2FN:
+        raise unknown("config.json's hidden_act", config.hidden_act, ACT2FN)
+    return config
+
+
+def _foreign(raw: dict[str, Any], kind: str) -> FarspanConfig:
     require(
         not raw.get("quantization_config"),
         f"config.json's quantization_config must be absent, got {_method(raw)!r}; convert the unquantised checkpoint",
     )
     _check_rope_type(raw)
-    family = FAMILIES[str(kind)]
-    try:
-        source = CONFIG_MAPPING[kind].from_dict(raw)
-    except (StrictDataclassError, TypeError, KeyError) as error:
-        raise ValueError(f"config.json must be a valid {kind} configuration ({error}); repair that field") from error
+    family, source = FAMILIES[kind], CONFIG_MAPPING[kind].from_dict(raw)
     width = getattr(source, "head_dim", None) or source.hidden_size // source.num_attention_heads
     rope = _rope(source)
     return FarspanConfig(
@@ -76,7 +103,8 @@ def _method(raw: dict[str, Any]) -> Any:
 def _check_rope_type(raw: dict[str, Any]) -> None:
     """Before transformers reads it, which would warn about a type it does not know and go on."""
     for field in ("rope_parameters", "rope_scaling"):
-        rope = raw.get(field) or {}
+        rope = {} if raw.get(field) is None else raw[field]
+        require(isinstance(rope, dict), f"config.json's {field} must be an object or null, got {rope!r}; repair it")
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind not in ROPE_TYPES:
             raise unknown(f"config.json's {field}['rope_type']", kind, ROPE_TYPES)

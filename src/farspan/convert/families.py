@@ -82,6 +82,19 @@ GGUF_CONFIG = {
 }
 """A GGUF field, after the name of its architecture → the field of a transformers configuration."""
 
+GGUF_SCALING = (
+    "scaling.type",
+    "scaling.factor",
+    "scale_linear",
+    "scaling.original_context_length",
+    "scaling.finetuned",
+    "scaling.attn_factor",
+    "scaling.yarn_attn_factor",
+    "scaling.yarn_beta_fast",
+    "scaling.yarn_beta_slow",
+)
+"""What is understood of a law of scaling, after the name of the architecture and "rope."; the rest is refused."""
+
 GGUF_NEEDED = ("block_count", "embedding_length", "feed_forward_length", "attention.head_count")
 """Fields without which the file describes no model."""
 

@@ -1,11 +1,12 @@
 """Output folders that are whole or absent."""
 
+import errno
 import json
 import os
-import shutil
+import re
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -21,10 +22,13 @@ from farspan.models import FarspanForCausalLM
 SHARD_BYTES = 5 * 2**30
 
 
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
 def check_out(out: Path) -> None:
     """Refuse a folder that holds something, before any work is done."""
     require(
-        not out.exists() or (out.is_dir() and not any(out.iterdir())),
+        (out.is_dir() and not any(out.iterdir())) or not os.path.lexists(out),
         f"--out must be a new or empty folder, got {str(out)!r}, which is not; choose another or remove it",
     )
 
@@ -33,26 +37,53 @@ def check_out(out: Path) -> None:
 def whole_folder(out: Path) -> Iterator[Path]:
     """A folder to fill, which takes its name only when all went well; otherwise nothing is left.
 
+    An empty folder that exists already (the current one, a link, a mount) stays, and gets the files at the end.
+
     >>> with tempfile.TemporaryDirectory() as parent, whole_folder(Path(parent) / "out") as folder:
     ...     _ = (folder / "a").write_text("x")
     """
     check_out(out)
+    exists = out.exists()
+    missing = [parent for parent in out.parents if not parent.exists()]
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        part = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}-", suffix=".part"))
-    except OSError as error:
-        raise OSError(f"--out must be a folder that can be made, got {str(out)!r} ({error.strerror})") from error
-    try:
-        yield part
-        part.chmod(0o755)
-        os.replace(part, out)
+        with _part(out if exists else out.parent, out) as part:
+            yield part
+            if exists:
+                for entry in part.iterdir():
+                    entry.rename(out / entry.name)
+            else:
+                part.rename(out)
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise OSError(
-            f"--out {str(out)!r} could not be written ({reason}); free some space or choose another folder"
-        ) from error
+        remedy = "free some space or choose another folder" if _number(error) in FULL else "choose another folder"
+        raise OSError(f"--out {str(out)!r} could not be written ({reason}); {remedy}") from error
     finally:
-        shutil.rmtree(part, ignore_errors=True)
+        for parent in missing:
+            with suppress(OSError):  # it holds the result
+                parent.rmdir()
+
+
+@contextmanager
+def _part(home: Path, out: Path) -> Iterator[Path]:
+    """A folder with ordinary rights inside a temporary one, which has its owner's alone."""
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+        temporary = tempfile.TemporaryDirectory(
+            dir=home, prefix=f".{out.name}-", suffix=".part", ignore_cleanup_errors=True
+        )
+    except OSError as error:
+        raise ValueError(f"--out must be a folder that can be made, got {str(out)!r} ({error.strerror})") from error
+    with temporary as name:
+        (Path(name) / "whole").mkdir()
+        yield Path(name) / "whole"
+
+
+def _number(error: Exception) -> int | None:
+    """The system's number of an error; safetensors says it in its text alone."""
+    if isinstance(error, OSError):
+        return error.errno
+    found = re.search(r"os error (\d+)", str(error))
+    return int(found[1]) if found else None
 
 
 def save_as(model: FarspanForCausalLM, folder: Path, family: str) -> None:
@@ -64,7 +95,7 @@ def save_as(model: FarspanForCausalLM, folder: Path, family: str) -> None:
 
 
 def save_ours(model: FarspanForCausalLM, folder: Path) -> None:
-    """Write a model as `save_pretrained` does, quietly and with the file rights of its folder."""
+    """Write a model as `save_pretrained` does, quietly and with ordinary file rights."""
     model.config.architectures = [type(model).__name__]
     model.config.dtype = model.dtype
     model.config.save_pretrained(folder)
@@ -99,8 +130,10 @@ def save_tensors(model: FarspanForCausalLM, folder: Path) -> None:
 
 
 def _save_shard(tensors: dict[str, Tensor], file: Path) -> None:
+    file.touch()
+    rights = file.stat().st_mode  # as the umask has them; safetensors writes for the owner alone
     save_file(tensors, file, {"format": "pt"})
-    file.chmod(0o644)  # safetensors writes for the owner alone
+    file.chmod(rights)
 
 
 Carry = Callable[[Path], None]

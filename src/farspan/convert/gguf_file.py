@@ -1,5 +1,6 @@
 """GGUF files, read tensor by tensor with the `gguf` package; packed weights are unpacked to float32."""
 
+import math
 import struct
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from farspan.convert.families import (
     GGUF_ARCHITECTURES,
     GGUF_CONFIG,
     GGUF_NEEDED,
+    GGUF_SCALING,
     GGUF_WEIGHTS,
     INTERLEAVED,
 )
@@ -66,6 +68,12 @@ class GgufFile(Source):
             f"{kind}.rope.dimension_count must be the head width {config['head_dim']}, got {rotated}; "
             "models that rotate only part of a head are not supported",
         )
+        scale = float(self._fields.get(f"{kind}.attention.scale", 0.0))  # 0 says the usual
+        require(
+            scale == 0 or math.isclose(scale, config["head_dim"] ** -0.5, rel_tol=1e-5),
+            f"{kind}.attention.scale must be 1/√(head width) = {config['head_dim'] ** -0.5:.6g}, got {scale:.6g}; "
+            "models that scale their scores otherwise are not supported",
+        )
         if "token_embd.weight" in self.shapes:
             config["vocab_size"] = self.shapes["token_embd.weight"][0]
         if config.get("sliding_window") and kind == "llama":
@@ -80,20 +88,49 @@ class GgufFile(Source):
             "tie_word_embeddings": "output.weight" not in self.shapes,
             "attention_bias": biased,
             "mlp_bias": "blk.0.ffn_up.bias" in self.shapes,
-            "rope_parameters": self._rope(str(kind), config["head_dim"]),
+            "rope_parameters": self._rope(str(kind), config),
         }
 
-    def _rope(self, kind: str, width: int) -> dict[str, Any]:
+    def _rope(self, kind: str, config: dict[str, Any]) -> dict[str, Any]:
         base = float(self._fields.get(f"{kind}.rope.freq_base", 10_000.0))
-        law = self._fields.get(f"{kind}.rope.scaling.type", "none")
-        rope: dict[str, Any] = {"rope_theta": base, "rope_type": "default" if law == "none" else law}
-        for theirs, ours in (("factor", "factor"), ("original_context_length", "original_max_position_embeddings")):
-            value = self._fields.get(f"{kind}.rope.scaling.{theirs}")
-            if value is not None and law != "none":
-                rope[ours] = value
+        scaling = self._scaling(kind, config)
         if "rope_freqs.weight" in self._tensors:
-            rope = self._llama3(base, width)
-        return rope
+            require(
+                not scaling,
+                f"{kind}.rope.scaling must be absent beside the tensor 'rope_freqs.weight', got {scaling}; "
+                "convert the safetensors folder instead",
+            )
+            scaling = self._llama3(base, config["head_dim"])
+        return {"rope_theta": base, "rope_type": "default", **scaling}
+
+    def _scaling(self, kind: str, config: dict[str, Any]) -> dict[str, Any]:
+        """The law of scaling; {} for none. A factor without a type is linear."""
+        prefix = f"{kind}.rope."
+        found = {name[len(prefix) :]: value for name, value in self._fields.items() if name.startswith(f"{prefix}scal")}
+        for name, value in found.items():
+            require(
+                name in GGUF_SCALING,
+                f"{prefix}{name} must be absent, got {value!r}: this scaling is not supported; "
+                "convert the safetensors folder instead",
+            )
+        law = found.get("scaling.type", "linear")
+        factor = float(found.get("scaling.factor") or found.get("scale_linear") or 1.0)
+        if law == "none" or (law in ("linear", "yarn") and factor == 1):
+            return {}
+        rope: dict[str, Any] = {"rope_type": law, "factor": factor}
+        longer = found.get("scaling.attn_factor", 1.0) * found.get("scaling.yarn_attn_factor", 1.0)
+        require(
+            law == "yarn" or longer == 1,
+            f"{prefix}scaling.attn_factor must be 1 without yarn, got {longer} with {law}; "
+            "convert the safetensors folder instead",
+        )
+        trained = found.get("scaling.original_context_length")
+        if law == "yarn":
+            trained = trained or config.get("max_position_embeddings")
+            rope["beta_fast"] = found.get("scaling.yarn_beta_fast", 32.0)
+            rope["beta_slow"] = found.get("scaling.yarn_beta_slow", 1.0)
+            rope["attention_factor"] = longer * (0.1 * math.log(factor) + 1)
+        return rope if trained is None else {**rope, "original_max_position_embeddings": trained}
 
     def _llama3(self, base: float, width: int) -> dict[str, Any]:
         """Llama 3.1 files hold no parameters of their law, only what divides each frequency: check it against 8192."""
@@ -107,7 +144,6 @@ class GgufFile(Source):
             "factors; convert the safetensors folder instead",
         )
         return {
-            "rope_theta": base,
             "rope_type": "llama3",
             "factor": law.factor,
             "original_max_position_embeddings": law.train_length,

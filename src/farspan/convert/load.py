@@ -1,11 +1,13 @@
 """A source's tensors into our model, one at a time: nothing is held but the model and the tensor on its way."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
+from transformers import GenerationConfig
 
-from farspan.convert.configuration import read_config
+from farspan.convert.configuration import read_config, sound_config
 from farspan.convert.families import IGNORED
 from farspan.convert.names import filled, template
 from farspan.convert.sources import Source
@@ -27,7 +29,7 @@ def load(
 ) -> FarspanForCausalLM:
     """The source as our model with attention "rope": the same logits. dtype None keeps the source's."""
     config = read_config(source.config)
-    with torch.device("meta"):
+    with sound_config(source.config), torch.device("meta"):
         model = FarspanForCausalLM(config)
     plan = matched(source, model)
     for done, (theirs, ours) in enumerate(plan.items()):
@@ -38,6 +40,8 @@ def load(
     if config.tie_word_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight
     model.config.dtype = dtype or source.dtype
+    if source.generation is not None:
+        model.generation_config = _generation(source, source.generation)
     return model.eval()
 
 
@@ -85,6 +89,15 @@ def _check_tied_head(source: Source, head: str, embedding: str) -> None:
         f"tensor {head!r} must equal {embedding!r} where tie_word_embeddings is true, got another; "
         "set tie_word_embeddings to false in config.json",
     )
+
+
+def _generation(source: Source, raw: dict[str, Any]) -> GenerationConfig:
+    try:
+        return GenerationConfig.from_dict(raw)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"generation_config.json of {str(source.path)!r} is not valid ({error}); repair or remove it"
+        ) from error
 
 
 def _place(model: nn.Module, name: str, tensor: torch.Tensor) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from farspan.convert.calibrate import CalibrationConfig, CalibrationReport, calibrate
-from farspan.convert.configuration import read_config
+from farspan.convert.configuration import read_config, write_config
 from farspan.convert.folder import check_out, save
 from farspan.convert.load import Progress, load
 from farspan.convert.sources import open_source
@@ -36,6 +36,8 @@ def from_pretrained(
         path: a folder with config.json and safetensors, a .gguf file, or a farspan folder.
         attention: "rope" gives the source's logits; "coca-exact", "coca-slack" or "coca-strict", or a list with one
             entry a layer. A name keeps each layer's window and rotation; None keeps what a farspan folder has.
+            Under dynamic NTK the logits of one forward pass are the source's, but `generate` takes one base for prompt
+            and new tokens, where transformers changes it under a cache of older angles: there texts may differ.
         calibration: ids (windows, length) of text to fit CoCA layers on (:func:`calibrate`, which also returns a
             report); without it they start from copied weights, which is far from the source.
         keep_rope: after calibration, put so many of the worst layers back as RoPE.
@@ -65,6 +67,10 @@ def give_attention(
         calibration is not None or keep_rope == 0,
         f"keep_rope needs calibration text to tell the worst layers, got {keep_rope} without; give both or name the "
         "layers in attention=[…]",
+    )
+    require(
+        calibration is None or attention is not None,
+        "calibration needs attention, the one to fit, got None; give for example attention='coca-exact'",
     )
     if attention is None:
         return None
@@ -97,8 +103,17 @@ def convert_folder(
     which `tokens` in windows of `length` (or the training length) are taken to calibrate on.
     """
     check_out(Path(out))
+    require(
+        not text or attention is not None,
+        f"--calibrate needs --attention, the one to fit, got {', '.join(text)} without; add --attention coca-exact",
+    )
     opened = open_source(Path(source))
-    length = min(length, read_config(opened.config).train_length)
+    config = read_config(opened.config)
+    if attention is not None:
+        config.attention = [spec.to_dict() for spec in target_specs(attention, config.attention_specs)]
+    if to is not None:
+        write_config(config, to)  # refuses what it would lose before any work is done
+    length = min(length, config.train_length)
     ids = calibration_windows(opened, text, tokens, length) if text else None
     model = load(opened, dtype=dtype, device=device, progress=progress)
     report = give_attention(model, attention, ids, calibration_config, keep_rope=keep_rope, progress=progress)

@@ -44,6 +44,8 @@ class Source(ABC):
     """Every tensor's shape, by its name here."""
     dtype: torch.dtype
     """What the tensors are stored in; float32 where they are packed."""
+    generation: dict[str, Any] | None = None
+    """As in generation_config.json, where there is one."""
 
     @abstractmethod
     def read(self, name: str) -> Tensor:
@@ -90,8 +92,17 @@ class Folder(Source):
         self.path = path
         require((path / "config.json").is_file(), f"checkpoint must have a config.json, got {str(path)!r} without one")
         self.config = _json(path / "config.json")
-        self._files = {file: self._open(file) for file in self._list()}
-        self._where = {name: file for file, opened in self._files.items() for name in opened.keys()}  # noqa: SIM118
+        settings = path / "generation_config.json"
+        self.generation = _json(settings) if settings.is_file() else None
+        index = self._index()
+        self._files = {file: self._open(file) for file in sorted({*index.values()}) or [self._only_file()]}
+        held = {file: set(opened.keys()) for file, opened in self._files.items()}
+        for name, file in index.items():
+            require(
+                name in held[file],
+                f"tensor {name!r} is missing from {str(path / file)!r}, where {INDEX} says it is; download both again",
+            )
+        self._where = index or {name: file for file, names in held.items() for name in names}
         slices = {name: self._files[file].get_slice(name) for name, file in self._where.items()}
         self.shapes = {name: tuple(piece.get_shape()) for name, piece in slices.items()}
         kinds = [getattr(torch, DTYPES[piece.get_dtype()]) for piece in slices.values() if piece.get_dtype() in DTYPES]
@@ -103,18 +114,26 @@ class Folder(Source):
                 "convert the unquantised checkpoint",
             )
 
-    def _list(self) -> list[str]:
-        if (self.path / INDEX).is_file():
-            files = sorted(set(_json(self.path / INDEX).get("weight_map", {}).values()))
-            for file in files:
-                require(
-                    (self.path / file).is_file(),
-                    f"{INDEX} names the shard {file!r}, which is missing from {str(self.path)!r}; download it again",
-                )
-            if files:
-                return files
+    def _index(self) -> dict[str, str]:
+        """Tensor → shard; empty where there is one file."""
+        if not (self.path / INDEX).is_file():
+            return {}
+        index = _json(self.path / INDEX).get("weight_map", {})
+        require(
+            isinstance(index, dict) and all(isinstance(file, str) for file in index.values()),
+            f"weight_map of {str(self.path / INDEX)!r} must name a file for each tensor, got another kind; "
+            "download it again",
+        )
+        for file in sorted({*index.values()}):
+            require(
+                (self.path / file).is_file(),
+                f"{INDEX} names the shard {file!r}, which is missing from {str(self.path)!r}; download it again",
+            )
+        return dict(index)
+
+    def _only_file(self) -> str:
         if (self.path / "model.safetensors").is_file():
-            return ["model.safetensors"]
+            return "model.safetensors"
         pickles = sorted(file.name for file in self.path.iterdir() if file.suffix in PICKLES)
         require(
             not pickles,

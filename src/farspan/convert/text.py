@@ -31,7 +31,8 @@ def stream(
     """Pieces of the continuation of a prompt, each as soon as its word is complete.
 
     path: a farspan folder, or anything :func:`from_pretrained` reads, with its tokenizer.
-    temperature: 0 takes the likeliest token. chat: put the prompt into the model's chat template.
+    temperature: 0 takes the likeliest token; above it the model's own top_p and top_k hold too. chat: put the prompt
+    into the model's chat template.
     """
     source = open_source(Path(path))
     tokenizer = tokenizer_of(source)
@@ -40,7 +41,7 @@ def stream(
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = load(source, device=device)
     streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-    sampling: dict[str, Any] = {"do_sample": False}
+    sampling: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     if temperature > 0:
         torch.manual_seed(seed)
         sampling = {"do_sample": True, "temperature": temperature}
@@ -70,8 +71,8 @@ def stream(
 
 
 def _ends(model: FarspanForCausalLM, tokenizer: Any) -> list[int] | None:
-    """Every token that ends a text: the model's, of which there may be several, and the tokenizer's."""
-    known = model.config.eos_token_id
+    """Every token that ends a text: those of the model's generation settings, and the tokenizer's."""
+    known = model.generation_config.eos_token_id
     ends = {*(known if isinstance(known, list) else [known]), tokenizer.eos_token_id} - {None}
     return sorted(ends) or None
 

@@ -1,7 +1,7 @@
 """Multi-query associative recall (Arora et al. 2023): the honest hard case for a memory of constant size.
 
-A sequence begins with key-value pairs. Later the keys come again, each once, at places drawn from a power law, and
-after a key the model must say its value.
+A sequence begins with key-value pairs. Later each key is asked once, at a place drawn from a power law, and there the
+model must say its value. What stands elsewhere is filler, which may happen to be a key too: labels tell them apart.
 """
 
 from dataclasses import dataclass
@@ -17,9 +17,10 @@ IGNORED = -100
 
 
 class Recall(NamedTuple):
-    """Token ids and labels, both (examples, length): at a repeated key the label is its value, the *next* token.
+    """Token ids and labels, both (examples, length): where a key is asked, the label at its own place is its value.
 
-    A loss that shifts labels itself, as causal models of transformers do, must be given them one place later.
+    The value does not follow in the text. A loss that shifts labels itself, as causal models of transformers do, must
+    be given them one place later.
     """
 
     tokens: NDArray[np.int64]
@@ -43,7 +44,7 @@ class MQAR:
     power: float = 0.01
     """Gaps g = 1, 2, … have weight g^(power-1): the smaller, the sooner most keys come back."""
     random_filler: bool = True
-    """Fill the other places with random tokens instead of zeros."""
+    """Fill the other places with random tokens, keys and values among them, instead of zeros."""
 
     def __post_init__(self) -> None:
         half = self.vocabulary // 2

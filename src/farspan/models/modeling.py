@@ -326,6 +326,11 @@ class FarspanForCausalLM(FarspanPreTrainedModel, GenerationMixin):
     """Names for PEFT's LoraConfig(target_modules=…)."""
 
     def __init__(self, config: FarspanConfig) -> None:
+        require(
+            config.causal,
+            "config.causal must be True for FarspanForCausalLM, got False: each token would see those it must predict; "
+            "load an encoder with FarspanForMaskedLM or FarspanForSequenceClassification",
+        )
         super().__init__(config)
         self.model = FarspanModel(config)
         self.vocab_size = config.vocab_size

@@ -7,8 +7,8 @@ from torch import Tensor
 from farspan.errors import require, require_choice
 from farspan.ops.call import reference_twin
 from farspan.ops.cosformer.kernel import Kernel, Shape
-from farspan.ops.cosformer.reference import linear_coca_weights, weigh
-from farspan.ops.cosformer.run import BACKENDS, place, run
+from farspan.ops.cosformer.reference import linear_coca_weights, seen_only, weigh
+from farspan.ops.cosformer.run import BACKENDS, place, run, silenced
 from farspan.ops.cosformer.state import LinearState
 from farspan.ops.positions import PositionsArgument
 from farspan.ops.rotary import Rotary
@@ -66,7 +66,8 @@ def linear_coca_attention(
     """Exact CoCA without the softmax (experimental): weights Σ_j ‖q_j‖² t_j cos(Δθ_j) over Σ_j ‖q_j‖² t_j.
 
     A cosFormer with one frequency for each pair and features of width d. Fast pairs turn negative within a few
-    tokens, so the denominator is left un-rotated, and |o| ≤ max |v| at any length.
+    tokens, so the denominator is left un-rotated, and |o| ≤ max |v| at any length. The factor by which YaRN lengthens
+    its waves is a temperature of the softmax, and is left out.
 
     Args:
         q: (b, h, n, d) queries before rotation.
@@ -105,15 +106,15 @@ def linear_coca_attention(
         backend=backend,
     )
     theta = rotary.frequencies(device=q.device)
-    factor = 1.0 if rotary.scaling is None else rotary.scaling.attention_factor
     if backend == "reference":
         distance = places.query[:, None, :, None] - places.key[:, None, None, :]
         mask = visible(places, causal=causal, window=None, padding_mask=padding_mask, documents=documents)
-        return weigh(*linear_coca_weights(q, t, distance, theta, factor), v, mask)
+        weights = linear_coca_weights(q, seen_only(t, mask), distance, theta)
+        return silenced(weigh(*weights, seen_only(v, mask), mask), places, padding_mask)
     kernel = Kernel(
         name=f"linear coca, {rotary}",
         frequency=theta,
-        numerator=Shape(0, factor**2),
+        numerator=Shape(0, 1),
         denominator=Shape(1, 0),
         query_map=_squares,
         key_map=lambda x: x,

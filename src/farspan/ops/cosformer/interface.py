@@ -8,8 +8,8 @@ from torch import Tensor
 from farspan.errors import require, require_choice
 from farspan.ops.call import reference_twin
 from farspan.ops.cosformer.kernel import ACTIVATIONS, BEYOND, cosformer_kernel
-from farspan.ops.cosformer.reference import cosformer_weights, weigh
-from farspan.ops.cosformer.run import BACKENDS, place, run
+from farspan.ops.cosformer.reference import cosformer_weights, seen_only, weigh
+from farspan.ops.cosformer.run import BACKENDS, place, run, silenced
 from farspan.ops.cosformer.state import LinearState
 from farspan.ops.positions import Positions, PositionsArgument
 from farspan.ops.softmax.reference import visible
@@ -80,10 +80,12 @@ def cosformer_attention(
 
     * ``"raise"``: κ = cos θΔ above and below. A text longer than M is refused.
     * ``"decoupled"``: κ = cos θΔ in the numerator, 1 in the denominator. Weights turn negative, yet |o| ≤ max |v|.
-    * ``"raised-cosine"``: κ = (1 + cos θΔ)/2 ≥ 0. A mean of values for ever; a key comes back at distance 4M.
-    * ``"decay"``: κ = e^{-|Δ|/M}·(1 + cos θΔ)/2 ≥ 0. A mean of values for ever, and what is far fades.
+    * ``"raised-cosine"``: κ = δ + (1 + cos θΔ)/2, δ = 2^-16. A mean of values for ever; a key comes back at 4M.
+    * ``"decay"``: κ = e^{-|Δ|/M}·(δ + (1 + cos θΔ)/2). A mean of values for ever, and what is far fades.
 
-    Each is its own attention also within M: a model is trained and run with one of them.
+    Each is its own attention also within M: a model is trained and run with one of them. A denominator is at least ε
+    (2^-10 in float16, 1e-6 in bfloat16 and float32, 1e-12 in float64): where activations are so small that a row sums
+    to less, its output is the mean drawn towards zero.
 
     Args:
         q: (b, h, n, d) queries before the activation. When n < m they are the last n positions.
@@ -93,7 +95,7 @@ def cosformer_attention(
         causal: a query sees keys up to itself; False sees all (encoder, cross attention).
         positions: see :mod:`farspan.ops.positions`; a pair places queries and keys freely, and "proportional" spreads
             n queries evenly over m keys (cross attention, causal=False). With a state, None goes on after it.
-        padding_mask: (b, m) bool, True = keep. A query that sees nothing gives zeros.
+        padding_mask: (b, m) bool, True = keep. A query that is padding or sees nothing gives zeros.
         documents: (b, m) int, adjacent tokens of one number; a query sees its own document only.
         activation: "relu" (the paper) or "elu" (elu + 1).
         reweight: False leaves the cosine out (linear attention, the paper's ablation).
@@ -135,19 +137,19 @@ def cosformer_attention(
         backend=backend,
     )
     if reweight and beyond == "raise":
-        _check_reach(places, max_length, padding_mask, documents, state)
+        _check_reach(places, max_length, causal, padding_mask, documents, state)
     if backend == "reference":
+        mask = visible(places, causal=causal, window=None, padding_mask=padding_mask, documents=documents)
         weights = cosformer_weights(
             q,
-            k,
+            seen_only(k, mask),
             places.query[:, None, :, None] - places.key[:, None, None, :],
             max_length=max_length,
             beyond=beyond,
             activation=activation,
             reweight=reweight,
         )
-        mask = visible(places, causal=causal, window=None, padding_mask=padding_mask, documents=documents)
-        return weigh(*weights, v, mask)
+        return silenced(weigh(*weights, seen_only(v, mask), mask), places, padding_mask)
     kernel = cosformer_kernel(max_length, beyond, activation, reweight)
     out, after = run(
         kernel, q, k, v, places, causal=causal, padding_mask=padding_mask, documents=documents, state=state
@@ -162,7 +164,12 @@ cosformer_attention_reference = reference_twin(cosformer_attention)
 
 
 def _check_reach(
-    places: Positions, max_length: int, padding: Tensor | None, documents: Tensor | None, state: LinearState | None
+    places: Positions,
+    max_length: int,
+    causal: bool,
+    padding: Tensor | None,
+    documents: Tensor | None,
+    state: LinearState | None,
 ) -> None:
     """No query may meet a key M or more away: its weight would not be positive."""
     if places.first is not None and state is None and places.m <= max_length:
@@ -173,7 +180,7 @@ def _check_reach(
     elif torch.compiler.is_compiling():
         return
     else:
-        reach = _reach(places, padding, documents, state)
+        reach = _reach(places, causal, padding, documents, state)
     require(
         reach < max_length,
         f"max_length is M = {max_length} and this text spans {reach + 1:.0f} positions, where cos(πΔ/2M) turns "
@@ -181,8 +188,10 @@ def _check_reach(
     )
 
 
-def _reach(places: Positions, padding: Tensor | None, documents: Tensor | None, state: LinearState | None) -> float:
-    """The largest distance of a key from a query of its document, padding aside."""
+def _reach(
+    places: Positions, causal: bool, padding: Tensor | None, documents: Tensor | None, state: LinearState | None
+) -> float:
+    """The largest distance of a key from a query that sees it, padding aside."""
     query, key = places.query.double(), places.key.double()
     rows = [x.shape[0] for x in (key, padding, documents) if x is not None]
     key = key.expand(max(rows), -1)
@@ -190,8 +199,8 @@ def _reach(places: Positions, padding: Tensor | None, documents: Tensor | None, 
     if padding is not None:
         low, high = key.masked_fill(~padding, torch.inf), key.masked_fill(~padding, -torch.inf)
     if not places.aligned:
-        far = torch.maximum(query.amax(-1) - low.amin(-1), high.amax(-1) - query.amin(-1))
-        return float(far.amax())
+        behind, ahead = query.amax(-1) - low.amin(-1), high.amax(-1) - query.amin(-1)
+        return float((behind if causal else torch.maximum(behind, ahead)).amax())
     runs = torch.zeros_like(key, dtype=torch.long)
     if documents is not None:
         runs[:, 1:] = (documents[:, 1:] != documents[:, :-1]).cumsum(-1)

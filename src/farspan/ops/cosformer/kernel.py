@@ -24,6 +24,9 @@ EPSILON = {torch.float16: 2.0**-10, torch.bfloat16: 1e-6, torch.float32: 1e-6, t
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "elu": lambda x: F.elu(x) + 1.0}
 BEYOND = ("raise", "decoupled", "raised-cosine", "decay")
 """What a weight does past distance M; formulas in docs/math.md."""
+FLOOR = 2.0**-16
+"""δ, the least weight of the raised cosine: at distance 2M its two parts cancel to 2^-24 in float32, and a quotient of
+such remainders has no bound."""
 
 
 @dataclass(frozen=True)
@@ -96,11 +99,12 @@ def _lift(x: Tensor, angles: tuple[Tensor, Tensor], shape: Shape) -> Tensor:
 
 def cosformer_kernel(max_length: int, beyond: str, activation: str, reweight: bool) -> Kernel:
     """The weight of cosFormer, ω = π/2M; without re-weighting κ = 1."""
+    raised = Shape(0.5 + FLOOR, 0.5)
     shapes = {
         "raise": (Shape(0, 1), Shape(0, 1)),
         "decoupled": (Shape(0, 1), Shape(1, 0)),
-        "raised-cosine": (Shape(0.5, 0.5), Shape(0.5, 0.5)),
-        "decay": (Shape(0.5, 0.5), Shape(0.5, 0.5)),
+        "raised-cosine": (raised, raised),
+        "decay": (raised, raised),
     }
     numerator, denominator = shapes[beyond] if reweight else (Shape(1, 0), Shape(1, 0))
     act = ACTIVATIONS[activation]

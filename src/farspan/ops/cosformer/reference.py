@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from farspan.ops.cosformer.kernel import ACTIVATIONS, EPSILON
+from farspan.ops.cosformer.kernel import ACTIVATIONS, EPSILON, FLOOR
 from farspan.ops.rotary import working_dtype
 from farspan.ops.softmax.reference import repeat_heads
 
@@ -23,7 +23,7 @@ def cosformer_weights(
     turned = distance.double().remainder(4 * max_length)  # whole turns left out, or π would run out of digits
     cos = torch.cos(math.pi * turned / (2 * max_length))
     one = torch.ones_like(cos)
-    raised = (1 + cos) / 2
+    raised = FLOOR + (1 + cos) / 2
     faded = torch.exp(-distance.double().abs() / max_length) * raised
     kappa = {
         "raise": (cos, cos),
@@ -35,20 +35,24 @@ def cosformer_weights(
     return products * numerator.to(work), products * denominator.to(work)
 
 
-def linear_coca_weights(q: Tensor, t: Tensor, distance: Tensor, theta: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+def linear_coca_weights(q: Tensor, t: Tensor, distance: Tensor, theta: Tensor) -> tuple[Tensor, Tensor]:
     """CoCA's Eq. 17 as a weight, Σ_j ‖q_j‖² t_j cos(Δθ_j), and the same without the angle."""
     work = working_dtype(q.dtype)
     a, b = q.to(work).chunk(2, dim=-1)
     t = repeat_heads(t, q.shape[1]).to(work)
-    waves = factor**2 * torch.cos(distance.double()[..., None] * theta).to(work)  # (b|1, 1, n, m, d/2)
+    waves = torch.cos(distance.double()[..., None] * theta).to(work)  # (b|1, 1, n, m, d/2)
     products = (a * a + b * b)[:, :, :, None] * t[:, :, None]
     return (products * waves).sum(-1), products.sum(-1)
+
+
+def seen_only(x: Tensor, mask: Tensor) -> Tensor:
+    """Zeros for keys or values (b, g, m, ·) that no query sees: padding may hold anything, and 0·inf is not 0."""
+    return x.masked_fill(~mask.any(-2).any(1)[:, None, :, None], 0.0)
 
 
 def weigh(numerator: Tensor, denominator: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     """Σ numerator·v / max(Σ denominator, ε) over visible keys: (b,h,n,m) twice, (b,g,m,dv), (b|1,1,n,m)."""
     heads, work = numerator.shape[1], numerator.dtype
-    seen = mask.any(-2).any(1)[:, None, :, None]  # padding may hold anything, and 0·inf is not 0
-    values = repeat_heads(v, heads).to(work).masked_fill(~seen, 0.0)
+    values = repeat_heads(v, heads).to(work)
     total = denominator.masked_fill(~mask, 0.0).sum(-1, keepdim=True)
     return (numerator.masked_fill(~mask, 0.0) @ values / total.clamp(min=EPSILON[v.dtype])).to(v.dtype)

@@ -56,8 +56,13 @@ def place(
         keys = state.position.long() + 1 + torch.arange(m, device=q.device)
         return Positions(n, m, q.device, None, (keys[:, m - n :], keys), True)
     places = resolve(positions, n, m, q.device, documents)
-    rows = max(places.query.shape[0], places.key.shape[0])
-    require(rows in (1, b), f"positions must have 1 or {b} rows, like the batch, got {rows}")
+    rows = places.query.shape[0], places.key.shape[0]
+    require(
+        {*rows} <= {1, b},
+        f"positions must have 1 or {b} rows, like the batch, got {rows[0]} of queries, {rows[1]} of keys",
+    )
+    if state is not None:
+        _check_goes_on(places, state)
     return places
 
 
@@ -75,7 +80,16 @@ def run(
 ) -> tuple[Tensor, LinearState | None]:
     """The chunked form of any call → (b, h, n, dv) and, for an aligned causal text, the state after it."""
     with torch.autocast(q.device.type, enabled=False):  # it would take the sums to half precision
-        return _run(kernel, q, k, v, places, causal, drop_trivial(padding_mask), documents, state)
+        keep = drop_trivial(padding_mask)
+        out, after = _run(kernel, q, k, v, places, causal, keep, documents, state)
+    return silenced(out, places, keep), after
+
+
+def silenced(out: Tensor, places: Positions, padding: Tensor | None) -> Tensor:
+    """Zeros where the query itself is padding: it may stand past M, where "raise" has no bound."""
+    if padding is None or not places.aligned:
+        return out
+    return out.masked_fill(~padding[:, None, places.m - places.n :, None], 0.0)
 
 
 def _run(
@@ -148,6 +162,18 @@ def _check_stream(causal: bool, free: bool, documents: Tensor | None, backend: s
     )
     require(
         backend != "reference", "backend='reference' keeps no state: it must see every key; pass the whole text at once"
+    )
+
+
+def _check_goes_on(places: Positions, state: LinearState) -> None:
+    """Under a decay a step back would multiply the sums instead of fading them."""
+    if places.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    step = places.key[:, :1] - state.position
+    require(
+        bool((step >= 0).all()),
+        f"positions must not go back behind the state, which stands at {int(state.position.max())}, got a step of "
+        f"{int(step.min())}; leave positions out to go on after it",
     )
 
 
