@@ -224,6 +224,17 @@ def test_rows_of_different_lengths_equal_each_row_alone(n: int, splits: int | No
         assert (out[3] == 0).all()
 
 
+def test_lengths_and_first_may_be_strided() -> None:
+    """A column of a table, or one number for all rows."""
+    q, t, v = inputs(1, 20, b=2, d=16)
+    table = torch.tensor([[20, 7], [9, 7]], device=DEVICE)
+    for strided in (table[:, 0], torch.tensor([12], device=DEVICE).expand(2)):
+        for name in ("lengths", "first"):
+            options = {"rotary": Rotary(16), name: strided}
+            truth = half_width_attention_reference(q.double(), t.double(), v.double(), **options)
+            assert (half_width_attention(q, t, v, **options) - truth).abs().max() <= 1e-5
+
+
 def test_splits_of_many_queries_add_up() -> None:
     q, t, v = inputs(33, 64, h=1, g=1, d=16)
     truth = coca_attention_reference(q.double(), t.double(), v.double(), rotary=Rotary(16))
