@@ -235,6 +235,18 @@ def test_lengths_and_first_may_be_strided() -> None:
             assert (half_width_attention(q, t, v, **options) - truth).abs().max() <= 1e-5
 
 
+@pytest.mark.parametrize("window", [None, 2])
+@pytest.mark.parametrize("splits", [1, 2])
+def test_queries_before_the_first_key_give_zeros_also_bidirectionally(window: int | None, splits: int) -> None:
+    q, t, v = inputs(5, 40, b=2, d=16)
+    options: dict[str, Any] = {"rotary": Rotary(16), "causal": False, "window": window}
+    options["lengths"] = torch.tensor([40, 3], device=DEVICE)
+    out = half_width_attention(q, t, v, splits=splits, **options)
+    assert (out[1, :, :2] == 0).all()
+    truth = half_width_attention_reference(q.double(), t.double(), v.double(), **options)
+    assert (out - truth).abs().max() <= 1e-5
+
+
 def test_splits_of_many_queries_add_up() -> None:
     q, t, v = inputs(33, 64, h=1, g=1, d=16)
     truth = coca_attention_reference(q.double(), t.double(), v.double(), rotary=Rotary(16))
