@@ -40,9 +40,9 @@ def half_width_kernel(
 
     length = m
     if lengths is not None:
-        length = tl.load(lengths + row).to(tl.int32)
+        length = tl.minimum(tl.load(lengths + row), m).to(tl.int32)  # beyond m lies another row's cache
     if firsts is not None:
-        first = tl.load(firsts + row).to(tl.int32)
+        first = tl.load(firsts + row).to(tl.int64)
     lead = length - n - behind  # index of query 0 among the keys
     index = lead + query
     asks = live
