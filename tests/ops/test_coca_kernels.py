@@ -3,11 +3,13 @@
 import doctest
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor, FakeTensorMode
 
 pytest.importorskip("triton", reason="needs triton (pip install farspan[gpu])")
 
@@ -449,6 +451,15 @@ def test_steps_are_exact_where_float32_angles_are_not() -> None:
         phase = (steps_of(theta)[0] * position).double() / 2.0**64
         error = torch.remainder(phase - theta * position / (2 * torch.pi) + 0.5, 1) - 0.5
         assert error.abs().max() <= 2.0**-53 * abs(position) + 2**-52
+
+
+@pytest.mark.parametrize("fake_first", [True, False])
+def test_steps_made_under_fake_tensors_are_not_kept(fake_first: bool) -> None:
+    """Tracing by fake tensors must neither leave one behind for real calls nor be handed a real one."""
+    rotary = Rotary(16, base=777.0 + fake_first)  # of its own, so that nothing is kept yet
+    for fake in (fake_first, not fake_first):
+        with FakeTensorMode() if fake else nullcontext():
+            assert isinstance(rotary_steps(rotary, None, torch.device(DEVICE)), FakeTensor) is fake
 
 
 def test_examples_in_the_kernels_run() -> None:
