@@ -152,12 +152,13 @@ def prepare(shape: Shape, form: str, device: str, repeats: int, copy: float) -> 
     moved = 2 * (2 * q.numel() + 3 * t.numel())
     row = report("prepare", shape, times, {"fused": moved}, copy) | {"form": form}
     leaves = [q.requires_grad_(), t.requires_grad_()]
-    backward: dict[str, Times | str] = {}
+    gradients = {}
     for name in ("fused", "torch", "torch, compiled"):
-        out = both[name](q, t)
-        weights = [torch.ones_like(x) for x in out]
-        call = partial(torch.autograd.grad, out, leaves, weights, retain_graph=True)
-        backward[name] = clock(call, device=device, repeats=repeats, graph=False)
+        if isinstance(times[name], Times):
+            out = both[name](q, t)
+            weights = [torch.ones_like(x) for x in out]
+            gradients[name] = partial(torch.autograd.grad, out, leaves, weights, retain_graph=True)
+    backward = times_of(gradients, device, repeats, capture=False)
     moved = 2 * (3 * q.numel() + 3 * t.numel())
     return row | {"backward": report("prepare", shape, backward, {"fused": moved}, copy)}
 
@@ -177,20 +178,23 @@ def rope_peers(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], Tensor
     return {name: lambda backend=backend: call(backend) for name, backend in PEERS.items()}  # type: ignore[misc]
 
 
-def times_of(calls: dict[str, Callable[[], Any]], device: str, repeats: int) -> dict[str, Times | str]:
-    """The times of each call; for a peer that fails (it does not take the shape, or memory runs out), why."""
+def times_of(
+    calls: dict[str, Callable[[], Any]], device: str, repeats: int, *, capture: bool = True
+) -> dict[str, Times | str]:
+    """The times of each call, from a CUDA graph if `capture`; for a peer that fails (by its shape, or memory), why."""
     times: dict[str, Times | str] = {}
     for name, call in calls.items():
         if name in OURS:
-            times[name] = clock(call, device=device, repeats=repeats)
+            times[name] = clock(call, device=device, repeats=repeats, graph=capture)
             continue
         try:
             times[name] = clock(call, device=device, repeats=repeats, graph=False)
         except RuntimeError as error:
             times[name] = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
             continue
-        with suppress(RuntimeError):  # where the peer can be captured; `graph` says which time it is
-            times[name] = clock(call, device=device, repeats=repeats, graph=True)
+        if capture:
+            with suppress(RuntimeError):  # where the peer can be captured; `graph` says which time it is
+                times[name] = clock(call, device=device, repeats=repeats, graph=True)
     return times
 
 
