@@ -10,8 +10,9 @@ import torch
 
 pytest.importorskip("triton", reason="needs triton (pip install farspan[gpu])")
 
-from farspan.benchmark import kernel_checks, kernels
+from farspan.benchmark import kernel_checks, kernels, tuning
 from farspan.benchmark.clock import clock
+from farspan.ops.coca.kernels import attention
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "coca_kernels.py"
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="--toy is for the interpreter, without a GPU")
@@ -54,6 +55,29 @@ def test_no_figures_when_a_kernel_is_wrong(monkeypatch: pytest.MonkeyPatch, caps
     printed = capsys.readouterr()
     assert "no figures: 4 of 11 kernel checks fail: pages, 1 queries" in printed.err
     assert "×" not in printed.out
+
+
+@interpreted
+def test_tuning_checks_each_cut(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    rows = [row for _, new in tuning.run(device="cpu", repeats=1, toy=True) for row in new]
+    assert rows
+    assert all(row["error"] <= row["allowed"] for row in rows)
+    right = attention.launch
+    monkeypatch.setattr(attention, "launch", lambda *args: 1.1 * right(*args))
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--toy", "--tune", "--repeats", "1"])
+    with pytest.raises(SystemExit) as exit_:
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    assert exit_.value.code == 1
+    assert "no figures: cut (16, 32, 4, 2), splits 1, is wrong on (2, 2, 1, 1, 70, 16)" in capsys.readouterr().err
+
+
+@interpreted
+def test_without_a_gpu_one_line_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT)])
+    with pytest.raises(SystemExit) as exit_:
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    assert exit_.value.code == 2
+    assert capsys.readouterr().err == "no CUDA device; --toy takes the same steps without one\n"
 
 
 def test_a_peer_that_fails_is_named_in_the_row() -> None:
