@@ -1,6 +1,6 @@
 """CoCA's Triton kernels against RoPE on SDPA's: checks first, then times, JSON with provenance.
 
-Example: ``python benchmarks/coca_kernels.py --quick --out results/coca-kernels.json`` (a CUDA device; under 150 s).
+Example: ``python benchmarks/coca_kernels.py --quick --out results/coca-kernels.json`` (a CUDA device).
 ``--toy`` runs the same steps at toy sizes in Triton's interpreter, on any machine; its times mean nothing.
 ``--tune`` tries other tile sizes for decoding instead, and prints the fastest.
 """

@@ -152,7 +152,7 @@ def prepare(shape: Shape, form: str, device: str, repeats: int, copy: float) -> 
     moved = 2 * (2 * q.numel() + 3 * t.numel())
     row = report("prepare", shape, times, {"fused": moved}, copy) | {"form": form}
     leaves = [q.requires_grad_(), t.requires_grad_()]
-    gradients = {}
+    gradients: dict[str, Callable[[], Any]] = {}
     for name in ("fused", "torch", "torch, compiled"):
         if isinstance(times[name], Times):
             out = both[name](q, t)
