@@ -1,8 +1,8 @@
 """CoCA's Triton kernels against RoPE on SDPA's: checks first, then times, JSON with provenance.
 
-Example: ``python benchmarks/coca_kernels.py --quick --out results/coca-kernels.json`` (a CUDA device; under 150 s).
+Example: ``python benchmarks/coca_kernels.py --quick --out results/coca-kernels.json`` (a CUDA device).
 ``--toy`` runs the same steps at toy sizes in Triton's interpreter, on any machine; its times mean nothing.
-``--tune`` tries other tile sizes for decoding instead, and prints what was fastest.
+``--tune`` tries other tile sizes for decoding instead, and prints the fastest.
 """
 
 import argparse
@@ -14,9 +14,9 @@ from pathlib import Path
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="only the decoding shapes that the aims name")
+    parser.add_argument("--quick", action="store_true", help="of the decoding shapes, only those that the aims name")
     parser.add_argument("--toy", action="store_true", help="toy sizes on the CPU, in the interpreter")
-    parser.add_argument("--tune", action="store_true", help="try tile sizes for decoding")
+    parser.add_argument("--tune", action="store_true", help="try tile sizes for decoding, each checked first")
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="where the JSON goes")
@@ -24,10 +24,15 @@ def main() -> int:
     if arguments.toy:
         os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
 
+    import torch
+
     from farspan.benchmark import kernels, tuning
     from farspan.benchmark.agree import ResultsDifferError
     from farspan.results import write_result
 
+    if not (arguments.toy or torch.cuda.is_available()):
+        print("no CUDA device; --toy takes the same steps without one", file=sys.stderr)
+        return 2
     device, rows, begun = "cpu" if arguments.toy else "cuda", [], time.perf_counter()
     steps = (
         tuning.run(device=device, repeats=arguments.repeats, toy=arguments.toy)
@@ -57,6 +62,7 @@ def summary(row: dict) -> str:
     """One line of what a row says."""
     times = {name: spread["median"] for name, spread in row.get("milliseconds", {}).items() if spread}
     parts = [f"{name} {value:.3f} ms" for name, value in times.items()]
+    parts += [f"{name} missing" for name in row.get("missing", {})]
     parts += [f"{name} ×{value:.2f}" for name, value in row.get("speedup", {}).items()]
     parts += [f"{name} {value:.0%} of copy" for name, value in row.get("of_copy", {}).items()]
     if "backward" in row:

@@ -10,8 +10,9 @@ import torch
 
 pytest.importorskip("triton", reason="needs triton (pip install farspan[gpu])")
 
-from farspan.benchmark import kernel_checks, kernels
+from farspan.benchmark import kernel_checks, kernels, tuning
 from farspan.benchmark.clock import clock
+from farspan.ops.coca.kernels import attention
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "coca_kernels.py"
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="--toy is for the interpreter, without a GPU")
@@ -26,12 +27,20 @@ def test_every_step_at_toy_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert exit_.value.code == 0
     rows = json.loads(out.read_text())["rows"]
     assert {row["kind"] for row in rows} == {"check", "copy", "decode", "prefill", "prepare"}
-    assert all(row["error"] <= row["allowed"] for row in rows if row["kind"] == "check")
+    checks = {row["case"]: row for row in rows if row["kind"] == "check"}
+    assert all(row["error"] <= row["allowed"] for row in checks.values())
+    assert all(row["ratio"] == pytest.approx(row["error"] / row["full_width"]) for row in checks.values())
+    for name in ("left padding", "positions a row", "free positions", "pages, first a row"):
+        assert any(case.startswith(name) for case in checks)
     decode = next(row for row in rows if row["kind"] == "decode")
     ours, peers = (
         [t["median"] for name, t in decode["milliseconds"].items() if (name in kernels.OURS) is mine]
         for mine in (True, False)
     )
+    prepared = next(row for row in rows if row["kind"] == "prepare")
+    assert {"torch, compiled", "rope, torch, compiled"} <= prepared["milliseconds"].keys()
+    assert prepared["best_peer"] in prepared["milliseconds"]
+    assert prepared["missing"] == decode["missing"] == {}
     assert decode["speedup"]["exact"] == pytest.approx(min(peers) / ours[0])
 
 
@@ -44,13 +53,49 @@ def test_no_figures_when_a_kernel_is_wrong(monkeypatch: pytest.MonkeyPatch, caps
         runpy.run_path(str(SCRIPT), run_name="__main__")
     assert exit_.value.code == 1
     printed = capsys.readouterr()
-    assert "no figures: 2 of 6 kernel checks fail: pages, 1 queries" in printed.err
+    assert "no figures: 4 of 11 kernel checks fail: pages, 1 queries" in printed.err
     assert "×" not in printed.out
+
+
+@interpreted
+def test_tuning_checks_each_cut(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    rows = [row for _, new in tuning.run(device="cpu", repeats=1, toy=True) for row in new]
+    assert rows
+    assert all(row["error"] <= row["allowed"] for row in rows)
+    right = attention.launch
+    monkeypatch.setattr(attention, "launch", lambda *args: 1.1 * right(*args))
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--toy", "--tune", "--repeats", "1"])
+    with pytest.raises(SystemExit) as exit_:
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    assert exit_.value.code == 1
+    assert "no figures: cut (16, 32, 4, 2), splits 1, is wrong on (2, 2, 1, 1, 70, 16)" in capsys.readouterr().err
+
+
+@interpreted
+def test_without_a_gpu_one_line_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT)])
+    with pytest.raises(SystemExit) as exit_:
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    assert exit_.value.code == 2
+    assert capsys.readouterr().err == "no CUDA device; --toy takes the same steps without one\n"
+
+
+def test_a_peer_that_fails_is_named_in_the_row() -> None:
+    def fail() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.\nMore lines")
+
+    calls = {"exact": lambda: sum(range(100)), "flash": fail, "cudnn": lambda: sum(range(1000))}
+    row = kernels.report("decode", kernels.TOY[0], kernels.times_of(calls, "cpu", 3))
+    assert row["missing"] == {"flash": "OutOfMemoryError: CUDA out of memory."}
+    assert row["best_peer"] == "cudnn"
+    assert row["milliseconds"]["flash"] is None
+    with pytest.raises(RuntimeError, match="out of memory"):  # ours may not fail
+        kernels.times_of({"exact": fail}, "cpu", 3)
 
 
 def test_nan_is_wrong() -> None:
     truth = torch.ones(3, dtype=torch.float64)
-    row = kernel_checks._row("x", torch.tensor([1.0, torch.nan, 1.0]), truth, truth.float())
+    row = kernel_checks.error_row("x", torch.tensor([1.0, torch.nan, 1.0]), truth, truth.float())
     assert not row["error"] <= row["allowed"]
 
 

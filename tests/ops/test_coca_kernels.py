@@ -3,17 +3,19 @@
 import doctest
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor, FakeTensorMode
 
 pytest.importorskip("triton", reason="needs triton (pip install farspan[gpu])")
 
 from farspan.ops import NTK, DynamicNTK, Rotary, YaRN, coca_attention, coca_attention_reference, coca_features
 from farspan.ops.coca.half_width import half_width_attention, half_width_attention_reference
-from farspan.ops.coca.kernels.attention import Cut, choose_splits
+from farspan.ops.coca.kernels.attention import Cut, choose_splits, half_width_op
 from farspan.ops.coca.kernels.prepare import prepare_op
 from farspan.ops.coca.triton_backend import triton_refusal
 from farspan.ops.phases import rotary_steps, steps_of
@@ -224,6 +226,29 @@ def test_rows_of_different_lengths_equal_each_row_alone(n: int, splits: int | No
         assert (out[3] == 0).all()
 
 
+def test_lengths_and_first_may_be_strided() -> None:
+    """A column of a table, or one number for all rows."""
+    q, t, v = inputs(1, 20, b=2, d=16)
+    table = torch.tensor([[20, 7], [9, 7]], device=DEVICE)
+    for strided in (table[:, 0], torch.tensor([12], device=DEVICE).expand(2)):
+        for name in ("lengths", "first"):
+            options = {"rotary": Rotary(16), name: strided}
+            truth = half_width_attention_reference(q.double(), t.double(), v.double(), **options)
+            assert (half_width_attention(q, t, v, **options) - truth).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("window", [None, 2])
+@pytest.mark.parametrize("splits", [1, 2])
+def test_queries_before_the_first_key_give_zeros_also_bidirectionally(window: int | None, splits: int) -> None:
+    q, t, v = inputs(5, 40, b=2, d=16)
+    options: dict[str, Any] = {"rotary": Rotary(16), "causal": False, "window": window}
+    options["lengths"] = torch.tensor([40, 3], device=DEVICE)
+    out = half_width_attention(q, t, v, splits=splits, **options)
+    assert (out[1, :, :2] == 0).all()
+    truth = half_width_attention_reference(q.double(), t.double(), v.double(), **options)
+    assert (out - truth).abs().max() <= 1e-5
+
+
 def test_splits_of_many_queries_add_up() -> None:
     q, t, v = inputs(33, 64, h=1, g=1, d=16)
     truth = coca_attention_reference(q.double(), t.double(), v.double(), rotary=Rotary(16))
@@ -377,13 +402,47 @@ def test_what_the_kernels_cannot_do_is_refused_with_the_reason(
         ({"first": torch.ones(2)}, "first must hold 2 integers, one a row, got torch.float32"),
         ({"block_table": torch.ones(3, 1, dtype=torch.long)}, "block_table must be integers \\(2, blocks\\), got"),
         ({"splits": 0}, "splits must be at least 1 or None, got 0"),
+        ({"window": 0}, "window must be a whole number of keys ≥ 1 or None, got 0; a query always sees itself"),
+        ({"window": -3}, "window must be a whole number of keys ≥ 1 or None, got -3"),
+        ({"first": 2**31 - 4}, "first must keep positions within ±2147483647, got 2147483644 … 2147483651"),
+        ({"first": -(2**31)}, "first must keep positions within ±2147483647, got -2147483648 …"),
+        ({"q": torch.ones(2, 4, 0, 8)}, "q must hold at least one position, got length 0; skip the call"),
+        ({"q": torch.ones(2, 4, 1, 9)}, "head_dim must be even to form rotary pairs, got 9; choose"),
+        ({"q": torch.ones(2, 1, 8)}, "q must have shape \\(batch, heads, positions, width\\), got \\(2, 1, 8\\)"),
         ({"form": "exat"}, "did you mean 'exact'"),
     ],
 )
 def test_bad_caches_are_refused(change: dict[str, Any], message: str) -> None:
     q, t, v = inputs(1, 8, b=2)
-    with pytest.raises(ValueError, match=message):
-        half_width_attention(q, t, v, rotary=Rotary(8), **change)
+    for op in (half_width_attention, half_width_attention_reference):
+        with pytest.raises(ValueError, match=message):
+            op(**{"q": q, "t": t, "v": v, "rotary": Rotary(8), **change})
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="a look at values on a GPU would stall the stream")
+def test_first_of_a_row_beyond_all_positions_is_refused() -> None:
+    q, t, v = inputs(1, 8, b=2)
+    with pytest.raises(ValueError, match="first must keep positions within ±2147483647, got 0 … 2147483651"):
+        half_width_attention(q, t, v, rotary=Rotary(8), first=torch.tensor([0, 2**31 - 4]))
+
+
+def test_first_of_a_row_is_not_cut_to_32_bits() -> None:
+    q, t, v = inputs(1, 20, b=2, d=16)
+    step, first = rotary_steps(Rotary(16), None, q.device), torch.tensor([2**31 - 9, 0], device=DEVICE)
+    rest = (None, None, None, None, 0, 0, "exact", False, True, None, 0.25, 1)
+    out = half_width_op(q, t, v, step, None, first, *rest)
+    truth = coca_attention_reference(q.double(), t.double(), v.double(), rotary=Rotary(16))  # only distances count
+    assert (out - truth).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("law", [None, DynamicNTK(4, 8)], ids=str)
+def test_no_row_reads_beyond_its_cache(law: DynamicNTK | None) -> None:
+    q, t, v = inputs(2, 20, b=2, d=16)
+    options: dict[str, Any] = {"rotary": Rotary(16, scaling=law), "lengths": torch.tensor([35, 20], device=DEVICE)}
+    out = half_width_attention(q, t, v, **options)
+    truth = half_width_attention_reference(q.double(), t.double(), v.double(), **options)
+    assert (out - truth).abs().max() <= 1e-5
+    assert (out - half_width_attention(q, t, v, rotary=options["rotary"])).abs().max() <= 1e-5
 
 
 def test_steps_are_exact_where_float32_angles_are_not() -> None:
@@ -392,6 +451,15 @@ def test_steps_are_exact_where_float32_angles_are_not() -> None:
         phase = (steps_of(theta)[0] * position).double() / 2.0**64
         error = torch.remainder(phase - theta * position / (2 * torch.pi) + 0.5, 1) - 0.5
         assert error.abs().max() <= 2.0**-53 * abs(position) + 2**-52
+
+
+@pytest.mark.parametrize("fake_first", [True, False])
+def test_steps_made_under_fake_tensors_are_not_kept(fake_first: bool) -> None:
+    """Tracing by fake tensors must neither leave one behind for real calls nor be handed a real one."""
+    rotary = Rotary(16, base=777.0 + fake_first)  # of its own, so that nothing is kept yet
+    for fake in (fake_first, not fake_first):
+        with FakeTensorMode() if fake else nullcontext():
+            assert isinstance(rotary_steps(rotary, None, torch.device(DEVICE)), FakeTensor) is fake
 
 
 def test_examples_in_the_kernels_run() -> None:

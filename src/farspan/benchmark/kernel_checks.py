@@ -27,6 +27,17 @@ class Case(NamedTuple):
     law: Any = None
 
 
+def _left_padding(m: int) -> dict[str, Any]:
+    """Row 0 whole, row 1 without its first third."""
+    return {"padding_mask": torch.arange(m)[None] >= torch.tensor([[0], [m // 3]])}
+
+
+def _spread(n: int, m: int, *, free: bool) -> dict[str, Any]:
+    """Positions with gaps that differ by row; those of the queries apart where they are free."""
+    key = 3 * torch.arange(m)[None] + torch.tensor([[0], [40_000]])
+    return {"positions": (key[:, -n:] + 5, key) if free else key}
+
+
 LONG = DynamicNTK(4, 1024)
 CASES = [
     *(Case(f"decode, groups of {8 // g}", 8, g, 1, 4097, d) for d in (64, 128) for g in (8, 2, 1)),
@@ -37,6 +48,9 @@ CASES = [
     Case("decode, per_query dynamic NTK", 4, 2, 1, 5000, 64, law=LONG),
     Case("decode, YaRN", 4, 2, 1, 3000, 64, law=YaRN(4, 1024)),
     Case("decode, far", 2, 1, 1, 2000, 64, options={"positions": 131_072}),
+    *(Case("left padding", 4, 2, n, 800, 64, options=_left_padding(800)) for n in (1, 300)),
+    *(Case("positions a row", 4, 2, n, 800, 64, options=_spread(n, 800, free=False)) for n in (1, 300)),
+    *(Case("free positions", 4, 2, n, 800, 64, options=_spread(n, 800, free=True)) for n in (1, 300)),
     Case("decode, float32", 4, 2, 1, 1000, 64, torch.float32),
     Case("decode, float16", 4, 2, 1, 1000, 128, torch.float16),
     Case("decode, width 8", 2, 1, 1, 65, 8),
@@ -48,15 +62,22 @@ CASES = [
     Case("prefill, float16", 4, 2, 100, 500, 64, torch.float16),
     Case("prefill, width 256", 2, 1, 100, 300, 256),
 ]
-TOY_CASES = [Case("decode", 2, 1, 1, 70, 16), Case("prefill", 2, 1, 33, 40, 16)]
+TOY_CASES = [
+    Case("decode", 2, 1, 1, 70, 16),
+    Case("prefill", 2, 1, 33, 40, 16),
+    Case("left padding", 2, 1, 3, 40, 16, options=_left_padding(40)),
+    Case("positions a row", 2, 1, 3, 40, 16, options=_spread(3, 40, free=False)),
+    Case("free positions", 2, 1, 3, 40, 16, options=_spread(3, 40, free=True)),
+]
 
 
 def check_kernels(device: str, *, toy: bool = False) -> list[dict[str, Any]]:
     """One row a kernel and case, with its error; :class:`ResultsDifferError` if one is too large."""
     cases = TOY_CASES if toy else CASES
     rows = [check_case(case, device) for case in cases]
-    rows += [check_pages(device, d, n) for d in ((16,) if toy else (64, 128)) for n in (1, 20)]
-    rows += [check_preparation(device, form, d) for form in ("exact", "slack") for d in ((16,) if toy else (64, 128))]
+    sizes = (16,) if toy else (64, 128)
+    rows += [check_pages(device, d, n, shifted) for d in sizes for n in (1, 20) for shifted in (False, True)]
+    rows += [check_preparation(device, form, d) for form in ("exact", "slack") for d in sizes]
     wrong = [row for row in rows if not row["error"] <= row["allowed"]]
     if wrong:
         names = "; ".join(f"{row['case']}: {row['error']:.1e} (allowed: {row['allowed']:.1e})" for row in wrong)
@@ -70,26 +91,43 @@ def _inputs(case: Case, device: str, b: int = 2) -> list[Tensor]:
     return [x.to(case.dtype) for x in (q, t.relu(), v)]
 
 
-def _row(name: str, out: Tensor, truth: Tensor, plain: Tensor) -> dict[str, Any]:
-    """The error, and what is allowed: twice that of the full-width path in the same dtype, plus one rounding."""
+def error_row(name: str, out: Tensor, truth: Tensor, plain: Tensor) -> dict[str, Any]:
+    """The error, and what is allowed: twice that of the full-width path in the same dtype, plus one rounding.
+
+    `ratio` says how the error compares with the full-width path's, whatever is allowed; None where that has none.
+    """
     ours, theirs = (float((x.double() - truth).abs().max()) for x in (out, plain))
     rounding = float(truth.abs().max()) * torch.finfo(out.dtype).eps
-    return {"kind": "check", "case": name, "error": ours, "full_width": theirs, "allowed": 2 * theirs + rounding}
+    ratio = ours / theirs if theirs > 0 else None
+    row = {"kind": "check", "case": name, "error": ours, "full_width": theirs, "ratio": ratio}
+    return row | {"allowed": 2 * theirs + rounding}
+
+
+def _moved(options: Any, device: str) -> Any:
+    """The options, their tensors on the device."""
+    if isinstance(options, dict):
+        return {name: _moved(value, device) for name, value in options.items()}
+    if isinstance(options, tuple):
+        return tuple(_moved(value, device) for value in options)
+    return options.to(device) if isinstance(options, Tensor) else options
 
 
 @torch.no_grad()
 def check_case(case: Case, device: str) -> dict[str, Any]:
     """:func:`coca_attention` on the kernels and on SDPA, both against the equations in float64."""
     inputs = _inputs(case, device)
-    options = {"rotary": Rotary(case.d, scaling=case.law), **case.options}
+    options = {"rotary": Rotary(case.d, scaling=case.law), **_moved(case.options, device)}
     truth = coca_attention_reference(*(x.double() for x in inputs), **options)
     out, plain = (coca_attention(*inputs, **options, backend=backend) for backend in ("triton", "sdpa"))
-    return _row(f"{case.name}, {case.n} of {case.m}, d {case.d}, {case.dtype}", out, truth, plain)
+    return error_row(f"{case.name}, {case.n} of {case.m}, d {case.d}, {case.dtype}", out, truth, plain)
 
 
 @torch.no_grad()
-def check_pages(device: str, d: int, n: int) -> dict[str, Any]:
-    """Rows of different lengths, in pages that lie about, with NaN wherever no row has written."""
+def check_pages(device: str, d: int, n: int, shifted: bool) -> dict[str, Any]:
+    """Rows of different lengths, in pages that lie about, with NaN wherever no row has written.
+
+    `shifted`: each row from a position of its own, which a dynamic law makes felt.
+    """
     case = Case("pages", 4, 2, n, 1024 if d > 16 else 64, d)
     q, t, v = _inputs(case, device, b=3)
     blocks = case.m // PAGE
@@ -101,16 +139,20 @@ def check_pages(device: str, d: int, n: int) -> dict[str, Any]:
         store = torch.empty_like(x).reshape(3 * blocks, case.g, PAGE, -1)
         store[table.flatten()] = x.unflatten(2, (blocks, PAGE)).transpose(1, 2).flatten(0, 1)
         pages.append(store)
-    options: dict[str, Any] = {"rotary": Rotary(d), "lengths": lengths}
+    starts = [0, case.m, 7 * case.m] if shifted else [0, 0, 0]
+    rotary = Rotary(d, scaling=DynamicNTK(4, case.m // 2) if shifted else None)
+    options: dict[str, Any] = {"rotary": rotary, "lengths": lengths}
+    if shifted:
+        options["first"] = torch.tensor(starts, device=device)
     truth = half_width_attention_reference(q.double(), t.double(), v.double(), **options)
     out = half_width_attention(q, *pages, **options, block_table=table)
     plain = torch.stack(
         [
-            coca_attention(q[i : i + 1], t[i : i + 1, :, :m], v[i : i + 1, :, :m], rotary=Rotary(d), backend="sdpa")[0]
-            for i, m in enumerate(lengths.tolist())
+            coca_attention(*(x[i, :, :m][None] for x in (q, t, v)), rotary=rotary, positions=start, backend="sdpa")[0]
+            for i, (m, start) in enumerate(zip(lengths.tolist(), starts, strict=True))
         ]
     )
-    return _row(f"pages, {n} queries, d {d}", out, truth, plain)
+    return error_row(f"pages{', first a row' if shifted else ''}, {n} queries, d {d}", out, truth, plain)
 
 
 def check_preparation(device: str, form: str, d: int) -> dict[str, Any]:
@@ -135,4 +177,4 @@ def check_preparation(device: str, form: str, d: int) -> dict[str, Any]:
         gradients = torch.autograd.grad(out, leaves, [w.to(out[0].dtype) for w in weights])
         results.append(torch.cat([x.detach().flatten() for x in (*out, *gradients)]))
     truth, plain, fused = results
-    return _row(f"preparation, {form}, d {d}, forward and backward", fused, truth, plain)
+    return error_row(f"preparation, {form}, d {d}, forward and backward", fused, truth, plain)

@@ -115,37 +115,50 @@ def prefill(shape: Shape, device: str, repeats: int) -> dict[str, Any]:
     }
     bias = causal_lower_right(shape.n, shape.m)
     wide_k, wide_v = (x.repeat_interleave(shape.h // shape.g, dim=1) for x in (k, v))
-    calls["flash"] = lambda: F.scaled_dot_product_attention(q, wide_k, wide_v, attn_mask=bias)
+
+    def flash() -> Tensor:
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return F.scaled_dot_product_attention(q, wide_k, wide_v, attn_mask=bias)
+
+    calls["flash"] = flash
     times = times_of(calls, device, repeats)
     work = 4 * shape.b * shape.h * shape.n * (shape.m - shape.n / 2) * shape.d
     row = report("prefill", shape, times)
-    row["teraflops_a_second"] = {name: work / t.median / 1e12 for name, t in times.items() if t is not None}
+    row["teraflops_a_second"] = {name: work / t.median / 1e12 for name, t in times.items() if isinstance(t, Times)}
     return row
 
 
 def prepare(shape: Shape, form: str, device: str, repeats: int, copy: float) -> dict[str, Any]:
-    """(q, t) → (q̃, k̃), forward and backward, fused against plain torch, and RoPE's rotation of q and k."""
+    """(q, t) → (q̃, k̃), forward and backward, fused against torch, and RoPE's rotation of q and k (forward alone).
+
+    torch's are timed as written (eager) and compiled: by Inductor on a GPU; elsewhere only traced, as a toy.
+    """
     from farspan.ops.coca.kernels.prepare import prepare_op
 
     q, t, k, _ = random_inputs(shape, device)
     rotary = Rotary(shape.d)
     part = rotary.plan(0, shape.n, shape.m, device=device)[0]
     step = rotary_steps(rotary, None, q.device)
-    both = {
+    both: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
         "fused": lambda q, t: prepare_op(q, t, step, None, None, 0, 0, form, 1.0),
         "torch": lambda q, t: coca_features(q, t, part.query, part.key, form=form),
         "rope, torch": lambda q, _: (rotate(q, part.query), rotate(k, part.key)),
     }
+    torch.compiler.reset()  # after eight shapes of one function, torch.compile would quietly leave it as it is
+    compiler = "inductor" if device.startswith("cuda") else "aot_eager"
+    for name in ("torch", "rope, torch"):
+        both[f"{name}, compiled"] = torch.compile(both[name], backend=compiler, dynamic=False)
     times = times_of({name: partial(call, q, t) for name, call in both.items()}, device, repeats)
     moved = 2 * (2 * q.numel() + 3 * t.numel())
     row = report("prepare", shape, times, {"fused": moved}, copy) | {"form": form}
     leaves = [q.requires_grad_(), t.requires_grad_()]
-    backward: dict[str, Times | None] = {}
-    for name in ("fused", "torch"):
-        out = both[name](q, t)
-        weights = [torch.ones_like(x) for x in out]
-        call = partial(torch.autograd.grad, out, leaves, weights, retain_graph=True)
-        backward[name] = clock(call, device=device, repeats=repeats, graph=False)
+    gradients: dict[str, Callable[[], Any]] = {}
+    for name in ("fused", "torch", "torch, compiled"):
+        if isinstance(times[name], Times):
+            out = both[name](q, t)
+            weights = [torch.ones_like(x) for x in out]
+            gradients[name] = partial(torch.autograd.grad, out, leaves, weights, retain_graph=True)
+    backward = times_of(gradients, device, repeats, capture=False)
     moved = 2 * (3 * q.numel() + 3 * t.numel())
     return row | {"backward": report("prepare", shape, backward, {"fused": moved}, copy)}
 
@@ -165,17 +178,23 @@ def rope_peers(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], Tensor
     return {name: lambda backend=backend: call(backend) for name, backend in PEERS.items()}  # type: ignore[misc]
 
 
-def times_of(calls: dict[str, Callable[[], Any]], device: str, repeats: int) -> dict[str, Times | None]:
-    """The times of each call; None for a peer that does not take this shape."""
-    times: dict[str, Times | None] = {}
+def times_of(
+    calls: dict[str, Callable[[], Any]], device: str, repeats: int, *, capture: bool = True
+) -> dict[str, Times | str]:
+    """The times of each call, from a CUDA graph if `capture`; for a peer that fails (by its shape, or memory), why."""
+    times: dict[str, Times | str] = {}
     for name, call in calls.items():
         if name in OURS:
-            times[name] = clock(call, device=device, repeats=repeats)
+            times[name] = clock(call, device=device, repeats=repeats, graph=capture)
             continue
-        times[name] = None
-        for graph in (False, True):  # the second, where the peer can be captured
-            with suppress(RuntimeError):
-                times[name] = clock(call, device=device, repeats=repeats, graph=graph)
+        try:
+            times[name] = clock(call, device=device, repeats=repeats, graph=False)
+        except RuntimeError as error:
+            times[name] = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+            continue
+        if capture:
+            with suppress(RuntimeError):  # where the peer can be captured; `graph` says which time it is
+                times[name] = clock(call, device=device, repeats=repeats, graph=True)
     return times
 
 
@@ -185,16 +204,20 @@ OURS = ("exact", "slack", "fused")
 def report(
     kind: str,
     shape: Shape,
-    times: dict[str, Times | None],
+    times: dict[str, Times | str],
     moved: dict[str, int] | None = None,
     copy: float | None = None,
 ) -> dict[str, Any]:
-    """One row: milliseconds with quantiles, terabytes a second, and how much faster ours is than the best peer."""
-    known = {name: t for name, t in times.items() if t is not None}
-    best = min((t.median for name, t in known.items() if name not in OURS), default=None)
-    row: dict[str, Any] = {"kind": kind, **shape._asdict()}
-    row["milliseconds"] = {name: None if t is None else t.milliseconds for name, t in times.items()}
-    row["speedup"] = {name: best / known[name].median for name in OURS if name in known and best is not None}
+    """One row: milliseconds with quantiles, terabytes a second, and how much faster ours is than the best peer.
+
+    `missing` names the peers without a time, and why: the best peer is the best of the others.
+    """
+    known = {name: t for name, t in times.items() if isinstance(t, Times)}
+    best = min((name for name in known if name not in OURS), key=lambda name: known[name].median, default=None)
+    row: dict[str, Any] = {"kind": kind, **shape._asdict(), "best_peer": best}
+    row["milliseconds"] = {name: known[name].milliseconds if name in known else None for name in times}
+    row["missing"] = {name: why for name, why in times.items() if isinstance(why, str)}
+    row["speedup"] = {name: known[best].median / known[name].median for name in OURS if name in known and best}
     if moved is not None:
         rate = {name: moved[name] / t.median / 1e12 for name, t in known.items() if name in moved}
         row["terabytes_a_second"] = rate

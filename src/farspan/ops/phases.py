@@ -28,7 +28,8 @@ def steps_of(frequencies: Tensor) -> Tensor:
 
 def rotary_steps(rotary: Rotary, length: int | Tensor | None, device: torch.device) -> Tensor:
     """The steps (1|b, d/2) of a rotary at the length that governs it."""
-    if isinstance(length, Tensor) or torch.compiler.is_compiling():  # a graph makes its own, and fuses the making
+    traced = torch.compiler.is_compiling() or type(torch.empty(0)) is not Tensor  # under FakeTensorMode and its like
+    if isinstance(length, Tensor) or traced:  # a graph makes its own, and fuses the making
         return steps_of(rotary.frequencies(length, device))
     return _cached_steps(rotary, length, device)
 

@@ -7,7 +7,7 @@ from farspan.errors import require, require_choice
 from farspan.ops.coca.interface import FORMS, coca_attention_reference
 from farspan.ops.coca.triton_backend import rotary_factor, triton_refusal
 from farspan.ops.phases import rotary_steps
-from farspan.ops.positions import Positions
+from farspan.ops.positions import LIMIT, Positions
 from farspan.ops.rotary import Rotary, Run
 from farspan.ops.segments import check_dim, join
 
@@ -38,7 +38,8 @@ def half_width_attention(
         v: (b, g, m, dv) values; with a block table (pages, g, page length, dv).
         rotary: the angles; None for no rotation.
         form: "exact" or "slack".
-        lengths: (b) int, keys of each row that count; the rest of the cache is never read. None = all.
+        lengths: (b) int, keys of each row that count; the rest of the cache is never read. None = all, as is a length
+            beyond m.
         first: position of key 0, for all rows or (b) int.
         block_table: (b, blocks) int, the page that holds keys i·(page length) … of each row.
         causal, window, scale: as in :func:`farspan.ops.coca_attention`.
@@ -53,7 +54,7 @@ def half_width_attention(
     ...     out = half_width_attention(q, t, v, rotary=Rotary(8), lengths=torch.tensor([6, 3]))
     ...     assert out.shape == (2, 4, 1, 8)
     """
-    _check(q, t, v, form, lengths, first, block_table, splits)
+    _check(q, t, v, form, lengths, first, block_table, window, splits)
     reason = triton_refusal(q, t, v, rotary, None)
     require(reason is None, str(reason))
     from farspan.ops.coca.kernels.attention import half_width_op
@@ -105,14 +106,14 @@ def half_width_attention_reference(
     splits: int | None = None,
 ) -> Tensor:
     """:func:`half_width_attention` by its definition: each row alone, its keys laid out, by the equations."""
-    _check(q, t, v, form, lengths, first, block_table, splits)
+    _check(q, t, v, form, lengths, first, block_table, window, splits)
     options = {"rotary": rotary, "form": form, "causal": causal, "window": window, "scale": scale}
     out = q.new_zeros(*q.shape[:3], v.shape[-1])
     for row in range(q.shape[0]):
         keys, values = t[row], v[row]
         if block_table is not None:
             keys, values = (x[block_table[row]].transpose(0, 1).flatten(1, 2) for x in (t, v))
-        held = keys.shape[1] if lengths is None else int(lengths[row])
+        held = keys.shape[1] if lengths is None else min(keys.shape[1], int(lengths[row]))
         n = min(q.shape[2], held)
         if n:
             start = int(first[row]) if isinstance(first, Tensor) else first
@@ -127,7 +128,7 @@ def _places(q: Tensor, t: Tensor, lengths: Tensor | None, first: int | Tensor, b
     n, m = q.shape[2], t.shape[2] * (1 if block_table is None else block_table.shape[1])
     if lengths is None and not isinstance(first, Tensor):
         return Positions(n, m, q.device, first, None, True)
-    query = (m if lengths is None else lengths[:, None]) - n + torch.arange(n, device=q.device)[None]
+    query = (m if lengths is None else lengths[:, None].clamp(max=m)) - n + torch.arange(n, device=q.device)[None]
     query = query + (first[:, None] if isinstance(first, Tensor) else first)
     return Positions(n, n, q.device, None, (query, query), True)
 
@@ -140,18 +141,25 @@ def _check(
     lengths: Tensor | None,
     first: int | Tensor,
     block_table: Tensor | None,
+    window: int | None,
     splits: int | None,
 ) -> None:
     require_choice("form", form, FORMS)
+    for name, x in (("q", q), ("t", t), ("v", v)):
+        require(
+            x.ndim == 4, f"{name} must have shape (batch, heads, positions, width), got {tuple(x.shape)}; add the axis"
+        )
+        require(x.shape[2] > 0, f"{name} must hold at least one position, got length 0; skip the call")
     (b, h, n, d), (rows, g, m, half) = q.shape, t.shape
+    require(d % 2 == 0, f"head_dim must be even to form rotary pairs, got {d}; choose hidden_size / num_heads even")
     require(d == 2 * half, f"t must have width {d // 2} for q of width {d}, got {half}; check the projection")
     require(t.shape[:3] == v.shape[:3], f"t and v must agree but in width, got {tuple(t.shape)} and {tuple(v.shape)}")
     require(t.dtype == q.dtype == v.dtype, f"q, t and v must share a dtype, got {q.dtype}, {t.dtype} and {v.dtype}")
     require(h % g == 0, f"key heads must divide query heads, got {g} for {h}; choose num_key_value_heads accordingly")
-    for name, x in (("lengths", lengths), ("first", first)):
-        if isinstance(x, Tensor):
-            whole = not x.is_floating_point() and tuple(x.shape) == (b,)
-            require(whole, f"{name} must hold {b} integers, one a row, got {x.dtype} {tuple(x.shape)}")
+    for name, row in (("lengths", lengths), ("first", first)):
+        if isinstance(row, Tensor):
+            whole = not row.is_floating_point() and tuple(row.shape) == (b,)
+            require(whole, f"{name} must hold {b} integers, one a row, got {row.dtype} {tuple(row.shape)}")
     if block_table is None:
         require(rows == b, f"t must have the batch size of q, {b}, got {rows}; pages need a block_table")
         require(lengths is not None or n <= m, f"there must be at least as many keys as queries, got {n} and {m}")
@@ -160,4 +168,23 @@ def _check(
         require(
             right, f"block_table must be integers ({b}, blocks), got {tuple(block_table.shape)}; one row a sequence"
         )
+    _check_first(first, m if block_table is None else m * block_table.shape[1])
+    require(
+        window is None or (isinstance(window, int) and window >= 1),
+        f"window must be a whole number of keys ≥ 1 or None, got {window}; a query always sees itself",
+    )
     require(splits is None or splits >= 1, f"splits must be at least 1 or None, got {splits}")
+
+
+def _check_first(first: int | Tensor, m: int) -> None:
+    """That the positions of m keys stay where angles are exact; a tensor's values are read only on the CPU."""
+    if isinstance(first, Tensor):
+        if first.device.type != "cpu" or torch.compiler.is_compiling() or first.numel() == 0:
+            return
+        low, high = int(first.min()), int(first.max())
+    else:
+        low = high = first
+    require(
+        low >= -LIMIT and high + m <= LIMIT,
+        f"first must keep positions within ±{LIMIT}, got {low} … {high + m - 1}; count from the start of the document",
+    )

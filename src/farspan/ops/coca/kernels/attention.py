@@ -90,6 +90,7 @@ def launch(
     """:func:`half_width_op`, with a cut to try."""
     (b, h, n, d), g, width = q.shape, t.shape[1], v.shape[-1]
     q, t, v = (row_major(x) for x in (q, t, v))
+    lengths, firsts = (x if x is None else x.contiguous() for x in (lengths, firsts))
     m = t.shape[2] if pages is None else t.shape[2] * pages.shape[1]
     cut = cut or choose_cut(n * (h // g), d // 2, width, q.dtype)
     blocks = triton.cdiv(n * (h // g), cut.rows)

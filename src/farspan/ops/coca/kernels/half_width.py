@@ -40,11 +40,14 @@ def half_width_kernel(
 
     length = m
     if lengths is not None:
-        length = tl.load(lengths + row).to(tl.int32)
+        length = tl.minimum(tl.load(lengths + row), m).to(tl.int32)  # beyond m lies another row's cache
     if firsts is not None:
-        first = tl.load(firsts + row).to(tl.int32)
+        first = tl.load(firsts + row).to(tl.int64)
     lead = length - n - behind  # index of query 0 among the keys
     index = lead + query
+    asks = live
+    if not BY_POSITION:
+        asks = live & (index >= 0)  # a query before the first key is written, as zeros
     low, high = _range(lead, n, length, window, tl.program_id(0), CAUSAL, WINDOW, BY_POSITION, GROUP, BLOCK_M)
     tiles = tl.cdiv(tl.cdiv(tl.maximum(high - low, 0), BLOCK_N), splits)
     begin = low + split * tiles * BLOCK_N
@@ -133,7 +136,7 @@ def half_width_kernel(
             seen = _seen(asker[:, None] - asked[None, :], window, CAUSAL, WINDOW)
         else:
             seen = _seen(index[:, None] - key[None, :], window, CAUSAL, WINDOW)
-        score = tl.where(seen & live[:, None] & keep[None, :], score, float("-inf"))
+        score = tl.where(seen & asks[:, None] & keep[None, :], score, float("-inf"))
 
         peak = tl.maximum(top, tl.max(score, axis=1))
         safe = tl.where(peak == float("-inf"), 0.0, peak)  # a row that has seen nothing yet
