@@ -45,7 +45,7 @@ def reproduce(
 
         def tell(standing: Standing) -> None:
             text = f"{standing.step}: {standing.detail}" if standing.detail else standing.step
-            show(standing.done + standing.part, standing.total, text)
+            show(standing.share, 1.0, text)
 
         page = run(replace(chosen, corpus=corpus), out, only=only.split(",") if only else None, report=tell)
     for table in sorted((page.parent / "tables").glob("table*.md")):

@@ -17,6 +17,10 @@ TASKS = {
 """What each table and figure of the paper needs to be measured."""
 
 
+WEIGHTS = {"data": 1, "train": 8, "ppl": 1, "passkey": 1}
+"""How long each kind of step takes, very roughly, beside the others: for the time left."""
+
+
 @dataclass(frozen=True)
 class Step:
     """One piece of work: its kind ("data", "train", "ppl", "passkey"), its subject and its result."""
@@ -26,6 +30,10 @@ class Step:
     variant: str = ""
     seed: int = 0
     scaling: str = "none"
+
+    @property
+    def weight(self) -> int:
+        return WEIGHTS[self.kind]
 
     @property
     def name(self) -> str:

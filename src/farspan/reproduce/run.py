@@ -19,12 +19,10 @@ from farspan.reproduce.work import Work
 class Standing:
     """How far a reproduction is, for a progress display."""
 
-    done: int
-    total: int
+    share: float
+    """Of the whole work, by the weights of its steps."""
     step: str
     detail: str = ""
-    part: float = 0.0
-    """Share of the present step that is done."""
 
 
 def reproduce(
@@ -50,15 +48,17 @@ def reproduce(
     _keep_preset(preset, folder)
     states: dict[str, dict[str, str]] = {s.name: {"state": "pending", "message": ""} for s in steps}
     say = report or (lambda _: None)
-    for number, step in enumerate(steps):
-        standing = Standing(number, len(steps), step.name)
+    total, done = sum(step.weight for step in steps), 0
+    for step in steps:
+        standing = Standing(done / total, step.name)
         say(standing)
-        work = Work(preset, folder, partial(_say_detail, say, standing))
+        work = Work(preset, folder, partial(_say_detail, say, standing, step.weight / total))
         states[step.name] = _attempt(work, step, states)
         _write_status(folder, states)
+        done += step.weight
     from farspan.report import write_report
 
-    say(Standing(len(steps), len(steps), "report"))
+    say(Standing(1.0, "report"))
     return write_report(folder)
 
 
@@ -70,8 +70,8 @@ def _check_corpus(corpus: Corpus) -> None:
         load_tokenizer(corpus.tokenizer)
 
 
-def _say_detail(say: Callable[[Standing], None], standing: Standing, detail: str, part: float) -> None:
-    say(replace(standing, detail=detail, part=part))
+def _say_detail(say: Callable[[Standing], None], standing: Standing, weight: float, detail: str, part: float) -> None:
+    say(replace(standing, detail=detail, share=standing.share + weight * part))
 
 
 def _attempt(work: Work, step: Step, states: dict[str, dict[str, str]]) -> dict[str, str]:
