@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
-from transformers import CONFIG_MAPPING
 from transformers.activations import ACT2FN
 
 from farspan.convert.families import FAMILIES, ROPE_TYPES, Family
@@ -74,6 +73,8 @@ def read_config(raw: dict[str, Any]) -> FarspanConfig:
 
 
 def _foreign(raw: dict[str, Any], kind: str) -> FarspanConfig:
+    from transformers import CONFIG_MAPPING
+
     require(
         not raw.get("quantization_config"),
         f"config.json's quantization_config must be absent, got {_method(raw)!r}; convert the unquantised checkpoint",

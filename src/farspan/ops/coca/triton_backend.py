@@ -42,7 +42,6 @@ def triton_refusal(
     return _cannot_launch(q.device.type)
 
 
-@torch.compiler.assume_constant_result
 def _cannot_launch(device: str) -> str | None:
     if find_spec("triton") is None:
         return "backend='triton' needs triton; install farspan[gpu]"
@@ -51,6 +50,10 @@ def _cannot_launch(device: str) -> str | None:
     if device != "cuda" and not INTERPRETED:
         return f"backend='triton' needs CUDA tensors, got {device}; or set TRITON_INTERPRET=1 before the start, to test"
     return None
+
+
+# What torch.compiler.assume_constant_result does, without its import of the whole compiler.
+_cannot_launch._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def triton_attention(q: Tensor, t: Tensor, v: Tensor, *, rotary: Rotary | Plan | None, form: str, call: Call) -> Tensor:

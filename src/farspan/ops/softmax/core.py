@@ -11,7 +11,6 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 from torch.utils.checkpoint import checkpoint
 
 MASK_ELEMENTS = 2**23
@@ -193,6 +192,8 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     n, m = q.shape[2], k.shape[2]
     if n == m:
         return _sdpa(q, k, v, scale, causal=True)
+    from torch.nn.attention.bias import causal_lower_right  # brings the whole of torch.compile with it
+
     k, v = _repeat(q, k, v)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=causal_lower_right(n, m), scale=scale)
 
