@@ -84,12 +84,17 @@ def test_a_run_stopped_at_any_step_goes_on_to_the_same_losses(
     ).read_bytes()
 
 
+def newest(folder: Path) -> int:
+    """The step of the last checkpoint, 0 before the first."""
+    return max((int(path.name.removeprefix("checkpoint-")) for path in checkpoints(folder)), default=0)
+
+
 @pytest.mark.slow
 def test_kill_9_at_20_random_moments_changes_nothing(source: str, tmp_path: Path) -> None:
     """Real processes, really killed, at moments spread over start-up, steps and checkpoint writing."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.training.runs"])  # children start at once, not after seconds of imports
-    changes = ("optimizer__steps=600", "run__checkpoint_every=5")
+    changes = ("optimizer__steps=1000", "run__checkpoint_every=5")
 
     def child(out: str) -> multiprocessing.process.BaseProcess:
         process = context.Process(target=run_quietly, args=(str(tmp_path / out), source, *changes))
@@ -101,12 +106,15 @@ def test_kill_9_at_20_random_moments_changes_nothing(source: str, tmp_path: Path
     assert whole.exitcode == 0
     moments, reached = random.Random(0), set()
     for _ in range(20):
+        before, further = newest(tmp_path / "killed"), moments.choice([0, 0, 1, 2, 4])
         process = child("killed")
-        time.sleep(moments.uniform(0.0, 1.5))
+        while newest(tmp_path / "killed") < before + 5 * further and process.is_alive():
+            time.sleep(0.002)
+        time.sleep(moments.uniform(0.0, 0.03 if further else 0.4))  # while it starts, or some checkpoints later
         process.kill()
         process.join()
         assert process.exitcode == -signal.SIGKILL, "the run ended before it could be killed: give it more steps"
-        reached |= {path.name for path in checkpoints(tmp_path / "killed")[-1:]}
+        reached.add(newest(tmp_path / "killed"))
     last = child("killed")
     last.join(300)
     assert last.exitcode == 0
