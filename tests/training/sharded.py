@@ -13,11 +13,11 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from farspan import FarspanConfig, FarspanForCausalLM
-from farspan.data import load_tokenizer
 from farspan.training import checkpoint
 from farspan.training.config import OptimizerSection
-from farspan.training.loop import NextToken, _write_model
+from farspan.training.loop import write_model
 from farspan.training.optimizer import make_optimizer
+from farspan.training.pretraining import NextToken
 
 
 def build(sharded: bool, weights: Path | None = None) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -45,7 +45,7 @@ def steps(network: nn.Module, optimizer: torch.optim.Optimizer, first: int, coun
 
 
 def save(folder: Path, step: int, network: nn.Module, optimizer: torch.optim.Optimizer) -> Path:
-    write = partial(_write_model, network.model, load_tokenizer("bytes"))
+    write = partial(write_model, network.model)
     main = not dist.is_initialized() or dist.get_rank() == 0
     path = checkpoint.save(folder, step, network, optimizer, {}, write_model=write, is_main=main, keep=9)
     if dist.is_initialized():

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from farspan import FarspanForCausalLM
-from farspan.training import TrainConfig, TrainingStoppedError, train
+from farspan.training import TrainConfig, TrainingStoppedError, pretraining_job, run, train
 from farspan.training.checkpoint import checkpoints
 from tests.training import sharded
 from tests.training.runs import config, losses, run_quietly, tokens
@@ -169,16 +170,16 @@ def test_a_checkpoint_of_a_sharded_model_is_that_of_the_whole_model(tmp_path: Pa
 def test_a_loss_that_is_not_a_number_stops_with_the_last_good_checkpoint(
     source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import farspan.training.loop as loop
+    import farspan.training.pretraining as pretraining
 
-    original = loop.linear_cross_entropy
+    original = pretraining.linear_cross_entropy
     calls: list[int] = []
 
     def poisoned(*arguments: torch.Tensor) -> torch.Tensor:
         calls.append(1)
         return original(*arguments) * (float("nan") if len(calls) > 2 * 9 else 1.0)
 
-    monkeypatch.setattr(loop, "linear_cross_entropy", poisoned)
+    monkeypatch.setattr(pretraining, "linear_cross_entropy", poisoned)
     with pytest.raises(TrainingStoppedError, match=r"loss is nan .* at step 9; the last good checkpoint is .*00000008"):
         train(config(source), tmp_path)
 
@@ -297,3 +298,19 @@ def test_metrics_hold_the_schedule(whole: Path) -> None:
     assert rows[1]["lr"] == pytest.approx(1e-2)
     assert rows[-1]["lr"] < rows[1]["lr"]
     assert all(row["grad_norm"] > 0 for row in rows)
+
+
+def test_frozen_parameters_stay_what_they_were_and_belong_to_the_checkpoint(source: str, tmp_path: Path) -> None:
+    job = pretraining_job(config(source))
+
+    def frozen() -> FarspanForCausalLM:
+        model = job.start()
+        model.model.embed_tokens.requires_grad_(False)
+        return model
+
+    torch.manual_seed(0)
+    before = job.start().state_dict()
+    model = FarspanForCausalLM.from_pretrained(run(replace(job, start=frozen), tmp_path))
+    after = model.state_dict()
+    assert torch.equal(before["model.embed_tokens.weight"], after["model.embed_tokens.weight"])
+    assert not torch.equal(before["model.layers.0.mlp.up_proj.weight"], after["model.layers.0.mlp.up_proj.weight"])

@@ -12,8 +12,8 @@ from farspan.benchmark.measure import in_turn, measure
 from farspan.evaluation import as_trained, perplexity
 from farspan.models import FarspanConfig, FarspanForCausalLM
 from farspan.training.config import OptimizerSection
-from farspan.training.loop import NextToken
 from farspan.training.optimizer import compile_blocks, make_optimizer
+from farspan.training.pretraining import NextToken
 from farspan.training.speed import flops_per_token, matmul_peak
 
 VARIANTS = ("rope", "coca-exact", "coca-slack", "coca-strict")

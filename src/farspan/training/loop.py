@@ -13,23 +13,19 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-from farspan.data import Batches, Shards, TextTokenizer, load_tokenizer
 from farspan.errors import require
-from farspan.evaluation.passkey import training_document
-from farspan.models import FarspanConfig, FarspanForCausalLM
 from farspan.training import checkpoint
-from farspan.training.config import TrainConfig
-from farspan.training.loss import linear_cross_entropy
+from farspan.training.job import Job
 from farspan.training.metrics import Metrics
 from farspan.training.optimizer import compile_blocks, make_optimizer
 from farspan.training.schedule import learning_rate
@@ -41,21 +37,6 @@ FLUSH_EVERY = 10
 
 class TrainingStoppedError(RuntimeError):
     """The run cannot go on; its last good checkpoint is kept."""
-
-
-class NextToken(nn.Module):
-    """The objective of pre-training: ids (b, n+1) → mean loss of predicting each token from those before it."""
-
-    def __init__(self, model: FarspanForCausalLM) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, ids: Tensor) -> Tensor:
-        hidden = self.model.model(ids[:, :-1], use_cache=False).last_hidden_state.flatten(0, 1)
-        kind = hidden.device.type
-        if torch.is_autocast_enabled(kind):
-            hidden = hidden.to(torch.get_autocast_dtype(kind))
-        return linear_cross_entropy(hidden, self.model.lm_head.weight, ids[:, 1:].flatten())
 
 
 @dataclass(frozen=True)
@@ -73,88 +54,71 @@ class Progress:
     """All calls of the run together."""
 
 
-def train(
-    config: TrainConfig,
-    out: str | os.PathLike[str],
-    *,
-    objective: Callable[[FarspanForCausalLM], nn.Module] = NextToken,
-    report: Callable[[Progress], None] | None = None,
-) -> Path:
-    """Train, or go on where an earlier call stopped; return the folder of the finished model.
+def run(job: Job, out: str | os.PathLike[str], *, report: Callable[[Progress], None] | None = None) -> Path:
+    """Do a job, or go on where an earlier call stopped; return the folder of the finished model.
 
     Args:
-        config: the whole run.
-        out: its folder: checkpoints, ``metrics.jsonl``, TensorBoard events, and at the end ``model``.
-        objective: makes the module whose forward is the loss of a batch of ids (b, n+1).
+        job: what is trained.
+        out: the folder of the run: checkpoints, ``metrics.jsonl``, TensorBoard events, and at the end ``model``.
         report: called every few steps.
     """
     folder = Path(out)
     if (folder / "model").is_dir():
-        _check_same_run(json.loads((folder / "model" / "trainer.json").read_text())["config"], config, folder)
+        _check_same_run(json.loads((folder / "model" / "trainer.json").read_text())["config"], job, folder)
         _clean(folder)
         return folder / "model"
     disable_progress_bar()  # transformers would draw one for every checkpoint
     accelerator = Accelerator(
-        mixed_precision="bf16" if _bf16(config.run.precision) else "no",
-        gradient_accumulation_steps=config.optimizer.accumulation,
+        mixed_precision="bf16" if _bf16(job.run.precision) else "no",
+        gradient_accumulation_steps=job.optimizer.accumulation,
         cpu=not torch.cuda.is_available(),  # several processes on CPUs form a group only when told so
     )
-    run = _Run(config, folder, accelerator, objective)
+    here, steps = _Run(job, folder, accelerator), job.optimizer.steps
     with _interruption() as interrupted:
-        for step in range(run.step, config.optimizer.steps):
-            run.advance(step)
-            last = step + 1 == config.optimizer.steps
+        for step in range(here.step, steps):
+            here.advance(step)
+            last = step + 1 == steps
             if last or (step + 1) % FLUSH_EVERY == 0:
-                progress = run.flush()
+                progress = here.flush()
                 if report is not None and accelerator.is_main_process:
                     report(progress)
-            stop = run.any_process(interrupted())
-            if last or stop or (step + 1) % config.run.checkpoint_every == 0:
-                run.flush()
-                run.save()
+            stop = here.any_process(interrupted())
+            if last or stop or (step + 1) % job.run.checkpoint_every == 0:
+                here.flush()
+                here.save()
             if stop:
                 raise KeyboardInterrupt(f"stopped at step {step + 1}; the same command continues")
-    return run.finish()
+    return here.finish()
 
 
 class _Run:
     """The moving parts of one run."""
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        folder: Path,
-        accelerator: Accelerator,
-        objective: Callable[[FarspanForCausalLM], nn.Module],
-    ) -> None:
-        self.config, self.folder, self.accelerator = config, folder, accelerator
-        pieces = config.optimizer.accumulation * accelerator.num_processes
+    def __init__(self, job: Job, folder: Path, accelerator: Accelerator) -> None:
+        self.job, self.folder, self.accelerator = job, folder, accelerator
+        pieces = job.optimizer.accumulation * accelerator.num_processes
         require(
-            config.data.batch_size % pieces == 0,
-            f"data.batch_size must be a multiple of accumulation × processes = {pieces}, got {config.data.batch_size}",
+            job.batch_size % pieces == 0,
+            f"data.batch_size must be a multiple of accumulation × processes = {pieces}, got {job.batch_size}",
         )
-        self.tokenizer = load_tokenizer(next(iter(config.data.sources)))
-        self.batches = _batches(config, self.tokenizer)
+        self.batches = job.batches()
         earlier = checkpoint.checkpoints(folder)
-        torch.manual_seed(config.run.seed)
-        if earlier:
-            model = FarspanForCausalLM.from_pretrained(earlier[-1])
-        else:
-            model = FarspanForCausalLM(model_config(config, self.tokenizer.vocab_size, self.tokenizer.end))
-        if config.run.gradient_checkpointing:
+        torch.manual_seed(job.run.seed)
+        model = job.load(earlier[-1]) if earlier else job.start()
+        if job.run.gradient_checkpointing:
             model.gradient_checkpointing_enable()
-        if config.run.compile:
+        if job.run.compile:
             compile_blocks(model)
         self.model = model.train()
-        self.flops = flops_per_token(model, config.data.length)
-        optimizer = make_optimizer(model, config.optimizer, accelerator.device)
-        self.network, self.optimizer = accelerator.prepare(objective(model), optimizer)
+        self.flops = flops_per_token(model, job.tokens_per_row)
+        optimizer = make_optimizer(model, job.optimizer, accelerator.device)
+        self.network, self.optimizer = accelerator.prepare(job.objective(model), optimizer)
         self.step, self.last_loss, self.earlier_seconds = 0, math.nan, 0.0
         self.losses: list[Tensor] = []
         self.norms: list[Tensor] = []
         if earlier:
             state = checkpoint.load_optimizer(earlier[-1], self.network, self._inner_optimizer())
-            _check_same_run(state["config"], config, folder)
+            _check_same_run(state["config"], job, folder)
             self.step, self.earlier_seconds = state["step"], state.get("seconds", 0.0)
         self.metrics = Metrics(folder, self.step, accelerator.is_main_process)
         dtype = torch.bfloat16 if accelerator.mixed_precision == "bf16" else torch.float32
@@ -168,7 +132,7 @@ class _Run:
 
     def advance(self, step: int) -> None:
         """One optimizer step on the batch of this step."""
-        section, accelerator = self.config.optimizer, self.accelerator
+        section, accelerator = self.job.optimizer, self.accelerator
         rows = self.batches.batch(step, accelerator.process_index, accelerator.num_processes)
         rows = rows.to(accelerator.device, non_blocking=True)
         for group in self.optimizer.param_groups:
@@ -191,7 +155,7 @@ class _Run:
         if self.losses:
             losses = self.accelerator.reduce(torch.stack(self.losses), "mean").tolist()
             norms = [float(norm) for norm in self.norms]
-            self.metrics.add(self.step - len(losses), losses, norms, self.config.optimizer)
+            self.metrics.add(self.step - len(losses), losses, norms, self.job.optimizer)
             self.losses, self.norms = [], []
             for offset, (loss, norm) in enumerate(zip(losses, norms, strict=True)):
                 if not math.isfinite(loss) or not math.isfinite(
@@ -200,13 +164,13 @@ class _Run:
                     self._stop(self.step - len(losses) + offset, loss, norm)
             self.last_loss = losses[-1]
         now, (first, began) = time.perf_counter(), self.clock
-        tokens = (self.step - first) * self.config.data.batch_size * self.config.data.length
+        tokens = (self.step - first) * self.job.batch_size * self.job.tokens_per_row
         speed = tokens / max(now - began, 1e-9)
         self.looks += 1
         if self.looks == 1:
             self.clock = (self.step, now)
         mfu = speed * self.flops / self.peak
-        return Progress(self.step, self.config.optimizer.steps, self.last_loss, speed, mfu, self.seconds(now))
+        return Progress(self.step, self.job.optimizer.steps, self.last_loss, speed, mfu, self.seconds(now))
 
     def seconds(self, now: float) -> float:
         """What this run took, earlier calls included."""
@@ -233,13 +197,17 @@ class _Run:
             self.step,
             self.network,
             self._inner_optimizer(),
-            {"config": asdict(self.config), "seconds": self.seconds(time.perf_counter())},
-            write_model=partial(_write_model, self.model, self.tokenizer),
+            {"config": self.job.settings, "seconds": self.seconds(time.perf_counter())},
+            write_model=self._write_model,
             is_main=self.accelerator.is_main_process,
-            keep=self.config.run.keep_checkpoints,
+            keep=self.job.run.keep_checkpoints,
         )
         self.accelerator.wait_for_everyone()
         return path
+
+    def _write_model(self, folder: Path, weights: dict[str, Tensor]) -> None:
+        write_model(self.model, folder, weights)
+        self.job.write_beside(folder)
 
     def finish(self) -> Path:
         """The last checkpoint becomes the model; what only resuming needed is dropped."""
@@ -252,6 +220,14 @@ class _Run:
         return final
 
 
+def write_model(model: PreTrainedModel, folder: Path, weights: dict[str, Tensor]) -> None:
+    """Save the model of an objective from the objective's gathered weights."""
+    state = {name.removeprefix("model."): weight for name, weight in weights.items()}
+    if model.config.tie_word_embeddings:  # gathered from shards, it no longer is the embedding's own storage
+        state.pop("lm_head.weight", None)
+    model.save_pretrained(folder, state_dict=state)
+
+
 def _clean(folder: Path) -> None:
     """Drop what only resuming needed, also when an earlier call was killed before it could."""
     (folder / "model" / "optimizer.safetensors").unlink(missing_ok=True)
@@ -259,46 +235,19 @@ def _clean(folder: Path) -> None:
         shutil.rmtree(path)
 
 
-def model_config(config: TrainConfig, vocab_size: int, end: int) -> FarspanConfig:
-    """The model's configuration, its vocabulary and lengths taken from the data."""
-    settings = {"vocab_size": vocab_size, "train_length": config.data.length, "eos_token_id": end}
-    return FarspanConfig.preset(
-        config.model.preset, attention=config.model.attention, **{**settings, **config.model.options}
-    )
-
-
-def _batches(config: TrainConfig, tokenizer: TextTokenizer) -> Batches:
-    return Batches(
-        [(Shards(path), weight) for path, weight in config.data.sources.items()],
-        config.data.length,
-        config.data.batch_size,
-        config.run.seed,
-        passkey_share=config.data.passkey_share,
-        passkey_document=partial(training_document, tokenizer),
-    )
-
-
-def _write_model(model: FarspanForCausalLM, tokenizer: TextTokenizer, folder: Path, weights: dict[str, Tensor]) -> None:
-    state = {name.removeprefix("model."): weight for name, weight in weights.items()}
-    if model.config.tie_word_embeddings:  # gathered from shards, it no longer is the embedding's own storage
-        state.pop("lm_head.weight", None)
-    model.save_pretrained(folder, state_dict=state)
-    tokenizer.save(folder)
-
-
-def _check_same_run(earlier: dict[str, Any], config: TrainConfig, folder: Path) -> None:
+def _check_same_run(earlier: dict[str, Any], job: Job, folder: Path) -> None:
     """A folder holds one run: only the `run` section may change between calls."""
-    now = json.loads(json.dumps(asdict(config)))
-    for section in ("model", "data", "optimizer"):
+    now = json.loads(json.dumps(job.settings))
+    for section in sorted(now.keys() - {"run"}):
         for key, value in now[section].items():
-            was = earlier[section].get(key)
+            was = earlier.get(section, {}).get(key)
             require(
                 was == value,
                 f"{section}.{key} is {value!r}, but {folder} was started with {was!r}; choose another --out",
             )
     require(
-        earlier["run"]["seed"] == config.run.seed,
-        f"run.seed is {config.run.seed}, but {folder} was started with {earlier['run']['seed']}; choose another --out",
+        earlier["run"]["seed"] == job.run.seed,
+        f"run.seed is {job.run.seed}, but {folder} was started with {earlier['run']['seed']}; choose another --out",
     )
 
 

@@ -3,11 +3,10 @@
 import time
 
 import torch
+from transformers import PreTrainedModel
 
-from farspan.models import FarspanForCausalLM
 
-
-def flops_per_token(model: FarspanForCausalLM, length: int) -> float:
+def flops_per_token(model: PreTrainedModel, length: int) -> float:
     """Floating-point operations of forward and backward, a token: 6 a weight, and the attention products.
 
     A causal token sees length/2 others on average; a window layer sees its window. Recomputation does not count.

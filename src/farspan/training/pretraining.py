@@ -1,0 +1,90 @@
+"""Pre-training as a job: next-token prediction on token shards."""
+
+import os
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import cache, partial
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from farspan.data import Batches, Shards, TextTokenizer, load_tokenizer
+from farspan.evaluation.passkey import training_document
+from farspan.models import FarspanConfig, FarspanForCausalLM
+from farspan.training.config import DataSection, TrainConfig
+from farspan.training.job import Job
+from farspan.training.loop import Progress, run
+from farspan.training.loss import linear_cross_entropy
+
+
+class NextToken(nn.Module):
+    """The objective of pre-training: ids (b, n+1) → mean loss of predicting each token from those before it."""
+
+    def __init__(self, model: FarspanForCausalLM) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.model.model(ids[:, :-1], use_cache=False).last_hidden_state.flatten(0, 1)
+        kind = hidden.device.type
+        if torch.is_autocast_enabled(kind):
+            hidden = hidden.to(torch.get_autocast_dtype(kind))
+        return linear_cross_entropy(hidden, self.model.lm_head.weight, ids[:, 1:].flatten())
+
+
+def train(
+    config: TrainConfig, out: str | os.PathLike[str], *, report: Callable[[Progress], None] | None = None
+) -> Path:
+    """Pre-train, or go on where an earlier call stopped; return the folder of the finished model.
+
+    Args:
+        config: the whole run.
+        out: its folder: checkpoints, ``metrics.jsonl``, TensorBoard events, and at the end ``model``.
+        report: called every few steps.
+    """
+    return run(pretraining_job(config), out, report=report)
+
+
+def pretraining_job(config: TrainConfig) -> Job:
+    """The job a configuration describes."""
+
+    @cache
+    def tokenizer() -> TextTokenizer:
+        return load_tokenizer(next(iter(config.data.sources)))
+
+    def start() -> FarspanForCausalLM:
+        return FarspanForCausalLM(model_config(config, tokenizer().vocab_size, tokenizer().end))
+
+    return Job(
+        settings=asdict(config),
+        optimizer=config.optimizer,
+        run=config.run,
+        batch_size=config.data.batch_size,
+        tokens_per_row=config.data.length,
+        start=start,
+        load=FarspanForCausalLM.from_pretrained,
+        batches=lambda: text_batches(config.data, tokenizer(), config.run.seed),
+        objective=NextToken,
+        write_beside=lambda folder: tokenizer().save(folder),
+    )
+
+
+def model_config(config: TrainConfig, vocab_size: int, end: int) -> FarspanConfig:
+    """The model's configuration, its vocabulary and lengths taken from the data."""
+    settings = {"vocab_size": vocab_size, "train_length": config.data.length, "eos_token_id": end}
+    return FarspanConfig.preset(
+        config.model.preset, attention=config.model.attention, **{**settings, **config.model.options}
+    )
+
+
+def text_batches(data: DataSection, tokenizer: TextTokenizer, seed: int) -> Batches:
+    """Random windows of the section's token folders, passkey documents mixed in."""
+    return Batches(
+        [(Shards(path), weight) for path, weight in data.sources.items()],
+        data.length,
+        data.batch_size,
+        seed,
+        passkey_share=data.passkey_share,
+        passkey_document=partial(training_document, tokenizer),
+    )
