@@ -1,9 +1,9 @@
 """Attention on un-rotated t, read once at half width: decoding and prefill in one kernel.
 
 score(n) = Σ_j t_j (A_j cos nθ_j + B_j sin nθ_j). Keys come in tiles, n = n₀ + r. The waves of r = 0 … BLOCK_N-1 are the
-same in every tile and stay in registers; those of n₀ are d/2 numbers a tile. Few queries (decoding) take the turn by
-n₀θ themselves (FOLD); many leave it to the keys. Where that step would show (DIRECT: keys placed freely, or float32,
-whose rounding is as small as the step's), each key's waves are found from its own position.
+same in every tile and stay in registers; those of n₀ turn on by BLOCK_N·θ from tile to tile, which a thousand tiles
+round by less than 16 bits show. Few queries (decoding) take the turn by n₀θ themselves (FOLD); many leave it to the
+keys. Where that would show (DIRECT: keys placed freely, or float32), each key's waves are found from its own position.
 """
 
 import triton
@@ -78,6 +78,12 @@ def half_width_kernel(
     fixed_left = narrow(left, t.dtype.element_ty)
     fixed_right = narrow(right, t.dtype.element_ty)
 
+    if step is not None and not DIRECT:
+        base_cos, base_sin = cos_sin((first + begin).to(tl.int64) * turn)
+        on_cos, on_sin = cos_sin(BLOCK_N * turn)
+        if FOLD:
+            turned_left, turned_right = _turned(left, right, base_cos, base_sin)
+
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     mixed = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
@@ -109,20 +115,16 @@ def half_width_kernel(
                 key_cos, key_sin = cos_sin(key_at[:, None] * turn[None, :])
                 now_left = fixed_left
                 now_right = fixed_right
+            elif FOLD:
+                key_cos = near_cos
+                key_sin = near_sin
+                now_left = narrow(turned_left, t.dtype.element_ty)
+                now_right = narrow(turned_right, t.dtype.element_ty)
             else:
-                base_cos, base_sin = cos_sin((first + start).to(tl.int64) * turn)
-                if FOLD:
-                    key_cos = near_cos
-                    key_sin = near_sin
-                    turned_left = left * base_cos[None, :] + right * base_sin[None, :]
-                    turned_right = right * base_cos[None, :] - left * base_sin[None, :]
-                    now_left = narrow(turned_left, t.dtype.element_ty)
-                    now_right = narrow(turned_right, t.dtype.element_ty)
-                else:
-                    key_cos = base_cos[None, :] * near_cos - base_sin[None, :] * near_sin
-                    key_sin = base_sin[None, :] * near_cos + base_cos[None, :] * near_sin
-                    now_left = fixed_left
-                    now_right = fixed_right
+                key_cos = base_cos[None, :] * near_cos - base_sin[None, :] * near_sin
+                key_sin = base_sin[None, :] * near_cos + base_cos[None, :] * near_sin
+                now_left = fixed_left
+                now_right = fixed_right
             even = narrow(wide * key_cos, t.dtype.element_ty)
             odd = narrow(wide * key_sin, t.dtype.element_ty)
             score = product(now_left, tl.trans(even), nothing)
@@ -132,6 +134,9 @@ def half_width_kernel(
                 lost_right = narrow(turned_right - now_right.to(tl.float32), t.dtype.element_ty)
                 score = product(lost_left, tl.trans(even), score)
                 score = product(lost_right, tl.trans(odd), score)
+                turned_left, turned_right = _turned(turned_left, turned_right, on_cos, on_sin)
+            elif not DIRECT:
+                base_cos, base_sin = base_cos * on_cos - base_sin * on_sin, base_sin * on_cos + base_cos * on_sin
             if q.dtype.element_ty == tl.float16:
                 score = score * (ceiling * (1.0 / 1024.0))
         if q.dtype.element_ty == tl.float16:
@@ -164,6 +169,12 @@ def half_width_kernel(
     if lse is not None:
         logarithm = tl.where(sighted, top + tl.log2(tl.where(sighted, total, 1.0)), float("-inf"))
         tl.store(lse + row * lse_b + head * lse_h + query.to(tl.int64) * lse_n + split, logarithm, mask=live)
+
+
+@triton.jit
+def _turned(left, right, cos, sin):
+    """Waves of queries (rows, d/2), for keys counted from elsewhere."""
+    return left * cos[None, :] + right * sin[None, :], right * cos[None, :] - left * sin[None, :]
 
 
 @triton.jit
