@@ -79,6 +79,31 @@ def test_kernel_error_is_at_most_twice_that_of_eager(form: str, dtype: torch.dty
     check(n, m, form=form, dtype=dtype, rotary=Rotary(64), h=2, g=1, d=64)
 
 
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"positions": 2**20},
+        {"window": 33},
+        {"padding_mask": torch.arange(150)[None] >= torch.tensor([[0], [47]])},
+        {"positions": 3 * torch.arange(150)[None] + torch.tensor([[0], [40_000]])},
+        {"rotary": Rotary(32, scaling=DynamicNTK(4, 50))},
+        {"rotary": None},
+    ],
+    ids=str,
+)
+def test_one_query_a_key_head_rounds_its_result_alone(form: str, dtype: torch.dtype, options: dict[str, Any]) -> None:
+    q, t, v = inputs(1, 150, b=2, h=2, g=2, d=32, dtype=dtype)
+    options = {"rotary": Rotary(32), "form": form, **options}
+    options = {name: x.to(DEVICE) if isinstance(x, Tensor) else x for name, x in options.items()}
+    truth = coca_attention_reference(q.double(), t.double(), v.double(), **options)
+    out = coca_attention(q, t, v, **options, backend="triton")
+    error, rounding = float((out.double() - truth).abs().max()), float(truth.abs().max()) * torch.finfo(dtype).eps
+    assert error <= max(rounding, 4e-6)  # nothing is rounded but the result
+
+
 @pytest.mark.parametrize(("h", "g", "d"), [(1, 1, 8), (6, 2, 128), (8, 1, 64), (3, 3, 6), (2, 1, 96)])
 @pytest.mark.parametrize(("n", "rotary"), [(1, True), (1, False), (20, True)])
 def test_groups_and_widths(h: int, g: int, d: int, n: int, rotary: bool) -> None:

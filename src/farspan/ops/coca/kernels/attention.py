@@ -8,6 +8,7 @@ import triton
 from torch import Tensor
 
 from farspan.ops.coca.kernels.half_width import half_width_kernel, merge_kernel
+from farspan.ops.coca.kernels.one_query import one_query_kernel
 
 LOG2_E = 1.4426950408889634
 FOLD_ROWS = 32
@@ -32,12 +33,16 @@ class Cut(NamedTuple):
 
 DECODE = {16: Cut(16, 128, 4, 3), 32: Cut(16, 128, 4, 3), 64: Cut(16, 64, 4, 3), 128: Cut(16, 32, 4, 2)}
 """For few queries, by d/2 rounded up to a power of two."""
+ALONE = {16: Cut(1, 64, 1, 2), 32: Cut(1, 32, 1, 2), 64: Cut(1, 16, 1, 2), 128: Cut(1, 16, 2, 2)}
+"""For one query a key head."""
 PREFILL = {16: Cut(128, 64, 8, 3), 32: Cut(128, 64, 8, 3), 64: Cut(128, 64, 8, 3), 128: Cut(64, 32, 8, 2)}
 
 
 def choose_cut(rows: int, half: int, width: int, dtype: torch.dtype) -> Cut:
     """Tile sizes for `rows` queries a key head."""
     size = max(padded(half), padded(width) // 2)
+    if rows == 1:
+        return ALONE[size]
     cut = (DECODE if rows <= FOLD_ROWS else PREFILL)[size]
     if dtype == torch.float32:
         cut = Cut(min(cut.rows, 64), min(cut.keys, 32), cut.warps, 2)
@@ -102,23 +107,35 @@ def launch(
     if splits > 1:
         parts = torch.empty((b, h, n, splits, width), dtype=torch.float32, device=q.device)
         lse = torch.empty((b, h, n, splits), dtype=torch.float32, device=q.device)
-    lse_strides = (0, 0, 0) if lse is None else lse.stride()[:3]
+    lse_b, lse_h, lse_n = (0, 0, 0) if lse is None else lse.stride()[:3]
     aside = (step, query_positions, key_positions, None if padding is None else padding.view(torch.uint8), pages)
     step, query_positions, key_positions, padding, pages = (x if x is None else row_major(x) for x in aside)
     rows = [_row_stride(x) for x in (step, query_positions, key_positions, padding, pages)]
+    places = (step, lengths, firsts, query_positions, key_positions, padding, pages)
+    out_b, out_h, out_n, out_s = parts.stride()[:4]
+    free = key_positions is not None
+    options = {
+        "EXACT": form == "exact", "CAUSAL": causal, "WINDOW": window is not None, "BY_POSITION": by_position,
+        "HALF": d // 2, "WIDTH": width, "PAGE": 0 if pages is None else t.shape[2],
+        "BLOCK_N": cut.keys, "BLOCK_D": padded(d // 2), "BLOCK_V": padded(width), "num_warps": cut.warps,
+    }  # fmt: skip
     with torch.cuda.device_of(q):
-        half_width_kernel[(blocks, g * splits, b)](
-            q, t, v, parts, lse, step, lengths, firsts, query_positions, key_positions, padding, pages,
-            scale * LOG2_E, n, m, first, behind, window or 0, splits,
-            *q.stride()[:3], *t.stride()[:3], *v.stride()[:3], *parts.stride()[:4], *lse_strides, *rows,
-            EXACT=form == "exact", CAUSAL=causal, WINDOW=window is not None, BY_POSITION=by_position,
-            FOLD=cut.rows <= FOLD_ROWS, DIRECT=key_positions is not None or q.dtype == torch.float32,
-            GROUP=h // g, HALF=d // 2, WIDTH=width, PAGE=0 if pages is None else t.shape[2], BLOCK_M=cut.rows,
-            BLOCK_N=cut.keys, BLOCK_D=padded(d // 2), BLOCK_V=padded(width), num_warps=cut.warps, num_stages=cut.stages,
-        )  # fmt: skip
+        if cut.rows == 1:
+            one_query_kernel[(1, g * splits, b)](
+                q, t, v, parts, lse, *places, scale * LOG2_E, m, first, behind, window or 0, splits,
+                *q.stride()[:2], *t.stride()[:3], *v.stride()[:3], out_b, out_h, out_s, lse_b, lse_h, *rows,
+                **options, DIRECT=free or q.dtype == torch.float32, STAGES=cut.stages,
+            )  # fmt: skip
+        else:
+            half_width_kernel[(blocks, g * splits, b)](
+                q, t, v, parts, lse, *places, scale * LOG2_E, n, m, first, behind, window or 0, splits,
+                *q.stride()[:3], *t.stride()[:3], *v.stride()[:3], out_b, out_h, out_n, out_s, lse_b, lse_h, lse_n,
+                *rows, **options, DIRECT=free or q.dtype == torch.float32, FOLD=cut.rows <= FOLD_ROWS, GROUP=h // g,
+                BLOCK_M=cut.rows, num_stages=cut.stages,
+            )  # fmt: skip
         if lse is not None:
             merge_kernel[(h * n, b)](
-                parts, lse, out, n, splits, *parts.stride()[:4], *lse_strides, *out.stride()[:3],
+                parts, lse, out, n, splits, out_b, out_h, out_n, out_s, lse_b, lse_h, lse_n, *out.stride()[:3],
                 WIDTH=width, BLOCK_S=triton.next_power_of_2(splits),
                 BLOCK_V=padded(width), num_warps=4,
             )  # fmt: skip

@@ -48,7 +48,7 @@ def half_width_kernel(
     asks = live
     if not BY_POSITION:
         asks = live & (index >= 0)  # a query before the first key is written, as zeros
-    low, high = _range(lead, n, length, window, tl.program_id(0), CAUSAL, WINDOW, BY_POSITION, GROUP, BLOCK_M)
+    low, high = key_range(lead, n, length, window, tl.program_id(0), CAUSAL, WINDOW, BY_POSITION, GROUP, BLOCK_M)
     tiles = tl.cdiv(tl.cdiv(tl.maximum(high - low, 0), BLOCK_N), splits)
     begin = low + split * tiles * BLOCK_N
     end = tl.minimum(high, begin + tiles * BLOCK_N)
@@ -100,8 +100,8 @@ def half_width_kernel(
         else:
             where_t = row * t_b + key_head * t_g + key.to(tl.int64) * t_m
             where_v = row * v_b + key_head * v_g + key.to(tl.int64) * v_m
-        coefficient = _tile(t, where_t, pair, keep, HALF)
-        value = _tile(v, where_v, column, keep, WIDTH)
+        coefficient = tile(t, where_t, pair, keep, HALF)
+        value = tile(v, where_v, column, keep, WIDTH)
 
         if step is None:
             score = product(fixed_left, tl.trans(coefficient), nothing)
@@ -145,9 +145,9 @@ def half_width_kernel(
         if BY_POSITION:
             asker = places(query_positions, query_positions_b, row, query, live, first)
             asked = places(key_positions, key_positions_b, row, key, keep, first)
-            seen = _seen(asker[:, None] - asked[None, :], window, CAUSAL, WINDOW)
+            seen = sees(asker[:, None] - asked[None, :], window, CAUSAL, WINDOW)
         else:
-            seen = _seen(index[:, None] - key[None, :], window, CAUSAL, WINDOW)
+            seen = sees(index[:, None] - key[None, :], window, CAUSAL, WINDOW)
         score = tl.where(seen & asks[:, None] & keep[None, :], score, float("-inf"))
 
         peak = tl.maximum(top, tl.max(score, axis=1))
@@ -178,13 +178,13 @@ def _turned(left, right, cos, sin):
 
 
 @triton.jit
-def _tile(x, where, column, keep, WIDTH: tl.constexpr):
+def tile(x, where, column, keep, WIDTH: tl.constexpr):
     """Rows of x that start at `where`; zeros for those not kept, whatever memory holds there."""
     return tl.load(x + where[:, None] + column[None, :], mask=keep[:, None] & (column < WIDTH)[None, :], other=0.0)
 
 
 @triton.jit
-def _seen(distance, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+def sees(distance, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
     """Whether a query sees a key that lies `distance` back."""
     seen = distance == distance
     if CAUSAL:
@@ -195,7 +195,7 @@ def _seen(distance, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
 
 
 @triton.jit
-def _range(
+def key_range(
     lead, n, length, window, block,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BY_POSITION: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
