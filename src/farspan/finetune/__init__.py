@@ -1,0 +1,1 @@
+"""Fine-tuning: recipes of stages, their objectives, and the training room that runs them."""
