@@ -23,7 +23,7 @@ class Lora:
     """``lora``: train low-rank additions (PEFT) and merge them at the end of the stage; r = 0 trains the weights."""
 
     r: int = 0
-    alpha: float = 16.0
+    alpha: int = 16
     target_modules: tuple[str, ...] = ()
     """Names of linear layers; empty = all of them but the head."""
 
