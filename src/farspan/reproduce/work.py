@@ -12,6 +12,7 @@ from torch import Tensor
 from farspan.data import Shards, TextTokenizer, load_tokenizer, prepare
 from farspan.errors import require
 from farspan.evaluation import as_trained, passkey, perplexity
+from farspan.files import write_whole
 from farspan.models import FarspanForCausalLM
 from farspan.reproduce.plan import Step
 from farspan.reproduce.preset import Preset
@@ -43,7 +44,7 @@ class Work:
         if corpus.held_out:
             held_out = self.folder / "data" / "held-out"
             prepare(corpus.held_out, held_out, tokenizer=made, valid_share=0.0, progress=self._preparing)
-        step.result.write_text(json.dumps({"sources": list(corpus.train), "held_out": corpus.held_out}))
+        write_whole(step.result, json.dumps({"sources": list(corpus.train), "held_out": corpus.held_out}))
 
     def _preparing(self, what: str, done: int, total: int) -> None:
         self.say(what, done / max(total, 1))
