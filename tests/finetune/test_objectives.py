@@ -81,6 +81,23 @@ def test_lowering_an_objective_brings_the_student_to_the_teacher(name: str) -> N
         assert measure(held).item() < 0.9 * far
 
 
+@pytest.mark.parametrize("weights", [{"attention-output": 1.0}, {"logit-kl": 1.0, "next-token": 0.5}])
+def test_autocast_changes_only_rounding(weights: dict[str, float]) -> None:
+    original = teacher()
+    model, tokens = student(original), ids()
+    objective = Distillation(model, original, weights)
+    found = []
+    for enabled in (False, True):
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            loss = objective(tokens)
+        loss.backward()
+        found.append((loss.item(), model.model.layers[0].self_attn.t_proj.weight.grad.clone()))
+    (exact, gradient), (rounded, narrow) = found
+    assert rounded == pytest.approx(exact, rel=2e-2)
+    assert (narrow - gradient).norm() <= 0.1 * gradient.norm()
+
+
 def test_the_teacher_is_no_part_of_the_module() -> None:
     original = teacher()
     model = student(original)

@@ -11,6 +11,7 @@ import farspan.training.loop as loop
 import farspan_cli
 from farspan import FarspanForCausalLM
 from farspan.convert import from_pretrained
+from farspan.convert.note import read_note
 from farspan.data import prepare
 from farspan.finetune import Distillation, Recipe, Standing, finetune
 from farspan.finetune.weights import begun, merge_lora, resumed
@@ -193,6 +194,17 @@ def test_merging_nothing_changes_nothing(folders: tuple[Path, Path, str]) -> Non
     assert all(torch.equal(a, b) for a, b in zip(merged.parameters(), plain.parameters(), strict=True))
 
 
+def test_a_converted_folder_and_what_is_made_of_it_say_where_they_are_from(
+    whole: Path, folders: tuple[Path, Path, str], tmp_path: Path
+) -> None:
+    original, coca, _ = folders
+    assert read_note(coca) == read_note(whole / "model") == original
+    assert read_note(original) is None
+    (tmp_path / "conversion.json").write_text("[]")
+    with pytest.raises(ValueError, match="must be a JSON object"):
+        read_note(tmp_path)
+
+
 @pytest.mark.parametrize("law", ["linear", "yarn"])
 def test_long_recipes_stretch_the_angles_to_their_rows(law: str, folders: tuple[Path, Path, str]) -> None:
     name = {"linear": "long-pi", "yarn": "long-yarn"}[law]
@@ -235,6 +247,8 @@ def test_what_cannot_be_meant_is_refused(folders: tuple[Path, Path, str], tmp_pa
         ValueError, match=r"train of stage s0 must name parameters, got '\*.k_proj.\*', which fits none"
     ):
         finetune(coca, {source: 1.0}, recipe({"train": ["*.k_proj.*"]}), out)
+    with pytest.raises(ValueError, match=r"checkpoint must be a folder or a .gguf file, got '.*gone', which does not"):
+        finetune(tmp_path / "gone", {source: 1.0}, recipe({}), out)
     with pytest.raises(ValueError, match=r"--teacher is needed by stage s0, got none, and .* does not say"):
         finetune(original, {source: 1.0}, recipe({"objective": {"logit-kl": 1.0}}), out)
     with pytest.raises(ValueError, match=r"--teacher must exist, got '.*gone'"):

@@ -80,6 +80,7 @@ def finetune(
     folder, run = Path(out), run or RunSection()
     source, sources = Path(model), dict(data)
     require(bool(sources), "--data must name at least one token folder, got none; make it with farspan data")
+    open_source(source)  # refuses what is no checkpoint before anything else is said about it
     tokenizer = cache(partial(_tokenizer, source, sources))
     origin = Origin(source, _teacher(source, teacher, recipe), sources, tokenizer)
     final, path, done = folder / "model", source, 0

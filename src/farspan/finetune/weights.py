@@ -95,7 +95,7 @@ def add_lora(model: FarspanForCausalLM, lora: Lora) -> None:
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
-        raise ValueError("lora needs the package 'peft', which is missing; pip install peft") from error
+        raise ValueError("lora needs the package 'peft', which is missing; pip install 'farspan[lora]'") from error
     present = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     targets = lora.target_modules or [name for name in model.lora_target_modules if name in present]
     for target in targets:
