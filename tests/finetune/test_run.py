@@ -82,19 +82,22 @@ def test_frozen_parameters_are_bit_identical_after_a_stage(whole: Path, folders:
         assert torch.equal(value, after[name]) == (".self_attn." not in name), name
 
 
-def test_the_published_first_stage_moves_t_alone(folders: tuple[Path, Path, str], tmp_path: Path) -> None:
-    _, coca, source = folders
-    paper = Recipe.load("paper").capped(16).scaled(16 * 12)
-    finetune(coca, {source: 1.0}, paper, tmp_path / "out")
+@pytest.mark.parametrize("key", ["t_proj", "k_proj"])
+def test_the_published_stages_move_what_the_paper_says(
+    key: str, folders: tuple[Path, Path, str], tmp_path: Path
+) -> None:
+    """Also of the original itself, which is the control: the same text without CoCA."""
+    original, coca, source = folders
+    path = coca if key == "t_proj" else original
+    finetune(path, {source: 1.0}, Recipe.load("paper").capped(16).scaled(16 * 12), tmp_path / "out")
     moved = []
-    path = coca
     for name in ("stage-1-t", "stage-2-qkv", "stage-3-all"):
         before, path = weights(path), tmp_path / "out" / name / "model"
         after = weights(path)
-        moved.append({key.split(".")[-2] for key in after if not torch.equal(before[key], after[key])})
-    assert moved[0] == {"t_proj"}
-    assert moved[1] == {"q_proj", "t_proj", "v_proj"}
-    assert {"embed_tokens", "down_proj", "input_layernorm", "o_proj", "t_proj"} <= moved[2]
+        moved.append({name.split(".")[-2] for name in after if not torch.equal(before[name], after[name])})
+    assert moved[0] == {key}
+    assert moved[1] == {"q_proj", key, "v_proj"}
+    assert {"embed_tokens", "down_proj", "input_layernorm", "o_proj", key} <= moved[2]
 
 
 def test_a_recipe_stopped_anywhere_goes_on_to_the_same_model(

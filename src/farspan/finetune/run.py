@@ -72,8 +72,8 @@ def finetune(
     Args:
         model: a farspan folder with its tokenizer, or anything `farspan convert` reads.
         data: token folders (`farspan data --tokenizer MODEL`) with their weights.
-        out: gets ``stage-1-…`` and so on, each a folder of a training run with its ``model``; at the end ``model`` and
-            ``recipe.json``, what was done and what it took.
+        out: gets ``stage-1-…`` and so on, each a folder of a training run with its ``model`` (``merged`` is
+            the plain one after LoRA); at the end ``model`` and ``recipe.json``, what was done and what it took.
         teacher: what a distilling stage learns from; default: what the model was converted from, if it says.
         report: called every few steps.
     """
