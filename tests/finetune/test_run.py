@@ -278,6 +278,7 @@ def command(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
     ("arguments", "message"),
     [
         (["--recipe", "distil"], "did you mean 'distill'"),
+        (["--recipe", "TOML"], "configuration key stages[0].lenght"),
         (["--data", "DATA=none"], "--data must be DIR or DIR=WEIGHT"),
         (["--recipe", "paper", "--precision", "fp8"], "--precision must be one of"),
     ],
@@ -291,7 +292,8 @@ def test_the_command_line_refuses_in_one_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     _, coca, source = folders
-    given = [a.replace("DATA", source) for a in arguments]
+    (tmp_path / "mine.toml").write_text("[[stages]]\nname = 'a'\nlenght = 5")
+    given = [a.replace("DATA", source).replace("TOML", str(tmp_path / "mine.toml")) for a in arguments]
     given += [] if "--data" in given else ["--data", source]
     assert command(monkeypatch, coca, *given, "--out", tmp_path / "out") == 2
     said = capsys.readouterr().err
