@@ -1,6 +1,8 @@
 """Recipes are data: the shipped ones say what was published, and a bad one is refused by name."""
 
+import tomllib
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 
@@ -40,6 +42,15 @@ def test_a_small_budget_keeps_the_shares_and_at_least_a_row() -> None:
     assert [s.batch_size for s in small.stages] == [1] * 3
     assert [s.optimizer.steps for s in small.stages] == [6, 26, 8]
     assert all(s.optimizer.steps == 1 for s in Recipe.load("distill").scaled(1).stages)
+
+
+def test_the_recipe_in_the_documentation_is_one() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "finetuning.md").read_text().split("--recipe mine.toml`:")[1]
+    block = [line for line in text.split("After a stage")[0].splitlines() if line.startswith("    ")]
+    assert [stage.name for stage in Recipe.parse(tomllib.loads(dedent("\n".join(block)))).stages] == [
+        "attention",
+        "long",
+    ]
 
 
 def test_a_larger_budget_takes_more_steps() -> None:
