@@ -37,7 +37,10 @@ def by_hand(model: FarspanForCausalLM, ids: list[int], start: int = 0) -> float:
 @pytest.mark.parametrize("tokens_at_once", [1, 40, 10_000])
 def test_log_probabilities_do_not_depend_on_the_batch(model: FarspanForCausalLM, tokens_at_once: int) -> None:
     sentences = [torch.randint(257, (n,)).tolist() for n in (7, 1, 12, 3, 12, 30)]
-    found = dict(log_probabilities(model, sentences, 0, tokens_at_once=tokens_at_once))
+    found: dict[int, float] = {}
+    for batch in log_probabilities(model, sentences, 0, tokens_at_once=tokens_at_once):
+        assert len(batch) == 1 or len(batch) * max(len(sentences[i]) for i in batch) <= tokens_at_once
+        found |= batch
     assert sorted(found) == list(range(6))
     for number, ids in enumerate(sentences):
         assert found[number] == pytest.approx(by_hand(model, ids), rel=1e-5)

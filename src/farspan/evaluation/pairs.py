@@ -55,9 +55,9 @@ def _pair(line: bytes, where: str) -> Pair:
 
 @torch.no_grad()
 def log_probabilities(
-    model: FarspanForCausalLM, sentences: list[list[int]], start: int, *, tokens_at_once: int = 2**14
-) -> Iterator[tuple[int, float]]:
-    """(number, log p) of each token sequence after the token `start`, in batches of similar length, shortest first."""
+    model: FarspanForCausalLM, sentences: list[list[int]], start: int, *, tokens_at_once: int = 2**12
+) -> Iterator[dict[int, float]]:
+    """Number → log p of each token sequence after the token `start`, a batch of similar lengths at a time."""
     device = next(model.parameters()).device
     order = sorted(range(len(sentences)), key=lambda i: len(sentences[i]))
     while order:
@@ -74,7 +74,7 @@ def log_probabilities(
         losses = token_losses(model, model.model(ids[:, :-1], use_cache=False).last_hidden_state, ids[:, 1:])
         lengths = torch.tensor([len(sentences[number]) for number in group], device=device)
         real = torch.arange(longest, device=device)[None] < lengths[:, None]
-        yield from zip(group, _sums(losses, real), strict=True)
+        yield dict(zip(group, _sums(losses, real), strict=True))
 
 
 def _sums(losses: Tensor, real: Tensor) -> list[float]:
@@ -100,12 +100,12 @@ def minimal_pairs(
     """
     made = list(pairs)
     ids = [encode(text) for pair in made for text in (pair.good, pair.bad)]
-    scores = [0.0] * len(ids)
-    for number, score in log_probabilities(model, ids, start):
-        scores[number] = score
+    scores: dict[int, float] = {}
+    for batch in log_probabilities(model, ids, start):
+        scores |= batch
         if progress is not None:
-            progress(1)
-    right = [good > bad for good, bad in zip(scores[::2], scores[1::2], strict=True)]
+            progress(len(batch))
+    right = [scores[2 * i] > scores[2 * i + 1] for i in range(len(made))]
     groups: dict[tuple[str, str, str], list[bool]] = {("all", "", ""): right}
     for kind in ("field", "set"):
         for pair, ok in zip(made, right, strict=True):
