@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 from farspan.convert.fit import attention_rows
 from farspan.finetune.objectives import Distillation, new_layers
+from farspan.training.pretraining import NextToken
 from tests.finetune.students import student, teacher
 
 
@@ -54,12 +55,14 @@ def test_logit_kl_is_torchs_between_the_two_models(weights: dict[str, float]) ->
     assert Distillation(model, original, weights)(tokens).item() == pytest.approx(goal.item(), rel=1e-12)
 
 
-def test_mixtures_add_up() -> None:
+@pytest.mark.parametrize("other", ["logit-kl", "next-token"])
+def test_mixtures_add_up(other: str) -> None:
     original = teacher().double()
     model, tokens = student(original), ids()
-    parts = [Distillation(model, original, {name: 1.0})(tokens) for name in ("attention-output", "logit-kl")]
-    both = Distillation(model, original, {"attention-output": 1.0, "logit-kl": 1.0})(tokens)
-    assert both.item() == pytest.approx(sum(parts).item(), rel=1e-12)
+    local = Distillation(model, original, {"attention-output": 1.0})(tokens)
+    alone = NextToken(model) if other == "next-token" else Distillation(model, original, {other: 1.0})
+    both = Distillation(model, original, {"attention-output": 0.5, other: 3.0})(tokens)
+    assert both.item() == pytest.approx((0.5 * local + 3 * alone(tokens)).item(), rel=1e-12)
 
 
 @pytest.mark.parametrize("name", ["attention-output", "logit-kl"])

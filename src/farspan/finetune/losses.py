@@ -22,10 +22,14 @@ def soft_error(
     wide = torch.promote_types(torch.float32, ours.dtype)
     log_q, log_p = ours.to(wide).log_softmax(-1), theirs.to(wide).log_softmax(-1)
     p = log_p.exp()
-    index = targets[:, None]
-    loss = divergence * (p * (log_p - log_q)).sum() - cross_entropy * log_q.gather(1, index).sum()
+    loss = divergence * (p * (log_p - log_q)).sum()
     error = (divergence + cross_entropy) * log_q.exp() - divergence * p
-    return loss, error.scatter_add(1, index, torch.full_like(error[:, :1], -cross_entropy))
+    if cross_entropy:
+        index = targets[:, None]
+        loss = loss - cross_entropy * log_q.gather(1, index).sum()
+        true = index == torch.arange(error.shape[1], device=error.device)  # fuses, which a scatter does not
+        error = torch.where(true, error - cross_entropy, error)
+    return loss, error
 
 
 @cache

@@ -11,6 +11,7 @@ from farspan.finetune.losses import linear_distillation
 from farspan.models import FarspanForCausalLM
 from farspan.models.frame import Frame, View
 from farspan.models.modeling import FarspanBlock
+from farspan.training.loss import linear_cross_entropy
 
 NEXT_TOKEN, ATTENTION_OUTPUT, LOGIT_KL = OBJECTIVES = ("next-token", "attention-output", "logit-kl")
 """The names a recipe weighs."""
@@ -81,23 +82,26 @@ class Distillation(nn.Module):
             teacher.to(ids.device)
         local, theirs = self._through_teacher(teacher, inputs)
         loss = self.weights[ATTENTION_OUTPUT] * local if self.layers else local
-        if theirs is None:
+        if set(self.weights) == {ATTENTION_OUTPUT}:
             return loss
-        ours = self.model.model(inputs, use_cache=False).last_hidden_state
+        ours = _narrow(self.model.model(inputs, use_cache=False).last_hidden_state.flatten(0, 1))
+        head, targets = self.model.lm_head.weight, ids[:, 1:].flatten()
+        if theirs is None:
+            return loss + self.weights[NEXT_TOKEN] * linear_cross_entropy(ours, head, targets)
         return loss + linear_distillation(
-            _narrow(ours.flatten(0, 1)),
-            self.model.lm_head.weight,
+            ours,
+            head,
             _narrow(theirs.flatten(0, 1)),
             teacher.lm_head.weight,
-            ids[:, 1:].flatten(),
-            divergence=self.weights.get(LOGIT_KL, 0.0),
+            targets,
+            divergence=self.weights[LOGIT_KL],
             cross_entropy=self.weights.get(NEXT_TOKEN, 0.0),
             compile=self.compile_loss,
         )
 
     def _through_teacher(self, teacher: FarspanForCausalLM, ids: Tensor) -> tuple[Tensor, Tensor | None]:
         """The mean error of the new layers, and the teacher's last hidden states where they are wanted."""
-        wanted = LOGIT_KL in self.weights or NEXT_TOKEN in self.weights
+        wanted = LOGIT_KL in self.weights
         with torch.no_grad():
             hidden = teacher.model.embed_tokens(ids)
             views, own = _views(teacher, hidden), _views(self.model, hidden)
