@@ -24,6 +24,7 @@ FLOORS = {
     "analysis": 5,
     "report": 5,
     "benchmark": 6,
+    "finetune": 6,
     "reproduce": 6,
 }
 HEAVY = {"transformers", "accelerate", "matplotlib", "triton", "tokenizers", "jinja2", "peft"}

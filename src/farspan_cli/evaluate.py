@@ -1,4 +1,4 @@
-"""`farspan eval`: perplexity and passkey retrieval of a trained model."""
+"""`farspan eval`: perplexity and passkey retrieval of a trained model, minimal pairs and bits a byte."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +25,7 @@ Model = Annotated[
 ]
 Ntk = Annotated[float | None, typer.Option(help="Dynamic NTK with this factor.", min=1)]
 NtkMode = Annotated[str, typer.Option(help="per_query or per_request.")]
+Yarn = Annotated[float | None, typer.Option(help="YaRN with this factor, untrained.", min=1)]
 Out = Annotated[Path | None, typer.Option(help="Write the result as JSON.")]
 
 
@@ -39,6 +40,7 @@ def ppl(
     texts: Annotated[int, typer.Option(help="At most so many documents.", min=1)] = 100,
     ntk: Ntk = None,
     ntk_mode: NtkMode = "per_query",
+    yarn: Yarn = None,
     out: Out = None,
 ) -> None:
     """Perplexity by window length, with the truncation control (same tokens, context cut to the training length).
@@ -56,7 +58,7 @@ def ppl(
     require_choice("--mode", mode, ("sliding", "yarn", "whole", "disjoint"))
     if max(wanted) > text_tokens:
         fail(f"--text-tokens must be at least the longest window {max(wanted)}, got {text_tokens}; raise it")
-    loaded, scaling = _load(model, ntk, ntk_mode)
+    loaded, scaling = _load(model, ntk, ntk_mode, yarn)
     tokenizer = text_tokenizer(model)
     needed, found = max(*wanted, loaded.config.train_length, 2), list[torch.Tensor]()
     for source in text:
@@ -89,6 +91,7 @@ def passkey_command(
     seed: Annotated[int, typer.Option(help="Seed of keys and depths.")] = 0,
     ntk: Ntk = None,
     ntk_mode: NtkMode = "per_query",
+    yarn: Yarn = None,
     out: Out = None,
 ) -> None:
     """Passkey retrieval by length, with Wilson intervals and the near/far split at the training length.
@@ -99,7 +102,7 @@ def passkey_command(
     from farspan.evaluation import as_trained, passkey
 
     wanted = whole_numbers(lengths)
-    loaded, scaling = _load(model, ntk, ntk_mode)
+    loaded, scaling = _load(model, ntk, ntk_mode, yarn)
     tokenizer = text_tokenizer(model)
     rows: list[dict[str, Any]] = []
     with as_trained(loaded.device.type), progress(Console(stderr=True)) as show:
@@ -111,6 +114,73 @@ def passkey_command(
             rows.append({**row, "scaling": scaling})
     _show(rows, ("length", "cases", "correct", "accuracy", "ci95"), scaling)
     _write(out, rows, seed)
+
+
+@evaluate.command("pairs")
+def pairs_command(
+    model: Model,
+    pairs: Annotated[list[Path], typer.Option(help="JSONL (.gz .xz .zst) with good, bad, set and field.")],
+    out: Out = None,
+) -> None:
+    """Minimal pairs: how often the good sentence is the likelier, by phenomenon, with Wilson intervals.
+
+    Example: `farspan eval pairs models/smollm2-coca --pairs blimp.jsonl.xz --out pairs.json`
+    """
+    from farspan.convert.text import text_tokenizer
+    from farspan.evaluation import as_trained, minimal_pairs, read_pairs
+
+    made = [pair for file in pairs for pair in read_pairs(file)]
+    loaded, scaling = _load(model)
+    tokenizer = text_tokenizer(model)
+    with as_trained(loaded.device.type), progress(Console(stderr=True)) as show:
+        tell = _counter(show, 2 * len(made), f"{len(made):,} pairs")
+        rows = minimal_pairs(loaded, made, tokenizer.encode, start=_start(loaded, tokenizer.end), progress=tell)
+    rows = [{**row, "scaling": scaling} for row in rows]
+    _show([row for row in rows if row["kind"] != "set"], ("kind", "field", "cases", "correct", "accuracy", "ci95"))
+    _write(out, rows)
+
+
+@evaluate.command("bits")
+def bits_command(
+    model: Model,
+    text: Annotated[list[str], typer.Option(help="Texts, as `farspan data` takes them.")],
+    length: Annotated[
+        int | None, typer.Option(help="Window; by default the training length, or 2048 if that is less.", min=2)
+    ] = None,
+    text_bytes: Annotated[int, typer.Option(help="Cut each document to so many bytes.", min=1)] = 100_000,
+    texts: Annotated[int, typer.Option(help="At most so many documents.", min=1)] = 100,
+    out: Out = None,
+) -> None:
+    """Bits a byte of raw text, in half-overlapping windows: comparable between models with different tokens.
+
+    Example: `farspan eval bits models/smollm2-coca --text test.jsonl.xz --length 2048 --out bits.json`
+    """
+    from itertools import islice
+
+    from farspan.convert.text import text_tokenizer
+    from farspan.data import documents
+    from farspan.evaluation import as_trained, bits_per_byte
+    from farspan.evaluation.bits import first_bytes
+
+    found = [
+        first_bytes(document.text, text_bytes)
+        for document in islice((document for source in text for document in documents(source)), texts)
+    ]
+    loaded, scaling = _load(model)
+    tokenizer, window = text_tokenizer(model), length or min(2048, loaded.config.train_length)
+    start = _start(loaded, tokenizer.end)
+    with as_trained(loaded.device.type), progress(Console(stderr=True)) as show:
+        tell = _counter(show, sum(len(one.encode()) for one in found), f"bytes of {len(found)} texts")
+        row = bits_per_byte(loaded, found, tokenizer.encode, start=start, length=window, progress=tell)
+    rows = [{**row, "scaling": scaling}]
+    _show(rows, ("length", "texts", "bytes", "tokens", "bits_per_byte"))
+    _write(out, rows)
+
+
+def _start(model: "FarspanForCausalLM", end: int) -> int:
+    """The token before a text: the model's own beginning, else the end of the text before."""
+    begin = model.config.bos_token_id
+    return end if begin is None else int(begin)
 
 
 def _counter(show: Show, total: int, text: str) -> Callable[[int], None]:
@@ -126,21 +196,29 @@ def _counter(show: Show, total: int, text: str) -> Callable[[int], None]:
     return more
 
 
-def _load(path: str, ntk: float | None, mode: str) -> "tuple[FarspanForCausalLM, str]":
+def _load(
+    path: str, ntk: float | None = None, mode: str = "per_query", yarn: float | None = None
+) -> "tuple[FarspanForCausalLM, str]":
     import torch
 
     from farspan.convert import from_pretrained
 
+    if ntk is not None and yarn is not None:
+        fail(f"--yarn must be left out with --ntk, got {yarn:g} and {ntk:g}; choose one of them")
+
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = from_pretrained(path, attention=None, dtype=torch.float32, device=device)
+    if yarn is not None:
+        model.set_rope_parameters(rope_type="yarn", factor=yarn)
+        return model, f"yarn-{yarn:g}"
     if ntk is None:
         return model, "none"
     model.set_rope_parameters(rope_type="dynamic", factor=ntk, mode=mode)
     return model, f"ntk-{ntk:g}" + ("" if mode == "per_query" else f"/{mode}")
 
 
-def _show(rows: list[dict[str, Any]], columns: tuple[str, ...], scaling: str) -> None:
-    table = Table(*columns, title=f"scaling: {scaling}")
+def _show(rows: list[dict[str, Any]], columns: tuple[str, ...], scaling: str | None = None) -> None:
+    table = Table(*columns, title=f"scaling: {scaling}" if scaling else None)
     for row in rows:
         table.add_row(*(_cell(row[column]) for column in columns))
     Console().print(table)

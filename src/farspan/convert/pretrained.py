@@ -11,6 +11,7 @@ from farspan.convert.calibrate import CalibrationConfig, CalibrationReport, cali
 from farspan.convert.configuration import read_config, write_config
 from farspan.convert.folder import check_out, save
 from farspan.convert.load import Progress, load
+from farspan.convert.note import write_note
 from farspan.convert.sources import open_source
 from farspan.convert.target import AttentionArgument, replace_attention, target_specs
 from farspan.convert.text import calibration_windows
@@ -97,7 +98,8 @@ def convert_folder(
     device: torch.device | str = "cpu",
     progress: Progress | None = None,
 ) -> CalibrationReport | None:
-    """:func:`from_pretrained`, written to a new folder with the tokenizer and calibration.json, the report.
+    """:func:`from_pretrained`, written to a new folder with the tokenizer, conversion.json (the source) and
+    calibration.json, the report.
 
     to: write another family's format instead, where nothing is lost. text: sources as `farspan data` takes them, from
     which `tokens` in windows of `length` (or the training length) are taken to calibrate on.
@@ -120,6 +122,8 @@ def convert_folder(
 
     def beside(folder: Path) -> None:
         opened.carry(folder)
+        if attention is not None and to is None:
+            write_note(folder, Path(source))
         if report is not None:
             write_result(folder / "calibration.json", report.rows(), device=str(model.device), seed=0)
 

@@ -1,0 +1,144 @@
+"""What a stage lowers: distances from a frozen teacher, alone or together with the loss of the next token."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from farspan.errors import require
+from farspan.finetune.losses import linear_distillation
+from farspan.models import FarspanForCausalLM
+from farspan.models.frame import Frame, View
+from farspan.models.modeling import FarspanBlock
+from farspan.training.loss import linear_cross_entropy
+
+NEXT_TOKEN, ATTENTION_OUTPUT, LOGIT_KL = OBJECTIVES = ("next-token", "attention-output", "logit-kl")
+"""The names a recipe weighs."""
+
+
+def new_layers(model: FarspanForCausalLM) -> list[int]:
+    """The layers that were given CoCA, whose attention has something to match.
+
+    >>> from farspan import FarspanConfig
+    >>> new_layers(FarspanForCausalLM(FarspanConfig.preset("tiny", attention=["rope", "coca-exact"] * 2)))
+    [1, 3]
+    """
+    return [i for i, spec in enumerate(model.config.attention_specs) if spec.kind == "coca"]
+
+
+def attend(block: FarspanBlock, hidden: Tensor, view: View) -> Tensor:
+    """What a block's attention adds to the residual stream (b, n, hidden)."""
+    return block.self_attn(block.input_layernorm(hidden), view=view)[0]
+
+
+def feed(block: FarspanBlock, hidden: Tensor, attended: Tensor) -> Tensor:
+    """The rest of the block."""
+    hidden = hidden + attended
+    return hidden + block.mlp(block.post_attention_layernorm(hidden))
+
+
+def relative_error(ours: Tensor, theirs: Tensor) -> Tensor:
+    """‖ours - theirs‖² / ‖theirs‖², in float32 or wider."""
+    wide = torch.promote_types(torch.float32, theirs.dtype)
+    goal = theirs.to(wide)
+    return (ours.to(wide) - goal).pow(2).sum() / goal.pow(2).sum()
+
+
+class Distillation(nn.Module):
+    """ids (b, n+1) → weighted sum of distances from a frozen teacher and, if it has a weight, of the next token's loss.
+
+    "attention-output": each CoCA layer is given what entered the teacher's layer, and :func:`relative_error` of what
+    its attention makes of it is averaged over these layers. No error travels from layer to layer, so all of them learn
+    from one forward pass of the teacher, and the student as a whole is not run.
+    "logit-kl": KL(teacher ‖ student) of the next token, a mean over tokens.
+
+    Args:
+        teacher: frozen; kept out of the module's own parameters, so that it is neither saved nor wrapped.
+        weights: objective → weight, by the names in :data:`OBJECTIVES`.
+        compile: compile the teacher's blocks and the loss.
+    """
+
+    def __init__(
+        self,
+        model: FarspanForCausalLM,
+        teacher: FarspanForCausalLM,
+        weights: Mapping[str, float],
+        *,
+        compile: bool = False,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self._teacher = (teacher.eval().requires_grad_(False),)
+        self.weights, self.compile_loss = dict(weights), compile
+        self.layers = set(new_layers(model)) if ATTENTION_OUTPUT in weights else set[int]()
+        _check(model, teacher, weights)
+        self._attend = torch.compile(attend) if compile else attend
+        self._feed = torch.compile(feed) if compile else feed
+
+    def forward(self, ids: Tensor) -> Tensor:
+        teacher, inputs = self._teacher[0], ids[:, :-1]
+        if teacher.device != ids.device:
+            teacher.to(ids.device)
+        local, theirs = self._through_teacher(teacher, inputs)
+        loss = self.weights[ATTENTION_OUTPUT] * local if self.layers else local
+        if set(self.weights) == {ATTENTION_OUTPUT}:
+            return loss
+        ours = _narrow(self.model.model(inputs, use_cache=False).last_hidden_state.flatten(0, 1))
+        head, targets = self.model.lm_head.weight, ids[:, 1:].flatten()
+        if theirs is None:
+            return loss + self.weights[NEXT_TOKEN] * linear_cross_entropy(ours, head, targets)
+        return loss + linear_distillation(
+            ours,
+            head,
+            _narrow(theirs.flatten(0, 1)),
+            teacher.lm_head.weight,
+            targets,
+            divergence=self.weights[LOGIT_KL],
+            cross_entropy=self.weights.get(NEXT_TOKEN, 0.0),
+            compile=self.compile_loss,
+        )
+
+    def _through_teacher(self, teacher: FarspanForCausalLM, ids: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The mean error of the new layers, and the teacher's last hidden states where they are wanted."""
+        wanted = LOGIT_KL in self.weights
+        with torch.no_grad():
+            hidden = teacher.model.embed_tokens(ids)
+            views, own = _views(teacher, hidden), _views(self.model, hidden)
+        errors, last = [], len(views) if wanted else max(self.layers) + 1
+        for i, (block, student) in enumerate(zip(teacher.model.layers[:last], self.model.model.layers, strict=False)):
+            with torch.no_grad():
+                attended = self._attend(block, hidden, views[i])
+            if i in self.layers:
+                errors.append(relative_error(self._attend(student, hidden, own[i]), attended))
+            with torch.no_grad():
+                hidden = self._feed(block, hidden, attended)
+        local = torch.stack(errors).mean() if errors else hidden.new_zeros(())
+        with torch.no_grad():
+            return local, teacher.model.norm(hidden) if wanted else None
+
+
+def _views(model: FarspanForCausalLM, hidden: Tensor) -> list[View]:
+    """How each layer of a model sees a text read whole from its beginning."""
+    options: dict[str, Any] = {"attention_mask": None, "position_ids": None, "cache": None, "whole_cache": False}
+    frame = Frame(hidden, rotary=model.config.rotary(), causal=True, **options)
+    attentions = [block.self_attn for block in model.model.layers]
+    return [frame.view(a, i, rotated_cache=a.rotates_before_cache) for i, a in enumerate(attentions)]
+
+
+def _narrow(hidden: Tensor) -> Tensor:
+    """In the dtype of autocast, whose products the fused loss takes over."""
+    kind = hidden.device.type
+    return hidden.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else hidden
+
+
+def _check(model: FarspanForCausalLM, teacher: FarspanForCausalLM, weights: Mapping[str, float]) -> None:
+    ours, theirs = model.config, teacher.config
+    for name in ("num_hidden_layers", "hidden_size", "vocab_size"):
+        a, b = getattr(ours, name), getattr(theirs, name)
+        require(a == b, f"teacher must have the model's {name} = {a}, got {b}; name what the model was converted from")
+    require(
+        ATTENTION_OUTPUT not in weights or bool(new_layers(model)),
+        "objective 'attention-output' needs CoCA layers, got a model without; convert it first, "
+        "e.g. farspan convert SOURCE --attention coca-exact",
+    )

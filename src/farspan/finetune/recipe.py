@@ -1,0 +1,167 @@
+"""A recipe: stages of fine-tuning as data, from TOML."""
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from importlib.resources import files
+from math import gcd
+from pathlib import Path
+from typing import Any
+
+from farspan.errors import require, require_choice, unknown
+from farspan.finetune.objectives import NEXT_TOKEN, OBJECTIVES
+from farspan.training.config import OptimizerSection, parse_section, read_toml
+
+NAMES = ("paper", "distill", "distill-long", "long-pi", "long-yarn")
+"""The recipes that come with the package."""
+FEWEST_STEPS = 500
+"""A budget below a recipe's own first takes rows from a step, and steps only when no more than these are left."""
+
+
+@dataclass(frozen=True)
+class Lora:
+    """``lora``: train low-rank additions (PEFT) and merge them at the end of the stage; r = 0 trains the weights."""
+
+    r: int = 0
+    alpha: int = 16
+    target_modules: tuple[str, ...] = ()
+    """Names of linear layers; empty = all of them but the head."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage: what moves, what it lowers, on rows of which length, and for how long."""
+
+    name: str = ""
+    train: tuple[str, ...] = ("*",)
+    """Parameters that move, by shell patterns of their names, such as ``*.self_attn.t_*``; the others are frozen."""
+    objective: dict[str, float] = field(default_factory=lambda: {NEXT_TOKEN: 1.0})
+    """Objective → weight; see :data:`farspan.finetune.objectives.OBJECTIVES`."""
+    length: int = 2048
+    batch_size: int = 256
+    passkey_share: float = 0.0
+    train_length: int = 0
+    """What the model's training length is from here on, which dynamic NTK and YaRN measure against; 0 = as it is."""
+    rope_parameters: dict[str, Any] = field(default_factory=dict)
+    """Another law for the angles from here on, as in transformers. A missing factor of linear and yarn is the one that
+    takes the training length to `length`."""
+    optimizer: OptimizerSection = field(default_factory=OptimizerSection)
+    lora: Lora = field(default_factory=Lora)
+
+    def __post_init__(self) -> None:
+        name = self.name
+        require(
+            bool(name) and all(c.isalnum() or c in "-_" for c in name),
+            f"stages.name must be letters, digits, - and _, got {name!r}; it names the stage's folder",
+        )
+        for objective, weight in self.objective.items():
+            if objective not in OBJECTIVES:
+                raise unknown(f"objective of stage {name}", objective, OBJECTIVES)
+            require(
+                isinstance(weight, int | float) and weight > 0,
+                f"objective {objective} of stage {name} must have a weight > 0, got {weight!r}; leave it out instead",
+            )
+        require(bool(self.objective), f"objective of stage {name} is empty; choose from {', '.join(OBJECTIVES)}")
+        require(bool(self.train), f"train of stage {name} is empty; ['*'] trains everything")
+        for key, least in (("length", 2), ("batch_size", 1), ("train_length", 0)):
+            value = getattr(self, key)
+            require(value >= least, f"{key} of stage {name} must be at least {least}, got {value}")
+        optimizer, lora = self.optimizer, self.lora
+        require(optimizer.steps >= 1, f"optimizer.steps of stage {name} must be at least 1, got {optimizer.steps}")
+        require(
+            optimizer.accumulation >= 1 and self.batch_size % optimizer.accumulation == 0,
+            f"batch_size of stage {name} must be a multiple of optimizer.accumulation = {optimizer.accumulation}, "
+            f"got {self.batch_size}",
+        )
+        require(
+            0 <= self.passkey_share <= 0.05,
+            f"passkey_share of stage {name} must lie in 0 … 0.05, got {self.passkey_share}; more would train the test",
+        )
+        require(
+            lora.r == 0 or self.train == ("*",),
+            f"train of stage {name} must be left out where lora.r > 0, got {list(self.train)}; "
+            "lora.target_modules says what moves",
+        )
+        require(lora.r >= 0 and lora.alpha > 0, f"lora of stage {name} must have r ≥ 0 and alpha > 0, got {lora}")
+
+    @property
+    def tokens(self) -> int:
+        """Tokens the stage reads."""
+        return self.optimizer.steps * self.batch_size * self.length
+
+    @property
+    def needs_teacher(self) -> bool:
+        """Whether anything but the next token is asked for."""
+        return set(self.objective) != {NEXT_TOKEN}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Stages, one after the other.
+
+    >>> recipe = Recipe.load("paper")
+    >>> [stage.name for stage in recipe.stages], f"{recipe.tokens / 1e9:.1f}B tokens"
+    (['t', 'qkv', 'all'], '23.6B tokens')
+    >>> [(s.batch_size, s.optimizer.steps) for s in recipe.scaled(100_000_000).stages]
+    [(32, 509), (32, 509), (32, 509)]
+    """
+
+    description: str
+    stages: tuple[Stage, ...]
+
+    @classmethod
+    def load(cls, name: str | Path) -> "Recipe":
+        """A shipped recipe by name, or a TOML file of one's own."""
+        if Path(name).suffix == ".toml":
+            return cls.parse(read_toml(Path(name), "--recipe"))
+        require_choice("--recipe", str(name), NAMES)
+        return cls.parse(tomllib.loads(files("farspan").joinpath("recipes", f"{name}.toml").read_text()))
+
+    @classmethod
+    def parse(cls, values: Mapping[str, Any]) -> "Recipe":
+        """From nested mappings; an unknown key is refused with the nearest valid one."""
+        for key in values:
+            require_choice("recipe key", key, [f.name for f in fields(cls)])
+        raw = values.get("stages", [])
+        require(
+            isinstance(raw, list) and bool(raw) and all(isinstance(one, Mapping) for one in raw),
+            "recipe must have at least one [[stages]] table, got none; see the shipped recipes",
+        )
+        stages = tuple(parse_section(Stage, one, f"stages[{i}].") for i, one in enumerate(raw))
+        names = [stage.name for stage in stages]
+        require(len(set(names)) == len(names), f"stages must have names of their own, got {names}; rename one")
+        return cls(str(values.get("description", "")), stages)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all stages."""
+        return sum(stage.tokens for stage in self.stages)
+
+    def capped(self, length: int) -> "Recipe":
+        """The same with rows, and training lengths, of at most so many tokens."""
+        return replace(
+            self,
+            stages=tuple(
+                replace(s, length=min(s.length, length), train_length=min(s.train_length, length)) for s in self.stages
+            ),
+        )
+
+    def scaled(self, tokens: int) -> "Recipe":
+        """The same shares of another budget: longer, or with smaller batches (halved until a stage has
+        :data:`FEWEST_STEPS`, or a row is left) and then fewer steps. Rows stay whole, so small budgets are exceeded.
+        """
+        share = tokens / self.tokens
+        return replace(self, stages=tuple(_scaled(stage, share) for stage in self.stages))
+
+
+def _scaled(stage: Stage, share: float) -> Stage:
+    wanted, batch = share * stage.tokens / stage.length, stage.batch_size
+    fewest = min(stage.optimizer.steps, FEWEST_STEPS)
+    while batch > 1 and wanted / batch < fewest:
+        batch = (batch + 1) // 2
+    optimizer = replace(
+        stage.optimizer,
+        steps=max(1, round(wanted / batch)),
+        accumulation=gcd(stage.optimizer.accumulation, batch),
+    )
+    return replace(stage, batch_size=batch, optimizer=optimizer)

@@ -1,0 +1,211 @@
+"""A recipe, stage by stage, through the training loop."""
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from torch import nn
+
+from farspan.convert.folder import save
+from farspan.convert.load import load
+from farspan.convert.note import read_note, write_note
+from farspan.convert.sources import open_source
+from farspan.convert.text import text_tokenizer
+from farspan.data import Shards, TextTokenizer
+from farspan.errors import require
+from farspan.finetune.objectives import Distillation
+from farspan.finetune.recipe import Recipe, Stage
+from farspan.finetune.weights import begun, merge_lora, prepared, resumed
+from farspan.models import FarspanConfig, FarspanForCausalLM
+from farspan.results import write_result
+from farspan.training import Job, Progress
+from farspan.training import run as run_job
+from farspan.training.config import DataSection, RunSection
+from farspan.training.pretraining import NextToken, text_batches
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How far a recipe is."""
+
+    stage: str
+    done: int
+    """Tokens of all stages so far."""
+    total: int
+    now: Progress
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a recipe is applied to."""
+
+    model: Path
+    teacher: Path | None
+    data: dict[str, float]
+    tokenizer: Callable[[], TextTokenizer]
+
+    def write_beside(self, folder: Path) -> None:
+        """Tokenizer and generation settings as they came, and where the model is from."""
+        open_source(self.model).carry(folder)
+        if self.teacher is not None:
+            write_note(folder, self.teacher)
+
+
+def finetune(
+    model: str | os.PathLike[str],
+    data: Mapping[str, float],
+    recipe: Recipe,
+    out: str | os.PathLike[str],
+    *,
+    teacher: str | os.PathLike[str] | None = None,
+    run: RunSection | None = None,
+    report: Callable[[Standing], None] | None = None,
+) -> Path:
+    """Apply a recipe, or go on where an earlier call stopped; return the folder of the finished model.
+
+    Args:
+        model: a farspan folder with its tokenizer, or anything `farspan convert` reads.
+        data: token folders (`farspan data --tokenizer MODEL`) with their weights.
+        out: gets ``stage-1-…`` and so on, each a folder of a training run with its ``model`` (``merged`` is
+            the plain one after LoRA); at the end ``model`` and ``recipe.json``, what was done and what it took.
+        teacher: what a distilling stage learns from; default: what the model was converted from, if it says.
+        report: called every few steps.
+    """
+    folder, run = Path(out), run or RunSection()
+    source, sources = Path(model), dict(data)
+    require(bool(sources), "--data must name at least one token folder, got none; make it with farspan data")
+    open_source(source)  # refuses what is no checkpoint before anything else is said about it
+    tokenizer = cache(partial(_tokenizer, source, sources))
+    origin = Origin(source, _teacher(source, teacher, recipe), sources, tokenizer)
+    final, path, done = folder / "model", source, 0
+    for index, stage in enumerate(recipe.stages):
+        place = folder / f"stage-{index + 1}-{stage.name}"
+        require(
+            (place / "model").is_dir() or not final.exists(),
+            f"--out {str(folder)!r} holds a finished model of another recipe, without {place.name}; choose another",
+        )
+        job = stage_job(stage, path, origin, replace(run, seed=run.seed + index))
+        run_job(job, place, report=_relay(report, place.name, done, recipe.tokens, stage))
+        path, done = _finished(place, stage, origin), done + stage.tokens
+    if _is_main() and not final.exists():
+        rows = [_row(folder / f"stage-{i + 1}-{s.name}", s) for i, s in enumerate(recipe.stages)]
+        write_result(folder / "recipe.json", rows, device=_device(), seed=run.seed)
+        save(load(open_source(path)), final, origin.write_beside)
+    _wait()
+    return final
+
+
+def stage_job(stage: Stage, path: Path, origin: Origin, run: RunSection) -> Job:
+    """A stage that begins with the model at `path`, for :func:`farspan.training.run`."""
+    data = DataSection(origin.data, stage.length, stage.batch_size, stage.passkey_share)
+
+    def objective(model: FarspanForCausalLM) -> nn.Module:
+        if not stage.needs_teacher:
+            return NextToken(model)
+        assert origin.teacher is not None  # refused before the first stage
+        teacher = load(open_source(origin.teacher), dtype=torch.float32)
+        return Distillation(model, teacher, stage.objective, compile=run.compile)
+
+    return Job(
+        settings={
+            "stage": asdict(stage),
+            "origin": {"model": str(origin.model), "teacher": str(origin.teacher), "data": origin.data},
+            "run": asdict(run),
+        },
+        optimizer=stage.optimizer,
+        run=run,
+        batch_size=stage.batch_size,
+        tokens_per_row=stage.length,
+        start=partial(begun, path, stage),
+        load=partial(resumed, stage=stage),
+        batches=lambda: text_batches(data, origin.tokenizer(), run.seed),
+        objective=objective,
+        write_beside=origin.write_beside,
+    )
+
+
+def _tokenizer(model: Path, data: Mapping[str, float]) -> TextTokenizer:
+    """The model's tokenizer; data made with another are refused."""
+    tokenizer = text_tokenizer(model)
+    for path in data:
+        require(
+            Shards(path).tokenizer_fingerprint == tokenizer.fingerprint,
+            f"--data must be made with the model's tokenizer, got another in {path!r}; "
+            f"run farspan data TEXT --tokenizer {model} --out DIR",
+        )
+    return tokenizer
+
+
+def _teacher(model: Path, given: str | os.PathLike[str] | None, recipe: Recipe) -> Path | None:
+    """The teacher's path where it is known; refuses its absence where a stage needs it."""
+    found = Path(given) if given is not None else read_note(model)
+    needing = next((stage.name for stage in recipe.stages if stage.needs_teacher), None)
+    require(
+        needing is None or found is not None,
+        f"--teacher is needed by stage {needing}, got none, and {str(model)!r} does not say what it was converted "
+        "from; name the original checkpoint",
+    )
+    require(
+        needing is None or (found is not None and found.exists()),
+        f"--teacher must exist, got {str(found)!r}; name the original checkpoint",
+    )
+    return found
+
+
+def _finished(place: Path, stage: Stage, origin: Origin) -> Path:
+    """The plain model of a finished stage: with its low-rank additions, if there were any, merged."""
+    if not stage.lora.r:
+        return place / "model"
+    merged = place / "merged"
+    if _is_main() and not merged.exists():
+        save(merge_lora(resumed(place / "model", stage)), merged, origin.write_beside)
+    _wait()
+    return merged
+
+
+def _relay(
+    report: Callable[[Standing], None] | None, name: str, before: int, total: int, stage: Stage
+) -> Callable[[Progress], None] | None:
+    if report is None:
+        return None
+    return lambda now: report(Standing(name, before + now.step * stage.batch_size * stage.length, total, now))
+
+
+def _row(place: Path, stage: Stage) -> dict[str, Any]:
+    """What a stage was and took, for recipe.json."""
+    lines = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in lines]
+    few = max(1, min(10, len(losses) // 2))
+    with torch.device("meta"):
+        model = FarspanForCausalLM(FarspanConfig.from_pretrained(place / "model"))
+        whole = sum(p.numel() for p in model.parameters())
+        moved = sum(p.numel() for p in prepared(model, stage).parameters() if p.requires_grad)
+    return {
+        "kind": "stage",
+        **asdict(stage),
+        "folder": place.name,
+        "tokens": stage.tokens,
+        "seconds": json.loads((place / "model" / "trainer.json").read_text())["seconds"],
+        "parameters": whole,
+        "trained_parameters": moved,
+        "first_loss": sum(losses[:few]) / few,
+        "last_loss": sum(losses[-few:]) / few,
+    }
+
+
+def _device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _is_main() -> bool:
+    return PartialState(cpu=not torch.cuda.is_available()).is_main_process
+
+
+def _wait() -> None:
+    PartialState(cpu=not torch.cuda.is_available()).wait_for_everyone()

@@ -1,0 +1,118 @@
+"""What of a model moves in a stage: frozen parameters, other angles, low-rank additions."""
+
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from farspan.convert.load import load
+from farspan.convert.sources import open_source
+from farspan.errors import require
+from farspan.finetune.objectives import ATTENTION_OUTPUT, new_layers
+from farspan.finetune.recipe import Lora, Stage
+from farspan.models import FarspanConfig, FarspanForCausalLM
+
+
+def begun(path: Path, stage: Stage) -> FarspanForCausalLM:
+    """The model of a folder or GGUF file as a stage begins with it, in float32."""
+    model = load(open_source(path), dtype=torch.float32)
+    give_lengths(model, stage)
+    return prepared(model, stage)
+
+
+def resumed(path: Path, stage: Stage) -> FarspanForCausalLM:
+    """The model of a stage's own checkpoint."""
+    if not stage.lora.r:
+        return freeze(load(open_source(path), dtype=torch.float32), stage)
+    model = prepared(FarspanForCausalLM(FarspanConfig.from_pretrained(path)), stage)
+    missing, unexpected = model.load_state_dict(load_file(path / "model.safetensors"), strict=False)
+    tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
+    require(
+        set(missing) <= tied and not unexpected,
+        f"checkpoint {str(path)!r} must hold the weights of stage {stage.name}, got others; remove the stage's folder",
+    )
+    return model
+
+
+def prepared(model: FarspanForCausalLM, stage: Stage) -> FarspanForCausalLM:
+    """A model with the stage's low-rank additions, if it has any, and the rest frozen."""
+    if stage.lora.r:
+        add_lora(model, stage.lora)
+    return freeze(model, stage)
+
+
+def give_lengths(model: FarspanForCausalLM, stage: Stage) -> None:
+    """The stage's training length and angles, which the model keeps."""
+    config, rope = model.config, dict(stage.rope_parameters)
+    if rope.get("rope_type") in ("linear", "yarn"):  # they measure against the length so far
+        rope.setdefault("factor", stage.length / config.train_length)
+        require(
+            rope["factor"] > 1,
+            f"rope_parameters of stage {stage.name} need a factor > 1, got {rope['factor']:g} for length "
+            f"{stage.length} and a model trained at {config.train_length}; lengthen the rows or leave them out",
+        )
+        if rope["rope_type"] == "yarn":
+            rope.setdefault("original_max_position_embeddings", config.train_length)
+    config.train_length = stage.train_length or config.train_length
+    config.max_position_embeddings = max(config.max_position_embeddings, stage.length)
+    if rope:
+        model.set_rope_parameters(**rope)
+
+
+def freeze(model: FarspanForCausalLM, stage: Stage) -> FarspanForCausalLM:
+    """Let only the stage's parameters move, and of these only those its objective can teach."""
+    names = [name for name, _ in model.named_parameters()]
+    if stage.lora.r:
+        moving = {name for name in names if ".lora_" in name}
+    else:
+        moving = set[str]()
+        for pattern in stage.train:
+            found = {name for name in names if fnmatchcase(name, pattern)}
+            require(
+                bool(found),
+                f"train of stage {stage.name} must name parameters, got {pattern!r}, which fits none; "
+                f"they look like {names[1]!r}",
+            )
+            moving |= found
+    if set(stage.objective) == {ATTENTION_OUTPUT}:
+        places = [f"model.layers.{i}.{part}." for i in new_layers(model) for part in ("self_attn", "input_layernorm")]
+        moving = {name for name in moving if name.startswith(tuple(places))}
+    require(
+        bool(moving),
+        f"stage {stage.name} has nothing to train: its objective reaches none of {list(stage.train)}; "
+        "convert the model to CoCA first, or choose another objective",
+    )
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in moving)
+    return model
+
+
+def add_lora(model: FarspanForCausalLM, lora: Lora) -> None:
+    """Put PEFT's low-rank layers in place of linear ones; the model stays what it is, not a wrapper around it."""
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError as error:
+        raise ValueError("lora needs the package 'peft', which is missing; pip install 'farspan[lora]'") from error
+    present = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    targets = lora.target_modules or [name for name in model.lora_target_modules if name in present]
+    for target in targets:
+        require(
+            target in present,
+            f"lora.target_modules must be linear layers of the model ({', '.join(sorted(present))}), got {target!r}",
+        )
+    inject_adapter_in_model(LoraConfig(r=lora.r, lora_alpha=lora.alpha, target_modules=list(targets)), model)
+
+
+def merge_lora(model: FarspanForCausalLM) -> FarspanForCausalLM:
+    """Add the low-rank products to the weights and put the plain layers back: the same function, nothing of PEFT."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers: list[tuple[str, Any]] = [(n, m) for n, m in model.named_modules() if isinstance(m, BaseTunerLayer)]
+    for name, layer in layers:
+        layer.merge()
+        owner, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, layer.get_base_layer())
+    return model.requires_grad_(True)

@@ -1,0 +1,117 @@
+"""`farspan finetune`."""
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from farspan_cli.app import app, fail
+from farspan_cli.progress import progress
+
+
+@app.command()
+def finetune(
+    model: Annotated[
+        Path, typer.Argument(help="What `farspan convert` wrote, or anything it reads.", show_default=False)
+    ],
+    data: Annotated[
+        list[str], typer.Option(help="Token folder of `farspan data --tokenizer MODEL`, or DIR=WEIGHT; repeat to mix.")
+    ],
+    out: Annotated[Path, typer.Option(help="Folder of the run; the same command continues there.", show_default=False)],
+    recipe: Annotated[
+        str, typer.Option(help="paper, distill, distill-long, long-pi, long-yarn, or a TOML file.")
+    ] = "distill",
+    teacher: Annotated[
+        str | None, typer.Option(help="The original checkpoint. Default: what MODEL was converted from.")
+    ] = None,
+    tokens: Annotated[
+        int | None, typer.Option(help="Budget of all stages together. Default: the recipe's.", min=1)
+    ] = None,
+    length: Annotated[int | None, typer.Option(help="Rows of at most so many tokens.", min=2)] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the rows.", min=0)] = 0,
+    compile: Annotated[bool, typer.Option(help="torch.compile, block by block.")] = False,
+    precision: Annotated[str, typer.Option(help="auto (bf16 on a GPU), bf16 or fp32.")] = "auto",
+    gradient_checkpointing: Annotated[bool, typer.Option(help="Less memory, more time.")] = False,
+    checkpoint_every: Annotated[int, typer.Option(help="Steps between checkpoints.", min=1)] = 500,
+) -> None:
+    """Fine-tune a converted model, stage by stage; the same command continues where it stopped.
+
+    Several processes: `accelerate launch -m farspan_cli finetune …`.
+
+    Example: `farspan finetune models/smollm2-coca --data data/books --recipe distill --out runs/distill`
+
+    Example: `farspan finetune models/smollm2-coca --data data/books=3 --data data/code=1 --recipe paper
+    --tokens 100_000_000 --compile --out runs/paper`
+    """
+    from farspan.errors import require_choice
+    from farspan.finetune import Recipe, Standing
+    from farspan.finetune import finetune as run
+    from farspan.training import TrainingStoppedError
+    from farspan.training.config import RunSection
+
+    require_choice("--precision", precision, ("auto", "bf16", "fp32"))
+    chosen = Recipe.load(recipe)
+    chosen = chosen if length is None else chosen.capped(length)
+    chosen = chosen if tokens is None else chosen.scaled(tokens)
+    section = RunSection(
+        seed=seed,
+        precision=precision,
+        compile=compile,
+        gradient_checkpointing=gradient_checkpointing,
+        checkpoint_every=checkpoint_every,
+    )
+    console = Console()
+    with progress(console) as show:
+
+        def tell(at: Standing) -> None:
+            now = at.now
+            line = f"{at.stage}: step {now.step:,}, loss {now.loss:.3f}, {now.tokens_per_second:,.0f} tokens/s"
+            show(at.done, at.total, line)
+
+        try:
+            written = run(
+                model,
+                dict(_weighted(one) for one in data),
+                chosen,
+                out,
+                teacher=teacher,
+                run=section,
+                report=tell,
+            )
+        except TrainingStoppedError as error:
+            fail(str(error))
+    _show(console, out)
+    console.print(f"model: {written}")
+
+
+def _weighted(text: str) -> tuple[str, float]:
+    """ "DIR" → (DIR, 1); "DIR=3" → (DIR, 3)."""
+    source, sign, weight = text.rpartition("=")
+    if not sign:
+        return text, 1.0
+    try:
+        if float(weight) > 0:
+            return source, float(weight)
+    except ValueError:
+        pass
+    fail(f"--data must be DIR or DIR=WEIGHT with a weight above 0, got {text!r}; try --data books=3 --data code=1")
+
+
+def _show(console: Console, out: Path) -> None:
+    import json
+
+    rows: list[dict[str, Any]] = json.loads((out / "recipe.json").read_text())["rows"]
+    table = Table("stage", "objective", "trained", "tokens", "time", "loss")
+    for row in rows:
+        table.add_row(
+            row["name"],
+            " + ".join(f"{weight:g} {name}" for name, weight in row["objective"].items()),
+            f"{row['trained_parameters'] / row['parameters']:.0%}",
+            f"{row['tokens']:,}",
+            str(timedelta(seconds=round(row["seconds"]))),
+            f"{row['first_loss']:.3f} → {row['last_loss']:.3f}",
+        )
+    console.print(table)

@@ -1,0 +1,151 @@
+"""Minimal pairs and bits a byte: the sums are those of one sentence at a time, and every byte counts once."""
+
+import json
+import lzma
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import farspan_cli
+from farspan import FarspanConfig, FarspanForCausalLM
+from farspan.data import load_tokenizer
+from farspan.evaluation.bits import bits_per_byte, first_bytes
+from farspan.evaluation.pairs import Pair, log_probabilities, minimal_pairs, read_pairs
+
+SIZES = {"vocab_size": 257, "hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 2, "train_length": 16, "initializer_range": 0.5}
+TOKENIZER = load_tokenizer("bytes")
+
+
+@pytest.fixture
+def model() -> FarspanForCausalLM:
+    return FarspanForCausalLM(FarspanConfig(attention="coca-exact", **SIZES)).eval()  # type: ignore[arg-type]
+
+
+@torch.no_grad()
+def by_hand(model: FarspanForCausalLM, ids: list[int], start: int = 0) -> float:
+    """log p of a sequence, alone, token by token."""
+    whole, total = torch.tensor([[start, *ids]]), 0.0
+    for i in range(len(ids)):
+        total += float(F.log_softmax(model(whole[:, : i + 1]).logits[0, -1].double(), -1)[ids[i]])
+    return total
+
+
+@pytest.mark.parametrize("tokens_at_once", [1, 40, 10_000])
+def test_log_probabilities_do_not_depend_on_the_batch(model: FarspanForCausalLM, tokens_at_once: int) -> None:
+    sentences = [torch.randint(257, (n,)).tolist() for n in (7, 1, 12, 3, 12, 30)]
+    found: dict[int, float] = {}
+    for batch in log_probabilities(model, sentences, 0, tokens_at_once=tokens_at_once):
+        assert len(batch) == 1 or len(batch) * max(len(sentences[i]) for i in batch) <= tokens_at_once
+        found |= batch
+    assert sorted(found) == list(range(6))
+    for number, ids in enumerate(sentences):
+        assert found[number] == pytest.approx(by_hand(model, ids), rel=1e-5)
+
+
+def test_rows_count_the_pairs_whose_good_sentence_is_likelier(model: FarspanForCausalLM) -> None:
+    words = ["the cat", "a dog sat", "no", "yes and no", "x y z", "some more text"]
+    pairs = [
+        Pair(good, bad, f"s{i % 2}", "syntax" if i % 3 else "other")
+        for i, (good, bad) in enumerate(zip(words, words[::-1], strict=True))
+    ]
+    rows = minimal_pairs(model, pairs, TOKENIZER.encode, start=0)
+    right = [by_hand(model, TOKENIZER.encode(p.good)) > by_hand(model, TOKENIZER.encode(p.bad)) for p in pairs]
+    assert (rows[0]["kind"], rows[0]["cases"], rows[0]["correct"]) == ("all", 6, sum(right))
+    for name in ("s0", "s1"):
+        mine = [ok for ok, pair in zip(right, pairs, strict=True) if pair.set == name]
+        found = [row for row in rows if row["kind"] == "set" and row["set"] == name]
+        assert sum(row["correct"] for row in found) == sum(mine)
+        assert sum(row["cases"] for row in found) == len(mine) == 3
+    fields = {row["field"]: row["cases"] for row in rows if row["kind"] == "field"}
+    assert fields == {"other": 2, "syntax": 4}
+    assert all(row["ci95"][0] <= row["accuracy"] <= row["ci95"][1] for row in rows)
+
+
+def test_equal_sentences_are_not_right(model: FarspanForCausalLM) -> None:
+    assert minimal_pairs(model, [Pair("same", "same")], TOKENIZER.encode, start=0)[0]["correct"] == 0
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("", "must hold at least one pair, got none"),
+        ("not json", r"p.jsonl:1 must be one JSON object a line"),
+        ('{"good": "a"}', r"p.jsonl:1 must have a sentence under 'bad', got None"),
+        ('{"good": " ", "bad": "b"}', "must have a sentence under 'good'"),
+        ("[1]", "must be one JSON object a line"),
+    ],
+)
+def test_bad_pairs_are_refused(line: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_text(line)
+    with pytest.raises(ValueError, match=message):
+        list(read_pairs(tmp_path / "p.jsonl"))
+
+
+@pytest.mark.parametrize("length", [2, 7, 16, 1000])
+def test_bits_count_every_byte_once(model: FarspanForCausalLM, length: int) -> None:
+    texts = ["Où est la clé?", "x", "a longer text of some forty-two characters"]
+    row = bits_per_byte(model, texts, TOKENIZER.encode, start=0, length=length)
+    assert row["bytes"] == row["tokens"] == sum(len(text.encode()) for text in texts)
+    assert row["bits_per_byte"] == pytest.approx(row["nll"] / row["bytes"] / math.log(2))
+    if length == 1000:
+        whole = -sum(by_hand(model, TOKENIZER.encode(text)) for text in texts)
+        assert row["nll"] == pytest.approx(whole, rel=1e-5)
+
+
+def test_a_model_that_knows_nothing_needs_eight_bits(model: FarspanForCausalLM) -> None:
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+    row = bits_per_byte(model, ["any text at all"], TOKENIZER.encode, start=0, length=8)
+    assert row["bits_per_byte"] == pytest.approx(math.log2(257), rel=1e-6)
+
+
+def test_texts_are_cut_between_characters() -> None:
+    assert first_bytes("é" * 10, 5) == "éé"
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
+    monkeypatch.setattr("sys.argv", ["farspan", "eval", *map(str, arguments)])
+    with pytest.raises(SystemExit) as stopped:
+        farspan_cli.main()
+    return int(stopped.value.code or 0)
+
+
+def test_the_command_line_writes_both(
+    model: FarspanForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, pairs, text = tmp_path / "model", tmp_path / "pairs.jsonl.xz", tmp_path / "a.txt"
+    model.save_pretrained(folder)
+    TOKENIZER.save(folder)
+    pairs.write_bytes(lzma.compress(b'{"set": "s", "field": "f", "good": "a cat", "bad": "cat a"}\n' * 3))
+    text.write_text("words and words " * 20)
+    assert run(monkeypatch, "pairs", folder, "--pairs", pairs, "--out", tmp_path / "pairs.json") == 0
+    rows = json.loads((tmp_path / "pairs.json").read_text())["rows"]
+    assert [(row["kind"], row["cases"]) for row in rows] == [("all", 3), ("field", 3), ("set", 3)]
+    assert run(monkeypatch, "bits", folder, "--text", text, "--text-bytes", 100, "--out", tmp_path / "bits.json") == 0
+    (row,) = json.loads((tmp_path / "bits.json").read_text())["rows"]
+    assert (row["bytes"], row["length"]) == (100, 16)
+    capsys.readouterr()
+    assert run(monkeypatch, "pairs", folder, "--pairs", tmp_path / "none.jsonl") == 2
+    assert "--pairs must be a JSONL file" in capsys.readouterr().err
+
+
+def test_the_command_line_stretches_by_one_law(
+    model: FarspanForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model.save_pretrained(tmp_path / "model")
+    TOKENIZER.save(tmp_path / "model")
+    (tmp_path / "a.txt").write_text("words and words " * 20)
+    options = ["ppl", tmp_path / "model", "--text", tmp_path / "a.txt", "--lengths", 64, "--text-tokens", 128]
+    found = {}
+    for name, extra in {"none": [], "yarn-4": ["--yarn", 4], "ntk-4": ["--ntk", 4]}.items():
+        assert run(monkeypatch, *options, *extra, "--out", tmp_path / "o.json") == 0
+        row = json.loads((tmp_path / "o.json").read_text())["rows"][0]
+        assert row["scaling"] == name
+        found[name] = row["nll"]
+    assert len(set(found.values())) == 3
+    assert run(monkeypatch, *options, "--ntk", 4, "--yarn", 4) == 2
+    assert "--yarn must be left out with --ntk" in capsys.readouterr().err

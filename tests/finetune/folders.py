@@ -1,0 +1,36 @@
+"""Folders that a recipe is applied to: text as tokens, a RoPE original, and its CoCA copy."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from farspan.convert import convert_folder
+from farspan.finetune import Recipe
+from farspan.training import TrainConfig, train
+from tests.training.runs import tokens
+
+OPTIMIZER = {"steps": 8, "peak_lr": 3e-3, "end_lr": 3e-4, "weight_decay": 0.0, "accumulation": 1}
+
+
+def recipe(*stages: dict[str, Any]) -> Recipe:
+    """Small stages, each with only its differences given."""
+    common = {"length": 16, "batch_size": 4, "optimizer": OPTIMIZER}
+    return Recipe.parse({"stages": [{"name": f"s{i}", **common, **stage} for i, stage in enumerate(stages)]})
+
+
+def made(folder: Path) -> tuple[Path, Path, str]:
+    """(original, converted, tokens): an original that was trained a little on the text."""
+    source = tokens(folder)
+    shape = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48}
+    config = {
+        "model": {"preset": "tiny", "attention": "rope", "options": shape},
+        "data": {"sources": {source: 1.0}, "length": 32, "batch_size": 16},
+        "optimizer": {"steps": 60, "peak_lr": 1e-2, "accumulation": 1},
+    }
+    original = train(TrainConfig.parse(config), folder / "original")
+    convert_folder(original, folder / "coca", "coca-exact")
+    return original, folder / "coca", source
+
+
+def losses(stage: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (stage / "metrics.jsonl").read_text().splitlines()]

@@ -1,0 +1,89 @@
+"""Recipes are data: the shipped ones say what was published, and a bad one is refused by name."""
+
+import tomllib
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+from farspan.finetune import Recipe
+from farspan.finetune.recipe import FEWEST_STEPS, NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_shipped_recipes_load_and_scale(name: str) -> None:
+    whole = Recipe.load(name)
+    assert whole.description
+    assert whole.scaled(whole.tokens) == whole
+    small = whole.scaled(20_000_000)
+    assert [s.name for s in small.stages] == [s.name for s in whole.stages]
+    assert sum(s.tokens for s in small.stages) == pytest.approx(20_000_000, rel=0.05)
+    for stage, before in zip(small.stages, whole.stages, strict=True):
+        assert stage.batch_size == 1 or stage.optimizer.steps >= min(before.optimizer.steps, FEWEST_STEPS) - 1
+
+
+def test_the_published_schedule_is_the_papers() -> None:
+    stages = Recipe.load("paper").stages
+    assert [s.optimizer.steps * s.batch_size * s.length for s in stages] == [15_000 * 32 * 8 * 2048] * 3
+    assert all(s.objective == {"next-token": 1.0} for s in stages)
+    assert stages[0].train_length == 2048
+    (long,) = Recipe.load("long-pi").stages
+    assert (long.optimizer.steps, long.length, long.batch_size) == (6000, 32_768, 32)
+    assert long.optimizer.peak_lr == long.optimizer.end_lr == long.optimizer.start_lr == 2e-5
+
+
+def test_our_recipes_keep_to_the_budget() -> None:
+    assert all(Recipe.load(name).tokens <= 100_000_000 for name in ("distill", "distill-long"))
+
+
+def test_a_small_budget_keeps_the_shares_and_at_least_a_row() -> None:
+    small = Recipe.load("distill").capped(64).scaled(64 * 40)
+    assert [s.length for s in small.stages] == [64] * 3
+    assert small.stages[0].train_length == 64
+    assert [s.batch_size for s in small.stages] == [1] * 3
+    assert [s.optimizer.steps for s in small.stages] == [6, 26, 8]
+    assert all(s.optimizer.steps == 1 for s in Recipe.load("distill").scaled(1).stages)
+
+
+def test_the_recipe_in_the_documentation_is_one() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "finetuning.md").read_text().split("--recipe mine.toml`:")[1]
+    block = [line for line in text.split("After a stage")[0].splitlines() if line.startswith("    ")]
+    assert [stage.name for stage in Recipe.parse(tomllib.loads(dedent("\n".join(block)))).stages] == [
+        "attention",
+        "long",
+    ]
+
+
+def test_a_larger_budget_takes_more_steps() -> None:
+    whole = Recipe.load("distill")
+    assert whole.scaled(3 * whole.tokens).stages[1].optimizer.steps == 3 * whole.stages[1].optimizer.steps
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", r"at least one \[\[stages\]\] table"),
+        ("stage = 1", "recipe key must be one of .*did you mean 'stages'"),
+        ("[[stages]]\nname = 'a'\nlenght = 5", r"key stages\[0\].lenght .*did you mean 'length'"),
+        ("[[stages]]\nname = 'a'\noptimizer = { step = 5 }", r"stages\[0\].optimizer.step .*did you mean 'steps'"),
+        ("[[stages]]\nname = 'a'\nlora = { rank = 5 }", r"stages\[0\].lora.rank must be one of 'r'"),
+        ("[[stages]]\nname = 'a'\nobjective = { logits-kl = 1.0 }", "objective of stage a .*did you mean 'logit-kl'"),
+        ("[[stages]]\nname = 'a'\nobjective = { logit-kl = 0 }", "must have a weight > 0, got 0"),
+        ("[[stages]]\nname = 'a/b'", "stages.name must be letters"),
+        ("[[stages]]\nname = 'a'\n[[stages]]\nname = 'a'", "names of their own"),
+        ("[[stages]]\nname = 'a'\npasskey_share = 0.2", "passkey_share of stage a must lie in 0 … 0.05, got 0.2"),
+        ("[[stages]]\nname = 'a'\nbatch_size = 3", "multiple of optimizer.accumulation = 2, got 3"),
+        ("[[stages]]\nname = 'a'\nlora = { r = 2 }\ntrain = ['x']", "train of stage a must be left out"),
+        ("[[stages]\n", "--recipe .* is not valid TOML"),
+    ],
+)
+def test_bad_recipes_are_refused(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        Recipe.load(path)
+
+
+def test_an_unknown_name_is_refused_with_the_nearest() -> None:
+    with pytest.raises(ValueError, match=r"--recipe must be one of .*did you mean 'distill'"):
+        Recipe.load("distil")

@@ -1,0 +1,318 @@
+"""A recipe run for real, at toy size: what moves, what does not, what is left when it is stopped."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import farspan.training.loop as loop
+import farspan_cli
+from farspan import FarspanForCausalLM
+from farspan.convert import from_pretrained
+from farspan.convert.note import read_note
+from farspan.data import prepare
+from farspan.finetune import Distillation, Recipe, Standing, finetune
+from farspan.finetune.weights import begun, merge_lora, resumed
+from farspan.training.config import RunSection
+from tests.finetune.folders import losses, made, recipe
+
+DISTIL = recipe(
+    {"objective": {"attention-output": 1.0}, "train": ["*.self_attn.*"]},
+    {"objective": {"logit-kl": 1.0}},
+    {"objective": {"logit-kl": 0.5, "next-token": 0.5}},
+)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, str]:
+    return made(tmp_path_factory.mktemp("made"))
+
+
+@pytest.fixture(scope="module")
+def whole(folders: tuple[Path, Path, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Distilled without interruption."""
+    _, coca, source = folders
+    out = tmp_path_factory.mktemp("whole") / "run"
+    finetune(coca, {source: 1.0}, DISTIL, out)
+    return out
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def test_distilling_lowers_every_loss_and_comes_near_the_original(
+    folders: tuple[Path, Path, str], tmp_path: Path
+) -> None:
+    original, coca, source = folders
+    steps = {"steps": 40, "peak_lr": 3e-3, "end_lr": 3e-4, "weight_decay": 0.0, "accumulation": 1}
+    common = {"length": 32, "batch_size": 8, "optimizer": steps}
+    longer = recipe({"objective": {"attention-output": 1.0}, **common}, {"objective": {"logit-kl": 1.0}, **common})
+    done = finetune(coca, {source: 1.0}, longer, tmp_path / "out")
+    for stage in ("stage-1-s0", "stage-2-s1"):
+        curve = losses(tmp_path / "out" / stage)
+        assert sum(curve[-5:]) < 0.7 * sum(curve[:5])
+    text = torch.tensor([[byte + 1 for byte in b"6001 times 6001 is 36012001, and so it goes.\n"]])
+    teacher = from_pretrained(original)
+    with torch.no_grad():
+        far, near = (
+            Distillation(from_pretrained(path, attention=None), teacher, {"logit-kl": 1.0})(text)
+            for path in (coca, done)
+        )
+    assert near < 0.5 * far
+
+
+def test_a_recipe_leaves_models_and_an_account(whole: Path, folders: tuple[Path, Path, str]) -> None:
+    _, coca, _ = folders
+    assert {p.name for p in whole.iterdir()} == {"stage-1-s0", "stage-2-s1", "stage-3-s2", "model", "recipe.json"}
+    assert (whole / "model" / "tokenizer.json").read_bytes() == (coca / "tokenizer.json").read_bytes()
+    FarspanForCausalLM.from_pretrained(whole / "model")
+    rows = json.loads((whole / "recipe.json").read_text())["rows"]
+    assert [row["tokens"] for row in rows] == [8 * 4 * 16] * 3
+    assert all(row["seconds"] > 0 for row in rows)
+    assert rows[0]["trained_parameters"] < rows[0]["parameters"] == rows[1]["trained_parameters"]
+
+
+def test_frozen_parameters_are_bit_identical_after_a_stage(whole: Path, folders: tuple[Path, Path, str]) -> None:
+    before, after = weights(folders[1]), weights(whole / "stage-1-s0" / "model")
+    assert before.keys() == after.keys()
+    for name, value in before.items():
+        assert torch.equal(value, after[name]) == (".self_attn." not in name), name
+
+
+@pytest.mark.parametrize("key", ["t_proj", "k_proj"])
+def test_the_published_stages_move_what_the_paper_says(
+    key: str, folders: tuple[Path, Path, str], tmp_path: Path
+) -> None:
+    """Also of the original itself, which is the control: the same text without CoCA."""
+    original, coca, source = folders
+    path = coca if key == "t_proj" else original
+    finetune(path, {source: 1.0}, Recipe.load("paper").capped(16).scaled(16 * 12), tmp_path / "out")
+    moved = []
+    for name in ("stage-1-t", "stage-2-qkv", "stage-3-all"):
+        before, path = weights(path), tmp_path / "out" / name / "model"
+        after = weights(path)
+        moved.append({name.split(".")[-2] for name in after if not torch.equal(before[name], after[name])})
+    assert moved[0] == {key}
+    assert moved[1] == {"q_proj", key, "v_proj"}
+    assert {"embed_tokens", "down_proj", "input_layernorm", "o_proj", key} <= moved[2]
+
+
+def test_a_recipe_stopped_anywhere_goes_on_to_the_same_model(
+    whole: Path, folders: tuple[Path, Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, coca, source = folders
+    original, calls = loop._Run.advance, []
+
+    def crash(self, step: int) -> None:
+        calls.append(step)
+        if len(calls) in (6, 15, 26):
+            raise RuntimeError("power cut")
+        original(self, step)
+
+    monkeypatch.setattr(loop._Run, "advance", crash)
+    often = RunSection(checkpoint_every=3)
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match="power cut"):
+            finetune(coca, {source: 1.0}, DISTIL, tmp_path / "run", run=often)
+    finetune(coca, {source: 1.0}, DISTIL, tmp_path / "run", run=often)
+    for stage in ("stage-1-s0", "stage-2-s1", "stage-3-s2"):
+        assert losses(tmp_path / "run" / stage) == losses(whole / stage)
+    ours, theirs = weights(tmp_path / "run" / "model"), weights(whole / "model")
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_a_finished_recipe_is_not_repeated(whole: Path, folders: tuple[Path, Path, str]) -> None:
+    _, coca, source = folders
+    before = (whole / "model" / "model.safetensors").stat().st_mtime_ns
+    reports: list[Standing] = []
+    assert finetune(coca, {source: 1.0}, DISTIL, whole, report=reports.append) == whole / "model"
+    assert (whole / "model" / "model.safetensors").stat().st_mtime_ns == before
+    assert not reports
+
+
+def test_progress_runs_over_all_stages(folders: tuple[Path, Path, str], tmp_path: Path) -> None:
+    _, coca, source = folders
+    reports: list[Standing] = []
+    two = recipe({}, {"length": 8})
+    finetune(coca, {source: 1.0}, two, tmp_path / "out", report=reports.append)
+    assert [r.done for r in reports] == [8 * 4 * 16, 8 * 4 * 16 + 8 * 4 * 8]
+    assert {r.total for r in reports} == {two.tokens}
+
+
+def test_a_folder_holds_one_recipe(whole: Path, folders: tuple[Path, Path, str]) -> None:
+    _, coca, source = folders
+    with pytest.raises(ValueError, match=r"stage.length is 12, but .*stage-1-s0 was started with 16"):
+        finetune(coca, {source: 1.0}, DISTIL.capped(12), whole)
+    more = Recipe(DISTIL.description, (*DISTIL.stages, recipe({"name": "more"}).stages[0]))
+    with pytest.raises(ValueError, match=r"finished model of another recipe, without stage-4-more"):
+        finetune(coca, {source: 1.0}, more, whole)
+
+
+def test_merged_lora_gives_the_logits_of_the_unmerged(folders: tuple[Path, Path, str], tmp_path: Path) -> None:
+    _, coca, source = folders
+    stages = recipe({"lora": {"r": 2, "alpha": 8, "target_modules": ["q_proj", "t_proj", "down_proj"]}})
+    done = finetune(coca, {source: 1.0}, stages, tmp_path / "out")
+    ids = torch.randint(1, 257, (2, 20))
+    unmerged = resumed(tmp_path / "out" / "stage-1-s0" / "model", stages.stages[0]).eval()
+    with torch.no_grad():
+        apart, plain = unmerged(ids).logits, FarspanForCausalLM.from_pretrained(done)(ids).logits
+        began = from_pretrained(coca, attention=None)(ids).logits
+    assert (apart - plain).abs().max() <= 1e-5
+    assert (apart - began).abs().max() > 1e-3
+    before, after = weights(coca), weights(done)
+    assert before.keys() == after.keys()  # nothing of PEFT is left
+    changed = {name.split(".")[-2] for name in after if not torch.equal(before[name], after[name])}
+    assert changed == {"q_proj", "t_proj", "down_proj"}
+
+
+def test_a_lora_stage_goes_on_where_it_stopped(
+    folders: tuple[Path, Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, coca, source = folders
+    stages, often = recipe({"lora": {"r": 2}}), RunSection(checkpoint_every=3)
+    finetune(coca, {source: 1.0}, stages, tmp_path / "whole", run=often)
+    original = loop._Run.advance
+
+    def crash(self, step: int) -> None:
+        if step == 5:
+            raise RuntimeError("power cut")
+        original(self, step)
+
+    monkeypatch.setattr(loop._Run, "advance", crash)
+    with pytest.raises(RuntimeError, match="power cut"):
+        finetune(coca, {source: 1.0}, stages, tmp_path / "cut", run=often)
+    monkeypatch.undo()
+    finetune(coca, {source: 1.0}, stages, tmp_path / "cut", run=often)
+    assert losses(tmp_path / "cut" / "stage-1-s0") == losses(tmp_path / "whole" / "stage-1-s0")
+
+
+def test_merging_nothing_changes_nothing(folders: tuple[Path, Path, str]) -> None:
+    stage = recipe({"lora": {"r": 2}}).stages[0]
+    merged = merge_lora(begun(folders[1], stage))  # B starts at zero
+    plain = from_pretrained(folders[1], attention=None)
+    assert {n: p.shape for n, p in merged.named_parameters()} == {n: p.shape for n, p in plain.named_parameters()}
+    assert all(torch.equal(a, b) for a, b in zip(merged.parameters(), plain.parameters(), strict=True))
+
+
+def test_a_converted_folder_and_what_is_made_of_it_say_where_they_are_from(
+    whole: Path, folders: tuple[Path, Path, str], tmp_path: Path
+) -> None:
+    original, coca, _ = folders
+    assert read_note(coca) == read_note(whole / "model") == original
+    assert read_note(original) is None
+    (tmp_path / "conversion.json").write_text("[]")
+    with pytest.raises(ValueError, match="must be a JSON object"):
+        read_note(tmp_path)
+
+
+@pytest.mark.parametrize("law", ["linear", "yarn"])
+def test_long_recipes_stretch_the_angles_to_their_rows(law: str, folders: tuple[Path, Path, str]) -> None:
+    name = {"linear": "long-pi", "yarn": "long-yarn"}[law]
+    model = begun(folders[1], Recipe.load(name).capped(128).stages[0])
+    rope = model.config.rope_parameters
+    assert (rope["rope_type"], rope["factor"], model.config.train_length) == (law, 4.0, 128)
+    rotary = model.model.layers[0].self_attn.rotary
+    assert rotary == model.config.rotary()
+    if law == "yarn":
+        assert rope["original_max_position_embeddings"] == 32
+
+
+def test_a_dynamic_law_measures_against_the_stages_own_training_length(folders: tuple[Path, Path, str]) -> None:
+    stage = recipe({"train_length": 16, "length": 64, "rope_parameters": {"rope_type": "dynamic", "factor": 4.0}})
+    model = begun(folders[1], stage.stages[0])
+    assert model.config.rotary().scaling.train_length == 16
+
+
+def test_rows_longer_than_512_can_be_distilled(folders: tuple[Path, Path, str], tmp_path: Path) -> None:
+    _, coca, source = folders
+    rope = {"rope_type": "dynamic", "factor": 4.0}
+    long = recipe(
+        {
+            "objective": {"logit-kl": 1.0, "attention-output": 0.5},
+            "length": 600,
+            "batch_size": 1,
+            "rope_parameters": rope,
+            "passkey_share": 0.05,
+            "optimizer": {"steps": 3, "accumulation": 1},
+        }
+    )
+    finetune(coca, {source: 1.0}, long, tmp_path / "out")
+    assert len(losses(tmp_path / "out" / "stage-1-s0")) == 3
+
+
+def test_what_cannot_be_meant_is_refused(folders: tuple[Path, Path, str], tmp_path: Path) -> None:
+    original, coca, source = folders
+    out = tmp_path / "out"
+    with pytest.raises(
+        ValueError, match=r"train of stage s0 must name parameters, got '\*.k_proj.\*', which fits none"
+    ):
+        finetune(coca, {source: 1.0}, recipe({"train": ["*.k_proj.*"]}), out)
+    with pytest.raises(ValueError, match=r"checkpoint must be a folder or a .gguf file, got '.*gone', which does not"):
+        finetune(tmp_path / "gone", {source: 1.0}, recipe({}), out)
+    with pytest.raises(ValueError, match=r"--teacher is needed by stage s0, got none, and .* does not say"):
+        finetune(original, {source: 1.0}, recipe({"objective": {"logit-kl": 1.0}}), out)
+    with pytest.raises(ValueError, match=r"--teacher must exist, got '.*gone'"):
+        finetune(coca, {source: 1.0}, recipe({"objective": {"logit-kl": 1.0}}), out, teacher=tmp_path / "gone")
+    with pytest.raises(ValueError, match=r"factor > 1, got 0.5 for length 16 and a model trained at 32"):
+        finetune(coca, {source: 1.0}, recipe({"rope_parameters": {"rope_type": "linear"}}), out)
+    with pytest.raises(ValueError, match=r"lora.target_modules must be linear layers .*got 'k_proj'"):
+        finetune(coca, {source: 1.0}, recipe({"lora": {"r": 2, "target_modules": ["k_proj"]}}), out)
+    text = tmp_path / "text.txt"
+    text.write_text("some words to make tokens of\n" * 500)
+    prepare([str(text)], str(tmp_path / "other"), tokenizer=300, valid_share=0.0, workers=1)
+    with pytest.raises(ValueError, match=r"--data must be made with the model's tokenizer, got another in"):
+        finetune(coca, {str(tmp_path / "other"): 1.0}, recipe({}), out)
+
+
+def command(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
+    monkeypatch.setattr("sys.argv", ["farspan", "finetune", *map(str, arguments)])
+    with pytest.raises(SystemExit) as stopped:
+        farspan_cli.main()
+    return int(stopped.value.code or 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--recipe", "distil"], "did you mean 'distill'"),
+        (["--recipe", "TOML"], "configuration key stages[0].lenght"),
+        (["--data", "DATA=none"], "--data must be DIR or DIR=WEIGHT"),
+        (["--recipe", "paper", "--precision", "fp8"], "--precision must be one of"),
+    ],
+)
+def test_the_command_line_refuses_in_one_line(
+    arguments: list[str],
+    message: str,
+    folders: tuple[Path, Path, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    _, coca, source = folders
+    (tmp_path / "mine.toml").write_text("[[stages]]\nname = 'a'\nlenght = 5")
+    given = [a.replace("DATA", source).replace("TOML", str(tmp_path / "mine.toml")) for a in arguments]
+    given += [] if "--data" in given else ["--data", source]
+    assert command(monkeypatch, coca, *given, "--out", tmp_path / "out") == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert said.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_command_line_applies_a_recipe(
+    folders: tuple[Path, Path, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    _, coca, source = folders
+    sizes = ["--length", 16, "--tokens", 320]
+    assert command(monkeypatch, coca, "--data", f"{source}=2", *sizes, "--out", tmp_path / "out") == 0
+    rows = json.loads((tmp_path / "out" / "recipe.json").read_text())["rows"]
+    assert [row["name"] for row in rows] == ["attention", "logits", "text"]
+    said = capsys.readouterr().out
+    assert all(row["name"] in said for row in rows)
+    assert (tmp_path / "out" / "model" / "model.safetensors").is_file()
