@@ -1,5 +1,7 @@
 """Linear attention on Triton kernels: when they can run, and how a call becomes one of theirs."""
 
+from functools import lru_cache
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -37,8 +39,6 @@ def triton_refusal(
         return "backend='triton' takes queries that are the last keys; for free positions use backend='chunked'"
     if not causal and documents is not None:
         return "backend='triton' sees documents only with causal=True; use backend='chunked'"
-    if places.tensors is not None and any(x.is_floating_point() for x in places.tensors):
-        return "backend='triton' takes whole positions, got 'proportional'; use backend='chunked'"
     return cannot_launch(q.device.type)
 
 
@@ -93,19 +93,18 @@ def _launch(
     """Output and sums after it, of n = m queries if causal."""
     from farspan.ops.cosformer.kernels.op import linear_attention_op
 
-    assert kernel.period is not None and (kernel.shared or kernel.denominator == Shape(1, 0))
-    query, key = _from_anchor(places, state)
+    assert kernel.shared or kernel.denominator == Shape(1, 0)
+    query, key = _angles(kernel, places, causal, state)
     out, _, _, _, numerator, denominator = linear_attention_op(
         q,
         k,
         v,
         None if state is None else state.numerator,
         None if state is None else state.denominator,
-        key if causal else query,
+        query,
         key,
         keep,
         documents,
-        round(2**64 / kernel.period),
         float(kernel.numerator.still),
         float(kernel.numerator.wave),
         kernel.shared,
@@ -118,9 +117,33 @@ def _launch(
     return out, numerator, denominator
 
 
-def _from_anchor(places: Positions, state: LinearState | None) -> tuple[Tensor | None, Tensor | None]:
-    """Positions of queries and keys counted from where the sums measure angles; None where that is the index."""
-    if state is None and places.first is not None and places.n == places.m:
+def _angles(
+    kernel: Kernel, places: Positions, causal: bool, state: LinearState | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """cos and sin (b|1, 2, ·) of queries and keys, counted from where the sums have their anchor."""
+    if not kernel.numerator.wave:
         return None, None
-    anchor = places.key[:, :1] if state is None else state.anchor.long()
-    return places.query - anchor, places.key - anchor
+    if state is None and places.first is not None:
+        angles = _counted(kernel, places.m, places.device)
+        return angles if causal else angles[:, :, places.m - places.n :], angles
+    anchor = places.key[:, :1].double() if state is None else state.anchor
+    key = _table(kernel, places.key - anchor)
+    return key if causal else _table(kernel, places.query - anchor), key
+
+
+def _counted(kernel: Kernel, n: int, device: torch.device) -> Tensor:
+    """The angles of 0 … n-1."""
+    if torch.compiler.is_compiling() or type(torch.empty(0)) is not Tensor:  # the latter under FakeTensorMode
+        return _table(kernel, torch.arange(n, dtype=torch.float64, device=device)[None])
+    return _cached(kernel, 1 << (n - 1).bit_length(), device)[:, :, :n]
+
+
+@lru_cache(maxsize=16)
+def _cached(kernel: Kernel, n: int, device: torch.device) -> Tensor:
+    """Made once: in a short text, a handful of tiny launches would cost more than the attention."""
+    with torch.inference_mode(False):  # the first call may be inference, and a later one training
+        return _table(kernel, torch.arange(n, dtype=torch.float64, device=device)[None])
+
+
+def _table(kernel: Kernel, positions: Tensor) -> Tensor:
+    return torch.cat([x[:, :, :, 0] for x in kernel.angles(positions.double(), torch.float32)], dim=1)

@@ -25,8 +25,6 @@ DELTAS = 64
 class Weight(NamedTuple):
     """κ = still + wave·cos θΔ above; below the same if `shared`, else 1. Features by ReLU, or by elu + 1."""
 
-    turn: int
-    """θ as a fraction of a whole turn, in units of 2⁻⁶⁴."""
     still: float
     wave: float
     shared: bool
@@ -46,7 +44,7 @@ class Weight(NamedTuple):
     def like(self, k: Tensor, v: Tensor, held: int) -> "Sums":
         """Room for `held` sums of keys k (b, g, m, d) and values v (b, g, m, dv)."""
         (b, g, _, d), dv = k.shape, v.shape[-1]
-        shapes = (b, g, held, self.parts, d, dv), (b, g, held, self.sums, d)
+        shapes = (b, g, held, self.parts, dv, d), (b, g, held, self.sums, d)
         return Sums(*(k.new_empty(shape, dtype=torch.float32) for shape in shapes))
 
     def flags(self) -> dict[str, Any]:
@@ -54,26 +52,28 @@ class Weight(NamedTuple):
 
 
 class Text(NamedTuple):
-    """Where tokens stand and which count: all (b|1, ·), or None."""
+    """Where tokens stand and which count; None: at no place, all of them, one document."""
 
-    positions: Tensor | None
-    """From the anchor; None: the index."""
+    angles: Tensor | None
+    """(b|1, 2, n), cos and sin."""
     padding: Tensor | None
+    """(b|1, n)"""
     documents: Tensor | None
 
     @classmethod
-    def of(cls, positions: Tensor | None, padding: Tensor | None, documents: Tensor | None) -> "Text":
+    def of(cls, angles: Tensor | None, padding: Tensor | None, documents: Tensor | None) -> "Text":
         padding = None if padding is None else padding.view(torch.uint8)
-        return cls(*(x if x is None else row_major(x) for x in (positions, padding, documents)))
+        return cls(*(x if x is None else row_major(x) for x in (angles, padding, documents)))
 
     @property
     def strides(self) -> list[int]:
-        """From one row of the batch to the next; 0 where all rows share one."""
-        return [0 if x is None or x.shape[0] == 1 else x.stride(0) for x in self]
+        """From one row of the batch to the next, 0 where all rows share one; and from cosines to sines."""
+        angles, *rest = (0 if x is None or x.shape[0] == 1 else x.stride(0) for x in self)
+        return [angles, 0 if self.angles is None else self.angles.stride(1), *rest]
 
 
 class Sums(NamedTuple):
-    """Running sums (b, g, held, parts, d, dv) and (b, g, held, sums, d) in float32; None: nothing yet."""
+    """Running sums (b, g, held, parts, dv, d) and (b, g, held, sums, d) in float32; None: nothing yet."""
 
     states: Tensor | None
     sums: Tensor | None
@@ -166,7 +166,7 @@ def walk(
     with torch.cuda.device_of(x):
         walk_kernel[(parts * triton.cdiv(into, split), heads, b)](
             x, y, z, source, out, before.states, before.sums, denominators, deltas, *text,
-            weight.turn, weight.still, weight.wave, weight.epsilon, n, segment, parts, before.held,
+            weight.still, weight.wave, weight.epsilon, n, segment, parts, before.held,
             *strides, *text.strides,
             CAUSAL=causal, REVERSE=reverse, GRADED=source is not None, **weight.flags(), GROUP=group,
             WIDTH=width, OUT_WIDTH=into, BLOCK_X=padded(width), BLOCK_Z=split, **options,
@@ -199,7 +199,7 @@ def add_up(
     with torch.cuda.device_of(y):
         totals_kernel[(parts * triton.cdiv(dv, split), g, b)](
             y, z, *totals, denominators, deltas, *text,
-            weight.turn, weight.still, weight.wave, weight.epsilon, n, segment, parts,
+            weight.still, weight.wave, weight.epsilon, n, segment, parts,
             *y.stride()[:3], *z.stride()[:3], *text.strides,
             QUERIES=queries, **weight.flags(), TIMES=groups, D=d, DV=dv,
             BLOCK_D=padded(d), BLOCK_Z=split, **options,
@@ -208,7 +208,7 @@ def add_up(
             assert total is not None
             size = total[0, 0, 0].numel()
             prefix_kernel[(triton.cdiv(size, PREFIX), b * g)](
-                total, start, final, documents, n, stretch, parts, size, g, text.strides[2],
+                total, start, final, documents, n, stretch, parts, size, g, text.strides[3],
                 REVERSE=queries, BLOCK=PREFIX,
             )  # fmt: skip
     return totals, finals

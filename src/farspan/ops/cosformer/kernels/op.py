@@ -27,11 +27,10 @@ def linear_attention_op(
     v: Tensor,
     initial: Tensor | None,
     initial_sum: Tensor | None,
-    query_positions: Tensor | None,
-    key_positions: Tensor | None,
+    query_angles: Tensor | None,
+    key_angles: Tensor | None,
     padding: Tensor | None,
     documents: Tensor | None,
-    turn: int,
     still: float,
     wave: float,
     shared: bool,
@@ -45,18 +44,18 @@ def linear_attention_op(
     each segment (of so many chunks; for the backward pass), and the sums of the whole text (if `remember`).
 
     `causal` needs n = m, and goes on from the sums `initial` (b, g, parts·d, dv) and `initial_sum` (b, g, sums·d).
-    Positions (b|1, ·) count from the anchor of the sums; None: the index. What there is none of comes back empty.
-    `segment` 0 leaves the choice to :func:`farspan.ops.cosformer.kernels.attention.choose_segment`.
+    The angles (b|1, 2, ·), cos and sin, are those of the sums; None without a wave. What there is none of comes back
+    empty.    `segment` 0 leaves the choice to :func:`farspan.ops.cosformer.kernels.attention.choose_segment`.
     """
-    weight, segment = Weight(turn, still, wave, shared, relu, epsilon), segment or chosen(q, v)
+    weight, segment = Weight(still, wave, shared, relu, epsilon), segment or chosen(q, v)
     q, k, v = (row_major(x) for x in (q, k, v))
-    text = Text.of(key_positions, padding, documents)
+    text = Text.of(key_angles, padding, documents)
     before, total, kept = _held(initial, initial_sum, weight, k, v), NOTHING, NOTHING
     if remember or not causal or count_segments(k, v, segment) > 1:
         before, total = add_up(k, v, weight, text, None, None, segment, 1, before)
         kept = before if causal else total
     if not causal:
-        before, text = total, Text.of(query_positions, None, None)
+        before, text = total, Text.of(query_angles, None, None)
     out = like(q, (*q.shape[:3], v.shape[-1]))
     denominators = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     walk(q, k, v, out, weight, text, before, denominators, None, segment, causal=causal)
@@ -77,11 +76,10 @@ def linear_attention_backward_op(
     v: Tensor,
     initial: Tensor | None,
     initial_sum: Tensor | None,
-    query_positions: Tensor | None,
-    key_positions: Tensor | None,
+    query_angles: Tensor | None,
+    key_angles: Tensor | None,
     padding: Tensor | None,
     documents: Tensor | None,
-    turn: int,
     still: float,
     wave: float,
     shared: bool,
@@ -91,9 +89,9 @@ def linear_attention_backward_op(
     segment: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gradients of q, k, v and of the initial sums, given those of the output and of the sums after the text."""
-    weight, segment = Weight(turn, still, wave, shared, relu, epsilon), segment or chosen(q, v)
+    weight, segment = Weight(still, wave, shared, relu, epsilon), segment or chosen(q, v)
     q, k, v, out, gradient = (row_major(x) for x in (q, k, v, out, gradient))
-    queries, keys = Text.of(query_positions, None, documents), Text.of(key_positions, padding, documents)
+    queries, keys = Text.of(query_angles, None, documents), Text.of(key_angles, padding, documents)
     deltas = find_deltas(out, gradient, denominators, weight)
     dq, dk, dv = (like(x, x.shape) for x in (q, k, v))
     rest = (denominators, deltas, segment)
@@ -112,19 +110,17 @@ def _held(states: Tensor | None, sums: Tensor | None, weight: Weight, k: Tensor,
     """Sums as a state holds them, (b, g, parts·d, dv) and (b, g, sums·d); where only one is given, the other is zero."""
     if states is None and sums is None:
         return NOTHING
-    (b, g, _, d), width = k.shape, v.shape[-1]
-    shapes = (b, g, 1, weight.parts, d, width), (b, g, 1, weight.sums, d)
-    pair = (
-        torch.zeros(shape, dtype=torch.float32, device=k.device) if x is None else x.float().reshape(shape).contiguous()
-        for x, shape in zip((states, sums), shapes, strict=True)
-    )
-    return Sums(*pair)
+    room = weight.like(k, v, 1)
+    assert room.states is not None and room.sums is not None
+    room.states.zero_() if states is None else room.states.copy_(states.reshape(room.states.mT.shape).mT)
+    room.sums.zero_() if sums is None else room.sums.copy_(sums.reshape(room.sums.shape))
+    return room
 
 
 def _flat(total: Sums, x: Tensor) -> tuple[Tensor, Tensor]:
     """The reverse of `_held`, for sums held once."""
     states, sums = _or_empty(total, x)
-    return (states[:, :, 0].flatten(2, 3), sums[:, :, 0].flatten(2, 3)) if states.numel() else (states, sums)
+    return (states[:, :, 0].mT.flatten(2, 3), sums[:, :, 0].flatten(2, 3)) if states.numel() else (states, sums)
 
 
 def _or_empty(sums: Sums, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -134,8 +130,8 @@ def _or_empty(sums: Sums, x: Tensor) -> tuple[Tensor, Tensor]:
 
 @linear_attention_op.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, initial: Tensor | None, initial_sum: Tensor | None, *rest: Any) -> tuple[Any, ...]:
-    *_, turn, still, wave, shared, relu, epsilon, causal, segment, remember = rest
-    weight = Weight(turn, still, wave, shared, relu, epsilon)
+    *_, still, wave, shared, relu, epsilon, causal, segment, remember = rest
+    weight = Weight(still, wave, shared, relu, epsilon)
     segments = count_segments(k, v, segment or chosen(q, v))
     made = remember or not causal or segments > 1
     kept = weight.like(k, v, segments if causal else 1) if made else NOTHING
@@ -146,8 +142,8 @@ def _(q: Tensor, k: Tensor, v: Tensor, initial: Tensor | None, initial_sum: Tens
 
 @linear_attention_backward_op.register_fake
 def _(gradient: Tensor, final: Any, final_sum: Any, *saved: Any) -> tuple[Any, ...]:
-    _, _, _, _, q, k, v, initial, *_, turn, still, wave, shared, relu, epsilon, _, _ = saved
-    weight = Weight(turn, still, wave, shared, relu, epsilon)
+    _, _, _, _, q, k, v, initial, *_, still, wave, shared, relu, epsilon, _, _ = saved
+    weight = Weight(still, wave, shared, relu, epsilon)
     start = NOTHING if initial is None else weight.like(k, v, 1)
     return *(like(x, x.shape) for x in (q, k, v)), *_flat(start, q)
 
@@ -166,7 +162,7 @@ def _backward(ctx: Any, gradient: Tensor | None, *rest: Tensor | None) -> tuple[
     *_, final, final_sum = rest
     dq, dk, dv, initial, initial_sum = linear_attention_backward_op(gradient, final, final_sum, *saved, *ctx.numbers)
     has_initial = saved[7] is not None
-    return dq, dk, dv, *((initial, initial_sum) if has_initial else (None, None)), *(None,) * 13
+    return dq, dk, dv, *((initial, initial_sum) if has_initial else (None, None)), *(None,) * 12
 
 
 linear_attention_op.register_autograd(_backward, setup_context=_remember)

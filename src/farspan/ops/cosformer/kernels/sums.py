@@ -10,14 +10,15 @@ from farspan.ops.cosformer.kernels.tiles import (
     load_scale,
     load_tile,
     multiply,
+    weighed,
 )
 
 
-@triton.jit(do_not_specialize=["turn", "n", "segment", "parts"])
+@triton.jit(do_not_specialize=["n", "segment", "parts"])
 def totals_kernel(
-    y, z, states, sums, denominators, deltas, positions, padding, documents,
-    turn, still, wave, epsilon, n, segment, parts,
-    y_b, y_h, y_n, z_b, z_h, z_n, positions_b, padding_b, documents_b,
+    y, z, states, sums, denominators, deltas, angles, padding, documents,
+    still, wave, epsilon, n, segment, parts,
+    y_b, y_h, y_n, z_b, z_h, z_n, angles_b, angles_s, padding_b, documents_b,
     QUERIES: tl.constexpr, RELU: tl.constexpr, STILL: tl.constexpr, WAVE: tl.constexpr, SHARED: tl.constexpr,
     TIMES: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Z: tl.constexpr,
@@ -34,9 +35,9 @@ def totals_kernel(
     row = tl.program_id(2).to(tl.int64)
     column = tl.arange(0, BLOCK_D)
     into = split * BLOCK_Z + tl.arange(0, BLOCK_Z)
-    state_0 = tl.zeros([BLOCK_D, BLOCK_Z], tl.float32)
-    state_c = tl.zeros([BLOCK_D, BLOCK_Z], tl.float32)
-    state_s = tl.zeros([BLOCK_D, BLOCK_Z], tl.float32)
+    state_0 = tl.zeros([BLOCK_Z, BLOCK_D], tl.float32)
+    state_c = tl.zeros([BLOCK_Z, BLOCK_D], tl.float32)
+    state_s = tl.zeros([BLOCK_Z, BLOCK_D], tl.float32)
     sum_0 = tl.zeros([BLOCK_D], tl.float32)
     sum_c = tl.zeros([BLOCK_D], tl.float32)
     sum_s = tl.zeros([BLOCK_D], tl.float32)
@@ -54,11 +55,11 @@ def totals_kernel(
         if documents is not None:
             far = tl.load(documents + row * documents_b + last)
             live = live & (tl.load(documents + row * documents_b + index, mask=live, other=-1) == far)
-        cos, sin = load_angles(positions, positions_b, row, index, live, turn)
+        cos, sin = load_angles(angles, angles_b, angles_s, row, index, live, WAVE)
         for time in tl.static_range(TIMES):
             which = head * TIMES + time
-            feature = load_features(y, row * y_b + which * y_h + wide * y_n, column, live, RELU, D)
-            value = load_tile(z, row * z_b + which * z_h + wide * z_n, into, live, DV)
+            feature = load_features(y, row * y_b + which * y_h + wide * y_n, column, live, RELU, D, DOT)
+            value = load_tile(z, row * z_b + which * z_h + wide * z_n, into, live, DV, DOT)
             one = tl.full([BLOCK], 1.0, tl.float32)
             delta = one
             weight = one
@@ -67,10 +68,10 @@ def totals_kernel(
                 weight = load_scale(denominators, where, live, epsilon)
                 delta = tl.load(deltas + where, mask=live, other=0.0)
             if STILL:
-                state_0 += _outer(feature, value, weight * still, DOT, PRECISION)
+                state_0 += _outer(feature, value, weight * still, PRECISION)
             if WAVE:
-                state_c += _outer(feature, value, weight * wave * cos, DOT, PRECISION)
-                state_s += _outer(feature, value, weight * wave * sin, DOT, PRECISION)
+                state_c += _outer(feature, value, weight * wave * cos, PRECISION)
+                state_s += _outer(feature, value, weight * wave * sin, PRECISION)
             weight = weight * delta
             if not SHARED:
                 sum_0 += column_sums(feature, weight)
@@ -82,8 +83,8 @@ def totals_kernel(
     PARTS: tl.constexpr = STILL + 2 * WAVE
     SUMS: tl.constexpr = PARTS if SHARED else 1
     at = (row * tl.num_programs(1) + head) * parts + part
-    to = states + at * PARTS * D * DV + column[:, None] * DV + into[None, :]
-    inside = (column < D)[:, None] & (into < DV)[None, :]
+    to = states + at * PARTS * D * DV + into[:, None] * D + column[None, :]
+    inside = (into < DV)[:, None] & (column < D)[None, :]
     if STILL:
         tl.store(to, state_0, mask=inside)
     if WAVE:
@@ -99,8 +100,8 @@ def totals_kernel(
 
 
 @triton.jit
-def _outer(feature, value, weight, DOT: tl.constexpr, PRECISION: tl.constexpr):
-    return multiply(tl.trans(feature), value * weight[:, None], DOT, PRECISION)
+def _outer(feature, value, weight, PRECISION: tl.constexpr):
+    return multiply(tl.trans(value), weighed(feature, weight), PRECISION)
 
 
 @triton.jit(do_not_specialize=["n", "stretch", "parts", "size", "heads"])

@@ -11,33 +11,32 @@ exist nowhere: tiles of q and k enter the tensor cores as they are read, and the
 import triton
 import triton.language as tl
 
-from farspan.ops.coca.kernels.angles import cos_sin, places
 from farspan.ops.coca.kernels.narrow import INTERPRETED, narrow
 
 
 @triton.jit
-def load_tile(x, where, column, live, WIDTH: tl.constexpr):
-    """Rows of x that start at `where`, in float32; zeros where not live, whatever memory holds there."""
+def load_tile(x, where, column, live, WIDTH: tl.constexpr, DOT: tl.constexpr):
+    """Rows of x that start at `where`, as DOT; zeros where not live, whatever memory holds there."""
     inside = live[:, None] & (column < WIDTH)[None, :]
-    return tl.load(x + where[:, None] + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    return tl.load(x + where[:, None] + column[None, :], mask=inside, other=0.0).to(DOT)
 
 
 @triton.jit
-def load_features(x, where, column, live, RELU: tl.constexpr, WIDTH: tl.constexpr):
+def load_features(x, where, column, live, RELU: tl.constexpr, WIDTH: tl.constexpr, DOT: tl.constexpr):
     """The same after the activation: ReLU, or elu + 1."""
-    wide = load_tile(x, where, column, live, WIDTH)
+    wide = load_tile(x, where, column, live, WIDTH, tl.float32)
     if RELU:
         wide = tl.where(wide <= 0.0, 0.0, wide)  # unlike a maximum, this keeps a NaN
     else:
         inside = live[:, None] & (column < WIDTH)[None, :]
         wide = tl.where(inside, tl.where(wide > 0.0, wide + 1.0, tl.exp(wide)), 0.0)
-    return wide
+    return narrow(wide, DOT)
 
 
 @triton.jit
 def through_activation(gradient, x, where, column, live, RELU: tl.constexpr, WIDTH: tl.constexpr):
     """The gradient of x, given that of its features."""
-    wide = load_tile(x, where, column, live, WIDTH)
+    wide = load_tile(x, where, column, live, WIDTH, tl.float32)
     if RELU:
         return tl.where(wide > 0.0, gradient, 0.0)
     else:
@@ -45,9 +44,14 @@ def through_activation(gradient, x, where, column, live, RELU: tl.constexpr, WID
 
 
 @triton.jit
-def load_angles(positions, positions_b, row, index, live, turn):
-    """cos and sin of θ·position; `turn` is θ as a fraction of a whole turn in units of 2⁻⁶⁴."""
-    return cos_sin(places(positions, positions_b, row, index, live, 0) * turn)
+def load_angles(angles, angles_b, angles_s, row, index, live, WAVE: tl.constexpr):
+    """cos and sin of θ·position. To find them here would be found again in each of the layouts they are used in."""
+    cos = index.to(tl.float32)
+    sin = cos
+    if WAVE:
+        cos = tl.load(angles + row * angles_b + index, mask=live, other=0.0)
+        sin = tl.load(angles + row * angles_b + angles_s + index, mask=live, other=0.0)
+    return cos, sin
 
 
 @triton.jit
@@ -57,17 +61,22 @@ def load_scale(denominators, where, live, epsilon):
 
 
 @triton.jit
-def multiply(x, y, DOT: tl.constexpr, PRECISION: tl.constexpr):
-    """x·y on tensor cores from operands rounded to DOT, summed in float32."""
-    x = narrow(x, DOT)
-    y = narrow(y, DOT)
-    if INTERPRETED and DOT == tl.bfloat16:
+def multiply(x, y, PRECISION: tl.constexpr):
+    """x·y on tensor cores; y is rounded to the dtype of x, and the sum is float32."""
+    y = narrow(y, x.dtype)
+    if INTERPRETED and x.dtype == tl.bfloat16:
         x = x.to(tl.float32)
         y = y.to(tl.float32)
     return tl.dot(x, y, input_precision=PRECISION)
 
 
 @triton.jit
+def weighed(x, weight):
+    """weight_i·x_i, in float32."""
+    return x.to(tl.float32) * weight[:, None]
+
+
+@triton.jit
 def column_sums(x, weight):
     """Σ_i weight_i·x_i."""
-    return tl.sum(x * weight[:, None], axis=0)
+    return tl.sum(weighed(x, weight), axis=0)

@@ -9,7 +9,8 @@ With κ from row factors (see tiles), D the denominators, g the output's gradien
 
 Each is Σ κ (x·y) z over one side of the diagonal. A program walks a segment chunk by chunk: pairs within a chunk are
 weighed directly, all that lies behind comes from the running sum Σ y⊗z, which stays in registers. The sum is the same
-for o and da (transposed), and for dt and dv.
+for o and da, and for dt and dv: it lies (dv, d), so that the tensor cores read v or g transposed, as it came from
+memory, and the features as they left the activation.
 """
 
 import triton
@@ -24,15 +25,16 @@ from farspan.ops.cosformer.kernels.tiles import (
     load_tile,
     multiply,
     through_activation,
+    weighed,
 )
 
 
-@triton.jit(do_not_specialize=["turn", "n", "segment", "parts", "held"])
+@triton.jit(do_not_specialize=["n", "segment", "parts", "held"])
 def walk_kernel(
-    x, y, z, source, out, states, sums, denominators, deltas, positions, padding, documents,
-    turn, still, wave, epsilon, n, segment, parts, held,
+    x, y, z, source, out, states, sums, denominators, deltas, angles, padding, documents,
+    still, wave, epsilon, n, segment, parts, held,
     x_b, x_h, x_n, y_b, y_h, y_n, z_b, z_h, z_n, source_b, source_h, source_n, out_b, out_h, out_n,
-    positions_b, padding_b, documents_b,
+    angles_b, angles_s, padding_b, documents_b,
     CAUSAL: tl.constexpr, REVERSE: tl.constexpr, GRADED: tl.constexpr, RELU: tl.constexpr, STILL: tl.constexpr,
     WAVE: tl.constexpr, SHARED: tl.constexpr, GROUP: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     WIDTH: tl.constexpr, OUT_WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_Z: tl.constexpr,
@@ -58,13 +60,16 @@ def walk_kernel(
     near = tl.arange(0, BLOCK)
 
     at = (row * heads + state_head) * held + tl.minimum(part, held - 1)
-    state_0, state_c, state_s = _load_states(
-        states, at, column, into, GRADED, STILL, WAVE, WIDTH, OUT_WIDTH, BLOCK_X, BLOCK_Z
-    )
-    if OUT:
-        sum_0, sum_c, sum_s = _load_sums(sums, at, column, STILL, WAVE, SHARED, WIDTH, BLOCK_X)
-    else:
+    if GRADED:
+        state_0, state_c, state_s = _load_states(
+            states, at, column, into, STILL, WAVE, WIDTH, OUT_WIDTH, BLOCK_X, BLOCK_Z
+        )
         sum_0, sum_c, sum_s = _load_sums(sums, at, into, STILL, WAVE, SHARED, OUT_WIDTH, BLOCK_Z)
+    else:
+        state_0, state_c, state_s = _load_states(
+            states, at, into, column, STILL, WAVE, OUT_WIDTH, WIDTH, BLOCK_Z, BLOCK_X
+        )
+        sum_0, sum_c, sum_s = _load_sums(sums, at, column, STILL, WAVE, SHARED, WIDTH, BLOCK_X)
 
     begin = part * segment
     end = tl.minimum(begin + segment, tl.cdiv(n, BLOCK))
@@ -83,7 +88,7 @@ def walk_kernel(
         if REVERSE:
             x_live = keep
             y_live = live
-        cos, sin = load_angles(positions, positions_b, row, index, live, turn)
+        cos, sin = load_angles(angles, angles_b, angles_s, row, index, live, WAVE)
         one = tl.full([BLOCK], 1.0, tl.float32)
         enters = one
         stays = one
@@ -102,9 +107,9 @@ def walk_kernel(
         # What lies behind the chunk, through the running sums.
         where_x = row * x_b + head * x_h + wide * x_n
         if GRADED:
-            left = load_tile(x, where_x, column, x_live, WIDTH)
+            left = load_tile(x, where_x, column, x_live, WIDTH, DOT)
         else:
-            left = load_features(x, where_x, column, x_live, RELU, WIDTH)
+            left = load_features(x, where_x, column, x_live, RELU, WIDTH, DOT)
         x_0 = one
         x_c = cos
         x_s = sin
@@ -122,10 +127,10 @@ def walk_kernel(
             x_d = scale
         mixed = tl.zeros([BLOCK, BLOCK_Z], tl.float32)
         if STILL:
-            mixed += multiply(left, state_0, DOT, PRECISION) * (x_0 * enters)[:, None]
+            mixed += _through(left, state_0, GRADED, PRECISION) * (x_0 * enters)[:, None]
         if WAVE:
-            mixed += multiply(left, state_c, DOT, PRECISION) * (x_c * enters)[:, None]
-            mixed += multiply(left, state_s, DOT, PRECISION) * (x_s * enters)[:, None]
+            mixed += _through(left, state_c, GRADED, PRECISION) * (x_c * enters)[:, None]
+            mixed += _through(left, state_s, GRADED, PRECISION) * (x_s * enters)[:, None]
         total = tl.zeros([BLOCK], tl.float32)
         if OUT:
             total = _recalled(left, x_0, x_c, x_s, sum_0, sum_c, sum_s, STILL, WAVE, SHARED) * enters
@@ -162,11 +167,11 @@ def walk_kernel(
                 where_y = row * y_b + which * y_h + wide * y_n
                 where_z = row * z_b + which * z_h + wide * z_n
                 if GRADED:
-                    right = load_tile(y, where_y, column, y_live, WIDTH)
-                    value = load_features(z, where_z, into, y_live, RELU, OUT_WIDTH)
+                    right = load_tile(y, where_y, column, y_live, WIDTH, DOT)
+                    value = load_features(z, where_z, into, y_live, RELU, OUT_WIDTH, DOT)
                 else:
-                    right = load_features(y, where_y, column, y_live, RELU, WIDTH)
-                    value = load_tile(z, where_z, into, y_live, OUT_WIDTH)
+                    right = load_features(y, where_y, column, y_live, RELU, WIDTH, DOT)
+                    value = load_tile(z, where_z, into, y_live, OUT_WIDTH, DOT)
                 y_0 = one
                 y_c = cos
                 y_s = sin
@@ -180,7 +185,7 @@ def walk_kernel(
                     delta = tl.load(deltas + where_row, mask=live, other=0.0)
 
                 # Pairs within the chunk.
-                score = multiply(left, tl.trans(right), DOT, PRECISION)
+                score = multiply(left, tl.trans(right), PRECISION)
                 kappa = tl.zeros([BLOCK, BLOCK], tl.float32)
                 if STILL:
                     kappa += x_0[:, None] * y_0[None, :]
@@ -204,29 +209,31 @@ def walk_kernel(
                         score = score * kappa + extra * plain
                 else:
                     score = score * kappa
-                mixed += multiply(tl.where(seen, score, 0.0), value, DOT, PRECISION)
+                mixed += multiply(narrow(tl.where(seen, score, 0.0), DOT), value, PRECISION)
 
                 # The chunk joins the running sums.
-                turned = tl.trans(right)
+                raw = value
+                feature = right
+                if GRADED:
+                    raw = right
+                    feature = value
+                raw = tl.trans(raw)
                 if STILL:
-                    state_0 += multiply(turned, value * (y_0 * stays)[:, None], DOT, PRECISION)
+                    state_0 += multiply(raw, weighed(feature, y_0 * stays), PRECISION)
                 if WAVE:
-                    state_c += multiply(turned, value * (y_c * stays)[:, None], DOT, PRECISION)
-                    state_s += multiply(turned, value * (y_s * stays)[:, None], DOT, PRECISION)
+                    state_c += multiply(raw, weighed(feature, y_c * stays), PRECISION)
+                    state_s += multiply(raw, weighed(feature, y_s * stays), PRECISION)
                 if OUT or GRADED:
-                    summand = value
                     weight = stays
-                    if OUT:
-                        summand = right
                     if REVERSE:
                         weight = stays * delta
                     if not SHARED:
-                        sum_0 += column_sums(summand, weight * y_d)
+                        sum_0 += column_sums(feature, weight * y_d)
                     if SHARED and STILL:
-                        sum_0 += column_sums(summand, weight * y_0)
+                        sum_0 += column_sums(feature, weight * y_0)
                     if SHARED and WAVE:
-                        sum_c += column_sums(summand, weight * y_c)
-                        sum_s += column_sums(summand, weight * y_s)
+                        sum_c += column_sums(feature, weight * y_c)
+                        sum_s += column_sums(feature, weight * y_s)
 
         if OUT:
             mixed = mixed / tl.maximum(total, epsilon)[:, None]
@@ -247,6 +254,7 @@ def _recalled(
     left, x_0, x_c, x_s, sum_0, sum_c, sum_s, STILL: tl.constexpr, WAVE: tl.constexpr, SHARED: tl.constexpr
 ):
     """The part of the denominators that the running sums hold."""
+    left = left.to(tl.float32)
     total = x_0 * 0.0
     if not SHARED:
         total += tl.sum(left * sum_0[None, :], axis=1)
@@ -258,22 +266,27 @@ def _recalled(
 
 
 @triton.jit
+def _through(left, state, GRADED: tl.constexpr, PRECISION: tl.constexpr):
+    """x through the running sums, which lie (dv, d)."""
+    state = narrow(state, left.dtype)
+    if not GRADED:
+        state = tl.trans(state)
+    return multiply(left, state, PRECISION)
+
+
+@triton.jit
 def _load_states(
-    states, at, column, into, GRADED: tl.constexpr, STILL: tl.constexpr, WAVE: tl.constexpr, WIDTH: tl.constexpr,
-    OUT_WIDTH: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_Z: tl.constexpr,
+    states, at, row, column, STILL: tl.constexpr, WAVE: tl.constexpr, DV: tl.constexpr, D: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """The sums Σ y⊗z with factors 1, cos, sin; in memory they lie (d, dv), so for a gradient of features transposed."""
-    state_0 = tl.zeros([BLOCK_X, BLOCK_Z], tl.float32)
-    state_c = tl.zeros([BLOCK_X, BLOCK_Z], tl.float32)
-    state_s = tl.zeros([BLOCK_X, BLOCK_Z], tl.float32)
+    """The sums Σ y⊗z with factors 1, cos, sin: `row` of the DV numbers that are no features, `column` of D features."""
+    state_0 = tl.zeros([BLOCK_V, BLOCK_D], tl.float32)
+    state_c = tl.zeros([BLOCK_V, BLOCK_D], tl.float32)
+    state_s = tl.zeros([BLOCK_V, BLOCK_D], tl.float32)
     if states is not None:
-        SIZE: tl.constexpr = WIDTH * OUT_WIDTH
-        if GRADED:
-            where = column[:, None] + into[None, :] * WIDTH
-        else:
-            where = column[:, None] * OUT_WIDTH + into[None, :]
-        where = states + at * (STILL + 2 * WAVE) * SIZE + where
-        inside = (column < WIDTH)[:, None] & (into < OUT_WIDTH)[None, :]
+        SIZE: tl.constexpr = DV * D
+        where = states + at * (STILL + 2 * WAVE) * SIZE + row[:, None] * D + column[None, :]
+        inside = (row < DV)[:, None] & (column < D)[None, :]
         if STILL:
             state_0 = tl.load(where, mask=inside, other=0.0)
         if WAVE:
@@ -313,8 +326,8 @@ def delta_kernel(
     live = index < n
     wide = index.to(tl.int64)
     column = tl.arange(0, BLOCK_V)
-    mean = load_tile(out, row * out_b + head * out_h + wide * out_n, column, live, WIDTH)
-    slope = load_tile(gradient, row * gradient_b + head * gradient_h + wide * gradient_n, column, live, WIDTH)
+    mean = load_tile(out, row * out_b + head * out_h + wide * out_n, column, live, WIDTH, tl.float32)
+    slope = load_tile(gradient, row * gradient_b + head * gradient_h + wide * gradient_n, column, live, WIDTH, tl.float32)
     where = (row * heads + head) * n + wide
     free = tl.load(denominators + where, mask=live, other=0.0) >= epsilon
     tl.store(deltas + where, tl.where(free, -tl.sum(mean * slope, axis=1), 0.0), mask=live)
