@@ -63,7 +63,8 @@ def load_scale(denominators, where, live, epsilon):
 @triton.jit
 def multiply(x, y, PRECISION: tl.constexpr):
     """x·y on tensor cores; y is rounded to the dtype of x, and the sum is float32."""
-    y = narrow(y, x.dtype)
+    if y.dtype != x.dtype:
+        y = narrow(y, x.dtype)
     if INTERPRETED and x.dtype == tl.bfloat16:
         x = x.to(tl.float32)
         y = y.to(tl.float32)
