@@ -1,6 +1,6 @@
 """The public cosFormer op: contract, checks, dispatch."""
 
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -154,7 +154,7 @@ def cosformer_attention(
         )
         return silenced(weigh(*weights, seen_only(v, mask), mask), places, padding_mask)
     kernel = cosformer_kernel(max_length, beyond, activation, reweight)
-    options = {"causal": causal, "padding_mask": padding_mask, "documents": documents, "state": state}
+    options: dict[str, Any] = {"causal": causal, "padding_mask": padding_mask, "documents": documents, "state": state}
     if backend == "triton" or (backend == "auto" and auto_takes_triton()):
         out, after = triton_run(kernel, q, k, v, places, **options, return_state=return_state)
     else:

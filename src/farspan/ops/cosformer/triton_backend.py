@@ -69,12 +69,16 @@ def triton_run(
     before = places.m - places.n if causal else 0
     with torch.autocast(q.device.type, enabled=False):
         padded = F.pad(q, (0, 0, before, 0)) if before else q  # the queries of earlier keys, which nobody asks
-        out, numerator, denominator = _launch(kernel, padded, k, v, places, causal, keep, documents, state, return_state)
+        out, numerator, denominator = _launch(
+            kernel, padded, k, v, places, causal, keep, documents, state, return_state
+        )
     out = silenced(out[:, :, before:], places, keep)
     if not return_state:
         return out, None
     key = places.key.double()
-    keys = Keys(k, v, key.expand(max(key.shape[0], 1 if state is None else state.position.shape[0]), -1), keep, documents)
+    keys = Keys(
+        k, v, key.expand(max(key.shape[0], 1 if state is None else state.position.shape[0]), -1), keep, documents
+    )
     return out, chunked.advance(keys, state or chunked.start(kernel, keys), numerator, denominator)
 
 

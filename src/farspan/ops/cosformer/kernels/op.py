@@ -129,7 +129,9 @@ def _or_empty(sums: Sums, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @linear_attention_op.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, initial: Tensor | None, initial_sum: Tensor | None, *rest: Any) -> tuple[Any, ...]:
+def _(
+    q: Tensor, k: Tensor, v: Tensor, initial: Tensor | None, initial_sum: Tensor | None, *rest: Any
+) -> tuple[Any, ...]:
     *_, still, wave, shared, relu, epsilon, causal, segment, remember = rest
     weight = Weight(still, wave, shared, relu, epsilon)
     segments = count_segments(k, v, segment or chosen(q, v))

@@ -250,9 +250,7 @@ def walk_kernel(
 
 
 @triton.jit
-def _recalled(
-    left, x_0, x_c, x_s, sum_0, sum_c, sum_s, STILL: tl.constexpr, WAVE: tl.constexpr, SHARED: tl.constexpr
-):
+def _recalled(left, x_0, x_c, x_s, sum_0, sum_c, sum_s, STILL: tl.constexpr, WAVE: tl.constexpr, SHARED: tl.constexpr):
     """The part of the denominators that the running sums hold."""
     left = left.to(tl.float32)
     total = x_0 * 0.0
@@ -327,7 +325,9 @@ def delta_kernel(
     wide = index.to(tl.int64)
     column = tl.arange(0, BLOCK_V)
     mean = load_tile(out, row * out_b + head * out_h + wide * out_n, column, live, WIDTH, tl.float32)
-    slope = load_tile(gradient, row * gradient_b + head * gradient_h + wide * gradient_n, column, live, WIDTH, tl.float32)
+    slope = load_tile(
+        gradient, row * gradient_b + head * gradient_h + wide * gradient_n, column, live, WIDTH, tl.float32
+    )
     where = (row * heads + head) * n + wide
     free = tl.load(denominators + where, mask=live, other=0.0) >= epsilon
     tl.store(deltas + where, tl.where(free, -tl.sum(mean * slope, axis=1), 0.0), mask=live)
