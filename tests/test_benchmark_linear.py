@@ -9,9 +9,10 @@ from rich.console import Console
 
 pytest.importorskip("triton", reason="needs triton (pip install farspan[gpu])")
 
-from farspan.benchmark import linear, linear_peers
+from farspan.benchmark import linear, linear_peers, linear_tuning
 from farspan.benchmark.agree import ResultsDifferError
 from farspan.ops import cosformer_attention
+from farspan.ops.cosformer.kernels import attention
 from farspan_cli.bench import show_linear
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="toy sizes are for the interpreter, without a GPU")
@@ -58,6 +59,18 @@ def test_no_figures_when_a_contestant_is_wrong(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(linear, "cosformer_attention", lambda *x, **options: 1.1 * right(*x, **options))
     with pytest.raises(ResultsDifferError, match=r"triton, output.*chunked, output"):
         list(linear.run([], repeats=1, device="cpu", seed=0, toy=True))
+
+
+@interpreted
+def test_tuning_checks_each_cut_and_puts_the_table_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = dict(attention.CUTS)
+    rows = [row for _, new in linear_tuning.run(device="cpu", repeats=1, toy=True) for row in new]
+    assert [row["passes"] for row in rows] == list(linear.PASSES)
+    right = linear.cosformer_attention
+    monkeypatch.setattr(linear, "cosformer_attention", lambda *x, **options: 1.1 * right(*x, **options))
+    with pytest.raises(ResultsDifferError):
+        list(linear_tuning.run(device="cpu", repeats=1, toy=True))
+    assert table == attention.CUTS
 
 
 def test_features_are_cosformers() -> None:

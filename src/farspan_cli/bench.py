@@ -54,6 +54,7 @@ def bench_cosformer(
         int | None, typer.Option(help="Timed repetitions; the median counts.", min=1, show_default="5, cuda: 20")
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Short texts: under a minute and 2 GB on a CPU.")] = False,
+    tune: Annotated[bool, typer.Option("--tune", help="On cuda: try tile sizes, each checked first.")] = False,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     seed: Annotated[int, typer.Option(help="Seed of the random inputs.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Write the result as JSON.")] = None,
@@ -67,8 +68,13 @@ def bench_cosformer(
     """
     if device == "cuda":
         _check_device(device)
+        if tune:
+            _tune_linear(repeats or 10, seed, out)
+            return
         _bench_linear(None if lengths is None else whole_numbers(lengths), repeats or 20, quick, seed, out)
         return
+    if tune:
+        fail("--tune needs --device cuda: tile sizes mean nothing elsewhere; leave it out")
     repeats = repeats or 5
     chosen = [1024, 4096] if quick else whole_numbers(lengths or "4096,8192,16384,32768,65536")
     peers = [256, 1024] if quick else whole_numbers(softmax_lengths, "--softmax-lengths")
@@ -91,6 +97,16 @@ def _bench_linear(lengths: list[int] | None, repeats: int, quick: bool, seed: in
     steps = linear.run(chosen, repeats=repeats, device="cuda", seed=seed, quick=quick)
     rows = _collect(steps, widths * (1 + len(chosen) * len(linear.PASSES)), console)
     show_linear(console, rows)
+    _write(out, rows, "cuda", seed, console)
+
+
+def _tune_linear(repeats: int, seed: int, out: Path | None) -> None:
+    from farspan.benchmark import linear_tuning
+
+    console, total = Console(), 12 * 2 + 12 * 3
+    rows = _collect(linear_tuning.run(device="cuda", repeats=repeats), total, console)
+    for row in sorted(rows, key=lambda row: (row["d"], row["passes"], row["milliseconds"]["median"])):
+        console.print(f"{row['d']}  {row['passes']}  {row['cut']}  {row['milliseconds']['median']:.3f} ms")
     _write(out, rows, "cuda", seed, console)
 
 

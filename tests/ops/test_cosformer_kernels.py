@@ -40,7 +40,7 @@ def inputs(n: int, m: int | None = None, *, dtype: torch.dtype = torch.float32, 
 
 @torch.no_grad()
 def meeting(leaves: list[Tensor]) -> list[Tensor]:
-    """Queries that all meet their keys: a gradient is divided by the sum of weights, and has no digits if that is none."""
+    """Queries that all meet their keys: a gradient is divided by the sum of weights, and that must have digits."""
     for x in leaves[:2]:
         x += 1.0
     return leaves
@@ -52,7 +52,7 @@ def with_gradients(attend: Any, leaves: list[Tensor], weights: Tensor, **options
 
 
 def compare(leaves: list[Tensor], **options: Any) -> float:
-    """The largest difference from the definition in float64, in values and gradients, relative to the largest number."""
+    """The largest difference from the definition in float64, values and gradients, relative to the largest number."""
     options = {"max_length": 150, **options}
     wide = [x.detach().double().requires_grad_() for x in leaves]
     weights = torch.randn(*leaves[0].shape[:3], leaves[2].shape[-1], dtype=torch.float64, device=DEVICE)
@@ -75,7 +75,7 @@ def eager(q: Tensor, k: Tensor, v: Tensor, max_length: int, causal: bool = True)
 
 
 def check_against_eager(n: int, dtype: torch.dtype, causal: bool = True, **shape: int) -> None:
-    """Errors of values and gradients at most twice those of eager in the same dtype; their rounding is always allowed."""
+    """Errors of values and gradients at most twice those of eager in the same dtype; rounding is always allowed."""
     leaves = meeting(inputs(n, dtype=dtype, **shape))
     wide = [x.detach().double().requires_grad_() for x in leaves]
     weights = torch.randn(*leaves[0].shape[:3], leaves[2].shape[-1], device=DEVICE).to(dtype)

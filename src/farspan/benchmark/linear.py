@@ -162,8 +162,8 @@ def compare(shape: Shape, passes: str, device: str, repeats: int, peer: Callable
     inputs, backward = random_inputs(shape, device), passes != "forward"
     waves = angles(shape.n, device)
     wide = [features(inputs[0], waves), features(inputs[1], waves), inputs[2]]
-    calls = {name: _call(attend, inputs, backward) for name, attend in contestants(shape.n, device, peer).items()}
-    calls |= {name: _call(attend, wide, backward) for name, attend in given_features(peer).items()}
+    calls = {name: as_call(attend, inputs, backward) for name, attend in contestants(shape.n, device, peer).items()}
+    calls |= {name: as_call(attend, wide, backward) for name, attend in given_features(peer).items()}
     times: dict[str, Times] = {}
     missing, memory = {}, {}
     least = (8 if backward else 4) * inputs[0].nbytes
@@ -197,7 +197,7 @@ def compare(shape: Shape, passes: str, device: str, repeats: int, peer: Callable
     }
 
 
-def _call(attend: Attention, inputs: list[Tensor], backward: bool) -> Callable[[], Any]:
+def as_call(attend: Attention, inputs: list[Tensor], backward: bool) -> Callable[[], Any]:
     """The attention, or a training step of it alone."""
     leaves = [x.detach().requires_grad_(backward) for x in inputs]
     if not backward:

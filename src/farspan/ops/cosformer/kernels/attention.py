@@ -13,8 +13,6 @@ from farspan.ops.cosformer.kernels.walk import delta_kernel, walk_kernel
 
 WAVES = 4
 """Programs a processor that cutting a text into segments aims at."""
-SPLIT = 64
-"""Columns of the sums that a program keeps in registers."""
 PREFIX = 512
 """Numbers of the sums that a program adds up over segments."""
 
@@ -87,19 +85,23 @@ NOTHING = Sums(None, None)
 
 
 class Cut(NamedTuple):
-    """How a launch is cut into tiles."""
+    """How a launch is cut into tiles: tokens of a chunk, columns of the sums in a program's registers, its threads."""
 
     block: int
+    columns: int
     warps: int
     stages: int
 
 
+CUTS = {64: Cut(64, 64, 4, 2), 128: Cut(64, 64, 8, 2)}
+"""In bfloat16, by the widest head that it is for."""
+PRECISE = Cut(32, 64, 4, 1)
+"""In float16 and float32, whose tiles are twice as large."""
+
+
 def choose_cut(d: int, width: int, dtype: torch.dtype) -> Cut:
-    """Tokens of a chunk, and the threads that work on it."""
-    wide = max(padded(d), padded(width)) > 64
-    if dtype != torch.bfloat16:
-        return Cut(32, 4, 1)
-    return Cut(64, 8 if wide else 4, 2)
+    """The cut for features of width d and values of `width`; the same for all passes over a text."""
+    return CUTS[64 if max(d, width) <= 64 else 128] if dtype == torch.bfloat16 else PRECISE
 
 
 def choose_segment(n: int, programs: int, processors: int, block: int) -> int:
@@ -116,8 +118,8 @@ def choose_segment(n: int, programs: int, processors: int, block: int) -> int:
 def chosen(q: Tensor, v: Tensor) -> int:
     """Chunks of a segment for queries (b, h, n, d) and values (b, g, m, dv) on their device."""
     b, h, n, d = q.shape
-    programs = b * h * triton.cdiv(v.shape[-1], SPLIT)
-    return choose_segment(n, programs, processors(q.device), choose_cut(d, v.shape[-1], q.dtype).block)
+    cut = choose_cut(d, v.shape[-1], q.dtype)
+    return choose_segment(n, b * h * triton.cdiv(v.shape[-1], cut.columns), processors(q.device), cut.block)
 
 
 def count_segments(k: Tensor, v: Tensor, segment: int) -> int:
@@ -126,14 +128,14 @@ def count_segments(k: Tensor, v: Tensor, segment: int) -> int:
     return -(-k.shape[2] // (segment * block))
 
 
-def settings(x: Tensor, d: int, width: int) -> dict[str, Any]:
-    """Products: bfloat16 as it is; float16 as float32 with its 10 bits, for sums leave its range; float32 in full."""
+def settings(x: Tensor, d: int, width: int, columns: int) -> dict[str, Any]:
+    """Tiles and products: bfloat16 as it is; float16 as float32 of 10 bits, as sums leave its range; float32 whole."""
     cut = choose_cut(d, width, x.dtype)
-    narrow = x.dtype == torch.bfloat16
     return {
-        "DOT": tl.bfloat16 if narrow else tl.float32,
+        "DOT": tl.bfloat16 if x.dtype == torch.bfloat16 else tl.float32,
         "PRECISION": "tf32" if x.dtype == torch.float16 else "ieee",
         "BLOCK": cut.block,
+        "BLOCK_Z": min(cut.columns, padded(columns)),
         "num_warps": cut.warps,
         "num_stages": cut.stages,
     }
@@ -155,21 +157,20 @@ def walk(
     reverse: bool = False,
     source: Tensor | None = None,
 ) -> None:
-    """Fill `out` with Σ κ (x·y) z, see :mod:`farspan.ops.cosformer.kernels.walk`; with `source` it is a gradient of that."""
+    """Fill `out` with Σ κ (x·y) z (see :mod:`farspan.ops.cosformer.kernels.walk`), or with the gradient of `source`."""
     (b, heads, n, width), into = x.shape, z.shape[-1]
     group = y.shape[1] // heads if reverse else heads // y.shape[1]
-    options = settings(x, width, into)
-    split = min(SPLIT, padded(into))
+    options = settings(x, width, into, into)
     parts = count_segments(x, z, segment)
     origin = x if source is None else source
     strides = [s for tensor in (x, y, z, origin, out) for s in tensor.stride()[:3]]
     with torch.cuda.device_of(x):
-        walk_kernel[(parts * triton.cdiv(into, split), heads, b)](
+        walk_kernel[(parts * triton.cdiv(into, options["BLOCK_Z"]), heads, b)](
             x, y, z, source, out, before.states, before.sums, denominators, deltas, *text,
             weight.still, weight.wave, weight.epsilon, n, segment, parts, before.held,
             *strides, *text.strides,
             CAUSAL=causal, REVERSE=reverse, GRADED=source is not None, **weight.flags(), GROUP=group,
-            WIDTH=width, OUT_WIDTH=into, BLOCK_X=padded(width), BLOCK_Z=split, **options,
+            WIDTH=width, OUT_WIDTH=into, BLOCK_X=padded(width), **options,
         )  # fmt: skip
 
 
@@ -192,17 +193,16 @@ def add_up(
     g, queries = heads // groups, denominators is not None
     if not queries:  # a key's factors are 1, cos, sin
         weight = weight._replace(still=float(weight.still != 0), wave=float(weight.wave != 0))
-    options = settings(y, d, dv)
-    parts, split = count_segments(y, z, segment), min(SPLIT, padded(dv))
+    options, parts = settings(y, d, dv, dv), count_segments(y, z, segment)
     totals, finals = (weight.like(y[:, :g], z, held) for held in (parts, 1))
     documents, stretch = text.documents, segment * options["BLOCK"]
     with torch.cuda.device_of(y):
-        totals_kernel[(parts * triton.cdiv(dv, split), g, b)](
+        totals_kernel[(parts * triton.cdiv(dv, options["BLOCK_Z"]), g, b)](
             y, z, *totals, denominators, deltas, *text,
             weight.still, weight.wave, weight.epsilon, n, segment, parts,
             *y.stride()[:3], *z.stride()[:3], *text.strides,
             QUERIES=queries, **weight.flags(), TIMES=groups, D=d, DV=dv,
-            BLOCK_D=padded(d), BLOCK_Z=split, **options,
+            BLOCK_D=padded(d), **options,
         )  # fmt: skip
         for total, start, final in zip(totals, initial, finals, strict=True):
             assert total is not None

@@ -107,11 +107,12 @@ def linear_attention_backward_op(
 
 
 def _held(states: Tensor | None, sums: Tensor | None, weight: Weight, k: Tensor, v: Tensor) -> Sums:
-    """Sums as a state holds them, (b, g, parts·d, dv) and (b, g, sums·d); where only one is given, the other is zero."""
+    """Sums as a state has them, (b, g, parts·d, dv) and (b, g, sums·d); where only one is given, the other is zero."""
     if states is None and sums is None:
         return NOTHING
     room = weight.like(k, v, 1)
-    assert room.states is not None and room.sums is not None
+    assert room.states is not None
+    assert room.sums is not None
     room.states.zero_() if states is None else room.states.copy_(states.reshape(room.states.mT.shape).mT)
     room.sums.zero_() if sums is None else room.sums.copy_(sums.reshape(room.sums.shape))
     return room

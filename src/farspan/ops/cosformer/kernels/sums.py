@@ -26,8 +26,8 @@ def totals_kernel(
     """One program: one segment of one key head, and BLOCK_Z of the DV columns.
 
     Of keys and values, Σ φ(t_j)⊗v_j and Σ ψ(t_j), read forwards. Or (QUERIES) of queries and the output's gradients g,
-    over the TIMES heads of a group, Σ φ(a_i)⊗g_i/D_i and Σ ψ(a_i) δ_i/D_i, read backwards. Documents end on the way: only
-    what belongs to the document at the segment's far end is left.
+    over the TIMES heads of a group, Σ φ(a_i)⊗g_i/D_i and Σ ψ(a_i) δ_i/D_i, read backwards. Of the documents, only the
+    one at the segment's far end goes on, and is summed.
     """
     part = tl.program_id(0) % parts
     split = tl.program_id(0) // parts

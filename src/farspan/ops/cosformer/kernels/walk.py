@@ -1,6 +1,6 @@
 """One kernel for the output of linear attention and for all three gradients: they are the same sum.
 
-With κ from row factors (see tiles), D the denominators, g the output's gradient and δ_i = -(g_i·o_i), 0 where ε holds D:
+With κ from row factors (see tiles), D the denominators, g the output's gradient, δ_i = -(g_i·o_i) or 0 where ε holds D:
 
     o_i D_i = Σ_{j≤i} κ (a_i·t_j)        v_j        x, y, z = a, t, v
     da_i    = Σ_{j≤i} κ (g_i·v_j + δ_i)  t_j / D_i            g, v, t      (GRADED)
@@ -154,10 +154,7 @@ def walk_kernel(
                 sum_0 = sum_0 * goes_on
                 sum_c = sum_c * goes_on
                 sum_s = sum_s * goes_on
-            if REVERSE:
-                seen = near[:, None] <= near[None, :]
-            else:
-                seen = near[:, None] >= near[None, :]
+            seen = near[:, None] <= near[None, :] if REVERSE else near[:, None] >= near[None, :]
             if documents is not None:
                 seen = seen & (mine[:, None] == mine[None, :])
             for time in tl.static_range(TIMES):
@@ -199,14 +196,8 @@ def walk_kernel(
                         total += tl.sum(tl.where(seen, score * plain, 0.0), axis=1)
                     score = score * kappa
                 elif GRADED:
-                    if REVERSE:
-                        extra = delta[None, :]
-                    else:
-                        extra = delta[:, None]
-                    if SHARED:
-                        score = (score + extra) * kappa
-                    else:
-                        score = score * kappa + extra * plain
+                    extra = delta[None, :] if REVERSE else delta[:, None]
+                    score = (score + extra) * kappa if SHARED else score * kappa + extra * plain
                 else:
                     score = score * kappa
                 mixed += multiply(narrow(tl.where(seen, score, 0.0), DOT), value, PRECISION)
@@ -295,8 +286,10 @@ def _load_states(
 
 @triton.jit
 def _load_sums(
-    sums, at, column, STILL: tl.constexpr, WAVE: tl.constexpr, SHARED: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr
+    sums, at, column, STILL: tl.constexpr, WAVE: tl.constexpr, SHARED: tl.constexpr,
+    D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """The sums Σ ψ before a segment."""
     sum_0 = tl.zeros([BLOCK], tl.float32)
     sum_c = tl.zeros([BLOCK], tl.float32)
     sum_s = tl.zeros([BLOCK], tl.float32)
