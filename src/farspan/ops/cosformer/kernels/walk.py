@@ -90,19 +90,9 @@ def walk_kernel(
             y_live = live
         cos, sin = load_angles(angles, angles_b, angles_s, row, index, live, WAVE)
         one = tl.full([BLOCK], 1.0, tl.float32)
-        enters = one
-        stays = one
-        if documents is not None:
-            of = documents + row * documents_b
-            mine = tl.load(of + index, mask=live, other=-1)
-            if REVERSE:
-                before = tl.load(of + tl.minimum((chunk + 1) * BLOCK, n - 1))
-                after = tl.load(of + chunk * BLOCK)
-            else:
-                before = tl.load(of + tl.maximum(chunk * BLOCK - 1, 0))
-                after = tl.load(of + tl.minimum((chunk + 1) * BLOCK, n) - 1)
-            enters = (mine == before).to(tl.float32)
-            stays = (mine == after).to(tl.float32)
+        document, enters, stays, goes_on = _documents(
+            documents, documents_b, row, index, live, chunk, n, REVERSE, BLOCK
+        )
 
         # What lies behind the chunk, through the running sums.
         where_x = row * x_b + head * x_h + wide * x_n
@@ -145,7 +135,6 @@ def walk_kernel(
 
         if CAUSAL:
             if documents is not None:
-                goes_on = (before == after).to(tl.float32)
                 if STILL:
                     state_0 = state_0 * goes_on
                 if WAVE:
@@ -156,7 +145,7 @@ def walk_kernel(
                 sum_s = sum_s * goes_on
             seen = near[:, None] <= near[None, :] if REVERSE else near[:, None] >= near[None, :]
             if documents is not None:
-                seen = seen & (mine[:, None] == mine[None, :])
+                seen = seen & (document[:, None] == document[None, :])
             for time in tl.static_range(TIMES):
                 which = head * TIMES + time
                 if not REVERSE:
@@ -183,19 +172,10 @@ def walk_kernel(
 
                 # Pairs within the chunk.
                 score = multiply(left, tl.trans(right), PRECISION)
-                kappa = tl.zeros([BLOCK, BLOCK], tl.float32)
-                if STILL:
-                    kappa += x_0[:, None] * y_0[None, :]
-                if WAVE:
-                    kappa += x_c[:, None] * y_c[None, :] + x_s[:, None] * y_s[None, :]
-                plain = x_d[:, None] * y_d[None, :]
+                kappa, plain = _kappa(x_0, x_c, x_s, x_d, y_0, y_c, y_s, y_d, STILL, WAVE, SHARED)
                 if OUT:
-                    if SHARED:
-                        total += tl.sum(tl.where(seen, score * kappa, 0.0), axis=1)
-                    else:
-                        total += tl.sum(tl.where(seen, score * plain, 0.0), axis=1)
-                    score = score * kappa
-                elif GRADED:
+                    total += tl.sum(tl.where(seen, score * plain, 0.0), axis=1)
+                if GRADED:
                     extra = delta[None, :] if REVERSE else delta[:, None]
                     score = (score + extra) * kappa if SHARED else score * kappa + extra * plain
                 else:
@@ -238,6 +218,46 @@ def walk_kernel(
             mixed = tl.where(keep[:, None], mixed, 0.0)
         to = out + (row * out_b + head * out_h + wide * out_n)[:, None] + into[None, :]
         tl.store(to, narrow(mixed, out.dtype.element_ty), mask=live[:, None] & (into < OUT_WIDTH)[None, :])
+
+
+@triton.jit
+def _documents(documents, documents_b, row, index, live, chunk, n, REVERSE: tl.constexpr, BLOCK: tl.constexpr):
+    """The documents of a chunk; 1 for tokens that meet what lies behind it, for those that reach its far end, and for
+    sums that do; else 0."""
+    document = index
+    enters = tl.full([BLOCK], 1.0, tl.float32)
+    stays = enters
+    goes_on = 1.0
+    if documents is not None:
+        of = documents + row * documents_b
+        document = tl.load(of + index, mask=live, other=-1)
+        if REVERSE:
+            before = tl.load(of + tl.minimum((chunk + 1) * BLOCK, n - 1))
+            after = tl.load(of + chunk * BLOCK)
+        else:
+            before = tl.load(of + tl.maximum(chunk * BLOCK - 1, 0))
+            after = tl.load(of + tl.minimum((chunk + 1) * BLOCK, n) - 1)
+        enters = (document == before).to(tl.float32)
+        stays = (document == after).to(tl.float32)
+        goes_on = (before == after).to(tl.float32)
+    return document, enters, stays, goes_on
+
+
+@triton.jit
+def _kappa(
+    x_0, x_c, x_s, x_d, y_0, y_c, y_s, y_d, STILL: tl.constexpr, WAVE: tl.constexpr, SHARED: tl.constexpr
+):  # fmt: skip
+    """κ of all pairs of a chunk, above and below the fraction."""
+    if STILL and WAVE:
+        kappa = x_0[:, None] * y_0[None, :] + x_c[:, None] * y_c[None, :] + x_s[:, None] * y_s[None, :]
+    elif WAVE:
+        kappa = x_c[:, None] * y_c[None, :] + x_s[:, None] * y_s[None, :]
+    else:
+        kappa = x_0[:, None] * y_0[None, :]
+    plain = kappa
+    if not SHARED:
+        plain = x_d[:, None] * y_d[None, :]
+    return kappa, plain
 
 
 @triton.jit
