@@ -267,6 +267,7 @@ def test_operators_pass_torchs_own_check() -> None:
         torch.library.opcheck(torch.ops.farspan.linear_attention.default, arguments, test_utils=tests)
 
 
+@pytest.mark.slow
 def test_it_compiles_in_one_graph() -> None:
     leaves = inputs(40, h=1, d=8)
 

@@ -95,13 +95,13 @@ class Cut(NamedTuple):
 
 CUTS = {64: Cut(64, 64, 4, 2), 128: Cut(64, 64, 8, 2)}
 """In bfloat16, by the widest head that it is for."""
-PRECISE = Cut(32, 64, 4, 1)
+PRECISE = {64: Cut(32, 64, 8, 1), 128: Cut(32, 32, 8, 1)}
 """In float16 and float32, whose tiles are twice as large."""
 
 
 def choose_cut(d: int, width: int, dtype: torch.dtype) -> Cut:
     """The cut for features of width d and values of `width`; the same for all passes over a text."""
-    return CUTS[64 if max(d, width) <= 64 else 128] if dtype == torch.bfloat16 else PRECISE
+    return (CUTS if dtype == torch.bfloat16 else PRECISE)[64 if max(d, width) <= 64 else 128]
 
 
 def choose_segment(n: int, programs: int, processors: int, block: int) -> int:
@@ -129,11 +129,11 @@ def count_segments(k: Tensor, v: Tensor, segment: int) -> int:
 
 
 def settings(x: Tensor, d: int, width: int, columns: int) -> dict[str, Any]:
-    """Tiles and products: bfloat16 as it is; float16 as float32 of 10 bits, as sums leave its range; float32 whole."""
+    """Tiles and products: bfloat16 as it is; float16 as float32 of 10 bits, as sums leave its range; float32 in 3."""
     cut = choose_cut(d, width, x.dtype)
     return {
         "DOT": tl.bfloat16 if x.dtype == torch.bfloat16 else tl.float32,
-        "PRECISION": "tf32" if x.dtype == torch.float16 else "ieee",
+        "PRECISION": "tf32" if x.dtype == torch.float16 else "tf32x3",
         "BLOCK": cut.block,
         "BLOCK_Z": min(cut.columns, padded(columns)),
         "num_warps": cut.warps,

@@ -56,7 +56,7 @@ def totals_kernel(
             far = tl.load(documents + row * documents_b + last)
             live = live & (tl.load(documents + row * documents_b + index, mask=live, other=-1) == far)
         cos, sin = load_angles(angles, angles_b, angles_s, row, index, live, WAVE)
-        for time in tl.static_range(TIMES):
+        for time in range(TIMES):
             which = head * TIMES + time
             feature = load_features(y, row * y_b + which * y_h + wide * y_n, column, live, RELU, D, DOT)
             value = load_tile(z, row * z_b + which * z_h + wide * z_n, into, live, DV, DOT)

@@ -146,7 +146,7 @@ def walk_kernel(
             seen = near[:, None] <= near[None, :] if REVERSE else near[:, None] >= near[None, :]
             if documents is not None:
                 seen = seen & (document[:, None] == document[None, :])
-            for time in tl.static_range(TIMES):
+            for time in range(TIMES):
                 which = head * TIMES + time
                 if not REVERSE:
                     which = state_head
