@@ -45,20 +45,38 @@ def bench_attention(
 
 @bench.command("cosformer")
 def bench_cosformer(
-    lengths: Annotated[str, typer.Option(help="Tokens to grow through, by commas.")] = "4096,8192,16384,32768,65536",
+    lengths: Annotated[
+        str | None, typer.Option(help="Tokens to grow through, by commas.", show_default="4096 … 65536, cuda: 1024 …")
+    ] = None,
     softmax_lengths: Annotated[str, typer.Option(help="Tokens against softmax attention.")] = "256,512,1024,2048,4096",
     published_length: Annotated[int, typer.Option(help="Tokens for the published N×2d×d formulation.", min=64)] = 2048,
-    repeats: Annotated[int, typer.Option(help="Timed repetitions; the median counts.", min=1)] = 5,
-    quick: Annotated[bool, typer.Option("--quick", help="Short texts: under a minute and 2 GB.")] = False,
+    repeats: Annotated[
+        int | None, typer.Option(help="Timed repetitions; the median counts.", min=1, show_default="5, cuda: 20")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Short texts: under a minute and 2 GB on a CPU.")] = False,
+    tune: Annotated[bool, typer.Option("--tune", help="On cuda: try tile sizes, each checked first.")] = False,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     seed: Annotated[int, typer.Option(help="Seed of the random inputs.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Write the result as JSON.")] = None,
 ) -> None:
     """Causal cosFormer (8 heads, width 64): its growth, against softmax attention, and as it was published.
 
+    On a CUDA device: the kernels (bfloat16, 16 heads, widths 64 and 128, 65 536 tokens at a time), forward and
+    backward, against flash-linear-attention with the same features, where it is installed, and flash attention.
+
     Example: `farspan bench cosformer --published-length 2048 --out results/cosformer-cpu.json`
     """
-    chosen = [1024, 4096] if quick else whole_numbers(lengths)
+    if device == "cuda":
+        _check_device(device)
+        if tune:
+            _tune_linear(repeats or 10, seed, out)
+            return
+        _bench_linear(None if lengths is None else whole_numbers(lengths), repeats or 20, quick, seed, out)
+        return
+    if tune:
+        fail("--tune needs --device cuda: tile sizes mean nothing elsewhere; leave it out")
+    repeats = repeats or 5
+    chosen = [1024, 4096] if quick else whole_numbers(lengths or "4096,8192,16384,32768,65536")
     peers = [256, 1024] if quick else whole_numbers(softmax_lengths, "--softmax-lengths")
     published = 512 if quick else published_length
     _check_device(device)
@@ -69,6 +87,27 @@ def bench_cosformer(
     rows = _collect(steps, 3 + len(chosen) + len(peers) + len(PASSES), console)
     _show_cosformer(console, rows)
     _write(out, rows, device, seed, console)
+
+
+def _bench_linear(lengths: list[int] | None, repeats: int, quick: bool, seed: int, out: Path | None) -> None:
+    from farspan.benchmark import linear
+
+    chosen = lengths or (linear.QUICK if quick else linear.LENGTHS)
+    console, widths = Console(), 2
+    steps = linear.run(chosen, repeats=repeats, device="cuda", seed=seed, quick=quick)
+    rows = _collect(steps, widths * (1 + len(chosen) * len(linear.PASSES)), console)
+    show_linear(console, rows)
+    _write(out, rows, "cuda", seed, console)
+
+
+def _tune_linear(repeats: int, seed: int, out: Path | None) -> None:
+    from farspan.benchmark import linear_tuning
+
+    console, total = Console(), 12 * 2 + 12 * 3
+    rows = _collect(linear_tuning.run(device="cuda", repeats=repeats), total, console)
+    for row in sorted(rows, key=lambda row: (row["d"], row["passes"], row["milliseconds"]["median"])):
+        console.print(f"{row['d']}  {row['passes']}  {row['cut']}  {row['milliseconds']['median']:.3f} ms")
+    _write(out, rows, "cuda", seed, console)
 
 
 @bench.command("model")
@@ -176,6 +215,32 @@ def _show_cosformer(console: Console, rows: list[Row]) -> None:
             f"against cosFormer as published, {row['passes']}, {row['length']:,} tokens: {row['speedup']:.1f}× faster, "
             f"{row['memory_ratio']:.0f}× less memory, largest difference {row['max_difference']:.1e}"
         )
+
+
+def show_linear(console: Console, rows: list[Row]) -> None:
+    """Milliseconds, and how much longer each other contestant takes."""
+    found = [row for row in rows if row["kind"] == "linear"]
+    others = list(dict.fromkeys(name for row in found for name in row["speedup"]))
+    table = Table("width", "passes", "texts × tokens", "ms", "memory / least", *(f"× {name}" for name in others))
+    for row in found:
+        times = [row["speedup"].get(name) for name in others]
+        table.add_row(
+            str(row["d"]),
+            row["passes"],
+            f"{row['b']} × {row['n']:,}",
+            f"{row['milliseconds']['triton']['median']:.3f}",
+            f"{row['memory_over_least']['triton']:.2f}",
+            *("–" if t is None else f"{t['median']:.2f} ({t['low']:.2f}–{t['high']:.2f})" for t in times),
+        )
+    console.print(table)
+    missing = {f"{name}: {why}" for row in found for name, why in row["missing"].items()}
+    for line in sorted(missing):
+        console.print(f"missing: {line}")
+    worst = max((row for row in rows if row["kind"] == "check"), key=lambda row: row["error"] / row["allowed"])
+    console.print(
+        f"checked against float64: the worst of {sum(row['kind'] == 'check' for row in rows)} is {worst['attention']}, "
+        f"{worst['of']}, with an error of {worst['error']:.1e} of the largest number (allowed: {worst['allowed']:.1e})"
+    )
 
 
 def _show_attention(console: Console, rows: list[Row]) -> None:

@@ -4,14 +4,13 @@ Without gradients the half-width kernel reads t as it is cached. With gradients 
 forward and backward, and the attention is SDPA's.
 """
 
-from importlib.util import find_spec
-
 import torch
 from torch import Tensor
 
 from farspan.errors import require
 from farspan.ops.call import Call
 from farspan.ops.coca.fused import coca_features
+from farspan.ops.launch import cannot_launch
 from farspan.ops.phases import rotary_steps
 from farspan.ops.positions import Positions
 from farspan.ops.rotary import Plan, Rotary, Run
@@ -39,21 +38,7 @@ def triton_refusal(
         return "backend='triton' has no gradients in float16, whose range squares leave; use bfloat16 or backend='sdpa'"
     if widest > 256:
         return f"backend='triton' takes heads up to 256 wide, got {widest}; use backend='sdpa'"
-    return _cannot_launch(q.device.type)
-
-
-def _cannot_launch(device: str) -> str | None:
-    if find_spec("triton") is None:
-        return "backend='triton' needs triton; install farspan[gpu]"
-    from farspan.ops.coca.kernels.narrow import INTERPRETED
-
-    if device != "cuda" and not INTERPRETED:
-        return f"backend='triton' needs CUDA tensors, got {device}; or set TRITON_INTERPRET=1 before the start, to test"
-    return None
-
-
-# What torch.compiler.assume_constant_result does, without its import of the whole compiler.
-_cannot_launch._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return cannot_launch(q.device.type)
 
 
 def triton_attention(q: Tensor, t: Tensor, v: Tensor, *, rotary: Rotary | Plan | None, form: str, call: Call) -> Tensor:

@@ -184,7 +184,7 @@ def _segment(
     def heads(x: Tensor) -> Tensor:  # undoes `queries`
         return x.unflatten(3, (grid[2], size)).transpose(2, 3).reshape(b, h, n, -1)
 
-    after = _advance(keys, state, values[:, :, -1].clone(), totals[:, :, -1].clone())  # a view would keep all
+    after = advance(keys, state, values[:, :, -1].clone(), totals[:, :, -1].clone())  # a view would keep all
     return heads(numerator), heads(denominator), after
 
 
@@ -261,7 +261,7 @@ def _absorb_segment(kernel: Kernel, keys: Keys, state: LinearState) -> LinearSta
         phi, psi = phi * left, psi * left
         faded = torch.exp(-kernel.decay * (end - state.position)).to(work)[:, :, None]
         values, totals = values * faded[..., None], totals * faded
-    return _advance(keys, state, values + phi.mT @ keys.values(work), totals + psi.sum(-2))
+    return advance(keys, state, values + phi.mT @ keys.values(work), totals + psi.sum(-2))
 
 
 def _recall_segment(kernel: Kernel, q: Tensor, positions: Tensor, state: LinearState) -> Tensor:
@@ -272,7 +272,8 @@ def _recall_segment(kernel: Kernel, q: Tensor, positions: Tensor, state: LinearS
     return out.unflatten(2, (-1, q.shape[2])).flatten(1, 2)
 
 
-def _advance(keys: Keys, state: LinearState, numerator: Tensor, denominator: Tensor) -> LinearState:
+def advance(keys: Keys, state: LinearState, numerator: Tensor, denominator: Tensor) -> LinearState:
+    """The state after keys that brought the sums to `numerator` and `denominator`."""
     kept = keys.positions if keys.keep is None else keys.positions.masked_fill(~keys.keep, torch.inf)
     first = torch.minimum(state.first, kept.amin(-1, keepdim=True))
     return LinearState(numerator, denominator, state.anchor, keys.positions[:, -1:].clone(), first, state.kernel)

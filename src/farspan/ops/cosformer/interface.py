@@ -1,6 +1,6 @@
 """The public cosFormer op: contract, checks, dispatch."""
 
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from farspan.ops.cosformer.kernel import ACTIVATIONS, BEYOND, cosformer_kernel
 from farspan.ops.cosformer.reference import cosformer_weights, seen_only, weigh
 from farspan.ops.cosformer.run import BACKENDS, place, run, silenced
 from farspan.ops.cosformer.state import LinearState
+from farspan.ops.cosformer.triton_backend import auto_takes_triton, triton_run
 from farspan.ops.positions import Positions, PositionsArgument
 from farspan.ops.softmax.reference import visible
 
@@ -101,7 +102,9 @@ def cosformer_attention(
         reweight: False leaves the cosine out (linear attention, the paper's ablation).
         state: what an earlier call returned: this call continues its text, and q, k, v are the new tokens only.
         return_state: also return the state after the last key. Any cutting into calls gives the same outputs.
-        backend: "auto" or "chunked" (O(N) time and memory), or "reference" (the definition, N×N).
+        backend: "auto" or "chunked" (O(N) time and memory), "triton" (the same in kernels, see
+            :mod:`farspan.ops.cosformer.triton_backend`; refuses with the reason where they cannot run), or "reference"
+            (the definition, N×N).
 
     Returns:
         (b, h, n, dv) in q's dtype; with `return_state` a pair of it and a :class:`LinearState` of constant size.
@@ -121,7 +124,7 @@ def cosformer_attention(
     )
     require_choice("beyond", beyond, BEYOND)
     require_choice("activation", activation, ACTIVATIONS)
-    require_choice("backend", backend, BACKENDS)
+    require_choice("backend", backend, (*BACKENDS, "triton"))
     places = place(
         q,
         k,
@@ -151,9 +154,11 @@ def cosformer_attention(
         )
         return silenced(weigh(*weights, seen_only(v, mask), mask), places, padding_mask)
     kernel = cosformer_kernel(max_length, beyond, activation, reweight)
-    out, after = run(
-        kernel, q, k, v, places, causal=causal, padding_mask=padding_mask, documents=documents, state=state
-    )
+    options: dict[str, Any] = {"causal": causal, "padding_mask": padding_mask, "documents": documents, "state": state}
+    if backend == "triton" or (backend == "auto" and auto_takes_triton()):
+        out, after = triton_run(kernel, q, k, v, places, **options, return_state=return_state)
+    else:
+        out, after = run(kernel, q, k, v, places, **options)
     if not return_state:
         return out
     assert after is not None

@@ -106,7 +106,7 @@ def _run(
     n, m = places.n, places.m
     query, key = places.query.double(), places.key.double()
     if state is not None:
-        _check_state(kernel, k, v, state)
+        check_state(kernel, k, v, state)
         key = key.expand(max(key.shape[0], state.position.shape[0]), m)
     keys = Keys(k, v, key, keep, documents)
     if not causal and documents is None and not kernel.decay:
@@ -177,7 +177,8 @@ def _check_goes_on(places: Positions, state: LinearState) -> None:
     )
 
 
-def _check_state(kernel: Kernel, k: Tensor, v: Tensor, state: LinearState) -> None:
+def check_state(kernel: Kernel, k: Tensor, v: Tensor, state: LinearState) -> None:
+    """A state continues the attention and the layer that made it."""
     require(
         state.kernel == kernel.name,
         f"state was made by {state.kernel!r} and cannot continue as {kernel.name!r}; start without a state",

@@ -1,0 +1,234 @@
+"""Launching the kernels of linear attention, forward and backward, and their registration with torch."""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from farspan.ops.coca.kernels.attention import padded, processors, row_major
+from farspan.ops.cosformer.kernels.sums import prefix_kernel, totals_kernel
+from farspan.ops.cosformer.kernels.walk import delta_kernel, walk_kernel
+
+WAVES = 4
+"""Programs a processor that cutting a text into segments aims at."""
+PREFIX = 512
+"""Numbers of the sums that a program adds up over segments."""
+
+DELTAS = 64
+"""Rows whose δ a program finds."""
+
+
+class Weight(NamedTuple):
+    """κ = still + wave·cos θΔ above; below the same if `shared`, else 1. Features by ReLU, or by elu + 1."""
+
+    still: float
+    wave: float
+    shared: bool
+    relu: bool
+    epsilon: float
+
+    @property
+    def parts(self) -> int:
+        """How many sums Σ y⊗z there are."""
+        return int(self.still != 0) + 2 * int(self.wave != 0)
+
+    @property
+    def sums(self) -> int:
+        """How many sums Σ y there are."""
+        return self.parts if self.shared else 1
+
+    def like(self, k: Tensor, v: Tensor, held: int) -> "Sums":
+        """Room for `held` sums of keys k (b, g, m, d) and values v (b, g, m, dv)."""
+        (b, g, _, d), dv = k.shape, v.shape[-1]
+        shapes = (b, g, held, self.parts, dv, d), (b, g, held, self.sums, d)
+        return Sums(*(k.new_empty(shape, dtype=torch.float32) for shape in shapes))
+
+    def flags(self) -> dict[str, Any]:
+        return {"RELU": self.relu, "STILL": self.still != 0, "WAVE": self.wave != 0, "SHARED": self.shared}
+
+
+class Text(NamedTuple):
+    """Where tokens stand and which count; None: at no place, all of them, one document."""
+
+    angles: Tensor | None
+    """(b|1, 2, n), cos and sin."""
+    padding: Tensor | None
+    """(b|1, n)"""
+    documents: Tensor | None
+
+    @classmethod
+    def of(cls, angles: Tensor | None, padding: Tensor | None, documents: Tensor | None) -> "Text":
+        padding = None if padding is None else padding.view(torch.uint8)
+        return cls(*(x if x is None else row_major(x) for x in (angles, padding, documents)))
+
+    @property
+    def strides(self) -> list[int]:
+        """From one row of the batch to the next, 0 where all rows share one; and from cosines to sines."""
+        angles, *rest = (0 if x is None or x.shape[0] == 1 else x.stride(0) for x in self)
+        return [angles, 0 if self.angles is None else self.angles.stride(1), *rest]
+
+
+class Sums(NamedTuple):
+    """Running sums (b, g, held, parts, dv, d) and (b, g, held, sums, d) in float32; None: nothing yet."""
+
+    states: Tensor | None
+    sums: Tensor | None
+
+    @property
+    def held(self) -> int:
+        return 1 if self.states is None else self.states.shape[2]
+
+
+NOTHING = Sums(None, None)
+
+
+class Cut(NamedTuple):
+    """How a launch is cut into tiles: tokens of a chunk, columns of the sums in a program's registers, its threads."""
+
+    block: int
+    columns: int
+    warps: int
+    stages: int
+
+
+CUTS = {64: Cut(64, 64, 4, 2), 128: Cut(64, 64, 8, 2)}
+"""In bfloat16, by the widest head that it is for."""
+PRECISE = {64: Cut(32, 64, 8, 1), 128: Cut(32, 32, 8, 1)}
+"""In float16 and float32, whose tiles are twice as large."""
+
+
+def choose_cut(d: int, width: int, dtype: torch.dtype) -> Cut:
+    """The cut for features of width d and values of `width`; the same for all passes over a text."""
+    return (CUTS if dtype == torch.bfloat16 else PRECISE)[64 if max(d, width) <= 64 else 128]
+
+
+def choose_segment(n: int, programs: int, processors: int, block: int) -> int:
+    """Chunks of a segment, for a text of n tokens of which `programs` are walked at once.
+
+    >>> choose_segment(65_536, 16, 132, 64), choose_segment(2048, 16, 132, 64), choose_segment(2048, 1024, 132, 64)
+    (32, 1, 32)
+    """
+    chunks = triton.cdiv(n, block)
+    parts = max(1, processors * WAVES // programs)
+    return triton.cdiv(chunks, min(parts, chunks))
+
+
+def chosen(q: Tensor, v: Tensor) -> int:
+    """Chunks of a segment for queries (b, h, n, d) and values (b, g, m, dv) on their device."""
+    b, h, n, d = q.shape
+    cut = choose_cut(d, v.shape[-1], q.dtype)
+    return choose_segment(n, b * h * triton.cdiv(v.shape[-1], cut.columns), processors(q.device), cut.block)
+
+
+def count_segments(k: Tensor, v: Tensor, segment: int) -> int:
+    """How many segments of so many chunks the keys have."""
+    block = choose_cut(k.shape[-1], v.shape[-1], k.dtype).block
+    return -(-k.shape[2] // (segment * block))
+
+
+def settings(x: Tensor, d: int, width: int, columns: int) -> dict[str, Any]:
+    """Tiles and products: bfloat16 as it is; float16 as float32 of 10 bits, as sums leave its range; float32 in 3."""
+    cut = choose_cut(d, width, x.dtype)
+    return {
+        "DOT": tl.bfloat16 if x.dtype == torch.bfloat16 else tl.float32,
+        "PRECISION": "tf32" if x.dtype == torch.float16 else "tf32x3",
+        "BLOCK": cut.block,
+        "BLOCK_Z": min(cut.columns, padded(columns)),
+        "num_warps": cut.warps,
+        "num_stages": cut.stages,
+    }
+
+
+def walk(
+    x: Tensor,
+    y: Tensor,
+    z: Tensor,
+    out: Tensor,
+    weight: Weight,
+    text: Text,
+    before: Sums,
+    denominators: Tensor,
+    deltas: Tensor | None,
+    segment: int,
+    *,
+    causal: bool,
+    reverse: bool = False,
+    source: Tensor | None = None,
+) -> None:
+    """Fill `out` with Σ κ (x·y) z (see :mod:`farspan.ops.cosformer.kernels.walk`), or with the gradient of `source`."""
+    (b, heads, n, width), into = x.shape, z.shape[-1]
+    group = y.shape[1] // heads if reverse else heads // y.shape[1]
+    options = settings(x, width, into, into)
+    parts = count_segments(x, z, segment)
+    origin = x if source is None else source
+    strides = [s for tensor in (x, y, z, origin, out) for s in tensor.stride()[:3]]
+    with torch.cuda.device_of(x):
+        walk_kernel[(parts * triton.cdiv(into, options["BLOCK_Z"]), heads, b)](
+            x, y, z, source, out, before.states, before.sums, denominators, deltas, *text,
+            weight.still, weight.wave, weight.epsilon, n, segment, parts, before.held,
+            *strides, *text.strides,
+            CAUSAL=causal, REVERSE=reverse, GRADED=source is not None, **weight.flags(), GROUP=group,
+            WIDTH=width, OUT_WIDTH=into, BLOCK_X=padded(width), **options,
+        )  # fmt: skip
+
+
+def add_up(
+    y: Tensor,
+    z: Tensor,
+    weight: Weight,
+    text: Text,
+    denominators: Tensor | None,
+    deltas: Tensor | None,
+    segment: int,
+    groups: int,
+    initial: Sums,
+) -> tuple[Sums, Sums]:
+    """The sums before each segment, and those of everything (held once).
+
+    Of keys and values; or, given `denominators` and `deltas`, of queries and gradients, from the end of the text.
+    """
+    (b, heads, n, d), dv = y.shape, z.shape[-1]
+    g, queries = heads // groups, denominators is not None
+    if not queries:  # a key's factors are 1, cos, sin
+        weight = weight._replace(still=float(weight.still != 0), wave=float(weight.wave != 0))
+    options, parts = settings(y, d, dv, dv), count_segments(y, z, segment)
+    totals, finals = (weight.like(y[:, :g], z, held) for held in (parts, 1))
+    documents, stretch = text.documents, segment * options["BLOCK"]
+    with torch.cuda.device_of(y):
+        totals_kernel[(parts * triton.cdiv(dv, options["BLOCK_Z"]), g, b)](
+            y, z, *totals, denominators, deltas, *text,
+            weight.still, weight.wave, weight.epsilon, n, segment, parts,
+            *y.stride()[:3], *z.stride()[:3], *text.strides,
+            QUERIES=queries, **weight.flags(), TIMES=groups, D=d, DV=dv,
+            BLOCK_D=padded(d), **options,
+        )  # fmt: skip
+        for total, start, final in zip(totals, initial, finals, strict=True):
+            assert total is not None
+            size = total[0, 0, 0].numel()
+            prefix_kernel[(triton.cdiv(size, PREFIX), b * g)](
+                total, start, final, documents, n, stretch, parts, size, g, text.strides[3],
+                REVERSE=queries, BLOCK=PREFIX,
+            )  # fmt: skip
+    return totals, finals
+
+
+def find_deltas(out: Tensor, gradient: Tensor, denominators: Tensor, weight: Weight) -> Tensor:
+    """δ (b, h, n): what the denominators do to the gradient."""
+    b, h, n, width = out.shape
+    deltas = torch.empty_like(denominators)
+    with torch.cuda.device_of(out):
+        delta_kernel[(triton.cdiv(n, DELTAS), h, b)](
+            out, gradient, denominators, deltas, weight.epsilon, n, h, *out.stride()[:3], *gradient.stride()[:3],
+            WIDTH=width, BLOCK=DELTAS, BLOCK_V=padded(width),
+        )  # fmt: skip
+    return deltas
+
+
+def like(x: Tensor, shape: tuple[int, ...] | torch.Size) -> Tensor:
+    """Empty, of the given shape; heads inside positions where x has them so (a projection's output, transposed)."""
+    b, h, n, d = shape
+    if x.stride(1) < x.stride(2):
+        return x.new_empty((b, n, h, d)).transpose(1, 2)
+    return x.new_empty((b, h, n, d))

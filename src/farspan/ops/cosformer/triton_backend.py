@@ -1,0 +1,153 @@
+"""Linear attention on Triton kernels: when they can run, and how a call becomes one of theirs."""
+
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from farspan.errors import require
+from farspan.ops.call import drop_trivial
+from farspan.ops.cosformer import chunked
+from farspan.ops.cosformer.chunked import Keys
+from farspan.ops.cosformer.kernel import ACTIVATIONS, EPSILON, Kernel, Shape
+from farspan.ops.cosformer.run import check_state, run, silenced
+from farspan.ops.cosformer.state import LinearState
+from farspan.ops.launch import cannot_launch
+from farspan.ops.positions import Positions
+
+WIDEST = 128
+
+
+def auto_takes_triton() -> bool:
+    """Whether backend="auto" hands a call to the kernels: not before they are measured to be faster."""
+    return False
+
+
+def triton_refusal(
+    kernel: Kernel, q: Tensor, v: Tensor, places: Positions, causal: bool, documents: Tensor | None
+) -> str | None:
+    """Why backend="triton" cannot take a call, and what to do about it; None when it can."""
+    widest = max(q.shape[-1], v.shape[-1])
+    if q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"backend='triton' takes float32, bfloat16 or float16, got {q.dtype}; use backend='chunked'"
+    if widest > WIDEST:
+        return f"backend='triton' takes heads up to {WIDEST} wide, got {widest}; use backend='chunked'"
+    if kernel.decay:
+        return "backend='triton' has no decay: its sums would have to fade from token to token; use backend='chunked'"
+    if causal and not places.aligned:
+        return "backend='triton' takes queries that are the last keys; for free positions use backend='chunked'"
+    if not causal and documents is not None:
+        return "backend='triton' sees documents only with causal=True; use backend='chunked'"
+    return cannot_launch(q.device.type)
+
+
+def triton_run(
+    kernel: Kernel,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    places: Positions,
+    *,
+    causal: bool,
+    padding_mask: Tensor | None,
+    documents: Tensor | None,
+    state: LinearState | None,
+    return_state: bool,
+) -> tuple[Tensor, LinearState | None]:
+    """:func:`farspan.ops.cosformer.run.run` on the kernels; raises where :func:`triton_refusal` has a reason.
+
+    A single query with a state's past is a handful of numbers, and is left to torch.
+    """
+    reason = triton_refusal(kernel, q, v, places, causal, documents)
+    require(reason is None, str(reason))
+    if places.n == 1 and causal and documents is None:
+        return run(kernel, q, k, v, places, causal=True, padding_mask=padding_mask, documents=None, state=state)
+    if state is not None:
+        check_state(kernel, k, v, state)
+    keep = drop_trivial(padding_mask)
+    before = places.m - places.n if causal else 0
+    with torch.autocast(q.device.type, enabled=False):
+        padded = F.pad(q, (0, 0, before, 0)) if before else q  # the queries of earlier keys, which nobody asks
+        out, numerator, denominator = _launch(
+            kernel, padded, k, v, places, causal, keep, documents, state, return_state
+        )
+    out = silenced(out[:, :, before:], places, keep)
+    if not return_state:
+        return out, None
+    key = places.key.double()
+    keys = Keys(
+        k, v, key.expand(max(key.shape[0], 1 if state is None else state.position.shape[0]), -1), keep, documents
+    )
+    return out, chunked.advance(keys, state or chunked.start(kernel, keys), numerator, denominator)
+
+
+def _launch(
+    kernel: Kernel,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    places: Positions,
+    causal: bool,
+    keep: Tensor | None,
+    documents: Tensor | None,
+    state: LinearState | None,
+    remember: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Output and sums after it, of n = m queries if causal."""
+    from farspan.ops.cosformer.kernels.op import linear_attention_op
+
+    assert kernel.shared or kernel.denominator == Shape(1, 0)
+    query, key = _angles(kernel, places, causal, state)
+    out, _, _, _, numerator, denominator = linear_attention_op(
+        q,
+        k,
+        v,
+        None if state is None else state.numerator,
+        None if state is None else state.denominator,
+        query,
+        key,
+        keep,
+        documents,
+        float(kernel.numerator.still),
+        float(kernel.numerator.wave),
+        kernel.shared,
+        kernel.query_map is ACTIVATIONS["relu"],
+        EPSILON[q.dtype],
+        causal,
+        0,
+        remember,
+    )
+    return out, numerator, denominator
+
+
+def _angles(
+    kernel: Kernel, places: Positions, causal: bool, state: LinearState | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """cos and sin (b|1, 2, ·) of queries and keys, counted from where the sums have their anchor."""
+    if not kernel.numerator.wave:
+        return None, None
+    if state is None and places.first is not None:
+        angles = _counted(kernel, places.m, places.device)
+        return angles if causal else angles[:, :, places.m - places.n :], angles
+    anchor = places.key[:, :1].double() if state is None else state.anchor
+    key = _table(kernel, places.key - anchor)
+    return key if causal else _table(kernel, places.query - anchor), key
+
+
+def _counted(kernel: Kernel, n: int, device: torch.device) -> Tensor:
+    """The angles of 0 … n-1."""
+    if torch.compiler.is_compiling() or type(torch.empty(0)) is not Tensor:  # the latter under FakeTensorMode
+        return _table(kernel, torch.arange(n, dtype=torch.float64, device=device)[None])
+    return _cached(kernel, 1 << (n - 1).bit_length(), device)[:, :, :n]
+
+
+@lru_cache(maxsize=16)
+def _cached(kernel: Kernel, n: int, device: torch.device) -> Tensor:
+    """Made once: in a short text, a handful of tiny launches would cost more than the attention."""
+    with torch.inference_mode(False):  # the first call may be inference, and a later one training
+        return _table(kernel, torch.arange(n, dtype=torch.float64, device=device)[None])
+
+
+def _table(kernel: Kernel, positions: Tensor) -> Tensor:
+    return torch.cat([x[:, :, :, 0] for x in kernel.angles(positions.double(), torch.float32)], dim=1)
