@@ -22,6 +22,7 @@ FLOORS = {
     "training": 5,
     "analysis": 5,
     "report": 5,
+    "tasks": 6,
     "benchmark": 6,
     "reproduce": 6,
 }
