@@ -10,6 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[1] / "src" / "farspan"
 FLOORS = {
     "errors": 0,
+    "files": 0,
     "intervals": 0,
     "results": 0,
     "experiments": 0,

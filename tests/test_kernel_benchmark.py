@@ -29,7 +29,7 @@ def test_every_step_at_toy_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert {row["kind"] for row in rows} == {"check", "copy", "decode", "prefill", "prepare"}
     checks = {row["case"]: row for row in rows if row["kind"] == "check"}
     assert all(row["error"] <= row["allowed"] for row in checks.values())
-    assert all(row["ratio"] == pytest.approx(row["error"] / row["full_width"]) for row in checks.values())
+    assert all(0 < row["rms_ratio"] < 2 for row in checks.values())
     for name in ("left padding", "positions a row", "free positions", "pages, first a row"):
         assert any(case.startswith(name) for case in checks)
     decode = next(row for row in rows if row["kind"] == "decode")

@@ -5,12 +5,13 @@ import os
 import platform
 import subprocess
 import sys
-import tempfile
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from farspan.files import write_whole
 
 PACKAGES = ("farspan", "torch", "transformers", "triton")
 
@@ -20,19 +21,8 @@ def write_result(path: str | os.PathLike[str], rows: list[dict[str, Any]], *, de
 
     The file is ``{"schema": 1, "command", "commit", "versions", "device", "seed", "rows"}``.
     """
-    path = Path(path)
     result = {"schema": 1, **provenance(device), "seed": seed, "rows": rows}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
-    try:
-        with os.fdopen(handle, "w") as file:
-            json.dump(result, file, indent=1)
-            file.write("\n")
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    write_whole(Path(path), json.dumps(result, indent=1) + "\n")
 
 
 def provenance(device: str) -> dict[str, Any]:

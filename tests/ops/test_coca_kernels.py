@@ -53,8 +53,9 @@ def assert_as_good_as_eager(out: Tensor, truth: Tensor, plain: Tensor) -> None:
     rounding = float(truth.abs().max()) * torch.finfo(out.dtype).eps
     ours, theirs = ((x.double() - truth).abs() for x in (out, plain))
     assert out.isfinite().all()
-    assert ours.max() <= 2 * theirs.max() + rounding
-    assert ours.mean() <= 2 * theirs.mean() + rounding / 8
+    largest, mean = ((float(ours.max()), float(theirs.max())), (float(ours.mean()), float(theirs.mean())))
+    assert largest[0] <= 2 * largest[1] + rounding, f"largest error {largest[0]:.2e}, eager's {largest[1]:.2e}"
+    assert mean[0] <= 2 * mean[1] + rounding / 8, f"mean error {mean[0]:.2e}, eager's {mean[1]:.2e}"
 
 
 def check(n: int, m: int, *, form: str, dtype: torch.dtype, rotary: Rotary | None, **shape: int) -> None:

@@ -3,11 +3,14 @@
 import json
 import subprocess
 import sys
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from farspan.files import claim
 from farspan.reproduce import Preset, reproduce
 from farspan.reproduce.plan import plan
 from farspan.reproduce.preset import NAMES
@@ -60,6 +63,45 @@ def test_everything_is_measured_once_and_ends_in_a_page(toml: Path, tmp_path: Pa
     stamps = {p: p.stat().st_mtime_ns for p in (tmp_path / "results").iterdir()}
     reproduce(Preset.load(toml), tmp_path)
     assert {p: p.stat().st_mtime_ns for p in (tmp_path / "results").iterdir()} == stamps
+
+
+def test_two_processes_share_the_steps_of_one_folder(toml: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "farspan_cli", "reproduce", "--preset", str(toml), "--out"]
+    both = [subprocess.Popen([*command, str(tmp_path / "shared")], stdout=subprocess.PIPE, text=True) for _ in "ab"]
+    printed = [process.communicate()[0] for process in both]
+    assert [process.returncode for process in both] == [0, 0], printed
+    subprocess.run([*command, str(tmp_path / "alone")], check=True, capture_output=True)
+    assert set(states(tmp_path / "shared").values()) == {"done"}
+    for path in (tmp_path / "alone" / "results").iterdir():
+        shared, alone = (
+            json.loads((tmp_path / who / "results" / path.name).read_text()) for who in ("shared", "alone")
+        )
+        for row, expected in zip(shared["rows"], alone["rows"], strict=True):
+            for key in {"final_loss", "nll", "correct"} & expected.keys():
+                assert row[key] == pytest.approx(expected[key]), path.name
+
+
+def test_a_step_in_other_hands_is_waited_for(toml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("farspan.reproduce.run.POLL_SECONDS", 0.05)
+    seen: list[str] = []
+    original = Work.do
+    monkeypatch.setattr(Work, "do", lambda self, step: (seen.append(step.name), original(self, step))[1])
+    with claim(tmp_path / "locks" / "train-rope-s0") as mine:
+        assert mine
+        runner = threading.Thread(target=reproduce, args=(Preset.load(toml), tmp_path))
+        runner.start()
+        deadline = time.monotonic() + 120
+        while (
+            states(tmp_path).get("ppl coca-exact seed 0 none") != "done"
+            if (tmp_path / "status.json").exists()
+            else True
+        ):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert "train rope seed 0" not in seen
+    runner.join()
+    assert set(states(tmp_path).values()) == {"done"}
+    assert len(seen) == len(set(seen))
 
 
 def test_a_failed_step_is_named_and_the_rest_go_on(toml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

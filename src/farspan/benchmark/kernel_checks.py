@@ -94,13 +94,13 @@ def _inputs(case: Case, device: str, b: int = 2) -> list[Tensor]:
 def error_row(name: str, out: Tensor, truth: Tensor, plain: Tensor) -> dict[str, Any]:
     """The error, and what is allowed: twice that of the full-width path in the same dtype, plus one rounding.
 
-    `ratio` says how the error compares with the full-width path's, whatever is allowed; None where that has none.
+    `rms_ratio` compares root mean squares, which say more than the largest of few; None where the path has no error.
     """
     ours, theirs = (float((x.double() - truth).abs().max()) for x in (out, plain))
+    usual, theirs_usual = (float((x.double() - truth).square().mean().sqrt()) for x in (out, plain))
     rounding = float(truth.abs().max()) * torch.finfo(out.dtype).eps
-    ratio = ours / theirs if theirs > 0 else None
-    row = {"kind": "check", "case": name, "error": ours, "full_width": theirs, "ratio": ratio}
-    return row | {"allowed": 2 * theirs + rounding}
+    row = {"kind": "check", "case": name, "error": ours, "full_width": theirs, "allowed": 2 * theirs + rounding}
+    return row | {"rms_ratio": usual / theirs_usual if theirs_usual > 0 else None}
 
 
 def _moved(options: Any, device: str) -> Any:

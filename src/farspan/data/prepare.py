@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from farspan.data.encoding import SPLITS, Encoder, Place, chunks, encoded, split_of
-from farspan.data.files import room_for, write_whole
 from farspan.data.readers import located
 from farspan.data.shards import MANIFEST, SCHEMA, read_manifest
 from farspan.data.sources import Source, describe, resolve
 from farspan.data.tokenizer import BYTES_VOCABULARY, TextTokenizer, load_tokenizer, train_bpe
 from farspan.data.writer import SplitWriter, token_dtype
 from farspan.errors import require
+from farspan.files import room_for, write_whole
 
 WORK = ".unfinished"
 """Folder below `out` for everything until the manifest is written."""

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from farspan.data.files import write_whole
 from farspan.errors import require
+from farspan.files import write_whole
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from farspan.data.files import room_for, write_all
 from farspan.data.sources import sha256
 from farspan.errors import require
+from farspan.files import room_for, write_all
 
 START = np.dtype("<u8")
 """How a document's start is kept in an .idx file."""

@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -10,9 +11,13 @@ from pathlib import Path
 from farspan.data import load_tokenizer
 from farspan.data.sources import resolve
 from farspan.errors import require
+from farspan.files import claim, write_whole
 from farspan.reproduce.plan import Step, plan
 from farspan.reproduce.preset import Corpus, Preset
 from farspan.reproduce.work import Work
+
+POLL_SECONDS = 2.0
+"""Between looks at steps that another process has taken."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +39,8 @@ def reproduce(
 ) -> Path:
     """Do what is missing in `out` and return the path of its page. Call again after an interruption.
 
-    A step that fails is recorded in ``status.json`` with its message; steps that need it are left pending.
+    Several processes may be given one folder, on one GPU or on several: each takes the next step that no other has
+    taken. A step that fails is recorded in ``status.json`` with its message; steps that need it are left pending.
     """
     require(
         int(os.environ.get("WORLD_SIZE", "1")) == 1,
@@ -48,18 +54,26 @@ def reproduce(
     _keep_preset(preset, folder)
     states: dict[str, dict[str, str]] = {s.name: {"state": "pending", "message": ""} for s in steps}
     say = report or (lambda _: None)
-    total, done = sum(step.weight for step in steps), 0
-    for step in steps:
-        standing = Standing(done / total, step.name)
-        say(standing)
-        work = Work(preset, folder, partial(_say_detail, say, standing, step.weight / total))
-        states[step.name] = _attempt(work, step, states)
-        _write_status(folder, states)
-        done += step.weight
+    total, left = sum(step.weight for step in steps), steps
+    while left:
+        busy = []
+        for step in left:
+            done = total - sum(s.weight for s in steps if states[s.name]["state"] in ("pending", "busy"))
+            standing = Standing(done / total, step.name)
+            say(standing)
+            work = Work(preset, folder, partial(_say_detail, say, standing, step.weight / total))
+            states[step.name] = _attempt(work, step, states)
+            if states[step.name]["state"] == "busy":
+                busy.append(step)
+            _write_status(folder, states)
+        if len(busy) == len(left):
+            time.sleep(POLL_SECONDS)
+        left = busy
     from farspan.report import write_report
 
     say(Standing(1.0, "report"))
-    return write_report(folder)
+    with claim(folder / "locks" / "report", wait=True):
+        return write_report(folder)
 
 
 def _check_corpus(corpus: Corpus) -> None:
@@ -75,29 +89,35 @@ def _say_detail(say: Callable[[Standing], None], standing: Standing, weight: flo
 
 
 def _attempt(work: Work, step: Step, states: dict[str, dict[str, str]]) -> dict[str, str]:
+    """Do a step unless it is done; "busy" where another process does it, or what it needs."""
     if step.result.exists():
         return {"state": "done", "message": "from an earlier call"}
     needed = {"data": None, "train": "data"}.get(step.kind, f"train {step.variant} seed {step.seed}")
     if needed is not None and states[needed]["state"] != "done":
-        return {"state": "pending", "message": f"needs {needed}"}
-    try:
-        work.do(step)
-    except Exception as error:  # whatever it is: name it, and let the other steps go on
-        return {"state": "failed", "message": " ".join(f"{type(error).__name__}: {error}".split())}
+        state = "busy" if states[needed]["state"] == "busy" else "pending"
+        return {"state": state, "message": f"needs {needed}"}
+    with claim(work.folder / "locks" / step.result.stem) as mine:
+        if not mine:
+            return {"state": "busy", "message": "another process is at it"}
+        if step.result.exists():  # since we looked
+            return {"state": "done", "message": "by another process"}
+        try:
+            work.do(step)
+        except Exception as error:  # whatever it is: name it, and let the other steps go on
+            return {"state": "failed", "message": " ".join(f"{type(error).__name__}: {error}".split())}
     return {"state": "done", "message": ""}
 
 
 def _keep_preset(preset: Preset, folder: Path) -> None:
     """A folder belongs to one preset: results made under another must not be mixed in."""
     path, text = folder / "preset.txt", repr(preset)
-    if not path.exists():
-        (folder / "preset.txt.part").write_text(text)
-        os.replace(folder / "preset.txt.part", path)
+    with claim(folder / "locks" / "preset", wait=True):
+        if not path.exists():
+            write_whole(path, text)
     require(path.read_text() == text, f"{folder} holds a reproduction with other settings; choose another --out")
 
 
 def _write_status(folder: Path, states: dict[str, dict[str, str]]) -> None:
     rows = [{"step": name, **state} for name, state in states.items()]
-    temporary = folder / "status.json.part"
-    temporary.write_text(json.dumps(rows, indent=1))
-    os.replace(temporary, folder / "status.json")
+    with claim(folder / "locks" / "status", wait=True):
+        write_whole(folder / "status.json", json.dumps(rows, indent=1))

@@ -12,9 +12,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 from farspan.data import Shards, TextTokenizer, load_tokenizer, prepare
-from farspan.data.files import write_whole
 from farspan.errors import require
 from farspan.evaluation import as_trained, passkey, perplexity
+from farspan.files import write_whole
 from farspan.models import FarspanConfig, FarspanForCausalLM
 from farspan.reproduce.plan import Step
 from farspan.reproduce.preset import Preset

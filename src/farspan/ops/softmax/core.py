@@ -192,6 +192,8 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     n, m = q.shape[2], k.shape[2]
     if n == m:
         return _sdpa(q, k, v, scale, causal=True)
+    if torch.compiler.is_compiling():  # which does not trace the lower-right bias in every version of torch
+        return _sdpa(q, k, v, scale, torch.ones(n, m, dtype=torch.bool, device=q.device).tril(m - n))
     from torch.nn.attention.bias import causal_lower_right  # brings the whole of torch.compile with it
 
     k, v = _repeat(q, k, v)

@@ -1,10 +1,15 @@
-"""Files that are whole or absent, and a full disk that says so."""
+"""Files written whole or not at all, and folders that several processes share."""
 
 import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+try:
+    import fcntl
+except ModuleNotFoundError:  # Windows: one process a folder
+    fcntl = None  # type: ignore[assignment]
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -23,8 +28,8 @@ def room_for(path: Path) -> Iterator[None]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a small file whole or not at all, and durable before this returns."""
-    temporary = path.with_name(path.name + ".part")
+    """Write a small file whole or not at all, and durable before this returns. One writer at a time (:func:`claim`)."""
+    temporary = path.with_name(path.name + ".part")  # always this name, so that a killed process leaves no litter
     with room_for(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -42,3 +47,22 @@ def write_all(file: int, data: memoryview) -> None:
     """Write every byte: the system may take only some of them when the disk is nearly full."""
     while data:
         data = data[os.write(file, data) :]
+
+
+@contextmanager
+def claim(path: Path, *, wait: bool = False) -> Iterator[bool]:
+    """Whether this process alone holds the lock file inside the block; with `wait`, it will.
+
+    The lock ends with its process, however that ends.
+    """
+    if fcntl is None:
+        yield True
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        yield True
