@@ -111,6 +111,11 @@ def test_padding_changes_no_answer(tmp_path: Path) -> None:
     [
         ("listops", {"length": 30}, "tasks.listops.length must be 24 with this generator, got 30"),
         ("listops", {"generator": {"max_dept": 3}}, "generator key must be one of .* did you mean 'max_depth'"),
+        (
+            "listops",
+            {"generator": {"max_depth": 2, "max_args": 2, "min_length": 0, "max_length": 24}, "train": 600},
+            "the generator must have 690 different examples, got (3|4)[0-9]{2}; ask for fewer",
+        ),
         ("mqar", {"steps": 0}, "steps must be at least 1, got 0"),
         ("mqar", {"accumulation": 3}, "batch_size must be a multiple of accumulation = 3, got 16"),
     ],

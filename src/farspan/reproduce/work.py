@@ -96,6 +96,7 @@ class Work:
     def _train_task(self, step: Step) -> None:
         """Train for a task and answer its test."""
         task, settings, last = self._task(step.task), self.preset.task(step.task), list[Progress]()
+        torch.compiler.reset()  # blocks of other shapes, compiled for other tasks, would make these shapes dynamic
         if self.device == "cuda":
             torch.cuda.reset_peak_memory_stats()
         model_folder = task.train(step.variant, step.seed, self._run(step), self._telling(last))

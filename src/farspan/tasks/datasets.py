@@ -5,9 +5,9 @@ asked. The same settings always give the same tables; no example is in two split
 """
 
 import json
+import math
 from collections.abc import Callable
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,10 @@ from farspan.errors import require
 from farspan.tasks.settings import SPLITS
 from farspan.tasks.tables import in_parallel, write_table
 
-PIECE = 256
+PIECE = 64
 """Examples made at once by one process."""
+TRIES = 10
+"""Times as many examples as wanted are made before a generator is said to have too few."""
 Say = Callable[[str, float], None]
 
 
@@ -59,15 +61,20 @@ def generate(folder: Path, piece: Piece, task: Any, length: int, examples: dict[
         return
     seen: set[bytes] = set()
     for split in reversed(SPLITS):  # the test set first: it must not depend on how much is trained on
-        kept: list[NDArray[Any]] = []
-        for rows in in_parallel(partial(piece, task, length, SPLITS.index(split)), count()):
-            for row in rows.astype(np.uint16):
-                if (key := row.tobytes()) not in seen and len(kept) < examples[split]:
-                    seen.add(key)
-                    kept.append(row)
-            say(f"making {split} examples", len(kept) / examples[split])
-            if len(kept) == examples[split]:
-                break
+        kept, wanted, pieces = list[NDArray[Any]](), examples[split], 0
+        while len(kept) < wanted:
+            more = range(pieces, pieces + math.ceil((wanted - len(kept)) / PIECE))
+            for rows in in_parallel(partial(piece, task, length, SPLITS.index(split)), more):
+                for row in rows.astype(np.uint16):
+                    if (key := row.tobytes()) not in seen and len(kept) < wanted:
+                        seen.add(key)
+                        kept.append(row)
+                say(f"making {split} examples", len(kept) / wanted)
+            require(
+                pieces < TRIES * (1 + wanted // PIECE),
+                f"the generator must have {sum(examples.values())} different examples, got {len(seen)}; ask for fewer",
+            )
+            pieces = more.stop
         write_table(folder / f"{split}.npy", np.stack(kept))
 
 

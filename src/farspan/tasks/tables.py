@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -71,10 +72,10 @@ def whole_table(path: Path) -> Tensor:
     return torch.from_numpy(np.load(path).astype(np.int64))
 
 
-def in_parallel(make: Callable[[int], NDArray[Any]], pieces: Iterator[int]) -> Iterator[NDArray[Any]]:
-    """make(piece) for each piece in order, in as many processes as there are cores; may be left at any point."""
-    workers = os.cpu_count() or 1
-    if workers == 1:
+def in_parallel(make: Callable[[int], NDArray[Any]], pieces: range) -> Iterator[NDArray[Any]]:
+    """make(piece) for each piece in order, in as many processes as there are cores, or pieces."""
+    workers = min(os.cpu_count() or 1, len(pieces))
+    if workers <= 1:
         yield from map(make, pieces)
         return
     # Forked where that is possible: a fresh interpreter would spend seconds on importing torch.
@@ -82,11 +83,13 @@ def in_parallel(make: Callable[[int], NDArray[Any]], pieces: Iterator[int]) -> I
     pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start, initargs=(make,))
     try:
         with interrupt_later():
-            waiting = [pool.submit(_make, next(pieces))]
+            waiting = deque([pool.submit(_make, pieces[0])])
+        for piece in pieces[1:]:
+            waiting.append(pool.submit(_make, piece))
+            if len(waiting) >= 2 * workers:
+                yield waiting.popleft().result()
         while waiting:
-            while len(waiting) < 2 * workers and (piece := next(pieces, None)) is not None:
-                waiting.append(pool.submit(_make, piece))
-            yield waiting.pop(0).result()
+            yield waiting.popleft().result()
     finally:
         pool.shutdown(cancel_futures=True)
 
