@@ -5,6 +5,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
+
 from farspan.data import Shards, TextTokenizer, load_tokenizer
 from farspan.data.listops import LABELS as DIGITS
 from farspan.data.listops import TOKENS, ListOps
@@ -158,7 +160,7 @@ class TextTask(Classification):
 
     @property
     def labels(self) -> int:  # type: ignore[override]
-        return int(whole_table(self.folder / "train.npy")[:, -1].max()) + 1
+        return int(np.load(self.folder / "train.npy", mmap_mode="r")[:, -1].max()) + 1
 
     @property
     def vocabulary(self) -> int:  # type: ignore[override]
