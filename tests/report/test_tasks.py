@@ -60,6 +60,13 @@ def test_ahead_is_said_only_where_nothing_overlaps(tmp_path: Path) -> None:
     ]
 
 
+def test_seeds_that_disagree_settle_nothing(tmp_path: Path) -> None:
+    """The pooled interval of 4000 cases is narrow, but one seed of each is on the other's side."""
+    right = {"rope": (900, 600), "cosformer": (500, 700)}
+    said = task_verdicts(collect(results(tmp_path, right, {})), load_task_tables())
+    assert said == ["ListOps: cosFormer 0.3000, RoPE 0.3750: not told apart."]
+
+
 def test_one_seed_is_called_luck(tmp_path: Path) -> None:
     write(tmp_path, "task-listops-rope-s0", [row("listops", "rope", 0, cases=10, correct=3)])
     assert any("One seed only (listops)" in note for note in task_notes(collect(tmp_path)))

@@ -112,14 +112,17 @@ def task_verdicts(run: Run, tables: Sequence[TaskTable]) -> list[str]:
 
 
 def _against(run: Run, measure: str, task: str, ours: str, other: str) -> str | None:
-    """Better or worse only where the intervals (of accuracies) or the seeds' ranges (of perplexities) do not touch."""
+    """Better or worse only where neither the intervals of the counts nor the ranges over seeds touch.
+
+    Both are asked: all seeds answer the same test set, so that the interval alone knows nothing of their luck.
+    """
     a, b = measured(run, measure, task, ours), measured(run, measure, task, other)
     if a is None or b is None:
         return None
     show = _shown(measure)
     numbers = f"{variant_name(ours)} {show(a.value)}, {variant_name(other)} {show(b.value)}"
-    low_a, high_a = a.interval or (a.low, a.high)
-    low_b, high_b = b.interval or (b.low, b.high)
+    low_a, low_b = (min(e.low, (e.interval or (e.low,))[0]) for e in (a, b))
+    high_a, high_b = (max(e.high, (e.interval or (e.high,))[-1]) for e in (a, b))
     if low_a <= high_b and low_b <= high_a:
         return f"{numbers}: not told apart"
     ahead = (a.value > b.value) == (measure == "accuracy")
