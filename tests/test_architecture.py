@@ -23,6 +23,7 @@ FLOORS = {
     "training": 5,
     "analysis": 5,
     "report": 5,
+    "tasks": 6,
     "benchmark": 6,
     "finetune": 6,
     "reproduce": 6,

@@ -15,9 +15,14 @@ from farspan_cli.progress import progress
 def reproduce(
     out: Annotated[Path, typer.Option(help="Folder of the run; the same command continues there.", show_default=False)],
     preset: Annotated[
-        str, typer.Option(help="`cpu` (minutes, offline), `gpu` (half an hour), or a TOML file.")
+        str,
+        typer.Option(
+            help="`cpu` (minutes, offline), `gpu` (half an hour), `cosformer-cpu`, `cosformer-gpu`, or a TOML file."
+        ),
     ] = "cpu",
-    only: Annotated[str | None, typer.Option(help="Tables and figures, e.g. table1,figure1. Default: all.")] = None,
+    only: Annotated[
+        str | None, typer.Option(help="Tables, figures or tasks, e.g. table1,figure1 or listops. Default: all.")
+    ] = None,
     text: Annotated[
         list[str] | None, typer.Option(help="Training text as SOURCE=WEIGHT; repeat for a mixture.", show_default=False)
     ] = None,
@@ -25,12 +30,20 @@ def reproduce(
         list[str] | None, typer.Option(help="Text for perplexity; documents long enough are used.", show_default=False)
     ] = None,
     tokenizer: Annotated[str | None, typer.Option(help="A name or folder, or the size of a BPE to train.")] = None,
+    labelled: Annotated[
+        list[str] | None,
+        typer.Option(help="Three files of labelled texts: for training, choices and test.", show_default=False),
+    ] = None,
 ) -> None:
-    """The paper's Tables 1 to 3 and Figures 1, 4 and 5, from nothing to a page, at the budget of the preset.
+    """The papers' experiments, from nothing to a page, at the budget of the preset.
+
+    CoCA's Tables 1 to 3 and Figures 1, 4 and 5 (`cpu`, `gpu`), or cosFormer's tasks (`cosformer-cpu`, `cosformer-gpu`).
 
     Example: `farspan reproduce --preset cpu --out runs/demo`
 
     Example: `farspan reproduce --preset gpu --text books.jsonl=0.75 --text stdlib=0.25 --held-out test.jsonl --out run`
+
+    Example: `farspan reproduce --preset cosformer-cpu --only listops --out runs/listops`
     """
     from farspan.reproduce import Preset, Standing
     from farspan.reproduce import reproduce as run
@@ -40,6 +53,7 @@ def reproduce(
     if text:
         corpus = replace(corpus, train=dict(_weighted(pair) for pair in text))
     corpus = replace(corpus, held_out=held_out or corpus.held_out, tokenizer=tokenizer or corpus.tokenizer)
+    corpus = replace(corpus, labelled=labelled or corpus.labelled)
     console = Console()
     with progress(console) as show:
 
@@ -48,7 +62,8 @@ def reproduce(
             show(standing.share, 1.0, text)
 
         page = run(replace(chosen, corpus=corpus), out, only=only.split(",") if only else None, report=tell)
-    for table in sorted((page.parent / "tables").glob("table*.md")):
+    tables = page.parent / "tables"
+    for table in sorted([*tables.glob("table*.md"), *tables.glob("cosformer-*.md")]):
         console.print(table.read_text(), markup=False, highlight=False)
     failed = _failed(out)
     for line in failed:

@@ -135,6 +135,7 @@ def test_a_folder_keeps_to_its_preset(toml: Path, tmp_path: Path) -> None:
 def test_shipped_presets_parse_and_plan(name: str, tmp_path: Path) -> None:
     steps = plan(Preset.load(name), tmp_path)
     assert steps[0].kind == "data"
+    assert len(steps) > 6
     assert len({step.result for step in steps}) == len(steps)
     assert not any(step.variant == "alibi" and step.scaling != "none" for step in steps)
 
@@ -168,7 +169,7 @@ def test_the_command_line_trains_and_evaluates(toml: Path, tmp_path: Path) -> No
     [
         (
             ["reproduce", "--preset", "gppu", "--out", "x"],
-            "preset must be one of 'cpu', 'gpu', got 'gppu'; did you mean",
+            "preset must be one of 'cpu', 'gpu', 'cosformer-cpu', 'cosformer-gpu', got 'gppu'; did you mean",
         ),
         (["reproduce", "--only", "table9", "--out", "x"], "--only must name some of table1"),
         (

@@ -133,7 +133,7 @@ def _pool(encoder: Encoder, workers: int) -> Iterator[ProcessPoolExecutor]:
     os.environ[variable] = "false"
     pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start, initargs=(encoder,))
     try:
-        with _interrupt_later():
+        with interrupt_later():
             pool.submit(_encode, []).result()
         yield pool
     finally:
@@ -145,7 +145,7 @@ def _pool(encoder: Encoder, workers: int) -> Iterator[ProcessPoolExecutor]:
 
 
 @contextmanager
-def _interrupt_later() -> Iterator[None]:
+def interrupt_later() -> Iterator[None]:
     """Hold Ctrl-C back while a pool starts: one that has processes but no manager yet would never end."""
     if threading.current_thread() is not threading.main_thread():
         yield  # Python raises KeyboardInterrupt in the main thread only
@@ -168,10 +168,10 @@ def _start(encoder: Encoder) -> None:
     global _ENCODER
     _ENCODER = encoder
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=end_with_parent, daemon=True).start()
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """Nobody tells a pool that its parent was killed: without this its processes would wait for ever."""
     parent = multiprocessing.parent_process()
     if parent is not None:

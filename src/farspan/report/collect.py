@@ -15,6 +15,7 @@ from farspan.report.records import (
     Perplexity,
     Source,
     Step,
+    TaskResult,
     Training,
     parse_measurement,
     parse_source,
@@ -33,6 +34,8 @@ class Run:
     steps: tuple[Step, ...]
     looks: tuple[Look, ...] = ()
     """Models that `farspan analyze` looked at."""
+    tasks: tuple[TaskResult, ...] = ()
+    """Models trained for a task of their own."""
 
     @property
     def rows(self) -> list[Perplexity | Passkey | Training]:
@@ -48,7 +51,7 @@ class Run:
 
 
 def collect(folder: Path) -> Run:
-    """Read `results/ppl-*.json`, `passkey-*.json`, `train-*.json`, `analysis-*.json` and, if there, `status.json`."""
+    """Read `results/ppl-*`, `passkey-*`, `train-*`, `task-*` and `analysis-*.json` and, if there, `status.json`."""
     results = folder / "results"
     require(
         results.is_dir() or (folder / "status.json").is_file(),
@@ -58,18 +61,19 @@ def collect(folder: Path) -> Run:
     perplexity = _rows(Perplexity, results, "ppl", sources)
     passkey = _rows(Passkey, results, "passkey", sources)
     training = _rows(Training, results, "train", sources)
+    tasks = _rows(TaskResult, results, "task", sources)
     looks = _looks(results, sources)
     steps = _steps(folder / "status.json")
     require(
         bool(sources or steps),
-        f"{results} must hold ppl-, passkey-, train- or analysis-*.json, got none; run `farspan reproduce` first",
+        f"{results} must hold ppl-, passkey-, train-, task- or analysis-*.json; run `farspan reproduce` first",
     )
     lengths = sorted({row.length for row in training})
     require(
         len(lengths) <= 1,
         f"{results}/train-*.json: length must be the same for every variant, got {lengths}; report them separately",
     )
-    return Run(perplexity, passkey, training, tuple(sources), steps, looks)
+    return Run(perplexity, passkey, training, tuple(sources), steps, looks, tasks)
 
 
 def _rows(kind: type[Measurement], folder: Path, prefix: str, sources: list[Source]) -> tuple[Measurement, ...]:

@@ -68,30 +68,36 @@ class Experiment:
 
 
 def load_experiments() -> list[Experiment]:
-    """Every shipped experiment, in the order of its name.
+    """Every shipped experiment on lengths past the training length, in the order of its name.
 
     >>> [experiment.name for experiment in load_experiments()]
     ['figure1', 'figure4', 'figure5', 'table1', 'table2', 'table3']
     """
+    return [parse_experiment(name, text) for name, text in shipped(tasks=False)]
+
+
+def shipped(*, tasks: bool) -> list[tuple[str, str]]:
+    """Name and text of every shipped file whose kind is "tasks", or is not."""
     folder = resources.files("farspan") / "experiments"
     files = sorted((file for file in folder.iterdir() if file.name.endswith(".toml")), key=lambda file: file.name)
-    return [parse_experiment(file.name.removesuffix(".toml"), file.read_text(encoding="utf-8")) for file in files]
+    texts = [(file.name.removesuffix(".toml"), file.read_text(encoding="utf-8")) for file in files]
+    return [(name, text) for name, text in texts if (tomllib.loads(text).get("kind") == "tasks") == tasks]
 
 
 def parse_experiment(name: str, text: str) -> Experiment:
     """An experiment from the text of its TOML file; an unknown key is refused with the nearest valid name."""
     try:
         data = tomllib.loads(text)
-        rows = tuple(_build(Row, row) for row in data.pop("rows", []))
+        rows = tuple(build_value(Row, row) for row in data.pop("rows", []))
         for row in rows:
             require_choice("kind", row.kind or data.get("kind"), KINDS)
         caption = " ".join(str(data.pop("caption", "")).split())
-        return _build(Experiment, {"name": name, "caption": caption, "rows": rows, **data})
+        return build_value(Experiment, {"name": name, "caption": caption, "rows": rows, **data})
     except ValueError as error:
         raise ValueError(f"experiment {name}: {error}") from error
 
 
-def _build(kind: type[T], values: Mapping[str, Any]) -> T:
+def build_value(kind: type[T], values: Mapping[str, Any]) -> T:
     """A frozen value from a TOML table, with lists as tuples."""
     known = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
     for key in values:

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -33,6 +33,7 @@ from farspan.report.estimates import (
 )
 from farspan.report.experiment import Experiment
 from farspan.report.names import scaling_name, variant_name, variant_style, variants_in
+from farspan.report.records import TaskResult, Training
 
 DEPTHS = 5
 POINT: dict[str, Any] = {"markersize": 5.5, "linewidth": 1.6}
@@ -50,7 +51,8 @@ def all_figures(run: Run, experiments: list[Experiment]) -> list[Figure]:
         if experiment.kind == "distance":
             laws = dict.fromkeys(row.scaling for row in experiment.rows)
             made += [distance_figure(run, experiment, law) for law in laws]
-    return [figure for figure in (*made, loss_figure(run)) if figure is not None]
+    made += [loss_figure(run), *task_loss_figures(run)]
+    return [figure for figure in made if figure is not None]
 
 
 def _file(*parts: str) -> str:
@@ -243,9 +245,22 @@ def depth_figure(run: Run, variant: str, law: str) -> Figure | None:
 def loss_figure(run: Run) -> Figure | None:
     """Training loss against the step."""
     rows = [row for name in variants_in(run) for row in run.training if row.variant == name and row.losses]
+    return _losses(rows, "Training loss", "loss", "training", "loss (nats a token)")
+
+
+def task_loss_figures(run: Run) -> list[Figure | None]:
+    """The same for each task."""
+    found = []
+    for task in dict.fromkeys(row.task for row in run.tasks):
+        rows = [row for row in run.tasks if row.task == task and row.losses]
+        found.append(_losses(rows, f"Training loss, {task}", _file("loss", task), "task-training", "loss (nats)"))
+    return found
+
+
+def _losses(rows: Sequence[Training | TaskResult], title: str, name: str, group: str, unit: str) -> Figure | None:
     if not rows:
         return None
-    canvas, axes = blank("Training loss", "optimiser step", "loss (nats a token)")
+    canvas, axes = blank(title, "optimiser step", unit)
     named: set[str] = set()
     for row in rows:
         label = None if row.variant in named else variant_name(row.variant)
@@ -263,4 +278,4 @@ def loss_figure(run: Run) -> Figure | None:
             alpha=0.9,
         )
     caption = "One line for each seed; the loss of the training batches, as recorded."
-    return finish(canvas, "loss", "training", caption)
+    return finish(canvas, name, group, caption)

@@ -11,6 +11,8 @@ STYLES = {
     "coca-slack": ("CoCA slack", "#E69F00", "^"),
     "coca-strict": ("CoCA strict", "#009E73", "D"),
     "coca-exact": ("CoCA exact", "#0081c9", "v"),
+    "cosformer": ("cosFormer", "#0072B2", "*"),
+    "cosformer-plain": ("cosFormer without re-weighting", "#56B4E9", "X"),
 }
 OTHER = ("#CC79A7", "P")
 LAW_STYLES = {

@@ -12,6 +12,11 @@ from farspan.report.experiment import Experiment, load_experiments
 from farspan.report.look_section import TEXTS, look_notes, look_table, look_verdicts
 from farspan.report.summary import notes, summary, training_text
 from farspan.report.tables import Table, to_html, to_latex, to_markdown
+from farspan.report.task_table import TaskTable, load_task_tables
+from farspan.report.tasks import task_notes, task_table, task_verdicts
+from farspan.report.tasks import training_table as task_training
+
+TITLES = ("Past the training length: CoCA, RoPE and ALiBi", "cosFormer and its tasks")
 
 
 @dataclass(frozen=True)
@@ -61,11 +66,10 @@ def make_sections(run: Run, experiments: list[Experiment], figures: list[Any]) -
     def drawn(group: str) -> tuple[Any, ...]:
         return tuple(figure for figure in figures if figure.group == group)
 
-    made = []
+    made = task_sections(run, load_task_tables(), drawn("task-training"))
     groups = {"figure1": "perplexity", "table2": "passkey", "figure4": "near-far", "figure5": "distance"}
     by_name = {experiment.name: experiment for experiment in experiments}
-    only_looks = bool(run.looks) and not run.rows and not run.steps  # the paper's tables would have nothing of ours
-    for name in () if only_looks else ("table1", "figure1", "table2", "figure4", "figure5", "table3"):
+    for name in () if not measures_lengths(run) else ("table1", "figure1", "table2", "figure4", "figure5", "table3"):
         experiment = by_name[name]
         tables = tuple(experiment_tables(run, experiment))
         caption = tables[0].caption
@@ -83,6 +87,25 @@ def make_sections(run: Run, experiments: list[Experiment], figures: list[Any]) -
     everything = "Every variant under every scaling law, whether or not the paper has it."
     made.append(Section("measured", "All measurements", everything, (), tuple(measured_tables(run)), folded=True))
     return [section for section in made if section.figures or section.tables]
+
+
+def measures_lengths(run: Run) -> bool:
+    """Whether this is a run past the training length: otherwise the tables about it would have nothing of ours."""
+    tasks = {task for table in load_task_tables() for task in table.columns}
+    about_tasks = bool(run.tasks) or any(tasks & set(step.step.split()) for step in run.steps)
+    return bool(run.rows) or (bool(run.steps) and not about_tasks)
+
+
+def task_sections(run: Run, tables: list[TaskTable], figures: tuple[Any, ...]) -> list[Section]:
+    """A section for each table of tasks with something of ours in it."""
+    made = []
+    for table in tables:
+        if (built := task_table(run, table)) is not None:
+            made.append(Section(table.name, table.title, built.caption, (), (built,)))
+    if training := task_training(run):
+        text = "All variants of a task have the same model but for the attention, the same data and the same steps."
+        made.append(Section("task-training", "Training for tasks", text, figures, (training,), small=True))
+    return made
 
 
 def provenance(run: Run) -> list[tuple[str, list[str]]]:
@@ -115,11 +138,14 @@ def render(run: Run, experiments: list[Experiment], sections: list[Section]) -> 
     # Both escape what they are given themselves.
     environment.filters |= {"table": lambda t: Markup(to_html(t)), "svg": lambda f: Markup(inline_svg(f))}
     text = (resources.files("farspan") / "report" / "page.html").read_text(encoding="utf-8")
-    verdicts = ([] if run.looks and not run.rows else summary(run)) + look_verdicts(run.looks)
+    lengths = bool(run.rows) or (measures_lengths(run) and not run.looks)
+    verdicts = (summary(run) if lengths else []) + task_verdicts(run, load_task_tables()) + look_verdicts(run.looks)
+    verdicts = verdicts or ["No task is finished yet."]
     return environment.from_string(text).render(
+        title=TITLES[bool(run.tasks) and not run.rows],
         headline=verdicts[0],
         verdicts=verdicts[1:],
-        notes=(notes(run, experiments) if run.rows or not run.looks else []) + look_notes(run.looks),
+        notes=(notes(run, experiments) if lengths else []) + task_notes(run) + look_notes(run.looks),
         sections=sections,
         steps=run.steps,
         unfinished=[step for step in run.steps if step.state != "done"],

@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, TypeVar, cast
+from types import UnionType
+from typing import Any, TypeVar, cast, get_args
 
 from farspan.errors import require, require_choice
 
@@ -73,6 +74,36 @@ class Training:
 
 
 @dataclass(frozen=True)
+class TaskResult:
+    """How one variant was trained for a task, and what it got right on the task's test set."""
+
+    task: str
+    variant: str
+    seed: int
+    length: int
+    parameters: int
+    steps: int
+    pretraining_steps: int
+    seconds: float
+    tokens_per_second: float | None
+    """None where the model had been trained by an earlier call."""
+    peak_bytes: int | None
+    """The most GPU memory in use during training; None on a CPU."""
+    cases: int | None
+    correct: int | None
+    """Of questions with one answer; None for perplexity."""
+    ppl: float | None
+    tokens: int | None
+    losses: tuple[tuple[int, float], ...]
+
+    scaling = "none"
+
+    @property
+    def mode(self) -> str:
+        return self.task
+
+
+@dataclass(frozen=True)
 class Source:
     """Where a file's numbers come from."""
 
@@ -93,7 +124,7 @@ class Step:
     message: str
 
 
-Measurement = TypeVar("Measurement", Perplexity, Passkey, Training)
+Measurement = TypeVar("Measurement", Perplexity, Passkey, Training, TaskResult)
 Plain = TypeVar("Plain")
 
 
@@ -116,12 +147,14 @@ def parse_plain(kind: type[Plain], raw: Any) -> Plain:
     known = {field.name: field.type for field in fields(kind)}  # type: ignore[arg-type]
     values = {}
     for name, wanted in known.items():
-        require(name in raw or name == "mfu", f"{name} must be given; a row has {', '.join(known)}")
+        require(name in raw or isinstance(wanted, UnionType), f"{name} must be given; a row has {', '.join(known)}")
         values[name] = _value(name, wanted, raw.get(name))
     made = kind(**values)
-    if isinstance(made, Share | Passkey):
+    if isinstance(made, TaskResult) and made.ppl is not None:
+        return made
+    if isinstance(made, Share | Passkey | TaskResult):
         require(
-            0 <= made.correct <= made.cases,
+            made.cases is not None and made.correct is not None and 0 <= made.correct <= made.cases,
             f"correct must lie in 0 … cases, got {made.correct} of {made.cases}; recount",
         )
     return made
@@ -139,8 +172,10 @@ def _value(name: str, wanted: Any, value: Any) -> Any:
             f"losses must be a list of [step, loss], got {str(value)[:80]}; write the row with `farspan`",
         )
         return tuple((int(step), float(loss)) for step, loss in value)
-    if name == "mfu" and value is None:
-        return None
+    if isinstance(wanted, UnionType):  # something or None
+        if value is None:
+            return None
+        wanted = get_args(wanted)[0]
     accepted: tuple[type, ...] = (wanted,) if wanted in (int, str, bool) else (int, float)
     good = isinstance(value, accepted) and (wanted is bool or not isinstance(value, bool))
     require(good, f"{name} must be {_NAMES.get(wanted, 'a number')}, got {value!r}; write the row with `farspan`")

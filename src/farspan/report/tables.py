@@ -58,13 +58,15 @@ def perplexity_text(value: float | str) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.2f}"
 
 
-def share_text(value: float | str) -> str:
-    """An accuracy between 0 and 1 with two digits."""
-    return value if isinstance(value, str) else f"{value:.2f}"
+def share_text(value: float | str, digits: int = 2) -> str:
+    """An accuracy between 0 and 1."""
+    return value if isinstance(value, str) else f"{value:.{digits}f}"
 
 
-def estimate_cell(estimate: Estimate | None) -> Cell:
+def estimate_cell(estimate: Estimate | None, digits: int = 2) -> Cell:
     """Mean; below it the 95% interval of a share, and the range over seeds where there are several.
+
+    `digits` are those of a share.
 
     >>> estimate_cell(Estimate(20.5, 20.0, 21.0, 2))
     Cell(text='20.50', note='20.00–21.00')
@@ -75,9 +77,9 @@ def estimate_cell(estimate: Estimate | None) -> Cell:
     if estimate.interval is None:
         ends = (f"{end:,.0f}" if 100 <= end < 1e6 else perplexity_text(end) for end in (estimate.low, estimate.high))
         return Cell(perplexity_text(estimate.value), "–".join(ends) if several else "")
-    low, high = map(share_text, estimate.interval)
-    seeds = f"; seeds {share_text(estimate.low)}–{share_text(estimate.high)}" if several else ""
-    return Cell(share_text(estimate.value), f"95% {low}–{high}{seeds}")
+    low, high = (share_text(end, digits) for end in estimate.interval)
+    seeds = f"; seeds {share_text(estimate.low, digits)}–{share_text(estimate.high, digits)}" if several else ""
+    return Cell(share_text(estimate.value, digits), f"95% {low}–{high}{seeds}")
 
 
 def counts_text(estimates: list[Estimate | None]) -> str:

@@ -4,17 +4,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from farspan.errors import require
+from farspan.report.experiment import load_experiments
+from farspan.report.task_table import load_task_tables
 from farspan.reproduce.preset import Preset
+from farspan.tasks import TASKS
 
-TASKS = {
-    "table1": {"ppl"},
-    "table2": {"passkey"},
-    "table3": {"ppl", "passkey"},
-    "figure1": {"ppl"},
-    "figure4": {"passkey"},
-    "figure5": {"passkey"},
-}
-"""What each table and figure of the paper needs to be measured."""
+MEASUREMENTS = {"perplexity": "ppl", "passkey": "passkey", "near-far": "passkey", "distance": "passkey"}
+"""The step that gives each kind of table or figure its numbers."""
 
 
 WEIGHTS = {"data": 1, "train": 8, "ppl": 1, "passkey": 1}
@@ -23,13 +19,19 @@ WEIGHTS = {"data": 1, "train": 8, "ppl": 1, "passkey": 1}
 
 @dataclass(frozen=True)
 class Step:
-    """One piece of work: its kind ("data", "train", "ppl", "passkey"), its subject and its result."""
+    """One piece of work: its kind ("data", "train", "ppl", "passkey"), its subject and its result.
+
+    Training for a task includes its test.
+    """
 
     kind: str
     result: Path
     variant: str = ""
     seed: int = 0
     scaling: str = "none"
+    task: str = ""
+    tasks: tuple[str, ...] = ()
+    """The tasks that data are made for."""
 
     @property
     def weight(self) -> int:
@@ -37,27 +39,60 @@ class Step:
 
     @property
     def name(self) -> str:
+        task = f" {self.task}" if self.task else ""
         subject = f" {self.variant} seed {self.seed}" if self.variant else ""
-        return f"{self.kind}{subject}" + (f" {self.scaling}" if self.kind in ("ppl", "passkey") else "")
+        return f"{self.kind}{task}{subject}" + (f" {self.scaling}" if self.kind in ("ppl", "passkey") else "")
 
 
 def plan(preset: Preset, folder: Path, only: list[str] | None = None) -> list[Step]:
     """All steps for the chosen tables and figures; training comes before what needs it."""
-    chosen = only or list(TASKS)
-    for name in chosen:
-        require(name in TASKS, f"--only must name some of {', '.join(TASKS)}, got {name!r}; separate them by commas")
-    wanted = set().union(*(TASKS[name] for name in chosen))
+    return _task_steps(preset, folder, only) if preset.tasks else _length_steps(preset, folder, only)
+
+
+def _length_steps(preset: Preset, folder: Path, only: list[str] | None) -> list[Step]:
+    """One model a variant and seed, measured past its training length."""
+    kinds = {e.name: {MEASUREMENTS[row.kind or e.kind] for row in e.rows} for e in load_experiments()}
+    wanted = set().union(
+        *(kinds[name] for name in _chosen(only, sorted(kinds, key=lambda name: (not name.startswith("table"), name))))
+    )
     results = folder / "results"
     steps = [Step("data", folder / "data" / "done.json")]
-    runs = [
-        (v, s) for s in range(max([1, *preset.seeds.values()])) for v in preset.variants if s < preset.seeds.get(v, 1)
-    ]
-    steps += [Step("train", results / f"train-{v}-s{s}.json", v, s) for v, s in runs]
+    steps += [Step("train", results / f"train-{v}-s{s}.json", v, s) for v, s in preset.runs]
     lengths = {"ppl": preset.evaluation.perplexity_lengths, "passkey": preset.evaluation.passkey_lengths}
     for kind in ("ppl", "passkey"):
         if kind in wanted and lengths[kind]:
-            for variant, seed in runs:
+            for variant, seed in preset.runs:
                 for scaling in preset.evaluation.scalings if variant != "alibi" else ["none"]:
                     path = results / f"{kind}-{variant}-s{seed}-{scaling}.json"
                     steps.append(Step(kind, path, variant, seed, scaling))
     return steps
+
+
+def _task_steps(preset: Preset, folder: Path, only: list[str] | None) -> list[Step]:
+    """A model for each task, variant and seed; tasks in the preset's order, the most wanted first."""
+    tables = {table.name: set(table.columns) for table in load_task_tables()}
+    known = {**tables, **{name: {name} for name in preset.tasks}}
+    wanted = set().union(*(known[name] for name in _chosen(only, list(known))))
+    labelled = preset.corpus.labelled
+    for path in labelled:
+        require(Path(path).is_file(), f"--labelled must name a JSON-lines file, got {path!r}, which does not exist")
+    left_out = [name for name in preset.tasks if name in wanted and TASKS[name].needs_labelled and not labelled]
+    tasks = tuple(name for name in preset.tasks if name in wanted and name not in left_out)
+    require(
+        bool(tasks),
+        f"--only {','.join(only or [])} needs labelled texts, got none; name three files with --labelled"
+        if left_out
+        else f"--only must name something this preset has a task for ({', '.join(preset.tasks)}), got {only}",
+    )
+    results = folder / "results"
+    steps = [Step("data", folder / "data" / f"done-{'-'.join(tasks)}.json", tasks=tasks)]
+    for task in tasks:
+        for v, s in preset.runs:
+            steps.append(Step("train", results / f"task-{task}-{v}-s{s}.json", v, s, task=task))
+    return steps
+
+
+def _chosen(only: list[str] | None, known: list[str]) -> list[str]:
+    for name in only or []:
+        require(name in known, f"--only must name some of {', '.join(known)}, got {name!r}; separate them by commas")
+    return only or known

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from farspan.errors import require, require_choice
-from farspan.layers.spec import NAMES as ATTENTIONS
+from farspan.tasks import TASKS, VARIANTS, TaskSettings
 from farspan.training.config import parse_section, read_toml
 
-NAMES = ("cpu", "gpu")
+NAMES = ("cpu", "gpu", "cosformer-cpu", "cosformer-gpu")
 SCALING = re.compile(r"none|ntk-\d+(\.\d+)?(/per_query|/per_request)?")
 
 
@@ -25,6 +25,8 @@ class Corpus:
     """Text for perplexity; empty = the documents kept back from `train`."""
     tokenizer: str = "bytes"
     """A name or folder, or the size of a BPE to train on the training text."""
+    labelled: list[str] = field(default_factory=list)
+    """Files of labelled texts for training, for choices and for the test; without them their tasks are left out."""
 
 
 @dataclass(frozen=True)
@@ -61,9 +63,11 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Preset:
-    """A whole reproduction.
+    """A whole reproduction: models measured past their training length (CoCA), or a model for each task (cosFormer).
 
-    >>> Preset.load("cpu").training.length
+    >>> Preset.load("cpu").training.length, list(Preset.load("cpu").tasks)
+    (64, [])
+    >>> Preset.load("cosformer-cpu").task("listops").length
     64
     """
 
@@ -73,15 +77,37 @@ class Preset:
     variants: list[str] = field(default_factory=lambda: ["rope", "coca-exact"])
     seeds: dict[str, int] = field(default_factory=dict)
     """Seeds a variant, where more than one."""
+    tasks: dict[str, Any] = field(default_factory=dict)
+    """``[tasks.NAME]``: with tasks, these are trained and tested in this order, and nothing else is."""
 
     def __post_init__(self) -> None:
         for variant in [*self.variants, *self.seeds]:
-            require_choice("variants", variant, ATTENTIONS)
+            require_choice("variants", variant, VARIANTS)
+        for name in self.tasks:
+            require_choice("tasks", name, TASKS)
+            self.task(name)  # refuses what cannot be meant
+        require(
+            len(self.corpus.labelled) in (0, 3),
+            f"labelled must name three files, for training, for choices and for the test, "
+            f"got {len(self.corpus.labelled)}; repeat --labelled",
+        )
         for scaling in self.evaluation.scalings:
             require(
                 SCALING.fullmatch(scaling) is not None,
                 f"evaluation.scalings must be 'none' or like 'ntk-4' or 'ntk-4/per_request', got {scaling!r}",
             )
+
+    def task(self, name: str) -> TaskSettings:
+        """The settings of a task."""
+        values = self.tasks[name]
+        require(isinstance(values, dict), f"tasks.{name} must be a table, got {values!r}")
+        return parse_section(TaskSettings, values, f"tasks.{name}.")
+
+    @property
+    def runs(self) -> list[tuple[str, int]]:
+        """Every (variant, seed), the first seeds of all variants first."""
+        most = max([1, *self.seeds.values()])
+        return [(v, s) for s in range(most) for v in self.variants if s < self.seeds.get(v, 1)]
 
     @classmethod
     def load(cls, name: str | Path) -> "Preset":

@@ -1,22 +1,25 @@
 """What each step of a reproduction does."""
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from farspan.data import Shards, TextTokenizer, load_tokenizer, prepare
 from farspan.errors import require
 from farspan.evaluation import as_trained, passkey, perplexity
 from farspan.files import write_whole
-from farspan.models import FarspanForCausalLM
+from farspan.models import FarspanConfig, FarspanForCausalLM
 from farspan.reproduce.plan import Step
 from farspan.reproduce.preset import Preset
 from farspan.results import write_result
+from farspan.tasks import TASKS, Material, Task, attention_of, make_task
 from farspan.training import Progress, TrainConfig, train
 
 Say = Callable[[str, float], None]
@@ -35,6 +38,15 @@ class Work:
         getattr(self, f"_{step.kind}")(step)
 
     def _data(self, step: Step) -> None:
+        if not step.tasks or any(TASKS[name].needs_text for name in step.tasks):
+            self._prepare_corpus()
+        for name in step.tasks:
+            self._task(name).prepare(lambda what, part, name=name: self.say(f"{name}: {what}", part))  # type: ignore[misc]
+        corpus = self.preset.corpus
+        done = {"sources": list(corpus.train), "held_out": corpus.held_out, "tasks": step.tasks}
+        write_whole(step.result, json.dumps(done))
+
+    def _prepare_corpus(self) -> None:
         corpus, tokenizer = self.preset.corpus, self.preset.corpus.tokenizer
         made: int | str | TextTokenizer = int(tokenizer) if tokenizer.isdigit() else tokenizer
         for i, source in enumerate(corpus.train):
@@ -44,7 +56,6 @@ class Work:
         if corpus.held_out:
             held_out = self.folder / "data" / "held-out"
             prepare(corpus.held_out, held_out, tokenizer=made, valid_share=0.0, progress=self._preparing)
-        write_whole(step.result, json.dumps({"sources": list(corpus.train), "held_out": corpus.held_out}))
 
     def _preparing(self, what: str, done: int, total: int) -> None:
         self.say(what, done / max(total, 1))
@@ -53,7 +64,24 @@ class Work:
         return self.folder / "data" / f"source-{i}"
 
     def _train(self, step: Step) -> None:
-        config, last = self._train_config(step), []
+        if step.task:
+            self._train_task(step)
+            return
+        config, last = self._train_config(step), list[Progress]()
+        model_folder = train(config, self._run(step), report=self._telling(last))
+        row = {
+            "variant": step.variant,
+            "seed": step.seed,
+            "tokens": config.optimizer.steps * config.data.batch_size * config.data.length,
+            "steps": config.optimizer.steps,
+            "length": config.data.length,
+            **training_facts(self._run(step), model_folder, last),
+            "passkey_share": config.data.passkey_share,
+        }
+        write_result(step.result, [row], device=self.device, seed=step.seed)
+
+    def _telling(self, last: list[Progress]) -> Callable[[Progress], None]:
+        """A report for the training loop that shows each look and keeps it."""
 
         def report(progress: Progress) -> None:
             last.append(progress)
@@ -63,32 +91,47 @@ class Work:
                 progress.step / progress.steps,
             )
 
-        model_folder = train(config, self._run(step), report=report)
-        lines = (self._run(step) / "metrics.jsonl").read_text().splitlines()
-        curve = [(row["step"], row["loss"]) for row in map(json.loads, lines)]
-        model = FarspanForCausalLM.from_pretrained(model_folder)
+        return report
+
+    def _train_task(self, step: Step) -> None:
+        """Train for a task and answer its test."""
+        task, settings, last = self._task(step.task), self.preset.task(step.task), list[Progress]()
+        torch.compiler.reset()  # blocks of other shapes, compiled for other tasks, would make these shapes dynamic
+        if self.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        model_folder = task.train(step.variant, step.seed, self._run(step), self._telling(last))
+        peak = torch.cuda.max_memory_allocated() if self.device == "cuda" and last else None
+        facts = training_facts(self._run(step), model_folder, last)
+        del facts["mfu"]  # it counts the products of softmax attention
         row = {
+            "task": step.task,
             "variant": step.variant,
             "seed": step.seed,
-            "parameters": model.num_parameters(),
-            "tokens": config.optimizer.steps * config.data.batch_size * config.data.length,
-            "steps": config.optimizer.steps,
-            "length": config.data.length,
-            "final_loss": float(np.mean([loss for _, loss in curve[-20:]])),
-            "seconds": json.loads((model_folder / "trainer.json").read_text()).get("seconds"),
-            "tokens_per_second": last[-1].tokens_per_second if last else None,
-            "mfu": last[-1].mfu if last else None,
-            "passkey_share": config.data.passkey_share,
-            "losses": [[i, loss] for i, loss in curve if i % max(1, len(curve) // 200) == 0],
+            "tokens_trained": settings.steps * settings.batch_size * settings.length,
+            "steps": settings.steps,
+            "pretraining_steps": settings.pretraining_steps,
+            "length": settings.length,
+            **facts,
+            "peak_bytes": peak,
+            **task.score(model_folder, self.device, self.say),
         }
         write_result(step.result, [row], device=self.device, seed=step.seed)
+
+    def _task(self, name: str) -> Task:
+        corpus = self.preset.corpus
+        sources = {str(self._tokens(i)): weight for i, weight in enumerate(corpus.train.values())}
+        material = Material(self.folder / "data", sources, self._texts, tuple(corpus.labelled))
+        return make_task(name, self.preset.task(name), material)
 
     def _train_config(self, step: Step) -> TrainConfig:
         training = self.preset.training
         sources = {str(self._tokens(i)): weight for i, weight in enumerate(self.preset.corpus.train.values())}
+        layers = FarspanConfig.preset(training.preset, **training.options).num_hidden_layers
+        attention = attention_of(step.variant)
+        named = attention if isinstance(attention, str) else [attention] * layers
         return TrainConfig.parse(
             {
-                "model": {"preset": training.preset, "attention": step.variant, "options": training.options},
+                "model": {"preset": training.preset, "attention": named, "options": training.options},
                 "data": {
                     "sources": sources,
                     "length": training.length,
@@ -111,7 +154,8 @@ class Work:
         )
 
     def _run(self, step: Step) -> Path:
-        return self.folder / "runs" / f"{step.variant}-s{step.seed}"
+        name = f"{step.variant}-s{step.seed}"
+        return self.folder / "runs" / (f"{step.task}-{name}" if step.task else name)
 
     def _model(self, step: Step) -> FarspanForCausalLM:
         model = FarspanForCausalLM.from_pretrained(self._run(step) / "model").eval().to(self.device)
@@ -163,3 +207,18 @@ class Work:
             rows.append({"variant": step.variant, "seed": step.seed, "scaling": step.scaling, **row})
             self.say(f"passkey {length}: {row['accuracy']:.2f}", (done + 1) / len(evaluation.passkey_lengths))
         write_result(step.result, rows, device=self.device, seed=step.seed)
+
+
+def training_facts(run: Path, model: Path, looks: list[Progress]) -> dict[str, Any]:
+    """What a finished run says about itself: size, loss and speed; the speed only where this call trained."""
+    curve = [(row["step"], row["loss"]) for row in map(json.loads, (run / "metrics.jsonl").read_text().splitlines())]
+    with safe_open(model / "model.safetensors", "pt") as file:  # what is tied is in it once
+        parameters = sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
+    return {
+        "parameters": parameters,
+        "final_loss": float(np.mean([loss for _, loss in curve[-20:]])),
+        "seconds": json.loads((model / "trainer.json").read_text()).get("seconds"),
+        "tokens_per_second": looks[-1].tokens_per_second if looks else None,
+        "mfu": looks[-1].mfu if looks else None,
+        "losses": [[i, loss] for i, loss in curve if i % max(1, len(curve) // 200) == 0],
+    }

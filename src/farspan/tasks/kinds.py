@@ -1,0 +1,278 @@
+"""The tasks of the cosFormer paper's evaluation at our scale, and associative recall."""
+
+from dataclasses import fields, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from farspan.data import Shards, TextTokenizer, load_tokenizer
+from farspan.data.listops import LABELS as DIGITS
+from farspan.data.listops import TOKENS, ListOps
+from farspan.data.mqar import MQAR
+from farspan.data.pathfinder import LABELS as LINKED
+from farspan.data.pathfinder import LEVELS, Pathfinder
+from farspan.errors import require, unknown
+from farspan.evaluation import as_trained, perplexity
+from farspan.evaluation.answers import asked_tokens, row_labels
+from farspan.models import FarspanForCausalLM, FarspanForMaskedLM, FarspanForSequenceClassification
+from farspan.tasks.datasets import Piece, generate, listops_piece, pathfinder_piece, recall_piece, text_tables
+from farspan.tasks.masking import MaskedRows
+from farspan.tasks.objectives import AskedTokens, RowLabel
+from farspan.tasks.settings import TaskSettings, attention_of
+from farspan.tasks.tables import TableRows, whole_table
+from farspan.tasks.task import Material, Report, Say, Task, counted, ready
+from farspan.training import Job, TrainConfig, pretraining_job, run
+
+
+def nothing_beside(folder: Path) -> None:
+    """Generated tasks have no tokenizer."""
+
+
+class Classification(Task):
+    """A label for each row, by a bidirectional encoder trained from scratch."""
+
+    vocabulary: int
+    labels: int
+    pad: int | None
+
+    def job(self, variant: str, seed: int) -> Job:
+        named, optimizer, section = self.sections(variant, seed)
+        settings = self.settings
+        return Job(
+            settings=named,
+            optimizer=optimizer,
+            run=section,
+            batch_size=settings.batch_size,
+            tokens_per_row=settings.length,
+            start=lambda: self.start(variant),
+            load=FarspanForSequenceClassification.from_pretrained,
+            batches=lambda: TableRows(self.folder / "train.npy", settings.batch_size, seed),
+            objective=RowLabel,
+            write_beside=self.write_beside,
+        )
+
+    def start(self, variant: str) -> FarspanForSequenceClassification:
+        """The untrained model."""
+        ends = {"vocab_size": self.vocabulary, "num_labels": self.labels, "pad_token_id": self.pad}
+        return FarspanForSequenceClassification(self.config(variant, **ends))
+
+    def write_beside(self, folder: Path) -> None:
+        nothing_beside(folder)
+
+    def score(self, model: Path, device: str, say: Say) -> dict[str, Any]:
+        trained = ready(FarspanForSequenceClassification.from_pretrained(model), device)
+        splits = {split: whole_table(self.folder / f"{split}.npy") for split in ("valid", "test")}
+        return counted(lambda rows, tell: row_labels(trained, rows, tell), splits, device, say)
+
+
+class _Generated(Task):
+    """Examples come from a generator; `settings.generator` may replace its fields."""
+
+    generator: ClassVar[type[Any]]
+
+    def pieces(self) -> tuple[Piece, int]:
+        """What makes a piece of a table, and the tokens of the generator's examples."""
+        raise NotImplementedError
+
+    @cached_property
+    def source(self) -> Any:
+        """The generator."""
+        known = [field.name for field in fields(self.generator)]
+        for key in self.settings.generator:
+            if key not in known:
+                raise unknown(f"tasks.{self.name}.generator key", key, known)
+        return self.generator(**self.settings.generator)
+
+    def prepare(self, say: Say) -> None:
+        (piece, length), settings = self.pieces(), self.settings
+        require(
+            settings.length == length,
+            f"tasks.{self.name}.length must be {length} with this generator, got {settings.length}",
+        )
+        generate(self.folder, piece, self.source, length, settings.examples, say)
+
+
+class ListOpsTask(_Generated, Classification):
+    """Long Range Arena ListOps."""
+
+    name = "listops"
+    vocabulary, labels, pad = len(TOKENS), DIGITS, 0
+    generator = ListOps
+
+    def pieces(self) -> tuple[Piece, int]:
+        return listops_piece, self.source.max_length
+
+
+class PathfinderTask(_Generated, Classification):
+    """Long Range Arena Pathfinder, pixel by pixel."""
+
+    name = "pathfinder"
+    vocabulary, labels, pad = LEVELS, LINKED, None
+    generator = Pathfinder
+
+    def pieces(self) -> tuple[Piece, int]:
+        return pathfinder_piece, self.source.size**2
+
+
+class RecallTask(_Generated):
+    """Multi-query associative recall by a causal model."""
+
+    name = "mqar"
+    generator = MQAR
+
+    def pieces(self) -> tuple[Piece, int]:
+        return recall_piece, self.source.length
+
+    def job(self, variant: str, seed: int) -> Job:
+        named, optimizer, section = self.sections(variant, seed)
+        settings = self.settings
+        return Job(
+            settings=named,
+            optimizer=optimizer,
+            run=section,
+            batch_size=settings.batch_size,
+            tokens_per_row=settings.length,
+            start=lambda: FarspanForCausalLM(self.config(variant, vocab_size=self.source.vocabulary)),
+            load=FarspanForCausalLM.from_pretrained,
+            batches=lambda: TableRows(self.folder / "train.npy", settings.batch_size, seed),
+            objective=AskedTokens,
+            write_beside=nothing_beside,
+        )
+
+    def score(self, model: Path, device: str, say: Say) -> dict[str, Any]:
+        trained = ready(FarspanForCausalLM.from_pretrained(model), device)
+        splits = {split: whole_table(self.folder / f"{split}.npy") for split in ("valid", "test")}
+        return counted(lambda rows, tell: asked_tokens(trained, rows, tell), splits, device, say)
+
+
+class TextTask(Classification):
+    """Labelled texts byte by byte: Long Range Arena Text when they are film reviews."""
+
+    name = "text"
+    needs_labelled = True
+    pad = 0
+
+    @cached_property
+    def tokenizer(self) -> TextTokenizer:
+        return load_tokenizer("bytes")
+
+    @property
+    def labels(self) -> int:  # type: ignore[override]
+        return int(np.load(self.folder / "train.npy", mmap_mode="r")[:, -1].max()) + 1
+
+    @property
+    def vocabulary(self) -> int:  # type: ignore[override]
+        return self.tokenizer.vocab_size
+
+    def prepare(self, say: Say) -> None:
+        labelled, settings = self.material.labelled, self.settings
+        assert self.pad is not None
+        text_tables(self.folder, labelled, self.tokenizer.encode, self.pad, settings.length, settings.examples, say)
+
+    def write_beside(self, folder: Path) -> None:
+        self.tokenizer.save(folder)
+
+
+class FinetuningTask(TextTask):
+    """The same texts in the tokens of a masked language model that was trained on running text and is fine-tuned."""
+
+    name = "finetuning"
+    needs_text = True
+
+    @cached_property
+    def tokenizer(self) -> TextTokenizer:
+        return load_tokenizer(next(iter(self.material.sources)))
+
+    @property
+    def mask(self) -> int:
+        """The token that hides others; after it comes the padding."""
+        return self.tokenizer.vocab_size
+
+    @property
+    def pad(self) -> int:  # type: ignore[override]
+        return self.mask + 1
+
+    @property
+    def vocabulary(self) -> int:  # type: ignore[override]
+        return self.mask + 2
+
+    def train(self, variant: str, seed: int, out: Path, report: Report | None = None) -> Path:
+        pretrained = run(self.pretraining(variant, seed), out / "pretraining", report=report)
+        job = replace(self.job(variant, seed), start=lambda: self.continued(pretrained))
+        return run(job, out, report=report)
+
+    def continued(self, pretrained: Path) -> FarspanForSequenceClassification:
+        """The encoder of the masked language model with a new head."""
+        return FarspanForSequenceClassification.from_pretrained(pretrained, num_labels=self.labels)
+
+    def pretraining(self, variant: str, seed: int) -> Job:
+        """Masked-language-model training on running text."""
+        named, optimizer, section = self.sections(variant, seed)
+        settings, sources = self.settings, self.material.sources
+        ends = {"vocab_size": self.vocabulary, "pad_token_id": self.pad}
+        return Job(
+            settings=named,
+            optimizer=replace(optimizer, steps=settings.pretraining_steps, peak_lr=settings.pretraining_lr),
+            run=section,
+            batch_size=settings.pretraining_batch_size,
+            tokens_per_row=settings.length,
+            start=lambda: FarspanForMaskedLM(self.config(variant, **ends)),
+            load=FarspanForMaskedLM.from_pretrained,
+            batches=lambda: MaskedRows(
+                [(Shards(path), weight) for path, weight in sources.items()],
+                settings.length,
+                settings.pretraining_batch_size,
+                seed,
+                self.mask,
+            ),
+            objective=AskedTokens,
+            write_beside=self.write_beside,
+        )
+
+
+class LanguageModelTask(Task):
+    """Causal language modelling: perplexity of held-out text in windows of the training length."""
+
+    name = "lm"
+    needs_text = True
+
+    def job(self, variant: str, seed: int) -> Job:
+        _, optimizer, section = self.sections(variant, seed)
+        settings = self.settings
+        layers = self.config(variant).num_hidden_layers
+        config = TrainConfig.parse(
+            {
+                "model": {
+                    "preset": settings.preset,
+                    "attention": [attention_of(variant)] * layers,
+                    "options": settings.options,
+                },
+                "data": {
+                    "sources": self.material.sources,
+                    "length": settings.length,
+                    "batch_size": settings.batch_size,
+                },
+            }
+        )
+        return pretraining_job(replace(config, optimizer=optimizer, run=section))
+
+    def score(self, model: Path, device: str, say: Say) -> dict[str, Any]:
+        trained = ready(FarspanForCausalLM.from_pretrained(model), device)
+        length, texts = self.settings.length, self.material.held_out()
+        with as_trained(device):
+            row = perplexity(trained, texts, length=length, stride=max(1, length // 2))
+        return {key: row[key] for key in ("nll", "tokens", "texts", "ppl", "stride")}
+
+
+TASKS: dict[str, type[Task]] = {
+    task.name: task for task in (ListOpsTask, LanguageModelTask, TextTask, FinetuningTask, RecallTask, PathfinderTask)
+}
+
+
+def make_task(name: str, settings: TaskSettings, material: Material) -> Task:
+    """A task by its name."""
+    if name not in TASKS:
+        raise unknown("task", name, TASKS)
+    return TASKS[name](settings, material)

@@ -1,0 +1,109 @@
+"""Tables are whole, distinct between splits, and shuffled as a pure function of seed and step."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from farspan.data import Shards
+from farspan.data.listops import evaluate
+from farspan.tasks.datasets import labelled_texts
+from farspan.tasks.masking import MaskedRows
+from farspan.tasks.settings import SPLITS
+from farspan.tasks.tables import TableRows, write_table
+from tests.tasks.small import material, task
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Path:
+    write_table(tmp_path / "t.npy", np.arange(22).reshape(11, 2))
+    return tmp_path / "t.npy"
+
+
+def test_every_epoch_has_every_row_once_in_another_order(table: Path) -> None:
+    rows = TableRows(table, batch_size=4, seed=5)
+    seen = torch.cat([rows.batch(step) for step in range(11)])[:, 0].tolist()  # four epochs
+    epochs = [tuple(seen[i : i + 11]) for i in range(0, 44, 11)]
+    assert all(sorted(epoch) == list(range(0, 22, 2)) for epoch in epochs)
+    assert len(set(epochs)) == 4
+
+
+def test_batches_depend_on_seed_and_step_alone(table: Path) -> None:
+    rows = TableRows(table, batch_size=4, seed=5)
+    late = rows.batch(9)
+    rows.batch(0)
+    assert torch.equal(TableRows(table, 4, 5).batch(9), late)
+    assert torch.equal(rows.batch(9), late)
+    assert torch.equal(torch.cat([rows.batch(9, rank, 2) for rank in range(2)]), late)
+    assert not torch.equal(TableRows(table, 4, 6).batch(9), late)
+    with pytest.raises(ValueError, match="multiple of the number of processes, got 4 for 3"):
+        rows.batch(0, 0, 3)
+
+
+@pytest.mark.parametrize("name", ["listops", "mqar", "text"])
+def test_no_example_is_in_two_splits(name: str, tmp_path: Path) -> None:
+    made = task(name, tmp_path)
+    rows = {split: np.load(made.folder / f"{split}.npy") for split in SPLITS}
+    keys = [row.tobytes() for split in SPLITS for row in rows[split]]
+    assert len(set(keys)) == len(keys)
+    if name == "listops":
+        for row in rows["test"]:
+            assert evaluate([int(token) for token in row[:-1] if token]) == row[-1]
+
+
+def test_the_test_set_does_not_depend_on_how_much_is_trained_on(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    small, large = task("listops", tmp_path / "a", train=20), task("listops", tmp_path / "b", train=200)
+    for split in ("valid", "test"):
+        assert (small.folder / f"{split}.npy").read_bytes() == (large.folder / f"{split}.npy").read_bytes()
+
+
+def test_a_text_in_two_files_stays_in_the_test_set_only(tmp_path: Path) -> None:
+    given = material(tmp_path)
+    first = Path(given.labelled[2]).read_text().splitlines()[0]
+    with Path(given.labelled[0]).open("a") as file:
+        file.write(first + "\n")
+    from farspan.tasks import make_task
+    from tests.tasks.small import settings
+
+    made = make_task("text", settings("text", train=1000), given)
+    made.prepare(lambda what, part: None)
+    assert len(np.load(made.folder / "train.npy")) == 200
+    assert len(np.load(made.folder / "test.npy")) == 30
+
+
+def test_masked_rows_ask_and_hide_as_bert_does(tmp_path: Path) -> None:
+    source = next(iter(material(tmp_path).sources))
+    shards, mask, n = Shards(source), 257, 200
+    rows = MaskedRows([(shards, 1.0)], n, 100, 3, mask)
+    seen, answers = rows.batch(4).chunk(2, dim=1)
+    original = rows.text.batch(4)
+    asked = answers > 0
+    assert torch.equal(seen[~asked], original[~asked])
+    assert torch.equal(answers[asked], original[asked])
+    assert not (asked & (original == 0)).any()
+    share = asked.float().mean().item()
+    assert abs(share - 0.15) <= 4 * (0.15 * 0.85 / asked.numel()) ** 0.5
+    hidden, kept = (seen[asked] == mask).float().mean().item(), (seen[asked] == answers[asked]).float().mean().item()
+    spread = 4 * (0.8 * 0.2 / int(asked.sum())) ** 0.5
+    assert abs(hidden - 0.8) <= spread
+    assert abs(kept - 0.1 - 0.1 / 256) <= spread
+    assert ((seen[asked] > 0) & (seen[asked] <= mask)).all()
+    halves = torch.cat([rows.batch(4, rank, 2) for rank in range(2)])
+    assert torch.equal(halves, torch.cat([seen, answers], dim=1))
+
+
+@pytest.mark.parametrize("line", ["not json", '{"text": "x"}', '{"text": 3, "label": 0}', '{"text": "x", "label": -1}'])
+def test_lines_that_are_not_labelled_texts_are_refused(line: str, tmp_path: Path) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text(json.dumps({"text": "good", "label": 1}) + "\n" + line + "\n")
+    with pytest.raises(ValueError, match=r"bad.jsonl:2 must .*; repair it"):
+        labelled_texts(str(path))
+
+
+def test_numbers_that_do_not_fit_a_table_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="rows must be a table of numbers in 0 … 65535"):
+        write_table(tmp_path / "t.npy", np.array([[70_000]]))

@@ -1,0 +1,130 @@
+"""Each task trains, is counted, and goes on after an interruption as if there had been none."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from farspan.models import FarspanForSequenceClassification
+from farspan.tasks import TASKS, make_task
+from farspan.training import Progress, run
+from tests.tasks.small import SIZES, losses, material, settings, task
+
+
+def quiet(what: str, part: float) -> None:
+    assert what
+    assert 0 <= part <= 1
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_loss_falls_and_the_test_set_is_counted(name: str, tmp_path: Path) -> None:
+    made = task(name, tmp_path, peak_lr=3e-2 if name == "finetuning" else 1e-2)
+    model = made.train("cosformer", 0, tmp_path / "run")
+    curve = losses(tmp_path / "run")
+    if name != "pathfinder":  # a dozen steps do not follow a path
+        assert np.mean(curve[-4:]) < np.mean(curve[:4]) - 0.05
+    row = made.score(model, "cpu", quiet)
+    if name == "lm":
+        assert row["ppl"] < 200
+        assert row["tokens"] > 300
+    else:
+        low, high = row["ci95"]
+        assert low <= row["correct"] / row["cases"] <= high
+        assert row["valid"]["cases"] >= 8
+        assert row["cases"] == {"mqar": 50 * 2, "text": 30, "finetuning": 30, "pathfinder": 16}.get(name, 50)
+
+
+@pytest.mark.parametrize("name", ["listops", "mqar", "finetuning"])
+def test_a_run_cut_short_continues_to_the_same_weights(name: str, tmp_path: Path) -> None:
+    made = task(name, tmp_path)
+    whole = made.train("cosformer-plain", 1, tmp_path / "whole")
+    job = made.job("cosformer-plain", 1)
+    if name == "finetuning":
+        (tmp_path / "cut").mkdir()
+        shutil.copytree(tmp_path / "whole" / "pretraining", tmp_path / "cut" / "pretraining")
+        job = replace(job, start=lambda: made.continued(tmp_path / "cut" / "pretraining" / "model"))
+    job = replace(job, run=replace(job.run, checkpoint_every=10))
+
+    def interrupt(progress: Progress) -> None:
+        if progress.step > 10:  # the checkpoint of step 10 has been written by then
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        run(job, tmp_path / "cut", report=interrupt)
+    continued = made.train("cosformer-plain", 1, tmp_path / "cut")
+    assert losses(tmp_path / "whole") == losses(tmp_path / "cut")
+    assert (whole / "model.safetensors").read_bytes() == (continued / "model.safetensors").read_bytes()
+
+
+def test_recall_is_solved_by_softmax_attention(tmp_path: Path) -> None:
+    """Two layers, as induction needs."""
+    options = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 1}
+    changes = {"options": {**options, "initializer_range": 0.1}, "steps": 230, "train": 8000, "batch_size": 64}
+    changes |= {"peak_lr": 3e-3, "weight_decay": 0.0}
+    made = task("mqar", tmp_path, **changes)
+    row = made.score(made.train("rope", 0, tmp_path / "run"), "cpu", quiet)
+    assert row["accuracy"] >= 0.95
+
+
+def test_fine_tuning_starts_from_the_pretrained_encoder(tmp_path: Path) -> None:
+    made = task("finetuning", tmp_path, steps=1)
+    made.train("cosformer", 0, tmp_path / "run")
+    from safetensors.torch import load_file
+
+    pretrained = load_file(tmp_path / "run" / "pretraining" / "model" / "model.safetensors")
+    started = made.continued(tmp_path / "run" / "pretraining" / "model").state_dict()
+    shared = [name for name in pretrained if name.startswith("model.")]
+    assert len(shared) > 8
+    assert all(torch.equal(pretrained[name], started[name]) for name in shared)
+    assert started["score.weight"].shape == (2, 32)
+
+
+def test_variants_differ_in_their_attention_alone(tmp_path: Path) -> None:
+    made = make_task("listops", settings("listops"), material(tmp_path))
+    models = {variant: made.start(variant) for variant in ("rope", "cosformer", "cosformer-plain")}
+    assert all(isinstance(model, FarspanForSequenceClassification) for model in models.values())
+    assert len({model.num_parameters() for model in models.values()}) == 1
+    assert not any(model.config.causal for model in models.values())
+    ids = torch.randint(1, 16, (2, 24))
+    outputs = []
+    for variant, model in models.items():
+        model.load_state_dict(models["rope"].state_dict())
+        assert model(ids).logits.shape == (2, 10), variant
+        outputs.append(model(ids).logits)
+    assert not torch.allclose(outputs[0], outputs[1])
+    assert not torch.allclose(outputs[1], outputs[2])
+
+
+def test_padding_changes_no_answer(tmp_path: Path) -> None:
+    for variant in ("rope", "cosformer", "cosformer-plain"):
+        model = make_task("listops", settings("listops"), material(tmp_path)).start(variant).eval()
+        ids = torch.randint(1, 16, (1, 9))
+        padded = torch.cat([ids, torch.zeros(1, 15, dtype=torch.long)], dim=1)
+        torch.testing.assert_close(model(padded).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("listops", {"length": 30}, "tasks.listops.length must be 24 with this generator, got 30"),
+        ("listops", {"generator": {"max_dept": 3}}, "generator key must be one of .* did you mean 'max_depth'"),
+        (
+            "listops",
+            {"generator": {"max_depth": 2, "max_args": 2, "min_length": 0, "max_length": 24}, "train": 600},
+            "the generator must have 690 different examples, got (3|4)[0-9]{2}; ask for fewer",
+        ),
+        ("mqar", {"steps": 0}, "steps must be at least 1, got 0"),
+        ("mqar", {"accumulation": 3}, "batch_size must be a multiple of accumulation = 3, got 16"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(name: str, changes: dict, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        task(name, tmp_path, **changes)
+
+
+def test_an_unknown_task_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"task must be one of .* got 'listop'; did you mean 'listops'"):
+        make_task("listop", settings(next(iter(SIZES))), material(tmp_path))
