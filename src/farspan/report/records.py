@@ -7,7 +7,7 @@ from typing import Any, TypeVar, cast, get_args
 
 from farspan.errors import require, require_choice
 
-STATES = ("done", "failed", "pending")
+STATES = ("done", "failed", "pending", "busy")
 
 
 @dataclass(frozen=True)
