@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from farspan import FarspanCache
 from tests.models.test_modeling import CONFIGURATIONS, MIXED, PER_QUERY, PER_REQUEST, TIGHT, make, name_of, tokens
@@ -116,7 +117,7 @@ def test_static_decoding_compiles_once(options: dict, masked: bool) -> None:
     extra = {"attention_mask": mask[:, :5]} if masked else {}
     model(x[:, :5], past_key_values=cache, **extra)
     torch.compiler.reset()
-    graphs = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    graphs = CompileCounterWithBackend("aot_eager")
     step, parts = torch.compile(model, fullgraph=True, backend=graphs), []
     for i in range(5, 30):
         extra = {"attention_mask": torch.nn.functional.pad(mask[:, : i + 1], (0, 31 - i))} if masked else {}
