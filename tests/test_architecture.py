@@ -23,6 +23,7 @@ FLOORS = {
     "analysis": 5,
     "report": 5,
     "benchmark": 6,
+    "export": 6,
     "reproduce": 6,
 }
 HEAVY = {"transformers", "accelerate", "matplotlib", "triton", "tokenizers", "jinja2", "peft"}
