@@ -24,6 +24,8 @@ FLOORS = {
     "report": 5,
     "benchmark": 6,
     "export": 6,
+    "lm_eval_tasks": 5,
+    "vllm_plugin": 4,
     "reproduce": 6,
 }
 HEAVY = {"transformers", "accelerate", "matplotlib", "triton", "tokenizers", "jinja2", "peft"}

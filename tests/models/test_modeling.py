@@ -1,13 +1,16 @@
 """The model: one set of numbers whatever the path, and a good citizen of transformers."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from farspan import FarspanCache, FarspanConfig, FarspanForCausalLM, FarspanForMaskedLM
 from farspan.convert import from_pretrained
+from farspan.models.modeling import farspan_attention
 
 NAMES = ["rope", "alibi", "coca-exact", "coca-strict", "coca-slack"]
 LOCAL = {"kind": "coca", "form": "exact", "window": 8}
@@ -346,6 +349,34 @@ def test_what_other_implementations_cannot_do_is_refused(options: dict, what: st
     model = make(**options)
     model.set_attn_implementation("sdpa")
     with pytest.raises(ValueError, match=f"attn_implementation 'sdpa' cannot run {what}; use 'farspan'"):
+        model(tokens(1, 5))
+
+
+@pytest.fixture
+def flat_attention() -> Iterator[str]:
+    """vLLM's attention function gives one row a token, (tokens, heads·width), where transformers' give four axes."""
+
+    def attend(*arguments: object, **options: object) -> tuple[torch.Tensor, None]:
+        out, _ = farspan_attention(*arguments, **options)
+        return out.flatten(2).flatten(0, 1), None
+
+    ALL_ATTENTION_FUNCTIONS.register("vllm", attend)
+    yield "vllm"
+    del ALL_ATTENTION_FUNCTIONS._global_mapping["vllm"]
+
+
+@torch.no_grad()
+def test_attention_may_give_one_row_a_token(flat_attention: str) -> None:
+    model, x = make(MIXED), tokens(2, 20)
+    expected = model(x, use_cache=False).logits
+    model.set_attn_implementation(flat_attention)
+    assert torch.equal(model(x, use_cache=False).logits, expected)
+
+
+def test_a_base_that_needs_the_length_of_the_request_is_refused_under_vllm(flat_attention: str) -> None:
+    model = make(rope_parameters=PER_REQUEST)
+    model.set_attn_implementation(flat_attention)
+    with pytest.raises(ValueError, match="attn_implementation 'vllm' cannot run per_request dynamic NTK"):
         model(tokens(1, 5))
 
 

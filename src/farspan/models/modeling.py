@@ -147,7 +147,7 @@ class FarspanAttention(Attention):
             **kwargs,
         )
         del query, key, value  # they would double the peak of the output projection
-        return self.o_proj(out.flatten(2)), weights
+        return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), weights  # vLLM gives one row a token
 
 
 class FarspanMLP(nn.Module):
@@ -286,12 +286,14 @@ class FarspanModel(FarspanPreTrainedModel):
         """Masks by window for implementations other than our own, made by transformers; ours needs none."""
         if self.config._attn_implementation == "farspan":
             return {}
-        specs = self.config.attention_specs
+        specs, rotary = self.config.attention_specs, self.config.rotary()
         windows = {spec.window for spec in specs}
         impossible = {
             "ALiBi": any(spec.kind == "alibi" for spec in specs),
             "cosFormer": any(spec.kind == "cosformer" for spec in specs),
-            "per_query dynamic NTK": self.config.rotary().follows_query,
+            "per_query dynamic NTK": rotary.follows_query,
+            # vLLM keeps the cache and hands over a step of many requests: nothing here tells how long each one is.
+            "per_request dynamic NTK": rotary.follows_length and self.config._attn_implementation == "vllm",
             "several window sizes": len(windows - {None}) > 1,
             "bidirectional attention": not self.config.causal,
         }
