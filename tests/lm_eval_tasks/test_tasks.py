@@ -34,7 +34,7 @@ Loader.add_constructor("!function", function)
 def test_a_task_names_functions_that_exist_and_metrics_that_are_returned(path: Path) -> None:
     task = yaml.load(path.read_text(), Loader)
     assert task["task"] == path.stem
-    doc = {"key": "12345", "text": "two words", "tokens": 4, "prompt": "?"}
+    doc = {"key": "12345", "text": "two words", "tokens": 4, "prompt": "?", "same_tokens": 1.0}
     found = task["process_results"](doc, ["12345" if task["output_type"] == "generate_until" else -2.0])
     assert set(found) == {metric["metric"] for metric in task["metric_list"]}
 
@@ -54,10 +54,18 @@ def test_prompts_are_those_of_farspan_eval() -> None:
     docs = build.passkey_docs(pretrained="elsewhere", tokenizer="bytes", length=600, cases=5, seed=3, version=1.0)
     cases = make_cases(tokenizer, 600, 5, 3)
     assert [tokenizer.encode(doc["prompt"]) for doc in docs] == [case.prompt for case in cases]
-    assert [build.found(doc, [f"… {case.key}!"]) for doc, case in zip(docs, cases, strict=True)] == [
-        {"accuracy": 1.0}
-    ] * 5
-    assert build.found(docs[0], [docs[0]["key"][:-1]]) == {"accuracy": 0.0}
+    for doc, case in zip(docs, cases, strict=True):
+        assert build.found(doc, [f"… {case.key}!"]) == {"accuracy": 1.0, "same_tokens": 1.0}
+        assert build.found(doc, [str(case.key)[:-1]])["accuracy"] == 0.0
+
+
+def test_a_prompt_that_other_tokens_spell_is_marked(tmp_path: Path) -> None:
+    tokenizer = train_bpe(["eThe nThe sThe yThe " * 50, INTRODUCTION, FILLER], 280, tmp_path)
+    docs = build.passkey_docs(pretrained=str(tmp_path), length=500, cases=60)
+    prompts = [case.prompt for case in make_cases(tokenizer, 500, 60, 0)]
+    same = [tokenizer.encode(doc["prompt"]) == prompt for doc, prompt in zip(docs, prompts, strict=True)]
+    assert [doc["same_tokens"] for doc in docs] == same
+    assert set(same) == {True, False}
 
 
 def test_texts_are_cut_to_whole_tokens(tmp_path: Path) -> None:

@@ -34,21 +34,25 @@ def _test(docs: Docs) -> dict[str, Any]:
 def passkey_docs(*, length: int = 512, cases: int = 100, seed: int = 0, **model: Any) -> Docs:
     """The prompts of `farspan eval passkey --lengths LENGTH --cases CASES --seed SEED`, as text.
 
-    lm-eval cuts the text into tokens again. Where filler was cut inside a word the tokens may differ there; with a
-    byte tokenizer they are the same.
+    lm-eval cuts the text into tokens again. Where filler was cut inside a word they may differ there, and the prompt is
+    a few tokens shorter or longer; `same_tokens` is 1 where they do not. With a byte tokenizer they never do.
     """
     tokenizer = tokenizer_of(model)
-    made = make_cases(tokenizer, length, cases, seed)
-    return [{"prompt": tokenizer.decode(case.prompt), "key": str(case.key)} for case in made]
+    docs = Docs()
+    for case in make_cases(tokenizer, length, cases, seed):
+        prompt = tokenizer.decode(case.prompt)
+        same = tokenizer.encode(prompt) == case.prompt
+        docs.append({"prompt": prompt, "key": str(case.key), "same_tokens": float(same)})
+    return docs
 
 
 def found(doc: dict[str, Any], results: Sequence[str]) -> dict[str, float]:
-    """Whether the key stands in the continuation.
+    """Whether the key stands in the continuation, and whether the prompt was the one of `farspan eval` to the token.
 
-    >>> found({"key": "12345"}, [" The passkey is 12345."])
-    {'accuracy': 1.0}
+    >>> found({"key": "12345", "same_tokens": 1.0}, [" The passkey is 12345."])
+    {'accuracy': 1.0, 'same_tokens': 1.0}
     """
-    return {"accuracy": float(doc["key"] in results[0])}
+    return {"accuracy": float(doc["key"] in results[0]), "same_tokens": doc["same_tokens"]}
 
 
 def perplexity_docs(*, text: str | list[str] = "", text_tokens: int = 32_768, texts: int = 100, **model: Any) -> Docs:
