@@ -373,6 +373,18 @@ def test_attention_may_give_one_row_a_token(flat_attention: str) -> None:
     assert torch.equal(model(x, use_cache=False).logits, expected)
 
 
+@pytest.mark.slow
+@torch.no_grad()
+def test_a_step_of_several_requests_compiles_without_a_graph_break(flat_attention: str) -> None:
+    """What vLLM compiles: one row of tokens, positions that start again with each request, and no cache."""
+    model, x = make(MIXED), tokens(1, 20)
+    positions = torch.cat((torch.arange(12), torch.arange(8)))[None]
+    expected = model(x, position_ids=positions, use_cache=False).logits
+    model.set_attn_implementation(flat_attention)
+    step = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert (step(x, position_ids=positions, use_cache=False).logits - expected).abs().max() <= TIGHT
+
+
 def test_a_base_that_needs_the_length_of_the_request_is_refused_under_vllm(flat_attention: str) -> None:
     model = make(rope_parameters=PER_REQUEST)
     model.set_attn_implementation(flat_attention)

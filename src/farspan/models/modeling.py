@@ -20,6 +20,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from farspan.errors import require
 from farspan.layers.attention import Attention
+from farspan.layers.spec import AttentionSpec
 from farspan.models.cache import FarspanCache
 from farspan.models.configuration import FarspanConfig
 from farspan.models.frame import Frame, View, goes_on_by_one
@@ -286,7 +287,9 @@ class FarspanModel(FarspanPreTrainedModel):
         """Masks by window for implementations other than our own, made by transformers; ours needs none."""
         if self.config._attn_implementation == "farspan":
             return {}
-        specs, rotary = self.config.attention_specs, self.config.rotary()
+        # The layers' own specs: reading the configuration's again would break the graph of torch.compile.
+        specs: list[AttentionSpec] = [block.self_attn.spec for block in self.layers]  # type: ignore[union-attr,misc]
+        rotary = self.config.rotary()
         windows = {spec.window for spec in specs}
         impossible = {
             "ALiBi": any(spec.kind == "alibi" for spec in specs),
