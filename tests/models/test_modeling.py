@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -373,16 +374,35 @@ def test_attention_may_give_one_row_a_token(flat_attention: str) -> None:
     assert torch.equal(model(x, use_cache=False).logits, expected)
 
 
+@torch.library.custom_op("farspan_tests::attend", mutates_args=())
+def opaque_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Something of q, all k so far and v that the compiler cannot look into, no more than into vLLM's attention."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    return ((q * k.cumsum(2)).sum(-1, keepdim=True).tanh() * v).transpose(1, 2).flatten(2).flatten(0, 1).contiguous()
+
+
+@opaque_attention.register_fake
+def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return q.new_empty((q.shape[0] * q.shape[2], q.shape[1] * v.shape[3]))
+
+
 @pytest.mark.slow
 @torch.no_grad()
-def test_a_step_of_several_requests_compiles_without_a_graph_break(flat_attention: str) -> None:
+def test_one_graph_serves_steps_of_any_number_of_tokens(flat_attention: str) -> None:
     """What vLLM compiles: one row of tokens, positions that start again with each request, and no cache."""
-    model, x = make(MIXED), tokens(1, 20)
-    positions = torch.cat((torch.arange(12), torch.arange(8)))[None]
-    expected = model(x, position_ids=positions, use_cache=False).logits
+    ALL_ATTENTION_FUNCTIONS.register(flat_attention, lambda _, q, k, v, mask, **rest: (opaque_attention(q, k, v), None))
+    model = make(MIXED)
     model.set_attn_implementation(flat_attention)
-    step = torch.compile(model, fullgraph=True, backend="aot_eager")
-    assert (step(x, position_ids=positions, use_cache=False).logits - expected).abs().max() <= TIGHT
+    graphs = CompileCounterWithBackend("eager")
+    step = torch.compile(model.model, fullgraph=True, backend=graphs)
+    for first, second in ((12, 8), (21, 12)):
+        x, positions = tokens(1, first + second), torch.cat((torch.arange(first), torch.arange(second)))[None]
+        options = {"input_ids": x, "position_ids": positions, "use_cache": False}
+        expected = model.model(**options).last_hidden_state
+        for tensor in (x, positions):
+            torch._dynamo.mark_dynamic(tensor, 1)  # refuses a graph that fixes this number
+        assert (step(**options).last_hidden_state - expected).abs().max() <= TIGHT
+    assert graphs.frame_count == 1
 
 
 def test_a_base_that_needs_the_length_of_the_request_is_refused_under_vllm(flat_attention: str) -> None:
