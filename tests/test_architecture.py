@@ -26,6 +26,9 @@ FLOORS = {
     "tasks": 6,
     "benchmark": 6,
     "finetune": 6,
+    "export": 6,
+    "lm_eval_tasks": 5,
+    "vllm_plugin": 4,
     "reproduce": 6,
 }
 HEAVY = {"transformers", "accelerate", "matplotlib", "triton", "tokenizers", "jinja2", "peft"}

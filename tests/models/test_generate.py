@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from farspan import FarspanCache
 from tests.models.test_modeling import CONFIGURATIONS, MIXED, PER_QUERY, PER_REQUEST, TIGHT, make, name_of, tokens
@@ -57,6 +58,19 @@ def test_sampling_and_a_cache_of_ones_own() -> None:
 
 
 @torch.no_grad()
+def test_what_is_sampled_depends_on_the_seed_and_not_on_the_cache() -> None:
+    model, x = make(MIXED, rope_parameters=PER_QUERY), tokens(2, 10)
+    options = {"max_new_tokens": 12, "do_sample": True, "temperature": 0.8, "top_p": 0.9, "pad_token_id": 0}
+    texts = []
+    for seed, cache in ((0, {}), (0, {"use_cache": False}), (0, {"cache_implementation": "static"}), (1, {})):
+        torch.manual_seed(seed)
+        texts.append(model.generate(x, **options, **cache))
+    assert torch.equal(texts[0], texts[1])
+    assert torch.equal(texts[0], texts[2])
+    assert not torch.equal(texts[0], texts[3])
+
+
+@torch.no_grad()
 def test_per_request_generation_uses_the_base_of_the_whole_request() -> None:
     model, x = make("coca-exact", rope_parameters=PER_REQUEST), tokens(1, 10)
     out = model.generate(x, max_new_tokens=20, do_sample=False, pad_token_id=0)
@@ -103,7 +117,7 @@ def test_static_decoding_compiles_once(options: dict, masked: bool) -> None:
     extra = {"attention_mask": mask[:, :5]} if masked else {}
     model(x[:, :5], past_key_values=cache, **extra)
     torch.compiler.reset()
-    graphs = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    graphs = CompileCounterWithBackend("aot_eager")
     step, parts = torch.compile(model, fullgraph=True, backend=graphs), []
     for i in range(5, 30):
         extra = {"attention_mask": torch.nn.functional.pad(mask[:, : i + 1], (0, 31 - i))} if masked else {}

@@ -20,6 +20,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from farspan.errors import require
 from farspan.layers.attention import Attention
+from farspan.layers.spec import AttentionSpec
 from farspan.models.cache import FarspanCache
 from farspan.models.configuration import FarspanConfig
 from farspan.models.frame import Frame, View, goes_on_by_one
@@ -147,7 +148,7 @@ class FarspanAttention(Attention):
             **kwargs,
         )
         del query, key, value  # they would double the peak of the output projection
-        return self.o_proj(out.flatten(2)), weights
+        return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), weights  # vLLM gives one row a token
 
 
 class FarspanMLP(nn.Module):
@@ -286,12 +287,16 @@ class FarspanModel(FarspanPreTrainedModel):
         """Masks by window for implementations other than our own, made by transformers; ours needs none."""
         if self.config._attn_implementation == "farspan":
             return {}
-        specs = self.config.attention_specs
+        # The layers' own specs: reading the configuration's again would break the graph of torch.compile.
+        specs: list[AttentionSpec] = [block.self_attn.spec for block in self.layers]  # type: ignore[union-attr,misc]
+        rotary = self.config.rotary()
         windows = {spec.window for spec in specs}
         impossible = {
             "ALiBi": any(spec.kind == "alibi" for spec in specs),
             "cosFormer": any(spec.kind == "cosformer" for spec in specs),
-            "per_query dynamic NTK": self.config.rotary().follows_query,
+            "per_query dynamic NTK": rotary.follows_query,
+            # vLLM keeps the cache and hands over a step of many requests: nothing here tells how long each one is.
+            "per_request dynamic NTK": rotary.follows_length and self.config._attn_implementation == "vllm",
             "several window sizes": len(windows - {None}) > 1,
             "bidirectional attention": not self.config.causal,
         }

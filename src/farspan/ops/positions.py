@@ -90,10 +90,10 @@ def _rows(positions: Tensor, name: str) -> Tensor:
 
 
 def _check_length(positions: Tensor, length: int, name: str, what: str) -> None:
-    require(
-        positions.shape[-1] == length,
-        f"{name} must give one position to each of the {length} {what}, got shape {tuple(positions.shape)}",
-    )
+    if positions.shape[-1] != length:  # not require: a length in a message would become a constant of a compiled graph
+        raise ValueError(
+            f"{name} must give one position to each of the {length} {what}, got shape {tuple(positions.shape)}"
+        )
 
 
 def _check_values(positions: Tensor, documents: Tensor | None) -> None:

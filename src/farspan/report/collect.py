@@ -1,7 +1,7 @@
 """A run folder's result files → typed records; what cannot be read is refused with the file's name."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,6 +74,36 @@ def collect(folder: Path) -> Run:
         f"{results}/train-*.json: length must be the same for every variant, got {lengths}; report them separately",
     )
     return Run(perplexity, passkey, training, tuple(sources), steps, looks, tasks)
+
+
+def collect_files(paths: Sequence[Path], variant: str) -> Run:
+    """What `farspan eval` wrote about one model, called `variant` where the rows themselves have no name for it."""
+    sources: list[Source] = []
+    found: dict[tuple[Any, ...], Perplexity | Passkey] = {}
+    for path in paths:
+        require(path.is_file(), f"results must be files of `farspan eval`, got {str(path)!r}, which is none")
+        for i, raw in enumerate(_result(path, sources)):
+            with _errors_name(f"{path} row {i}"):
+                row = _evaluated(raw, variant, sources[-1].seed)
+                key = (row.seed, row.scaling, row.length, row.mode)
+                require(
+                    found.setdefault(key, row) == row,
+                    f"{', '.join(map(str, key))} was measured before with another outcome; leave one of the two out",
+                )
+    variants = sorted({row.variant for row in found.values()})
+    require(len(variants) <= 1, f"results must be about one model, got rows of {', '.join(variants)}; separate them")
+    rows = list(found.values())
+    perplexity = tuple(row for row in rows if isinstance(row, Perplexity))
+    return Run(perplexity, tuple(row for row in rows if isinstance(row, Passkey)), (), tuple(sources), ())
+
+
+def _evaluated(raw: Any, variant: str, seed: int) -> Perplexity | Passkey:
+    require(
+        isinstance(raw, dict) and ("ppl" in raw or "correct" in raw),
+        f"a row must have ppl or correct, got {str(raw)[:60]}; give files of `farspan eval`",
+    )
+    named = {"variant": variant, "seed": seed, **raw}
+    return parse_measurement(Perplexity, named) if "ppl" in raw else parse_measurement(Passkey, named)
 
 
 def _rows(kind: type[Measurement], folder: Path, prefix: str, sources: list[Source]) -> tuple[Measurement, ...]:

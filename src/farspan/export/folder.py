@@ -1,0 +1,65 @@
+"""From a checkpoint on disk to a folder that can be uploaded as it is."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from farspan.convert.folder import check_out, save
+from farspan.convert.load import Progress, load
+from farspan.convert.sources import open_source
+from farspan.convert.text import tokenizer_of
+from farspan.export.card import Card, render
+from farspan.export.source import AUTO_MAP, flat_source
+from farspan.report.collect import collect_files
+
+GENERATION = "generation_config.json"
+
+
+def export_folder(
+    source: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    name: str | None = None,
+    results: Sequence[str | os.PathLike[str]] = (),
+    license: str | None = None,
+    base_model: str | None = None,
+    dtype: torch.dtype | None = None,
+    progress: Progress | None = None,
+) -> None:
+    """Write safetensors, tokenizer, settings of `generate`, the model's source and a README.md to a new folder.
+
+    transformers loads it with ``trust_remote_code=True`` where farspan is not installed, and without it after
+    ``import farspan``.
+
+    Args:
+        source: a farspan folder, or anything :func:`farspan.convert.from_pretrained` reads, with its tokenizer.
+        name: what the card calls the model, for example "owner/name"; by default the folder's name.
+        results: JSON files of `farspan eval` about this model, for the card's tables.
+        license: for example "apache-2.0".
+        base_model: the model that this one was made from, by its name on the hub.
+        dtype: of the weights; None keeps the source's.
+
+    ::
+
+        farspan.export.export_folder("runs/mine/model", "hub/mine", results=["ppl.json", "passkey.json"])
+    """
+    out = Path(out)
+    check_out(out)
+    name = name or out.resolve().name
+    run = collect_files([Path(path) for path in results], name)
+    opened = open_source(Path(source))
+    tokenizer_of(opened)  # refuses a source without one before any work is done
+    model = load(opened, dtype=dtype, progress=progress)
+    model.config.auto_map = dict(AUTO_MAP)
+    card = render(Card(name, model, run, license, base_model))
+
+    def beside(folder: Path) -> None:
+        opened.carry(folder)
+        if not (folder / GENERATION).is_file():
+            model.generation_config.save_pretrained(folder)
+        for file, text in {**flat_source(), "README.md": card}.items():
+            (folder / file).write_text(text, encoding="utf-8")
+
+    save(model, out, beside)

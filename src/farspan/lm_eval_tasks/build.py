@@ -1,0 +1,106 @@
+"""What the YAML files of this folder call: their documents, and how an answer is judged.
+
+lm-eval hands ``--model_args`` and ``--metadata`` to the first kind together, as keyword arguments.
+"""
+
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from farspan.data import TextTokenizer, documents, load_tokenizer
+from farspan.errors import require
+from farspan.evaluation.passkey import make_cases
+
+Docs = list[dict[str, Any]]
+
+
+def passkey(**options: Any) -> dict[str, Any]:
+    """:func:`passkey_docs` as lm-eval wants them."""
+    return _test(passkey_docs(**options))
+
+
+def perplexity(**options: Any) -> dict[str, Any]:
+    """:func:`perplexity_docs` as lm-eval wants them."""
+    return _test(perplexity_docs(**options))
+
+
+def _test(docs: Docs) -> dict[str, Any]:
+    from datasets import Dataset  # comes with lm-eval
+
+    return {"test": Dataset.from_list(docs)}
+
+
+def passkey_docs(*, length: int = 512, cases: int = 100, seed: int = 0, **model: Any) -> Docs:
+    """The prompts of `farspan eval passkey --lengths LENGTH --cases CASES --seed SEED`, as text.
+
+    lm-eval cuts the text into tokens again. Where filler was cut inside a word they may differ there, and the prompt is
+    a few tokens shorter or longer; `same_tokens` is 1 where they do not. With a byte tokenizer they never do.
+    """
+    tokenizer = tokenizer_of(model)
+    docs = Docs()
+    for case in make_cases(tokenizer, length, cases, seed):
+        prompt = tokenizer.decode(case.prompt)
+        same = tokenizer.encode(prompt) == case.prompt
+        docs.append({"prompt": prompt, "key": str(case.key), "same_tokens": float(same)})
+    return docs
+
+
+def found(doc: dict[str, Any], results: Sequence[str]) -> dict[str, float]:
+    """Whether the key stands in the continuation, and whether the prompt was the one of `farspan eval` to the token.
+
+    >>> found({"key": "12345", "same_tokens": 1.0}, [" The passkey is 12345."])
+    {'accuracy': 1.0, 'same_tokens': 1.0}
+    """
+    return {"accuracy": float(doc["key"] in results[0]), "same_tokens": doc["same_tokens"]}
+
+
+def perplexity_docs(*, text: str | list[str] = "", text_tokens: int = 32_768, texts: int = 100, **model: Any) -> Docs:
+    """The first tokens of documents that have so many, as text with their number."""
+    sources = [text] if isinstance(text, str) else text
+    require(
+        bool(sources and all(sources)), 'text must name files, got none; add --metadata \'{"text": "books.jsonl"}\''
+    )
+    tokenizer, docs = tokenizer_of(model), Docs()
+    for source in sources:
+        for document in documents(source):
+            ids = tokenizer.encode(document.text)[:text_tokens]
+            if len(ids) == text_tokens and len(docs) < texts:
+                docs.append({"text": tokenizer.decode(ids), "tokens": text_tokens})
+    require(
+        bool(docs),
+        f"text needs documents of text_tokens = {text_tokens} tokens, got none that long in {', '.join(sources)}; "
+        "use longer texts or fewer tokens",
+    )
+    return docs
+
+
+def losses(doc: dict[str, Any], results: Sequence[float]) -> dict[str, tuple[float, int]]:
+    """A document's log-likelihood with what each metric divides it by."""
+    likelihood = float(results[0])
+    count = {
+        "ppl": doc["tokens"],
+        "word_perplexity": len(re.split(r"\s+", doc["text"])),
+        "byte_perplexity": len(doc["text"].encode()),
+        "bits_per_byte": len(doc["text"].encode()),
+    }
+    return {metric: (likelihood, number) for metric, number in count.items()}
+
+
+def token_perplexity(items: Sequence[tuple[float, int]]) -> float:
+    """exp(sum of losses / number of tokens).
+
+    >>> round(token_perplexity([(-math.log(2) * 3, 3), (-math.log(8), 1)]), 3)
+    2.828
+    """
+    return math.exp(-sum(likelihood for likelihood, _ in items) / sum(tokens for _, tokens in items))
+
+
+def tokenizer_of(model: dict[str, Any]) -> TextTokenizer:
+    """The tokenizer of the model that lm-eval runs."""
+    name = model.get("tokenizer") or model.get("pretrained") or model.get("model")
+    require(
+        isinstance(name, str),
+        f"model_args must name the model or its tokenizer, got {', '.join(model) or 'none'}; add tokenizer=DIR",
+    )
+    return load_tokenizer(str(name))

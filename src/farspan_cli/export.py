@@ -1,0 +1,55 @@
+"""`farspan export`: a model as a folder for the Hugging Face hub."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from farspan_cli.app import app, fail
+from farspan_cli.convert import DTYPES
+from farspan_cli.progress import progress
+
+
+@app.command()
+def export(
+    model: Annotated[
+        Path,
+        typer.Argument(
+            help="A farspan folder, or anything `farspan convert` reads, with its tokenizer.", show_default=False
+        ),
+    ],
+    out: Annotated[Path, typer.Option(help="Folder to upload; new or empty.", show_default=False)],
+    results: Annotated[
+        list[Path] | None, typer.Option(help="A result of `farspan eval`, for the card; may be repeated.")
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="OWNER/NAME on the hub. Default: the folder's name.")] = None,
+    license: Annotated[str | None, typer.Option(help="For example apache-2.0.")] = None,
+    base_model: Annotated[str | None, typer.Option(help="The model that this one was made from.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16. Default: the source's.")] = None,
+) -> None:
+    """Weights, tokenizer, the model's source for `trust_remote_code`, and a card with what was measured.
+
+    Example: `farspan export runs/mine/model --results ppl.json --results passkey.json --out hub/mine`
+
+    Then: `hf upload OWNER/NAME hub/mine`
+    """
+    import torch
+
+    from farspan.export import export_folder
+
+    if dtype is not None and dtype not in DTYPES:
+        fail(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}; choose one of these")
+    console = Console()
+    with progress(console) as show:
+        export_folder(
+            model,
+            out,
+            name=name,
+            results=results or (),
+            license=license,
+            base_model=base_model,
+            dtype=getattr(torch, dtype) if dtype else None,
+            progress=lambda what, done, total: show(done, total, what, phase=what),
+        )
+    console.print(f"written: {out}")

@@ -1,0 +1,211 @@
+"""`farspan export`: the folder loads where farspan cannot be imported, and its card says what was measured."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.dynamic_module_utils import get_imports, get_relative_import_files
+from yaml import safe_load
+
+from farspan import FarspanForCausalLM
+from farspan.convert import from_pretrained
+from farspan.data import load_tokenizer
+from farspan.export.source import ALWAYS_THERE, flat_source, rewrite
+from tests.convert.test_folder import called
+from tests.models.test_modeling import MIXED, make
+
+LAYERS = [*MIXED, "alibi", "cosformer"]
+"""Every kind of layer, a window and one without positions."""
+
+WITHOUT_FARSPAN = """
+import sys
+sys.modules["farspan"] = None  # importing it, or anything in it, is an ImportError now
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+folder, again, out = sys.argv[1:]
+ids = torch.arange(1, 41)[None]
+model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
+assert "transformers_modules" in type(model).__module__
+with torch.no_grad():
+    logits = model(ids).logits
+    generated = model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)
+    model.save_pretrained(again)
+    resaved = AutoModelForCausalLM.from_pretrained(again, trust_remote_code=True).eval()
+    assert torch.equal(resaved(ids).logits, logits)
+    classifier = AutoModelForSequenceClassification.from_pretrained(folder, trust_remote_code=True, num_labels=3)
+    assert classifier(ids).logits.shape == (1, 3)
+exec(open(f"{folder}/README.md").read().split("```python\\n")[1].split("```")[0].replace('"owner/toy"', "folder"))
+assert not [name for name in sys.modules if name.startswith("farspan.")]
+torch.save({"logits": logits, "generated": generated}, out)
+"""
+
+
+def result(path: Path, rows: list[dict[str, Any]], **changes: Any) -> Path:
+    """A file as `farspan eval` writes it."""
+    head = {"schema": 1, "command": "farspan eval", "commit": "abc", "versions": {"torch": "2"}, "device": "CPU"}
+    path.write_text(json.dumps({**head, "seed": 0, "rows": rows, **changes}))
+    return path
+
+
+def perplexity(length: int, ppl: float, scaling: str = "none", mode: str = "sliding", **more: Any) -> dict[str, Any]:
+    counts = {"stride": 512, "nll": 1.0, "tokens": 4096, "texts": 2}
+    return {"length": length, "mode": mode, "scaling": scaling, "ppl": ppl, **counts, **more}
+
+
+def passkey(length: int, correct: int, cases: int = 10) -> dict[str, Any]:
+    share = {"cases": cases, "correct": correct}
+    return {"length": length, "scaling": "ntk-4", **share, "near": share, "far": share, "outcomes": []}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with its tokenizer, as training leaves it."""
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("trained")
+    options = {"num_hidden_layers": len(LAYERS), "vocab_size": 257, "train_length": 64}
+    make(LAYERS, dtype=torch.float32, cosformer_beyond="decay", **options).save_pretrained(folder)
+    load_tokenizer("bytes").save(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def exported(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    parent = tmp_path_factory.mktemp("exported")
+    rows = [perplexity(512, 20.25), perplexity(1024, 19.5), perplexity(64, 21.0, mode="truncated")]
+    first = result(parent / "ppl.json", rows, command="farspan eval ppl `x`")
+    second = result(parent / "ntk.json", [perplexity(1024, 18.75, "ntk-4"), passkey(512, 7)])
+    options = ["--results", first, "--results", second, "--name", "owner/toy", "--license", "apache-2.0"]
+    status, out, err = called("export", trained, "--out", parent / "hub", *options)
+    assert status == 0, err
+    assert "written: " in out
+    return parent / "hub"
+
+
+def test_the_folder_loads_and_is_saved_again_where_farspan_is_not_installed(exported: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", WITHOUT_FARSPAN, exported, tmp_path / "again", tmp_path / "out.pt"]
+    environment = {**os.environ, "HF_HOME": str(tmp_path / "home")}
+    done = subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found, ids = torch.load(tmp_path / "out.pt"), torch.arange(1, 41)[None]
+    model = FarspanForCausalLM.from_pretrained(exported).eval()
+    with torch.no_grad():
+        assert torch.equal(found["logits"], model(ids).logits)
+        assert torch.equal(found["generated"], model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0))
+
+
+def test_farspan_and_transformers_read_the_folder_as_they_read_the_original(trained: Path, exported: Path) -> None:
+    ids = torch.arange(1, 41)[None]
+    expected = FarspanForCausalLM.from_pretrained(trained).eval()
+    for model in (AutoModelForCausalLM.from_pretrained(exported), from_pretrained(exported, None)):
+        assert type(model) is FarspanForCausalLM
+        with torch.no_grad():
+            assert torch.equal(model.eval()(ids).logits, expected(ids).logits)
+    assert AutoTokenizer.from_pretrained(exported)("ab").input_ids == [98, 99]
+    assert (exported / "generation_config.json").is_file()
+
+
+def test_transformers_finds_every_file_and_asks_for_no_other_package(exported: Path) -> None:
+    """The hub's loader fetches what relative imports name, and refuses packages that are missing, used or not."""
+    entry = exported / "modeling_farspan.py"
+    reached = {Path(file).name for file in get_relative_import_files(entry)} | {entry.name}
+    assert reached == {path.name for path in exported.glob("*.py")} == set(flat_source())
+    assert {package for path in exported.glob("*.py") for package in get_imports(path)} <= ALWAYS_THERE
+
+
+def test_exported_ops_do_not_take_the_place_of_our_own() -> None:
+    """torch lets a second op of the same name replace the first for everyone."""
+    names = re.findall(r'custom_op\("(\w+)::(\w+)"', "".join(flat_source().values()))
+    assert len(names) >= 3
+    assert all(re.fullmatch(r"farspan_[0-9a-f]{8}", space) for space, _ in names)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "needed"),
+    [
+        (
+            "from farspan.ops import (\n    Rotary,  # é\n    NTK,\n)\n",
+            "from .farspan_ops import (\n    Rotary,  # é\n    NTK,\n)\n",
+            ["farspan.ops"],
+        ),
+        ("if x:\n    import triton  # y\n", "if x:\n    try:\n        import triton\n    except ImportError:\n", []),
+        ("import torch.nn as nn\nimport os\n", "import torch.nn as nn\nimport os\n", []),
+        ("x = 'from farspan.ops import y'\n", "x = 'from farspan.ops import y'\n", []),
+    ],
+    ids=["lines and comments stay", "other packages may fail", "what is always there", "text is no import"],
+)
+def test_imports_are_rewritten_and_nothing_else(before: str, after: str, needed: list[str]) -> None:
+    text, found = rewrite(before)
+    assert text.startswith(after)
+    assert found == needed
+    compile(text, "rewritten", "exec")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("import farspan.ops", "name what it uses"), ("from farspan.ops.cosformer import kernel, run", "split it")],
+)
+def test_imports_that_cannot_be_flat_are_refused(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        rewrite(text)
+
+
+def test_the_card_holds_the_numbers_and_where_they_come_from(exported: Path) -> None:
+    _, front, card = (exported / "README.md").read_text().split("---\n", 2)
+    head = safe_load(front)
+    assert head["license"] == "apache-2.0"
+    assert head["pipeline_tag"] == "text-generation"
+    assert {"farspan", "coca", "cosformer"} <= set(head["tags"])
+    assert "| Scaling | 512 | 1,024 |" in card
+    assert "| no scaling | 20.25 | 19.50 |" in card
+    assert "| dynamic NTK 4 | — | 18.75 |" in card
+    assert "| dynamic NTK 4 | 0.70 (95% 0.40–0.89) |" in card
+    assert "cut to the training length have perplexity 21.00" in card
+    assert "`` farspan eval ppl `x` ``; CPU, commit abc" in card
+    assert "1 layer coca-exact (window 8), 1 layer rope, 1 layer coca-slack (without positions)" in card
+
+
+def test_a_card_without_results_says_so(trained: Path, tmp_path: Path) -> None:
+    assert called("export", trained, "--out", tmp_path / "hub", "--dtype", "bfloat16")[0] == 0
+    assert "Nothing has been measured." in (tmp_path / "hub" / "README.md").read_text()
+    assert from_pretrained(tmp_path / "hub", None).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ([[perplexity(512, 20.0, variant="a")], [perplexity(512, 20.0, "ntk-4", variant="b")]], "about one model"),
+        ([[perplexity(512, 20.0)], [perplexity(512, 21.0)]], "measured before with another outcome"),
+        ([[{"loss": 1.0}]], "give files of `farspan eval`"),
+        ([[perplexity(512, 20.0, texts="two")]], "texts must be a whole number"),
+        ([None], "which is none"),
+    ],
+)
+def test_results_that_cannot_be_right_are_refused(
+    files: list[Any], message: str, trained: Path, tmp_path: Path
+) -> None:
+    paths = [tmp_path / f"{i}.json" for i, _ in enumerate(files)]
+    for path, rows in zip(paths, files, strict=True):
+        if rows is not None:
+            result(path, rows)
+    options = [part for path in paths for part in ("--results", path)]
+    status, _, err = called("export", trained, "--out", tmp_path / "hub", *options)
+    assert status == 2
+    assert message in err
+    assert err.count("\n") == 1
+    assert not (tmp_path / "hub").exists()
+
+
+def test_a_model_without_its_tokenizer_is_refused(tmp_path: Path) -> None:
+    make(dtype=torch.float32).save_pretrained(tmp_path / "model")
+    status, _, err = called("export", tmp_path / "model", "--out", tmp_path / "hub")
+    assert status == 2
+    assert "must come with its tokenizer" in err
+    assert not (tmp_path / "hub").exists()
