@@ -1,17 +1,23 @@
 """farspan: transformers that work far beyond the length they were trained on.
 
-Importing it registers model type "farspan" with transformers' Auto classes.
+Importing it registers model type "farspan" with transformers' Auto classes; models and `farspan.convert` are imported
+when they are first asked for.
 """
 
-from farspan import convert
-from farspan.models import (
-    FarspanCache,
-    FarspanConfig,
-    FarspanForCausalLM,
-    FarspanForMaskedLM,
-    FarspanForSequenceClassification,
-    FarspanModel,
-)
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from farspan.models import FarspanConfig
+
+if TYPE_CHECKING:
+    from farspan import convert
+    from farspan.models import (
+        FarspanCache,
+        FarspanForCausalLM,
+        FarspanForMaskedLM,
+        FarspanForSequenceClassification,
+        FarspanModel,
+    )
 
 __version__ = "0.1.0"
 
@@ -25,3 +31,11 @@ __all__ = [
     "__version__",
     "convert",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "convert":
+        return import_module("farspan.convert")
+    if name in __all__:
+        return getattr(import_module("farspan.models"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

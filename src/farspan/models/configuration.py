@@ -1,5 +1,6 @@
 """The configuration of a farspan model: a LLaMA-shaped decoder with an attention spec for each layer."""
 
+from collections.abc import Callable
 from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any
@@ -12,6 +13,9 @@ from farspan.layers.attention import ACTIVATIONS
 from farspan.layers.spec import AttentionSpec
 from farspan.ops import NTK, DynamicNTK, Linear, Llama3, Rotary, YaRN
 from farspan.ops.cosformer import kernel as cosformer
+
+at_first_use: list[Callable[[], None]] = []
+"""What waits until a configuration is made: whoever wants a model makes one, and models take seconds to import."""
 
 PRESETS: dict[str, dict[str, Any]] = {
     # Section 3.2: 350M parameters, 24 layers, hidden 1024, 16 heads, length 512 (SwiGLU at the same size).
@@ -94,6 +98,8 @@ class FarspanConfig(PreTrainedConfig):
     eos_token_id: int | list[int] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
+        while at_first_use:
+            at_first_use.pop()()
         self._refuse_misspelled(kwargs)
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
