@@ -79,3 +79,15 @@ def test_kernels_are_imported_only_when_they_run(path: Path) -> None:
 def test_the_command_line_answers_help_without_loading_torch() -> None:
     code = "import sys, farspan_cli; assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_importing_farspan_loads_neither_models_nor_triton_and_auto_classes_find_them_all_the_same() -> None:
+    code = """
+import sys, farspan
+assert not {"transformers.modeling_utils", "triton", "farspan.convert"} & set(sys.modules)
+from transformers import AutoConfig, AutoModelForCausalLM
+model = AutoModelForCausalLM.from_config(AutoConfig.for_model("farspan", num_hidden_layers=1, vocab_size=16))
+assert type(model) is farspan.FarspanForCausalLM
+assert farspan.convert.from_pretrained and set(farspan.__all__) <= set(dir(farspan))
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -39,3 +39,7 @@ def __getattr__(name: str) -> Any:
     if name in __all__:
         return getattr(import_module("farspan.models"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__
