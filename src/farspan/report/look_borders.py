@@ -72,7 +72,7 @@ def _place(centre: tuple[float, float], radius: float, degrees: float) -> tuple[
 
 def border_figure(look: Look) -> Figure:
     """By frequency: borders that no distance in training reached, but a longer text does."""
-    title = f"{variant_name(look.label)}: borders first crossed past the window"
+    title = f"{variant_name(look.label)}: borders first past the window"
     canvas, axes = blank(title, "wavelength of the pair (tokens)", "share of pairs")
     x = [2 * math.pi / theta for theta in look.model["theta"][0]]
     for border, (label, colour, marker) in BORDER_STYLES.items():
