@@ -103,3 +103,46 @@ def test_every_weight_gets_a_gradient(name: str) -> None:
 def test_bad_layers_are_refused(make, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_a_growing_cache_is_what_concatenation_gives_whatever_is_done_to_it() -> None:
+    random, cache, kept = torch.Generator().manual_seed(0), LayerCache(), torch.empty(2, 2, 0, 3)
+    for step in range(60):
+        new = torch.randn(kept.shape[0], 2, int(torch.randint(1, 4, (), generator=random)), 3, generator=random)
+        before = cache.keys
+        held = before.clone() if before is not None else None
+        keys, values = cache.update(new, 2 * new)
+        kept = torch.cat((kept, new), dim=2)
+        assert torch.equal(keys, kept)
+        assert torch.equal(values, 2 * kept)
+        if held is not None:
+            assert torch.equal(before, held)  # what an earlier call returned stays what it was
+        if step % 7 == 3:
+            cache.crop(kept.shape[2] - 2)
+            kept = kept[:, :, :-2]
+        if step % 11 == 5:
+            rows = torch.tensor([1, 0, 1][: 2 + step % 2])
+            cache.reorder(rows)
+            kept = kept[rows]
+
+
+def test_a_new_token_does_not_copy_the_cache() -> None:
+    cache, places = LayerCache(), set()
+    cache.update(torch.randn(1, 2, 400, 4), torch.randn(1, 2, 400, 8))
+    for _ in range(80):
+        places.add(cache.update(torch.randn(1, 2, 1, 4), torch.randn(1, 2, 1, 8))[0].data_ptr())
+    assert len(places) == 1
+
+
+def test_a_cache_made_in_inference_mode_goes_on_outside_and_gradients_flow_through_one() -> None:
+    cache = LayerCache()
+    with torch.inference_mode():
+        for _ in range(3):
+            cache.update(torch.ones(1, 1, 2, 2), torch.ones(1, 1, 2, 2))
+    new = torch.ones(1, 1, 1, 2)
+    assert cache.update(new, new)[0].shape[2] == 7
+    leaf = torch.ones(1, 1, 1, 2, requires_grad=True)
+    keys, _ = cache.update(leaf, leaf)
+    cache.update(2 * leaf, leaf)[0].sum().backward()
+    assert keys.shape[2] == 8
+    assert torch.equal(leaf.grad, torch.full_like(leaf, 3.0))

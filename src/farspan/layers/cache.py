@@ -11,6 +11,46 @@ from torch import Tensor
 from farspan.errors import require
 from farspan.ops import LinearState
 
+ONE_BY_ONE = 64
+"""Up to so many new tokens, more of the kind are expected, and room is made for them."""
+
+
+class Growing:
+    """Tokens (b, g, n, width) with room for more at the end, so that a new token does not copy those before it.
+
+    >>> grown, held = Growing(), torch.zeros(1, 1, 8, 2)
+    >>> held = grown.append(held, torch.ones(1, 1, 1, 2))  # makes room
+    >>> grown.append(held, torch.ones(1, 1, 1, 2)).data_ptr() == held.data_ptr()
+    True
+    """
+
+    def __init__(self) -> None:
+        self.room: Tensor | None = None
+
+    def append(self, held: Tensor, new: Tensor) -> Tensor:
+        """`held` and then `new`; in place where `held` is what this object returned last, or the beginning of it.
+
+        Where gradients or a compiler watch, everything is copied, as torch.cat does.
+        """
+        if torch.compiler.is_compiling() or (torch.is_grad_enabled() and (held.requires_grad or new.requires_grad)):
+            return torch.cat((held, new), dim=2)
+        old, total = held.shape[2], held.shape[2] + new.shape[2]
+        if not self._has_room(held, new, total):
+            spare = total // 4 if new.shape[2] <= ONE_BY_ONE else 0
+            self.room = held.new_empty(*held.shape[:2], total + spare, held.shape[3])
+            self.room[:, :, :old] = held
+        assert self.room is not None
+        self.room[:, :, old:total] = new
+        return self.room[:, :, :total]
+
+    def _has_room(self, held: Tensor, new: Tensor, total: int) -> bool:
+        room = self.room
+        if room is None or held.data_ptr() != room.data_ptr() or total > room.shape[2]:
+            return False
+        if room.is_inference() and not torch.is_inference_mode_enabled():  # may be read now, but not written
+            return False
+        return (held.shape[0], held.stride()) == (room.shape[0], room.stride()) and held.dtype == new.dtype
+
 
 class LayerCache:
     """Keys and values of one layer; with a window, only those a later query can still see.
@@ -28,6 +68,7 @@ class LayerCache:
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
         self._seen = 0
+        self._grown = Growing(), Growing()
 
     def get_seq_length(self) -> int:
         """Tokens seen so far, dropped ones included."""
@@ -35,10 +76,9 @@ class LayerCache:
 
     def update(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Append (b, g, n, ·); return all that the n new queries can see."""
+        self._seen += keys.shape[2]
         if self.keys is not None and self.values is not None:
-            keys, values = torch.cat((self.keys, keys), dim=2), torch.cat((self.values, values), dim=2)
-        new = keys.shape[2] - (0 if self.keys is None else self.keys.shape[2])
-        self._seen += new
+            keys, values = self._grown[0].append(self.keys, keys), self._grown[1].append(self.values, values)
         self.keys, self.values = keys, values
         if self.window is not None:
             first = max(0, keys.shape[2] - self.window + 1)

@@ -14,9 +14,25 @@ from transformers.cache_utils import (
 )
 
 from farspan.errors import require
+from farspan.layers.cache import Growing
 from farspan.layers.spec import AttentionSpec
 from farspan.models.configuration import FarspanConfig
 from farspan.ops import LinearState
+
+
+class GrowingLayer(DynamicLayer):
+    """transformers' growing layer, except that a new token does not copy the whole cache."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._grown = Growing(), Growing()
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if self.get_seq_length() == 0:
+            return super().update(key_states, value_states, *args, **kwargs)
+        self.keys = self._grown[0].append(self.keys, key_states)  # type: ignore[arg-type]
+        self.values = self._grown[1].append(self.values, value_states)  # type: ignore[arg-type]
+        return self.keys, self.values
 
 
 class WindowLayer(DynamicSlidingWindowLayer):
@@ -131,7 +147,7 @@ class FarspanCache(Cache):
 
     >>> config = FarspanConfig.preset("tiny", num_hidden_layers=2, attention=["rope", {"kind": "rope", "window": 8}])
     >>> FarspanCache(config)
-    FarspanCache(layers=[DynamicLayer, WindowLayer])
+    FarspanCache(layers=[GrowingLayer, WindowLayer])
     """
 
     def __init__(self, config: FarspanConfig, *, max_length: int | None = None) -> None:
@@ -139,7 +155,7 @@ class FarspanCache(Cache):
             if spec.kind == "cosformer":
                 return StateLayer(max_length)
             if max_length is None:
-                return DynamicLayer() if spec.window is None else WindowLayer(spec.window)
+                return GrowingLayer() if spec.window is None else WindowLayer(spec.window)
             return StaticLayer(max_length) if spec.window is None else StaticSlidingWindowLayer(max_length, spec.window)
 
         super().__init__(layers=[layer(spec) for spec in config.attention_specs])
