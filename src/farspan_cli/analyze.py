@@ -27,7 +27,9 @@ def analyze(
     texts: Annotated[int, typer.Option(help="At most so many documents.", min=1)] = 4,
     tokenizer: Annotated[str | None, typer.Option(help="A tokenizer.json or folder; by default the model's.")] = None,
     passkey: Annotated[int, typer.Option(help="Passkey cases a length, for the effective window.", min=0)] = 0,
-    ablate: Annotated[bool, typer.Option("--ablate", help="Also measure the loss without each head: slow.")] = False,
+    ablate: Annotated[
+        bool, typer.Option("--ablate", help="Also measure the loss without each head, on every text: slow.")
+    ] = False,
     seed: Annotated[int, typer.Option(help="Seed of the sampled queries.")] = 0,
 ) -> None:
     """What rotary attention does in a model: initial angles, decay, borders, and attention past the window.

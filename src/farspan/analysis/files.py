@@ -4,8 +4,12 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from farspan.analysis.ablate import head_worth
 from farspan.analysis.drift import LARGEST
@@ -72,14 +76,25 @@ def look(request: Request, settings: Settings, show: Show) -> Written:
     found = analyze(model, texts, settings, lambda done, total, what: show("layers", done, total, what))
     worth = None
     if request.ablate:
-        ends = [found.lengths[0], found.lengths[-1]]
-        longest = max(texts, key=len)
-        worth = head_worth(model, longest, layers, ends, lambda done, total, what: show("heads", done, total, what))
+        worth = _mean_worth(model, texts, layers, [found.lengths[0], found.lengths[-1]], show)
     made = rows(found, label) + study_rows(found, worth)
     if request.passkey:
         made += window_rows(model, tokenizer, found, request.passkey, show)
     files = write(request.out, label, made, found, model.device.type)
     return Written(made, spoken(made), [*files, *page(request.out)])
+
+
+def _mean_worth(
+    model: FarspanForCausalLM, texts: list[Tensor], layers: list[int], lengths: list[int], show: Show
+) -> Tensor:
+    """What each head is worth, averaged over the texts that reach the longest length: (layers, h, lengths)."""
+    long = [text for text in texts if text.shape[0] >= lengths[-1]]
+
+    def tell(number: int, done: int, total: int, what: str) -> None:
+        show("heads", number * total + done, len(long) * total, f"text {number + 1}, {what}")
+
+    found = [head_worth(model, text, layers, lengths, partial(tell, i)) for i, text in enumerate(long)]
+    return torch.stack(found).mean(0)
 
 
 def _check_label(request: Request, label: str) -> None:
