@@ -132,7 +132,9 @@ def passkey_verdict(run: Run, law: str) -> str | None:
     rope = shares.pop(BASELINE)
     reach = f"{min(past):,} to {max(past):,} tokens" if len(past) > 1 else f"{min(past):,} tokens"
     each = [f"{variant_name(variant)} {_share(share)}, {_compare(rope, share)}" for variant, share in shares.items()]
-    return f"{_under(law)}, passkey at {reach}, {rope.cases:,} cases each: RoPE {_share(rope)}; {'; '.join(each)}."
+    counts = sorted({share.cases for share in (rope, *shares.values())})
+    cases = f"{counts[0]:,} cases each" if len(counts) == 1 else f"{counts[0]:,} to {counts[-1]:,} cases by seeds"
+    return f"{_under(law)}, passkey at {reach}, {cases}: RoPE {_share(rope)}; {'; '.join(each)}."
 
 
 def _compare(rope: Estimate, coca: Estimate) -> str:
