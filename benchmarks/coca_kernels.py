@@ -49,11 +49,12 @@ def main() -> int:
         for name, new in steps:
             rows += new
             print(f"{time.perf_counter() - begun:6.1f} s  {name}  {summary(new[-1])}", flush=True)
+            if arguments.out is not None:  # after each step, so that a run cut short keeps what it has
+                write_result(arguments.out, rows, device=device, seed=arguments.seed)
     except ResultsDifferError as error:
         print(f"no figures: {error}", file=sys.stderr)
         return 1
     if arguments.out is not None:
-        write_result(arguments.out, rows, device=device, seed=arguments.seed)
         print(f"written: {arguments.out}")
     return 0
 
