@@ -1,6 +1,6 @@
 """One attention layer with its projections, compiled: CoCA against RoPE on every kernel, in turn, in one run."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -10,12 +10,14 @@ from farspan.benchmark.clock import Times, clock_in_turn, quantiles
 from farspan.benchmark.layer_checks import check, check_as_timed, reason
 from farspan.benchmark.layer_peers import FAMILIES, Shape, contestants, family_of
 from farspan.benchmark.measure import measure
+from farspan.errors import require
 from farspan.layers import Attention
 from farspan.training.speed import matmul_peak
 
 SHAPES = {512: (64, 1024, 16), 2048: (16, 1024, 16), 16_384: (2, 2048, 16), 32_768: (1, 4096, 32)}
 """Tokens → texts, hidden width, heads: the shapes that the project's aims name."""
 QUICK = {"rope", "coca-exact", "coca-slack", "coca-strict", "rope, flash", "rope, cudnn", "coca-exact, cudnn"}
+GROUPS = (1, 2, 4, 8)
 PASSES = ("forward", "forward and backward")
 ALLOWED_GRAPHS = 128
 """torch.compile gives up after eight versions of one function; here each contestant is one, with and without grad."""
@@ -23,42 +25,50 @@ ALLOWED_GRAPHS = 128
 
 def shapes(lengths: Sequence[int], groups: Sequence[int], device: str) -> list[Shape]:
     """The named shapes, in other lengths 32 768 tokens at a time; on a CPU a toy of each length."""
+    for group in groups:
+        require(group in GROUPS, f"groups must be of {GROUPS}, query heads a key head, got {group}; choose among them")
     found = []
     for n in lengths:
-        b, hidden, h = SHAPES.get(n, (max(1, 32_768 // n), 1024, 16)) if device == "cuda" else (2, 64, 4)
+        b, hidden, h = SHAPES.get(n, (max(1, 32_768 // n), 1024, 16)) if device == "cuda" else (2, 128, 8)
         found += [Shape(b, n, hidden, h, h // group) for group in groups]
     return found
 
 
 def run(
-    lengths: Sequence[int],
+    todo: Sequence[Shape],
     *,
-    groups: Sequence[int] = (1,),
     repeats: int = 20,
-    quick: bool = False,
+    only: Collection[str] | None = None,
     device: str = "cpu",
     seed: int = 0,
     dtype: torch.dtype | None = None,
 ) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """Yield (what was done, its rows); raises ResultsDifferError before a clock starts if a layer is wrong.
 
-    bfloat16 and Inductor on a GPU; elsewhere float32, and torch.compile only traces.
+    bfloat16 and Inductor on a GPU; elsewhere float32, and torch.compile only traces. `only`: whom to time, by name;
+    all are checked in any case.
     """
     torch.manual_seed(seed)
     dtype = dtype or (torch.bfloat16 if device == "cuda" else torch.float32)
     peak = matmul_peak(torch.device(device), dtype)
     yield "matrix products", [{"kind": "matmul", "teraflops_a_second": peak / 1e12}]
-    todo = shapes(lengths, groups, device)
-    for small in dict.fromkeys(Shape(2, 200, 4 * x.d, 4, 4 * x.g // x.h) for x in todo):
+    for small in dict.fromkeys(Shape(2, 200, 8 * x.d, 8, 8 * x.g // x.h) for x in todo):
         yield f"layers of width {small.d} against float64", check(small, device, dtype)
     for shape in todo:
         for passes in PASSES:
-            rows = compare(shape, passes, device=device, dtype=dtype, repeats=repeats, quick=quick, peak=peak)
+            rows = compare(shape, passes, device=device, dtype=dtype, repeats=repeats, only=only, peak=peak)
             yield f"{passes}, {tuple(shape)}", rows
 
 
 def compare(
-    shape: Shape, passes: str, *, device: str, dtype: torch.dtype, repeats: int, quick: bool, peak: float
+    shape: Shape,
+    passes: str,
+    *,
+    device: str,
+    dtype: torch.dtype,
+    repeats: int,
+    only: Collection[str] | None,
+    peak: float,
 ) -> list[dict[str, Any]]:
     """The checks of each compiled layer at this shape, and one row with the figures of all."""
     layers, missing = contestants(shape, device)
@@ -70,7 +80,7 @@ def compare(
     torch.compiler.reset()
     with torch._dynamo.config.patch(recompile_limit=ALLOWED_GRAPHS):
         for name, layer in layers.items():
-            if quick and name not in QUICK:
+            if only is not None and name not in only:
                 continue
             layer.to(device, dtype)
             family = family_of(name)
