@@ -3,6 +3,7 @@
 import io
 import json
 import sys
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -15,6 +16,15 @@ from farspan_cli import main
 from farspan_cli.bench_gpu import show_decode
 
 SMALL = {"contexts": [40], "batches": [2], "prompts": [], "repeats": 2}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Toys are faster on one, most of all where other tests run."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture
