@@ -33,14 +33,14 @@ def bench_attention(
     """
     from farspan.benchmark.attention import DECODERS, LAYERS, run
 
-    _check_device(device)
+    check_device(device)
     chosen = [1024, 4096] if quick else whole_numbers(lengths)
     published = 4096 if quick else published_length
     console = Console()
     steps = run(chosen, published, repeats=repeats, device=device, seed=seed)
-    rows = _collect(steps, 3 + len(DECODERS) + len(chosen) * len(LAYERS), console)
+    rows = collect(steps, 3 + len(DECODERS) + len(chosen) * len(LAYERS), console)
     _show_attention(console, rows)
-    _write(out, rows, device, seed, console)
+    write(out, rows, device, seed, console)
 
 
 @bench.command("cosformer")
@@ -67,7 +67,7 @@ def bench_cosformer(
     Example: `farspan bench cosformer --published-length 2048 --out results/cosformer-cpu.json`
     """
     if device == "cuda":
-        _check_device(device)
+        check_device(device)
         if tune:
             _tune_linear(repeats or 10, seed, out)
             return
@@ -79,14 +79,14 @@ def bench_cosformer(
     chosen = [1024, 4096] if quick else whole_numbers(lengths or "4096,8192,16384,32768,65536")
     peers = [256, 1024] if quick else whole_numbers(softmax_lengths, "--softmax-lengths")
     published = 512 if quick else published_length
-    _check_device(device)
+    check_device(device)
     from farspan.benchmark.cosformer import PASSES, run
 
     console = Console()
     steps = run(chosen, peers, published, repeats=repeats, device=device, seed=seed)
-    rows = _collect(steps, 3 + len(chosen) + len(peers) + len(PASSES), console)
+    rows = collect(steps, 3 + len(chosen) + len(peers) + len(PASSES), console)
     _show_cosformer(console, rows)
-    _write(out, rows, device, seed, console)
+    write(out, rows, device, seed, console)
 
 
 def _bench_linear(lengths: list[int] | None, repeats: int, quick: bool, seed: int, out: Path | None) -> None:
@@ -95,19 +95,19 @@ def _bench_linear(lengths: list[int] | None, repeats: int, quick: bool, seed: in
     chosen = lengths or (linear.QUICK if quick else linear.LENGTHS)
     console, widths = Console(), 2
     steps = linear.run(chosen, repeats=repeats, device="cuda", seed=seed, quick=quick)
-    rows = _collect(steps, widths * (1 + len(chosen) * len(linear.PASSES)), console)
+    rows = collect(steps, widths * (1 + len(chosen) * len(linear.PASSES)), console)
     show_linear(console, rows)
-    _write(out, rows, "cuda", seed, console)
+    write(out, rows, "cuda", seed, console)
 
 
 def _tune_linear(repeats: int, seed: int, out: Path | None) -> None:
     from farspan.benchmark import linear_tuning
 
     console, total = Console(), 12 * 2 + 12 * 3
-    rows = _collect(linear_tuning.run(device="cuda", repeats=repeats), total, console)
+    rows = collect(linear_tuning.run(device="cuda", repeats=repeats), total, console)
     for row in sorted(rows, key=lambda row: (row["d"], row["passes"], row["milliseconds"]["median"])):
         console.print(f"{row['d']}  {row['passes']}  {row['cut']}  {row['milliseconds']['median']:.3f} ms")
-    _write(out, rows, "cuda", seed, console)
+    write(out, rows, "cuda", seed, console)
 
 
 @bench.command("model")
@@ -128,18 +128,19 @@ def bench_model(
     """
     from farspan.benchmark import model
 
-    _check_device(device)
+    check_device(device)
     settings: dict[str, Any] = {"device": device, "seed": seed}
     steps = model.training(preset, length=length, rows=rows, repeats=repeats, compile=compile, **settings)
     console = Console()
-    found = _collect(steps, 1 + 2 * len(model.VARIANTS), console)
+    found = collect(steps, 1 + 2 * len(model.VARIANTS), console)
     if window:
-        found += _collect(model.window(preset, length=window, **settings), len(model.VARIANTS), console)
+        found += collect(model.window(preset, length=window, **settings), len(model.VARIANTS), console)
     _show_model(console, found, absolute=device == "cuda")
-    _write(out, found, device, seed, console)
+    write(out, found, device, seed, console)
 
 
-def _check_device(device: str) -> None:
+def check_device(device: str) -> None:
+    """Refuse a device that is not there."""
     import torch
 
     if device not in ("cpu", "cuda"):
@@ -148,7 +149,7 @@ def _check_device(device: str) -> None:
         fail("--device cuda needs a CUDA device, and none is visible; use --device cpu")
 
 
-def _collect(steps: Iterator[tuple[str, list[Row]]], total: int, console: Console) -> list[Row]:
+def collect(steps: Iterator[tuple[str, list[Row]]], total: int, console: Console) -> list[Row]:
     """The rows of all steps, with a progress bar; no rows at all when the contestants differ."""
     from farspan.benchmark.agree import ResultsDifferError
 
@@ -163,7 +164,8 @@ def _collect(steps: Iterator[tuple[str, list[Row]]], total: int, console: Consol
     return rows
 
 
-def _write(out: Path | None, rows: list[Row], device: str, seed: int, console: Console) -> None:
+def write(out: Path | None, rows: list[Row], device: str, seed: int, console: Console) -> None:
+    """Write a result file, if one is wanted."""
     from farspan.results import write_result
 
     if out is not None:

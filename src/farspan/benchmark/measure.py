@@ -6,7 +6,7 @@ import platform
 import resource
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ def measure(call: Callable[[], Any], *, repeats: int, device: str) -> Measuremen
     return Measurement([measure_once(call, device) for _ in range(repeats)], peak)
 
 
-def in_turn(calls: dict[str, Callable[[], Any]], *, repeats: int, device: str) -> dict[str, list[float]]:
+def in_turn(calls: Mapping[str, Callable[[], Any]], *, repeats: int, device: str) -> dict[str, list[float]]:
     """Seconds of each call, taken in turn: what the machine does meanwhile meets all alike."""
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(repeats):

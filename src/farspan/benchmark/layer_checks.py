@@ -1,0 +1,114 @@
+"""Whether each layer of the benchmark computes its family's function: small against float64, and as it is timed."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from farspan.benchmark.agree import ResultsDifferError
+from farspan.benchmark.layer_peers import Peer, Shape, contestants, definition, family_of
+from farspan.layers import Attention
+
+LOOSE = {torch.bfloat16: 0.05, torch.float32: 1e-4}
+"""How far the same function may be from itself on another kernel, as a part of the largest number."""
+
+ROUNDING = {torch.bfloat16: 2.0**-8, torch.float32: 2.0**-20}
+"""What rounding alone may add to an error: one of the result, or in float32, which has toys only, of a few sums."""
+
+
+def results(layer: Attention, run: Callable[[Tensor], Tensor], x: Tensor, weights: Tensor) -> dict[str, Tensor]:
+    """Output and gradients, for a given gradient of the output."""
+    x = x.detach().requires_grad_()
+    out = run(x)
+    names, leaves = zip(*layer.named_parameters(), strict=True)
+    gradients = torch.autograd.grad(out, [x, *leaves], weights)
+    return {"output": out.detach(), **dict(zip(("d input", *(f"d {name}" for name in names)), gradients, strict=True))}
+
+
+def far(got: Tensor, want: Tensor) -> float:
+    """The largest difference, as a part of the largest number."""
+    return float((got.double() - want.double()).abs().max() / want.double().abs().max())
+
+
+def check(shape: Shape, device: str, dtype: torch.dtype) -> list[dict[str, Any]]:
+    """A row for each contestant: its worst error against the equations in float64, output and gradients.
+
+    Allowed is twice the error of the equations evaluated in `dtype`, and :data:`ROUNDING`; a layer on another's kernel
+    must only be the same function (:data:`LOOSE`): how exactly it computes is not ours to refuse.
+    """
+    layers, _ = contestants(shape, device)
+    x = torch.randn(shape.b, shape.n, shape.hidden, device=device).to(dtype)
+    weights = torch.randn_like(x)
+    truths: dict[str, tuple[dict[str, Tensor], dict[str, Tensor]]] = {}
+    rows = []
+    for name, layer in layers.items():
+        family = family_of(name)
+        layer.to(device, dtype)
+        if family not in truths:
+            truths[family] = _by_definition(shape, family, layer, x, weights)
+        truth, plain = truths[family]
+        try:
+            got = results(layer, layer, x, weights)
+        except RuntimeError as failure:
+            if name == family:
+                raise
+            rows.append({"kind": "check", "attention": name, **shape._asdict(), "missing": reason(failure)})
+            continue
+        least = 0.0 if name == family else LOOSE[dtype]
+        shares = {what: _share(got[what], plain[what], truth[what], least) for what in truth}
+        worst = max(shares, key=lambda what: shares[what][0] / shares[what][1])
+        error, allowed = shares[worst]
+        row = {"kind": "check", "attention": name, **shape._asdict(), "of": worst, "error": error}
+        rows.append(row | {"allowed": allowed})
+    refuse(rows)
+    return rows
+
+
+def _by_definition(
+    shape: Shape, family: str, layer: Attention, x: Tensor, weights: Tensor
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The equations in float64, and in x's dtype."""
+    found = []
+    for dtype in (torch.float64, x.dtype):
+        twin = Peer(shape, family, definition)
+        twin.load_state_dict(layer.state_dict())
+        twin.to(x.device, dtype)
+        found.append(results(twin, twin, x.to(dtype), weights.to(dtype)))
+    return found[0], found[1]
+
+
+def _share(got: Tensor, plain: Tensor, truth: Tensor, least: float) -> tuple[float, float]:
+    return far(got, truth), max(least, 2 * far(plain, truth) + ROUNDING[got.dtype])
+
+
+def check_as_timed(name: str, got: Tensor, want: Tensor) -> dict[str, Any]:
+    """A row: a compiled layer at the size it is timed at, against its family's own layer as written."""
+    row = {"kind": "check as timed", "attention": name, "of": "last result", "error": far(got, want)}
+    row["allowed"] = LOOSE[got.dtype]
+    refuse([row])
+    return row
+
+
+def refuse(rows: list[dict[str, Any]]) -> None:
+    """Raise :class:`ResultsDifferError` if a row's error is larger than allowed, or not a number."""
+    wrong = [row for row in rows if "error" in row and not row["error"] <= row["allowed"]]
+    if wrong:
+        names = "; ".join(
+            f"{row['attention']}, {row['of']}: {row['error']:.1e} (allowed: {row['allowed']:.1e})" for row in wrong
+        )
+        raise ResultsDifferError(f"{len(wrong)} of {len(rows)} layers fail their check: {names}")
+
+
+def reason(error: BaseException) -> str:
+    """What an error says, in one line: the first, or the error that torch.compile quotes.
+
+    >>> reason(RuntimeError("out of memory\\nTried to allocate …"))
+    'RuntimeError: out of memory'
+    >>> reason(RuntimeError("failed\\n  Explanation: Dynamo failed …: got ValueError('no such kernel')"))
+    "ValueError('no such kernel')"
+    """
+    quoted = re.search(r"got (\w+\(['\"].*['\"]\))$", str(error), re.MULTILINE)
+    first = next((line for line in str(error).splitlines() if line.strip()), "")
+    return quoted[1] if quoted else f"{type(error).__name__}: {first}"

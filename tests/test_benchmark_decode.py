@@ -1,0 +1,138 @@
+"""The benchmark of decoding takes every step at toy size, and keeps silent when a mode computes something else."""
+
+import io
+import json
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+from rich.console import Console
+
+from farspan.benchmark import decode
+from farspan.benchmark.agree import ResultsDifferError
+from farspan.models import FarspanCache
+from farspan_cli import main
+from farspan_cli.bench_gpu import show_decode
+
+SMALL = {"contexts": [40], "batches": [2], "prompts": [], "repeats": 2}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Toys are faster on one, most of all where other tests run."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def shallow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One layer, since torch.compile takes a second for each."""
+    make = decode.FarspanConfig.preset
+    monkeypatch.setattr(
+        decode.FarspanConfig, "preset", lambda name, **options: make(name, num_hidden_layers=1, **options)
+    )
+
+
+@pytest.mark.usefixtures("shallow")
+def test_every_step_at_toy_size() -> None:
+    steps = list(decode.run("tiny", **(SMALL | {"prompts": [100]})))
+    assert [done for done, _ in steps] == [
+        "eager, 2 × 40 tokens", "graph, 2 × 40 tokens", "compiled, 2 × 40 tokens", "prompt of 100 tokens",
+    ]  # fmt: skip
+    rows = [row for _, new in steps for row in new]
+    found = [row for row in rows if row["kind"] == "decode"]
+    assert [(row["mode"], row["attention"]) for row in found] == [
+        (mode, variant) for mode in ("eager", "compiled") for variant in decode.VARIANTS
+    ]
+    for row in found:
+        assert row["cache_over_rope"] == {"rope": 1.0, "coca-exact": 0.75}[row["attention"]]
+        assert row["tokens_per_second"] == pytest.approx(2e3 / row["milliseconds_a_step"]["median"])
+        assert row["greedy_equal"] == 1.0
+        assert row["peak_bytes"] >= row["cache_bytes"] + row["weight_bytes"]
+    console = Console(file=io.StringIO(), width=300)
+    show_decode(console, rows, absolute=True)
+    assert "missing: graph: CUDA graphs need a CUDA device" in console.file.getvalue()
+    assert "coca-exact, a prompt of 100 tokens: " in console.file.getvalue()
+
+
+@pytest.mark.parametrize(("compile", "expected"), [("none", set()), ("one", {(50, 2)}), ("all", {(50, 2), (50, 1)})])
+def test_what_is_compiled(monkeypatch: pytest.MonkeyPatch, compile: str, expected: set) -> None:
+    asked = []
+    monkeypatch.setattr(decode, "decode", lambda models, *where, **options: asked.append(where) or [])
+    list(decode.run("tiny", contexts=[20, 50], batches=[2, 1], prompts=[], compile=compile))
+    compiled = {(context, batch) for mode, context, batch in asked if mode == "compiled"}
+    assert compiled == (expected | {(20, 2), (20, 1)} if compile == "all" else expected)
+    assert sum(mode == "eager" for mode, *_ in asked) == 4
+
+
+@pytest.mark.parametrize("variant", decode.VARIANTS)
+@torch.no_grad()
+def test_both_caches_hold_the_same_context_and_can_be_rewound(variant: str) -> None:
+    """A static cache gives the growing one's logits, also after it went on and came back."""
+    model = decode.make_model("tiny", variant, "cpu", 0)
+    tokens = torch.randint(0, 512, (3, 2))
+    logits = []
+    for mode in ("eager", "graph"):
+        decoder = decode.Decoder(model, mode, 40, 2, room=20, seed=1)
+        logits.append(decoder.follow(tokens))
+        decoder.several()
+        decoder.rewind()
+        logits.append(decoder.follow(tokens))
+    assert all((x - logits[0]).abs().max() <= 1e-5 for x in logits)
+    truth = decode.exact(decoder, tokens, 2, 1)
+    assert (logits[0][:, 0] - truth).abs().max() <= 1e-5
+    other = FarspanCache(model.config)
+    decode.fill(other, model.config, 2, 40, 2, model.lm_head.weight)
+    assert not torch.equal(other.layers[0].values, decoder.cache.layers[0].values[:, :, :40])
+
+
+def test_greedy_tokens_go_on_from_each_other() -> None:
+    model = decode.make_model("tiny", "coca-exact", "cpu", 0)
+    decoder = decode.Decoder(model, "eager", 40, 1, room=20, seed=0)
+    decoder.step()
+    chosen = decoder.token.clone()
+    decoder.several()
+    assert chosen.item() == decode.Decoder(model, "eager", 40, 1, room=20, seed=0).follow(torch.tensor([[0]])).argmax()
+    assert decoder.cache.get_seq_length() == 40 + 1 + decode.AT_ONCE
+
+
+def test_no_figures_when_a_mode_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    follow = decode.Decoder.follow
+
+    def off(self: decode.Decoder, tokens: torch.Tensor) -> torch.Tensor:
+        static = self.cache.layers[0].is_compileable
+        return follow(self, tokens) + static * 0.01 * torch.randn(self.logits.shape)
+
+    monkeypatch.setattr(decode.Decoder, "follow", off)
+    models = {"rope": decode.make_model("tiny", "rope", "cpu", 0)}
+    eager: decode.Eager = {}
+    options = {"repeats": 1, "device": "cpu", "seed": 0, "eager": eager}
+    decode.decode(models, "eager", 40, 2, **options)
+    monkeypatch.setattr(torch, "compile", lambda model, **_: model)
+    with pytest.raises(ResultsDifferError, match="rope, compiled: logits differ from the eager ones by"):
+        decode.decode(models, "compiled", 40, 2, **options)
+
+
+def test_a_mode_that_cannot_run_is_missing_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(model, **_):
+        raise RuntimeError("no compiler\nsecond line")
+
+    monkeypatch.setattr(torch, "compile", broken)
+    models = {"rope": decode.make_model("tiny", "rope", "cpu", 0)}
+    [row] = decode.decode(models, "compiled", 40, 1, repeats=1, device="cpu", seed=0, eager={})
+    assert row["why"] == "RuntimeError: no compiler"
+
+
+def test_the_command_writes_its_rows(monkeypatch: pytest.MonkeyPatch, tmp_path, capsys) -> None:
+    out = tmp_path / "decode.json"
+    options = ["--preset", "tiny", "--contexts", "16,32", "--batch", "1", "--prompts", "64,128", "--repeats", "1"]
+    monkeypatch.setattr(sys, "argv", ["farspan", "bench", "decode", *options, "--quick", "--out", str(out)])
+    with pytest.raises(SystemExit) as done:
+        main()
+    assert not done.value.code
+    kinds = [(row["kind"], row.get("context") or row.get("length")) for row in json.loads(out.read_text())["rows"]]
+    assert kinds == [("decode", 32)] * 2 + [("missing", 32)] + [("prefill", 64)] * 2
+    assert "missing: graph" in capsys.readouterr().out

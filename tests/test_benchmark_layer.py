@@ -1,0 +1,142 @@
+"""The benchmark of a layer takes every step at toy size, and keeps silent when a layer computes something else."""
+
+import io
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+from rich.console import Console
+
+from farspan.benchmark import layer, layer_checks, layer_peers
+from farspan.benchmark.agree import ResultsDifferError
+from farspan.benchmark.layer_peers import Shape, contestants, family_of
+from farspan.layers import Attention
+from farspan_cli import main
+from farspan_cli.bench_gpu import show_layer
+
+ONLY = {"coca-exact", "rope, flash", "rope, cudnn"}
+"""torch.compile takes a second for each."""
+TOY = Shape(2, 33, 32, 4, 1)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Toys are faster on one, most of all where other tests run."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_every_step_at_toy_size() -> None:
+    [shape] = layer.shapes([64], [4], "cpu")
+    rows = [row for _, new in layer.run([shape], repeats=5, only=ONLY) for row in new]
+    checks = [row for row in rows if row["kind"].startswith("check") and "error" in row]
+    assert {row["attention"] for row in checks} >= {"rope", "coca-exact", "coca-slack", "coca-strict", "rope, flash"}
+    assert all(row["error"] <= row["allowed"] for row in checks)
+    assert {row["attention"] for row in rows if row["kind"] == "check as timed"} == {"coca-exact", "rope, flash"}
+    found = [row for row in rows if row["kind"] == "layer"]
+    assert [row["passes"] for row in found] == list(layer.PASSES)
+    for row in found:
+        # Compiled code is shared between layers of one class: were it by mistake, this one would run flash's.
+        assert "rope, cudnn" not in row["milliseconds"]
+        assert "No viable backend" in row["missing"]["rope, cudnn"]
+        assert row["best_rope"] == "rope, flash"
+        assert set(row["time_over_best_rope"]) == {"coca-exact"}
+        assert all(0 < share < 1 for share in row["of_matmul_peak"].values())
+    console = Console(file=io.StringIO(), width=300)
+    show_layer(console, rows)
+    printed = console.file.getvalue()
+    assert "missing: rope, cudnn: " in printed
+    assert "checked against float64: the worst of" in printed
+
+
+def test_ratios_are_of_neighbours_in_time() -> None:
+    """A machine that slows down tenfold half way changes neither ratio."""
+    slow = [1.0] * 5 + [10.0] * 5
+    seconds = {"rope": slow, "rope, flash": [2 * x for x in slow], "coca-exact": [0.9 * x for x in slow]}
+    seconds["coca-exact, flash"] = [1.5 * x for x in slow]
+    weights = dict.fromkeys(seconds, 1000)
+    row = layer.report(TOY, "forward", seconds, weights, 1e12)
+    assert row["best_rope"] == "rope"
+    assert row["time_over_best_rope"]["coca-exact"] == pytest.approx({"median": 0.9, "low": 0.9, "high": 0.9})
+    assert row["time_over_same_kernel"]["coca-exact, flash"]["median"] == pytest.approx(0.75)
+    work = layer.operations(TOY, 1000, "forward")
+    assert row["teraflops_a_second"]["rope"] == pytest.approx(work / 5.5 / 1e12)
+    assert layer.operations(TOY, 1000, layer.PASSES[1]) == 3 * work
+
+
+@pytest.mark.parametrize("g", [1, 4])
+@torch.no_grad()
+def test_contestants_of_a_family_compute_the_same(g: int) -> None:
+    shape = Shape(2, 33, 32, 4, g)
+    layers, missing = contestants(shape, "cpu")
+    x, first, compared = torch.randn(2, 33, 32, dtype=torch.float64), {}, []
+    assert missing == {}
+    for name, found in layers.items():
+        if "cudnn" in name:
+            continue
+        out = found.double()(x)
+        assert (out - first.setdefault(family_of(name), out)).abs().max() <= 1e-6, name  # flex works in float32
+        compared += [name] * (name != family_of(name))
+    assert set(first) == set(layer_peers.FAMILIES)
+    assert {"rope, flex", "alibi, flex", "coca-slack, published", "coca-exact, flash"} <= set(compared)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_no_figures_when_a_layer_is_wrong(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    rows = layer_checks.check(TOY, "cpu", dtype)
+    assert {row["attention"] for row in rows if "missing" in row} == {
+        *(f"{family}, cudnn" for family in layer_peers.WITH_KERNEL), "rope, flex", "alibi, flex",
+    }  # fmt: skip
+    right = Attention.features
+
+    def off(self: Attention, q, k, plan):
+        q, k = right(self, q, k, plan)
+        return (q * 1.1, k) if self.spec.form == "exact" else (q, k)
+
+    monkeypatch.setattr(Attention, "features", off)
+    with pytest.raises(ResultsDifferError, match=r"of 14 layers fail their check: coca-exact, d.*coca-exact, flash"):
+        layer_checks.check(TOY, "cpu", dtype)
+
+
+def test_no_figures_when_a_compiled_layer_is_wrong() -> None:
+    want = torch.randn(4, 4)
+    assert layer_checks.check_as_timed("rope", want.clone(), want)["error"] == 0
+    for wrong in (want + 0.01, want * torch.nan):
+        with pytest.raises(ResultsDifferError, match="1 of 1 layers fail their check: rope"):
+            layer_checks.check_as_timed("rope", wrong, want)
+
+
+def test_the_named_shapes_and_what_is_too_large_for_them() -> None:
+    shapes = layer.shapes(list(layer.SHAPES), [1, 4], "cuda")
+    assert {shape.d for shape in shapes} == {64, 128}
+    assert {shape.h // shape.g for shape in shapes} == {1, 4}
+    assert {shape.b * shape.n for shape in shapes} == {32_768}
+    with pytest.raises(ValueError, match=r"groups must be of \(1, 2, 4, 8\).*got 3"):
+        layer.shapes([512], [3], "cuda")
+    missing = contestants(Shape(1, layer_peers.UNROLLED + 1, 1024, 128, 128), "cpu")[1]
+    assert set(missing) == {"alibi", "coca-slack, published"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["layer", "--groups", "3"], "groups must be of (1, 2, 4, 8)"),
+        (["layer", "--lengths", "x"], "--lengths must be whole numbers"),
+        (["decode", "--compile", "some"], "--compile must be one, all or none, got 'some'"),
+        (["decode", "--preset", "7b", "--contexts", "8", "--prompts", "none"], "preset"),
+        (["decode", "--batch", "0"], "--batch must be whole numbers"),
+    ],
+)
+def test_bad_input_exits_2_with_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["farspan", "bench", *arguments])
+    with pytest.raises(SystemExit) as done:
+        main()
+    printed = capsys.readouterr().err
+    assert done.value.code == 2
+    assert message in printed
+    assert len(printed.splitlines()) == 1
