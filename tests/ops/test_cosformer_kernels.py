@@ -236,6 +236,17 @@ def test_segments_do_not_show() -> None:
     assert max(float((x - results[0]).abs().max()) for x in results) <= 1e-6
 
 
+@pytest.mark.parametrize(("n", "m"), [(1, 32_768), (100, 32_768), (32_768, 32_768), (32_768, 100)])
+def test_the_sums_of_all_segments_stay_small(n: int, m: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many keys for few queries (cross attention) are as many segments as for many queries: the processors' number."""
+    monkeypatch.setattr(attention, "processors", lambda device: 132)
+    for b, h in ((32, 16), (1, 16), (1, 1)):
+        q, k, v = (torch.empty(b, h, x, 128, dtype=torch.bfloat16, device="meta") for x in (n, m, m))
+        segments = attention.count_segments(k, v, attention.chosen(q, v))
+        sums = attention.Weight(0.0, 1.0, True, True, 1e-6).like(k, v, segments)
+        assert sums.states.nbytes <= max(b * h, 132 * attention.WAVES) * 2 * 128 * 128 * 4
+
+
 # Registration with torch, and dispatch.
 
 

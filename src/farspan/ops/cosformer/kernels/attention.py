@@ -116,10 +116,13 @@ def choose_segment(n: int, programs: int, processors: int, block: int) -> int:
 
 
 def chosen(q: Tensor, v: Tensor) -> int:
-    """Chunks of a segment for queries (b, h, n, d) and values (b, g, m, dv) on their device."""
-    b, h, n, d = q.shape
+    """Chunks of a segment for queries (b, h, n, d) and values (b, g, m, dv) on their device.
+
+    By the longer of the two: sums are held for each segment of the keys, and one query may meet very many of them.
+    """
+    (b, h, n, d), m = q.shape, v.shape[2]
     cut = choose_cut(d, v.shape[-1], q.dtype)
-    return choose_segment(n, b * h * triton.cdiv(v.shape[-1], cut.columns), processors(q.device), cut.block)
+    return choose_segment(max(n, m), b * h * triton.cdiv(v.shape[-1], cut.columns), processors(q.device), cut.block)
 
 
 def count_segments(k: Tensor, v: Tensor, segment: int) -> int:
