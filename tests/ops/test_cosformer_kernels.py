@@ -247,6 +247,26 @@ def test_the_sums_of_all_segments_stay_small(n: int, m: int, monkeypatch: pytest
         assert sums.states.nbytes <= max(b * h, 132 * attention.WAVES) * 2 * 128 * 128 * 4
 
 
+@pytest.mark.usefixtures("short_segments")
+def test_no_launch_grows_where_cuda_counts_to_65_535(monkeypatch: pytest.MonkeyPatch) -> None:
+    grids: dict[str, tuple[int, ...]] = {}
+
+    class Noted:
+        def __init__(self, name: str) -> None:
+            self.name, self.kernel = name, getattr(attention, name)
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            grids[self.name] = grid
+            return self.kernel[grid]
+
+    names = ("walk_kernel", "totals_kernel", "prefix_kernel", "delta_kernel")
+    for name in names:
+        monkeypatch.setattr(attention, name, Noted(name))
+    assert compare(meeting(inputs(70, b=3, h=4, g=2, d=8))) <= 2e-6
+    assert {*grids} == {*names}
+    assert all(len(grid) == 1 and grid[0] % 6 == 0 for grid in grids.values()), grids
+
+
 # Registration with torch, and dispatch.
 
 
