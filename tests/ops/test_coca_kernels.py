@@ -18,7 +18,7 @@ from farspan.ops.coca.half_width import half_width_attention, half_width_attenti
 from farspan.ops.coca.kernels.attention import Cut, choose_splits, half_width_op
 from farspan.ops.coca.kernels.prepare import prepare_op
 from farspan.ops.coca.triton_backend import triton_refusal
-from farspan.ops.phases import rotary_steps, steps_of
+from farspan.ops.phases import _cached_steps, rotary_steps, steps_of
 from tests.helpers import coca_inputs
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -486,6 +486,18 @@ def test_steps_made_under_fake_tensors_are_not_kept(fake_first: bool) -> None:
     for fake in (fake_first, not fake_first):
         with FakeTensorMode() if fake else nullcontext():
             assert isinstance(rotary_steps(rotary, None, torch.device(DEVICE)), FakeTensor) is fake
+
+
+def test_steps_made_in_a_cuda_graph_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    rotary, device = Rotary(16, base=4711.0), torch.device(DEVICE)
+    _cached_steps.cache_clear()
+    with monkeypatch.context() as capture:
+        capture.setattr(torch.cuda, "is_available", lambda: True)
+        capture.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        inside = rotary_steps(rotary, None, device)
+    assert _cached_steps.cache_info().currsize == 0
+    assert torch.equal(rotary_steps(rotary, None, device), inside)
+    assert _cached_steps.cache_info().currsize == 1
 
 
 def test_examples_in_the_kernels_run() -> None:

@@ -340,6 +340,19 @@ def test_angles_are_made_once() -> None:
     assert _cached.cache_info().misses == 1
 
 
+def test_angles_made_in_a_cuda_graph_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    leaves = [x.detach() for x in inputs(40, h=1, d=8)]
+    want = cosformer_attention(*leaves, max_length=4712, backend="triton")
+    _cached.cache_clear()
+    with monkeypatch.context() as capture:
+        capture.setattr(torch.cuda, "is_available", lambda: True)
+        capture.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        assert torch.equal(cosformer_attention(*leaves, max_length=4712, backend="triton"), want)
+    assert _cached.cache_info().currsize == 0
+    cosformer_attention(*leaves, max_length=4712, backend="triton")
+    assert _cached.cache_info().currsize == 1
+
+
 @pytest.mark.parametrize(
     ("options", "dtype", "message"),
     [

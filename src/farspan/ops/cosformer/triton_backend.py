@@ -13,7 +13,7 @@ from farspan.ops.cosformer.chunked import Keys
 from farspan.ops.cosformer.kernel import ACTIVATIONS, EPSILON, Kernel, Shape
 from farspan.ops.cosformer.run import check_state, run, silenced
 from farspan.ops.cosformer.state import LinearState
-from farspan.ops.launch import cannot_launch
+from farspan.ops.launch import cannot_launch, may_keep
 from farspan.ops.positions import Positions
 
 WIDEST = 128
@@ -137,7 +137,7 @@ def _angles(
 
 def _counted(kernel: Kernel, n: int, device: torch.device) -> Tensor:
     """The angles of 0 … n-1."""
-    if torch.compiler.is_compiling() or type(torch.empty(0)) is not Tensor:  # the latter under FakeTensorMode
+    if not may_keep():
         return _table(kernel, torch.arange(n, dtype=torch.float64, device=device)[None])
     return _cached(kernel, 1 << (n - 1).bit_length(), device)[:, :, :n]
 
