@@ -216,6 +216,19 @@ def test_padding_may_hold_anything() -> None:
     assert dq.isfinite().all()
 
 
+@pytest.mark.parametrize("n", [1, 40])
+def test_padding_of_nan_has_no_gradient_under_elu(n: int) -> None:
+    leaves = inputs(n, 40, h=1, d=8)
+    with torch.no_grad():
+        for x in leaves[1:]:
+            x[:, :, :5] = torch.nan
+    keep = (torch.arange(40, device=DEVICE) >= 5)[None]
+    out = cosformer_attention(*leaves, max_length=40, activation="elu", padding_mask=keep, backend="triton")
+    dq, dk, dv = torch.autograd.grad(out.square().sum(), leaves)
+    assert all((x[:, :, :5] == 0).all() for x in (dk, dv))
+    assert all(x.isfinite().all() for x in (out, dq, dk, dv))
+
+
 def test_nan_is_not_hidden_by_the_activation() -> None:
     q, k, v = (x.detach() for x in inputs(5, h=1, d=8))
     k[0, 0, 2, 3] = torch.nan
