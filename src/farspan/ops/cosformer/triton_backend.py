@@ -1,4 +1,9 @@
-"""Linear attention on Triton kernels: when they can run, and how a call becomes one of theirs."""
+"""Linear attention on Triton kernels: when they can run, and how a call becomes one of theirs.
+
+In bfloat16 the gradient of q loses digits where values have a large mean: its part δ_i = -(g_i·o_i) comes from the
+output as it was rounded, and nearly cancels against g_i·v_j. Measured at d = 64: an error of 3.3e-3 against the 1.6e-3
+of backend="chunked", which computes the output again in float32.
+"""
 
 from functools import lru_cache
 
