@@ -433,6 +433,7 @@ def test_what_the_kernels_cannot_do_is_refused_with_the_reason(
         ({"first": 2**31 - 4}, "first must keep positions within ±2147483647, got 2147483644 … 2147483651"),
         ({"first": -(2**31)}, "first must keep positions within ±2147483647, got -2147483648 …"),
         ({"q": torch.ones(2, 4, 0, 8)}, "q must hold at least one position, got length 0; skip the call"),
+        ({"q": torch.ones(0, 4, 1, 8)}, "q must hold at least one row, got batch size 0; skip the call"),
         ({"q": torch.ones(2, 4, 1, 9)}, "head_dim must be even to form rotary pairs, got 9; choose"),
         ({"q": torch.ones(2, 1, 8)}, "q must have shape \\(batch, heads, positions, width\\), got \\(2, 1, 8\\)"),
         ({"form": "exat"}, "did you mean 'exact'"),
