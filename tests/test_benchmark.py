@@ -9,7 +9,7 @@ import torch
 
 from farspan.benchmark import attention, model
 from farspan.benchmark.agree import ResultsDifferError
-from farspan.benchmark.measure import in_fresh_process, measure
+from farspan.benchmark.measure import in_fresh_process, measure, measure_once
 from farspan.ops import Rotary, coca_attention
 from farspan.results import write_result
 
@@ -23,6 +23,14 @@ def _touch(megabytes: int) -> int:
 
 def test_peak_memory_is_what_was_touched() -> None:
     assert 60 * MEGABYTE <= in_fresh_process(_touch, 64) <= 72 * MEGABYTE
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:0", "cpu"])
+def test_every_gpu_is_waited_for(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[str] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    measure_once(lambda: None, device)
+    assert waited == ([] if device == "cpu" else [device])
 
 
 def test_the_published_formulation_is_slack_coca() -> None:

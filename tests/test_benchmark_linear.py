@@ -11,6 +11,7 @@ pytest.importorskip("triton", reason="needs triton (pip install farspan[gpu])")
 
 from farspan.benchmark import linear, linear_peers, linear_tuning
 from farspan.benchmark.agree import ResultsDifferError
+from farspan.benchmark.clock import UNFAIR, Times
 from farspan.ops import cosformer_attention
 from farspan.ops.cosformer.kernels import attention
 from farspan_cli.bench import show_linear
@@ -71,6 +72,22 @@ def test_tuning_checks_each_cut_and_puts_the_table_back(monkeypatch: pytest.Monk
     with pytest.raises(ResultsDifferError):
         list(linear_tuning.run(device="cpu", repeats=1, toy=True))
     assert table == attention.CUTS
+
+
+@interpreted
+def test_a_peer_that_no_graph_can_hold_has_no_speedup(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = iter(range(100))
+
+    def clock(call: object, *, device: str, repeats: int, graph: bool = True) -> Times:
+        if graph and next(calls) == 1:  # ours is the first, "chunked" the second
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return Times(1.0, 1.0, 1.0, graph)
+
+    monkeypatch.setattr(linear, "clock", clock)
+    row = linear.compare(linear.Shape(1, 1, 66, 16), "forward", "cpu", 1, None)
+    assert {*row["speedup"]} == {"flash softmax"}
+    assert row["missing"] == {"chunked": UNFAIR}
+    assert row["milliseconds"]["chunked"]["graph"] is False
 
 
 def test_features_are_cosformers() -> None:

@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("triton", reason="needs triton (pip install farspan[gpu])")
 
 from farspan.benchmark import kernel_checks, kernels, tuning
-from farspan.benchmark.clock import clock
+from farspan.benchmark.clock import UNFAIR, Times, clock
 from farspan.ops.coca.kernels import attention
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "coca_kernels.py"
@@ -91,6 +91,17 @@ def test_a_peer_that_fails_is_named_in_the_row() -> None:
     assert row["milliseconds"]["flash"] is None
     with pytest.raises(RuntimeError, match="out of memory"):  # ours may not fail
         kernels.times_of({"exact": fail}, "cpu", 3)
+
+
+def test_a_peer_timed_with_its_launches_is_not_divided_by_ours_without() -> None:
+    seconds = {"exact": (1.0, True), "flash": (2.0, True), "cudnn": (1.5, False)}
+    row = kernels.report(
+        "decode", kernels.TOY[0], {name: Times(t, t, t, graph) for name, (t, graph) in seconds.items()}
+    )
+    assert row["best_peer"] == "flash"
+    assert row["speedup"] == {"exact": 2.0}
+    assert row["missing"] == {"cudnn": UNFAIR}
+    assert row["milliseconds"]["cudnn"]["median"] == 1500.0
 
 
 def test_nan_is_wrong() -> None:

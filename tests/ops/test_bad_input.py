@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from farspan.ops import Rotary, alibi_attention, coca_attention, rope_attention
+from farspan.ops import Rotary, alibi_attention, coca_attention, cosformer_attention, rope_attention
 from tests.helpers import coca_inputs, softmax_inputs
 
 CASES = {
@@ -14,6 +14,10 @@ CASES = {
     "batch": ({"v": (2, 2, 5, 8)}, r"q, t and v must share the batch size, got 1, 1 and 2"),
     "lengths": ({"v": (1, 2, 6, 8)}, r"t and v must share heads and positions, got \(2, 5\) and \(2, 6\)"),
     "length 0": ({"q": (1, 4, 0, 8)}, r"q must hold at least one position, got length 0; skip the call"),
+    "batch 0": (
+        {"q": (0, 4, 5, 8), "t": (0, 2, 5, 4), "v": (0, 2, 5, 8)},
+        r"q must hold at least one row, got batch size 0; skip the call",
+    ),
     "more queries than keys": (
         {"q": (1, 4, 6, 8)},
         r"at least as many keys as queries, got 6 queries and 5 keys; pass",
@@ -93,3 +97,10 @@ def test_alibi_and_rope_check_the_same() -> None:
         alibi_attention(q, k, v, slopes=torch.ones(3))
     with pytest.raises(ValueError, match="k must have width 8"):
         rope_attention(q, k[..., :4], v, rotary=Rotary(8))
+
+
+@pytest.mark.parametrize("backend", ["auto", "chunked", "triton", "reference"])
+def test_an_empty_batch_is_refused_by_cosformer(backend: str) -> None:
+    q, k, v = (x[:0] for x in softmax_inputs(5))
+    with pytest.raises(ValueError, match="q must hold at least one row, got batch size 0; skip the call"):
+        cosformer_attention(q, k, v, max_length=8, backend=backend)

@@ -15,10 +15,11 @@ pytest.importorskip("triton", reason="needs triton (pip install farspan[gpu])")
 
 from farspan.ops import NTK, DynamicNTK, Rotary, YaRN, coca_attention, coca_attention_reference, coca_features
 from farspan.ops.coca.half_width import half_width_attention, half_width_attention_reference
+from farspan.ops.coca.kernels import attention, half_width, one_query
 from farspan.ops.coca.kernels.attention import Cut, choose_splits, half_width_op
 from farspan.ops.coca.kernels.prepare import prepare_op
 from farspan.ops.coca.triton_backend import triton_refusal
-from farspan.ops.phases import rotary_steps, steps_of
+from farspan.ops.phases import _cached_steps, rotary_steps, steps_of
 from tests.helpers import coca_inputs
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -433,6 +434,7 @@ def test_what_the_kernels_cannot_do_is_refused_with_the_reason(
         ({"first": 2**31 - 4}, "first must keep positions within ±2147483647, got 2147483644 … 2147483651"),
         ({"first": -(2**31)}, "first must keep positions within ±2147483647, got -2147483648 …"),
         ({"q": torch.ones(2, 4, 0, 8)}, "q must hold at least one position, got length 0; skip the call"),
+        ({"q": torch.ones(0, 4, 1, 8)}, "q must hold at least one row, got batch size 0; skip the call"),
         ({"q": torch.ones(2, 4, 1, 9)}, "head_dim must be even to form rotary pairs, got 9; choose"),
         ({"q": torch.ones(2, 1, 8)}, "q must have shape \\(batch, heads, positions, width\\), got \\(2, 1, 8\\)"),
         ({"form": "exat"}, "did you mean 'exact'"),
@@ -486,6 +488,56 @@ def test_steps_made_under_fake_tensors_are_not_kept(fake_first: bool) -> None:
     for fake in (fake_first, not fake_first):
         with FakeTensorMode() if fake else nullcontext():
             assert isinstance(rotary_steps(rotary, None, torch.device(DEVICE)), FakeTensor) is fake
+
+
+def test_steps_made_in_a_cuda_graph_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    rotary, device = Rotary(16, base=4711.0), torch.device(DEVICE)
+    _cached_steps.cache_clear()
+    with monkeypatch.context() as capture:
+        capture.setattr(torch.cuda, "is_available", lambda: True)
+        capture.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        inside = rotary_steps(rotary, None, device)
+    assert _cached_steps.cache_info().currsize == 0
+    assert torch.equal(rotary_steps(rotary, None, device), inside)
+    assert _cached_steps.cache_info().currsize == 1
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="only the interpreter lets a kernel be changed")
+@pytest.mark.parametrize(("anchor", "drift"), [(1, 1.05), (4, 1.0)])
+@pytest.mark.parametrize(("n", "cut"), [(1, Cut(1, 16, 1, 1)), (2, Cut(16, 16, 4, 1)), (40, Cut(64, 16, 4, 1))])
+def test_angles_start_afresh_after_some_tiles(
+    n: int, cut: Cut, anchor: int, drift: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A turn from tile to tile that is too long by `drift` shows nowhere once it is replaced by the angle itself."""
+    import triton.language as tl
+
+    calls = iter(range(100))
+
+    def cos_sin(phase: Any) -> list[Any]:  # the fourth is the turn by a tile
+        return [x * drift if number == 3 else x for number in [next(calls)] for x in angles(phase)]
+
+    class Turning:
+        """A kernel that turns in float32 too, so that nothing else is rounded."""
+
+        def __init__(self, kernel: Any) -> None:
+            self.kernel = kernel
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda *arguments, **options: self.kernel[grid](*arguments, **{**options, "DIRECT": False})
+
+    angles = half_width.cos_sin
+    monkeypatch.setattr(half_width, "ANCHOR", tl.constexpr(anchor), raising=False)
+    for module in (half_width, one_query):
+        monkeypatch.setattr(module, "cos_sin", cos_sin)
+    for name in ("half_width_kernel", "one_query_kernel"):
+        monkeypatch.setattr(attention, name, Turning(getattr(attention, name)))
+    q, t, v = inputs(n, 150, h=1, g=1, d=8)
+    step = rotary_steps(Rotary(8), None, q.device)
+    where = (None, None, None, None, None, None, 1000, 0)
+    out = attention.launch(q, t, v, step, *where, "exact", False, True, None, 0.5, 1, cut)
+    wide = [x.double() for x in (q, t, v)]
+    truth = coca_attention_reference(*wide, rotary=Rotary(8), positions=1000, scale=0.5)
+    assert (out - truth).abs().max() <= 1e-5
 
 
 def test_examples_in_the_kernels_run() -> None:

@@ -220,6 +220,19 @@ def test_padding_gives_zeros_and_no_gradient_even_past_m(attention: Callable[...
     assert all(g.isfinite().all() for g in torch.autograd.grad(out.float().square().sum(), inputs))
 
 
+@pytest.mark.parametrize("attention", [cosformer_attention, cosformer_attention_reference])
+@pytest.mark.parametrize("n", [40, 1])
+def test_padding_of_nan_has_no_gradient_under_elu(attention: Callable[..., torch.Tensor], n: int) -> None:
+    inputs = softmax_inputs(n, 40)
+    with torch.no_grad():
+        for x in inputs[1:]:
+            x[:, :, :5] = torch.nan
+    out = attention(*inputs, max_length=40, activation="elu", padding_mask=(torch.arange(40) >= 5)[None])
+    dq, dk, dv = torch.autograd.grad(out.square().sum(), inputs)
+    assert all((x[:, :, :5] == 0).all() for x in (dk, dv))
+    assert all(x.isfinite().all() for x in (out, dq, dk, dv))
+
+
 @pytest.mark.parametrize("beyond", BEYOND)
 @torch.no_grad()
 def test_state_bytes_and_outputs_do_not_depend_on_how_far_the_text_has_come(beyond: str) -> None:

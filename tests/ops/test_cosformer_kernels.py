@@ -216,6 +216,19 @@ def test_padding_may_hold_anything() -> None:
     assert dq.isfinite().all()
 
 
+@pytest.mark.parametrize("n", [1, 40])
+def test_padding_of_nan_has_no_gradient_under_elu(n: int) -> None:
+    leaves = inputs(n, 40, h=1, d=8)
+    with torch.no_grad():
+        for x in leaves[1:]:
+            x[:, :, :5] = torch.nan
+    keep = (torch.arange(40, device=DEVICE) >= 5)[None]
+    out = cosformer_attention(*leaves, max_length=40, activation="elu", padding_mask=keep, backend="triton")
+    dq, dk, dv = torch.autograd.grad(out.square().sum(), leaves)
+    assert all((x[:, :, :5] == 0).all() for x in (dk, dv))
+    assert all(x.isfinite().all() for x in (out, dq, dk, dv))
+
+
 def test_nan_is_not_hidden_by_the_activation() -> None:
     q, k, v = (x.detach() for x in inputs(5, h=1, d=8))
     k[0, 0, 2, 3] = torch.nan
@@ -234,6 +247,37 @@ def test_segments_do_not_show() -> None:
         for segment in (1, 2, 3, 9)
     ]
     assert max(float((x - results[0]).abs().max()) for x in results) <= 1e-6
+
+
+@pytest.mark.parametrize(("n", "m"), [(1, 32_768), (100, 32_768), (32_768, 32_768), (32_768, 100)])
+def test_the_sums_of_all_segments_stay_small(n: int, m: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many keys for few queries (cross attention) are as many segments as for many queries: the processors' number."""
+    monkeypatch.setattr(attention, "processors", lambda device: 132)
+    for b, h in ((32, 16), (1, 16), (1, 1)):
+        q, k, v = (torch.empty(b, h, x, 128, dtype=torch.bfloat16, device="meta") for x in (n, m, m))
+        segments = attention.count_segments(k, v, attention.chosen(q, v))
+        sums = attention.Weight(0.0, 1.0, True, True, 1e-6).like(k, v, segments)
+        assert sums.states.nbytes <= max(b * h, 132 * attention.WAVES) * 2 * 128 * 128 * 4
+
+
+@pytest.mark.usefixtures("short_segments")
+def test_no_launch_grows_where_cuda_counts_to_65_535(monkeypatch: pytest.MonkeyPatch) -> None:
+    grids: dict[str, tuple[int, ...]] = {}
+
+    class Noted:
+        def __init__(self, name: str) -> None:
+            self.name, self.kernel = name, getattr(attention, name)
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            grids[self.name] = grid
+            return self.kernel[grid]
+
+    names = ("walk_kernel", "totals_kernel", "prefix_kernel", "delta_kernel")
+    for name in names:
+        monkeypatch.setattr(attention, name, Noted(name))
+    assert compare(meeting(inputs(70, b=3, h=4, g=2, d=8))) <= 2e-6
+    assert {*grids} == {*names}
+    assert all(len(grid) == 1 and grid[0] % 6 == 0 for grid in grids.values()), grids
 
 
 # Registration with torch, and dispatch.
@@ -307,6 +351,19 @@ def test_angles_are_made_once() -> None:
     for n in (33, 40, 40):
         cosformer_attention(q[:, :, :n], k[:, :, :n], v[:, :, :n], max_length=4711, backend="triton")
     assert _cached.cache_info().misses == 1
+
+
+def test_angles_made_in_a_cuda_graph_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    leaves = [x.detach() for x in inputs(40, h=1, d=8)]
+    want = cosformer_attention(*leaves, max_length=4712, backend="triton")
+    _cached.cache_clear()
+    with monkeypatch.context() as capture:
+        capture.setattr(torch.cuda, "is_available", lambda: True)
+        capture.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        assert torch.equal(cosformer_attention(*leaves, max_length=4712, backend="triton"), want)
+    assert _cached.cache_info().currsize == 0
+    cosformer_attention(*leaves, max_length=4712, backend="triton")
+    assert _cached.cache_info().currsize == 1
 
 
 @pytest.mark.parametrize(

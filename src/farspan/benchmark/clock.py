@@ -18,6 +18,7 @@ class Times(NamedTuple):
     low: float
     high: float
     graph: bool
+    """Replayed from a CUDA graph; else a GPU's times include launches."""
 
     @property
     def milliseconds(self) -> dict[str, Any]:
@@ -75,6 +76,19 @@ def clock_in_turn(calls: dict[str, Callable[[], Any]], *, device: str, repeats: 
             events[name].append((start, stop))
     torch.cuda.synchronize()
     return {name: [start.elapsed_time(stop) / 1e3 for start, stop in found] for name, found in events.items()}
+
+
+UNFAIR = "cannot be captured in a CUDA graph: timed with its launches, and left out of speedups over ours without"
+
+
+def comparable(times: dict[str, Times], ours: bool) -> tuple[dict[str, Times], dict[str, str]]:
+    """The times taken as ours were (from a graph or not), and why the others cannot be divided by ours.
+
+    >>> comparable({"a": Times(1.0, 1.0, 1.0, True), "b": Times(1.0, 1.0, 1.0, False)}, True)[1].keys()
+    dict_keys(['b'])
+    """
+    same = {name: t for name, t in times.items() if t.graph == ours}
+    return same, {name: UNFAIR for name in times if name not in same}
 
 
 def copy_speed(device: str, size: int) -> float:

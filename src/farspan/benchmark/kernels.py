@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
-from farspan.benchmark.clock import Times, clock, copy_speed
+from farspan.benchmark.clock import Times, clock, comparable, copy_speed
 from farspan.benchmark.kernel_checks import check_kernels
 from farspan.ops import Rotary, coca_attention, coca_features
 from farspan.ops.coca.half_width import half_width_attention
@@ -210,13 +210,16 @@ def report(
 ) -> dict[str, Any]:
     """One row: milliseconds with quantiles, terabytes a second, and how much faster ours is than the best peer.
 
-    `missing` names the peers without a time, and why: the best peer is the best of the others.
+    `missing` names the peers without a time, or without one taken as ours was, and why: the best peer is the best of
+    the others.
     """
     known = {name: t for name, t in times.items() if isinstance(t, Times)}
-    best = min((name for name in known if name not in OURS), key=lambda name: known[name].median, default=None)
+    graph = any(t.graph for name, t in known.items() if name in OURS)
+    peers, unfair = comparable({name: t for name, t in known.items() if name not in OURS}, graph)
+    best = min(peers, key=lambda name: peers[name].median, default=None)
     row: dict[str, Any] = {"kind": kind, **shape._asdict(), "best_peer": best}
     row["milliseconds"] = {name: known[name].milliseconds if name in known else None for name in times}
-    row["missing"] = {name: why for name, why in times.items() if isinstance(why, str)}
+    row["missing"] = {name: why for name, why in times.items() if isinstance(why, str)} | unfair
     row["speedup"] = {name: known[best].median / known[name].median for name in OURS if name in known and best}
     if moved is not None:
         rate = {name: moved[name] / t.median / 1e12 for name, t in known.items() if name in moved}

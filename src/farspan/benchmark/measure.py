@@ -61,15 +61,15 @@ def in_fresh_process(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _wait(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
+    if device.startswith("cuda"):
+        torch.cuda.synchronize(device)
 
 
 def _reset_peak(device: str) -> int:
-    if device == "cuda":
+    if device.startswith("cuda"):
         _wait(device)
-        torch.cuda.reset_peak_memory_stats()
-        return torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats(device)
+        return torch.cuda.memory_allocated(device)
     if platform.system() == "Linux":
         Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
         return _status("VmRSS")
@@ -77,8 +77,8 @@ def _reset_peak(device: str) -> int:
 
 
 def _peak(device: str) -> int:
-    if device == "cuda":
-        return torch.cuda.max_memory_allocated()
+    if device.startswith("cuda"):
+        return torch.cuda.max_memory_allocated(device)
     if platform.system() == "Linux":
         return _status("VmHWM")
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if platform.system() == "Darwin" else 1024)

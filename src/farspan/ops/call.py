@@ -100,6 +100,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, key_name: str, key_width: int
             x.is_floating_point() and x.dtype == q.dtype,
             f"{name} must have the floating dtype of q ({q.dtype}), got {x.dtype}; convert it first",
         )
+        require(x.shape[0] > 0, f"{name} must hold at least one row, got batch size 0; skip the call")
         require(x.shape[2] > 0, f"{name} must hold at least one position, got length 0; skip the call")
     require(
         k.shape[-1] == key_width,

@@ -1,6 +1,9 @@
-"""Whether Triton kernels can run at all."""
+"""Whether Triton kernels can run at all, and whether what is made for them may be kept."""
 
 from importlib.util import find_spec
+
+import torch
+from torch import Tensor
 
 
 def cannot_launch(device: str) -> str | None:
@@ -16,3 +19,14 @@ def cannot_launch(device: str) -> str | None:
 
 # What torch.compiler.assume_constant_result does, without its import of the whole compiler.
 cannot_launch._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def may_keep() -> bool:
+    """Whether a tensor made now can serve later calls.
+
+    Not while a graph is traced, which makes its own; and not while a CUDA graph is captured, which fills the tensor
+    only when it is replayed, in memory that is its own.
+    """
+    if torch.compiler.is_compiling() or type(torch.empty(0)) is not Tensor:  # the latter under FakeTensorMode
+        return False
+    return not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())

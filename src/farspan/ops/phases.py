@@ -11,6 +11,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from farspan.ops.launch import may_keep
 from farspan.ops.rotary import Rotary
 
 
@@ -28,8 +29,7 @@ def steps_of(frequencies: Tensor) -> Tensor:
 
 def rotary_steps(rotary: Rotary, length: int | Tensor | None, device: torch.device) -> Tensor:
     """The steps (1|b, d/2) of a rotary at the length that governs it."""
-    traced = torch.compiler.is_compiling() or type(torch.empty(0)) is not Tensor  # under FakeTensorMode and its like
-    if isinstance(length, Tensor) or traced:  # a graph makes its own, and fuses the making
+    if isinstance(length, Tensor) or not may_keep():  # a graph makes its own, and fuses the making
         return steps_of(rotary.frequencies(length, device))
     return _cached_steps(rotary, length, device)
 

@@ -149,6 +149,7 @@ def _check(
         require(
             x.ndim == 4, f"{name} must have shape (batch, heads, positions, width), got {tuple(x.shape)}; add the axis"
         )
+        require(x.shape[0] > 0, f"{name} must hold at least one row, got batch size 0; skip the call")
         require(x.shape[2] > 0, f"{name} must hold at least one position, got length 0; skip the call")
     (b, h, n, d), (rows, g, m, half) = q.shape, t.shape
     require(d % 2 == 0, f"head_dim must be even to form rotary pairs, got {d}; choose hidden_size / num_heads even")

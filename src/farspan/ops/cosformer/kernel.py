@@ -68,9 +68,12 @@ class Kernel:
 
     def key(self, k: Tensor, keep: Tensor | None, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """φ(k) and ψ(k); nothing of a key that is not kept (rows, n)."""
-        t = self.key_map(k.to(working_dtype(k.dtype)))
-        if keep is not None:
-            t = t.masked_fill(~keep[:, None, :, None], 0.0)
+        k = k.to(working_dtype(k.dtype))
+        if keep is None:
+            t = self.key_map(k)
+        else:  # before the activation, whose slope at NaN no zero can undo; and after, as elu + 1 of zero is one
+            hidden = ~keep[:, None, :, None]
+            t = self.key_map(k.masked_fill(hidden, 0.0)).masked_fill(hidden, 0.0)
         return self._both(lambda shape: _lift(t, angles, Shape(float(shape.still != 0), float(shape.wave != 0))))
 
     def _both(self, lift: Callable[[Shape], Tensor]) -> tuple[Tensor, Tensor]:

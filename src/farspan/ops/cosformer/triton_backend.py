@@ -1,4 +1,9 @@
-"""Linear attention on Triton kernels: when they can run, and how a call becomes one of theirs."""
+"""Linear attention on Triton kernels: when they can run, and how a call becomes one of theirs.
+
+In bfloat16 the gradient of q loses digits where values have a large mean: its part δ_i = -(g_i·o_i) comes from the
+output as it was rounded, and nearly cancels against g_i·v_j. Measured at d = 64: an error of 3.3e-3 against the 1.6e-3
+of backend="chunked", which computes the output again in float32.
+"""
 
 from functools import lru_cache
 
@@ -13,7 +18,7 @@ from farspan.ops.cosformer.chunked import Keys
 from farspan.ops.cosformer.kernel import ACTIVATIONS, EPSILON, Kernel, Shape
 from farspan.ops.cosformer.run import check_state, run, silenced
 from farspan.ops.cosformer.state import LinearState
-from farspan.ops.launch import cannot_launch
+from farspan.ops.launch import cannot_launch, may_keep
 from farspan.ops.positions import Positions
 
 WIDEST = 128
@@ -137,7 +142,7 @@ def _angles(
 
 def _counted(kernel: Kernel, n: int, device: torch.device) -> Tensor:
     """The angles of 0 … n-1."""
-    if torch.compiler.is_compiling() or type(torch.empty(0)) is not Tensor:  # the latter under FakeTensorMode
+    if not may_keep():
         return _table(kernel, torch.arange(n, dtype=torch.float64, device=device)[None])
     return _cached(kernel, 1 << (n - 1).bit_length(), device)[:, :, :n]
 

@@ -1,9 +1,10 @@
 """Attention on un-rotated t, read once at half width: decoding and prefill in one kernel.
 
 score(n) = Σ_j t_j (A_j cos nθ_j + B_j sin nθ_j). Keys come in tiles, n = n₀ + r. The waves of r = 0 … BLOCK_N-1 are the
-same in every tile and stay in registers; those of n₀ turn on by BLOCK_N·θ from tile to tile, which a thousand tiles
-round by less than 16 bits show. Few queries (decoding) take the turn by n₀θ themselves (FOLD); many leave it to the
-keys. Where that would show (DIRECT: keys placed freely, or float32), each key's waves are found from its own position.
+same in every tile and stay in registers; those of n₀ turn on by BLOCK_N·θ from tile to tile. That rounds a little each
+time (4e-5 after a thousand tiles), so every ANCHOR tiles they are found from the position again. Few queries (decoding)
+take the turn by n₀θ themselves (FOLD); many leave it to the keys. Where that would show (DIRECT: keys placed freely, or
+float32), each key's waves are found from its own position.
 """
 
 import triton
@@ -11,6 +12,9 @@ import triton.language as tl
 
 from farspan.ops.coca.kernels.angles import cos_sin, places, waves
 from farspan.ops.coca.kernels.narrow import narrow, product
+
+ANCHOR = tl.constexpr(1024)
+"""Tiles from one exact base angle to the next."""
 
 
 @triton.jit(do_not_specialize=["n", "m", "first", "behind", "window", "splits"])
@@ -82,7 +86,7 @@ def half_width_kernel(
         base_cos, base_sin = cos_sin((first + begin).to(tl.int64) * turn)
         on_cos, on_sin = cos_sin(BLOCK_N * turn)
         if FOLD:
-            turned_left, turned_right = _turned(left, right, base_cos, base_sin)
+            turned_left, turned_right = turned(left, right, base_cos[None, :], base_sin[None, :])
 
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -134,9 +138,16 @@ def half_width_kernel(
                 lost_right = narrow(turned_right - now_right.to(tl.float32), t.dtype.element_ty)
                 score = product(lost_left, tl.trans(even), score)
                 score = product(lost_right, tl.trans(odd), score)
-                turned_left, turned_right = _turned(turned_left, turned_right, on_cos, on_sin)
+                if anchored(start + BLOCK_N - begin, BLOCK_N):
+                    base_cos, base_sin = cos_sin((first + start + BLOCK_N).to(tl.int64) * turn)
+                    turned_left, turned_right = turned(left, right, base_cos[None, :], base_sin[None, :])
+                else:
+                    turned_left, turned_right = turned(turned_left, turned_right, on_cos[None, :], on_sin[None, :])
             elif not DIRECT:
-                base_cos, base_sin = base_cos * on_cos - base_sin * on_sin, base_sin * on_cos + base_cos * on_sin
+                if anchored(start + BLOCK_N - begin, BLOCK_N):
+                    base_cos, base_sin = cos_sin((first + start + BLOCK_N).to(tl.int64) * turn)
+                else:
+                    base_cos, base_sin = base_cos * on_cos - base_sin * on_sin, base_sin * on_cos + base_cos * on_sin
             if q.dtype.element_ty == tl.float16:
                 score = score * (ceiling * (1.0 / 1024.0))
         if q.dtype.element_ty == tl.float16:
@@ -172,9 +183,15 @@ def half_width_kernel(
 
 
 @triton.jit
-def _turned(left, right, cos, sin):
-    """Waves of queries (rows, d/2), for keys counted from elsewhere."""
-    return left * cos[None, :] + right * sin[None, :], right * cos[None, :] - left * sin[None, :]
+def anchored(done, BLOCK_N: tl.constexpr):
+    """Whether the next tile, after `done` keys, finds its base angle from its position."""
+    return done % (ANCHOR * BLOCK_N) == 0
+
+
+@triton.jit
+def turned(left, right, cos, sin):
+    """Waves of queries (…, d/2), for keys counted from elsewhere."""
+    return left * cos + right * sin, right * cos - left * sin
 
 
 @triton.jit

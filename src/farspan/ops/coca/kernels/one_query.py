@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from farspan.ops.coca.kernels.angles import cos_sin, places, waves
-from farspan.ops.coca.kernels.half_width import key_range, sees, tile
+from farspan.ops.coca.kernels.half_width import anchored, key_range, sees, tile, turned
 from farspan.ops.coca.kernels.narrow import narrow
 
 
@@ -58,9 +58,12 @@ def one_query_kernel(
             near_cos, near_sin = cos_sin(near.to(tl.int64)[:, None] * turn[None, :])
             base_cos, base_sin = cos_sin((first + begin).to(tl.int64) * turn)
             on_cos, on_sin = cos_sin(BLOCK_N * turn)
-            left, right = left * base_cos + right * base_sin, right * base_cos - left * base_sin
     left = left * scale
     right = right * scale
+    now_left = left
+    now_right = right
+    if step is not None and not DIRECT:
+        now_left, now_right = turned(left, right, base_cos, base_sin)
 
     top = float("-inf")
     total = tl.zeros([BLOCK_N], tl.float32)
@@ -87,8 +90,12 @@ def one_query_kernel(
             key_cos, key_sin = cos_sin(key_at[:, None] * turn[None, :])
             weight = left[None, :] * key_cos + right[None, :] * key_sin
         else:
-            weight = left[None, :] * near_cos + right[None, :] * near_sin
-            left, right = left * on_cos + right * on_sin, right * on_cos - left * on_sin
+            weight = now_left[None, :] * near_cos + now_right[None, :] * near_sin
+            if anchored(start + BLOCK_N - begin, BLOCK_N):
+                base_cos, base_sin = cos_sin((first + start + BLOCK_N).to(tl.int64) * turn)
+                now_left, now_right = turned(left, right, base_cos, base_sin)
+            else:
+                now_left, now_right = turned(now_left, now_right, on_cos, on_sin)
         score = tl.sum(coefficient * weight, axis=1)
 
         if BY_POSITION:

@@ -116,10 +116,13 @@ def choose_segment(n: int, programs: int, processors: int, block: int) -> int:
 
 
 def chosen(q: Tensor, v: Tensor) -> int:
-    """Chunks of a segment for queries (b, h, n, d) and values (b, g, m, dv) on their device."""
-    b, h, n, d = q.shape
+    """Chunks of a segment for queries (b, h, n, d) and values (b, g, m, dv) on their device.
+
+    By the longer of the two: sums are held for each segment of the keys, and one query may meet very many of them.
+    """
+    (b, h, n, d), m = q.shape, v.shape[2]
     cut = choose_cut(d, v.shape[-1], q.dtype)
-    return choose_segment(n, b * h * triton.cdiv(v.shape[-1], cut.columns), processors(q.device), cut.block)
+    return choose_segment(max(n, m), b * h * triton.cdiv(v.shape[-1], cut.columns), processors(q.device), cut.block)
 
 
 def count_segments(k: Tensor, v: Tensor, segment: int) -> int:
@@ -165,9 +168,9 @@ def walk(
     origin = x if source is None else source
     strides = [s for tensor in (x, y, z, origin, out) for s in tensor.stride()[:3]]
     with torch.cuda.device_of(x):
-        walk_kernel[(parts * triton.cdiv(into, options["BLOCK_Z"]), heads, b)](
+        walk_kernel[(parts * triton.cdiv(into, options["BLOCK_Z"]) * heads * b,)](
             x, y, z, source, out, before.states, before.sums, denominators, deltas, *text,
-            weight.still, weight.wave, weight.epsilon, n, segment, parts, before.held,
+            weight.still, weight.wave, weight.epsilon, n, heads, segment, parts, before.held,
             *strides, *text.strides,
             CAUSAL=causal, REVERSE=reverse, GRADED=source is not None, **weight.flags(), GROUP=group,
             WIDTH=width, OUT_WIDTH=into, BLOCK_X=padded(width), **options,
@@ -197,9 +200,9 @@ def add_up(
     totals, finals = (weight.like(y[:, :g], z, held) for held in (parts, 1))
     documents, stretch = text.documents, segment * options["BLOCK"]
     with torch.cuda.device_of(y):
-        totals_kernel[(parts * triton.cdiv(dv, options["BLOCK_Z"]), g, b)](
+        totals_kernel[(parts * triton.cdiv(dv, options["BLOCK_Z"]) * g * b,)](
             y, z, *totals, denominators, deltas, *text,
-            weight.still, weight.wave, weight.epsilon, n, segment, parts,
+            weight.still, weight.wave, weight.epsilon, n, g, segment, parts,
             *y.stride()[:3], *z.stride()[:3], *text.strides,
             QUERIES=queries, **weight.flags(), TIMES=groups, D=d, DV=dv,
             BLOCK_D=padded(d), **options,
@@ -207,7 +210,7 @@ def add_up(
         for total, start, final in zip(totals, initial, finals, strict=True):
             assert total is not None
             size = total[0, 0, 0].numel()
-            prefix_kernel[(triton.cdiv(size, PREFIX), b * g)](
+            prefix_kernel[(triton.cdiv(size, PREFIX) * g * b,)](
                 total, start, final, documents, n, stretch, parts, size, g, text.strides[3],
                 REVERSE=queries, BLOCK=PREFIX,
             )  # fmt: skip
@@ -219,7 +222,7 @@ def find_deltas(out: Tensor, gradient: Tensor, denominators: Tensor, weight: Wei
     b, h, n, width = out.shape
     deltas = torch.empty_like(denominators)
     with torch.cuda.device_of(out):
-        delta_kernel[(triton.cdiv(n, DELTAS), h, b)](
+        delta_kernel[(triton.cdiv(n, DELTAS) * h * b,)](
             out, gradient, denominators, deltas, weight.epsilon, n, h, *out.stride()[:3], *gradient.stride()[:3],
             WIDTH=width, BLOCK=DELTAS, BLOCK_V=padded(width),
         )  # fmt: skip

@@ -9,15 +9,16 @@ from farspan.ops.cosformer.kernels.tiles import (
     load_features,
     load_scale,
     load_tile,
+    locate,
     multiply,
     weighed,
 )
 
 
-@triton.jit(do_not_specialize=["n", "segment", "parts"])
+@triton.jit(do_not_specialize=["n", "heads", "segment", "parts"])
 def totals_kernel(
     y, z, states, sums, denominators, deltas, angles, padding, documents,
-    still, wave, epsilon, n, segment, parts,
+    still, wave, epsilon, n, heads, segment, parts,
     y_b, y_h, y_n, z_b, z_h, z_n, angles_b, angles_s, padding_b, documents_b,
     QUERIES: tl.constexpr, RELU: tl.constexpr, STILL: tl.constexpr, WAVE: tl.constexpr, SHARED: tl.constexpr,
     TIMES: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
@@ -29,10 +30,9 @@ def totals_kernel(
     over the TIMES heads of a group, Σ φ(a_i)⊗g_i/D_i and Σ ψ(a_i) δ_i/D_i, read backwards. Of the documents, only the
     one at the segment's far end goes on, and is summed.
     """
-    part = tl.program_id(0) % parts
-    split = tl.program_id(0) // parts
-    head = tl.program_id(1).to(tl.int64)
-    row = tl.program_id(2).to(tl.int64)
+    block, head, row = locate(parts * tl.cdiv(DV, BLOCK_Z), heads)
+    part = block % parts
+    split = block // parts
     column = tl.arange(0, BLOCK_D)
     into = split * BLOCK_Z + tl.arange(0, BLOCK_Z)
     state_0 = tl.zeros([BLOCK_Z, BLOCK_D], tl.float32)
@@ -64,7 +64,7 @@ def totals_kernel(
             delta = one
             weight = one
             if QUERIES:
-                where = (row * tl.num_programs(1) * TIMES + which) * n + wide
+                where = (row * heads * TIMES + which) * n + wide
                 weight = load_scale(denominators, where, live, epsilon)
                 delta = tl.load(deltas + where, mask=live, other=0.0)
             if STILL:
@@ -82,7 +82,7 @@ def totals_kernel(
                 sum_s += column_sums(feature, weight * wave * sin)
     PARTS: tl.constexpr = STILL + 2 * WAVE
     SUMS: tl.constexpr = PARTS if SHARED else 1
-    at = (row * tl.num_programs(1) + head) * parts + part
+    at = (row * heads + head) * parts + part
     to = states + at * PARTS * D * DV + into[:, None] * D + column[None, :]
     inside = (into < DV)[:, None] & (column < D)[None, :]
     if STILL:
@@ -111,9 +111,9 @@ def prefix_kernel(
 ):  # fmt: skip
     """One program: BLOCK numbers of one row and head. Each segment's total (`stretch` tokens) gives way to the sum of
     all before it (REVERSE: after it), from `initial` on; the sum of all goes to `final`."""
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    head = tl.program_id(1).to(tl.int64)
-    row = head // heads
+    block, head, row = locate(tl.cdiv(size, BLOCK), heads)
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    head += row * heads
     inside = at < size
     running = tl.zeros([BLOCK], tl.float32)
     if initial is not None:

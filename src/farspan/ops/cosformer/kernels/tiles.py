@@ -15,6 +15,18 @@ from farspan.ops.coca.kernels.narrow import INTERPRETED, narrow
 
 
 @triton.jit
+def locate(blocks, heads):
+    """Which of `blocks` blocks of which head and row a program does.
+
+    All lie along one axis of the grid: CUDA has room for 65 535 programs on the others, and a batch may be larger.
+    """
+    program = tl.program_id(0)
+    row = program // (blocks * heads)
+    head = program // blocks - row * heads
+    return program % blocks, head.to(tl.int64), row.to(tl.int64)
+
+
+@triton.jit
 def load_tile(x, where, column, live, WIDTH: tl.constexpr, DOT: tl.constexpr):
     """Rows of x that start at `where`, as DOT; zeros where not live, whatever memory holds there."""
     inside = live[:, None] & (column < WIDTH)[None, :]

@@ -23,16 +23,17 @@ from farspan.ops.cosformer.kernels.tiles import (
     load_features,
     load_scale,
     load_tile,
+    locate,
     multiply,
     through_activation,
     weighed,
 )
 
 
-@triton.jit(do_not_specialize=["n", "segment", "parts", "held"])
+@triton.jit(do_not_specialize=["n", "x_heads", "segment", "parts", "held"])
 def walk_kernel(
     x, y, z, source, out, states, sums, denominators, deltas, angles, padding, documents,
-    still, wave, epsilon, n, segment, parts, held,
+    still, wave, epsilon, n, x_heads, segment, parts, held,
     x_b, x_h, x_n, y_b, y_h, y_n, z_b, z_h, z_n, source_b, source_h, source_n, out_b, out_h, out_n,
     angles_b, angles_s, padding_b, documents_b,
     CAUSAL: tl.constexpr, REVERSE: tl.constexpr, GRADED: tl.constexpr, RELU: tl.constexpr, STILL: tl.constexpr,
@@ -46,11 +47,10 @@ def walk_kernel(
     """
     OUT: tl.constexpr = not (REVERSE or GRADED)
     TIMES: tl.constexpr = GROUP if REVERSE else 1
-    part = tl.program_id(0) % parts
-    split = tl.program_id(0) // parts
-    head = tl.program_id(1).to(tl.int64)
-    row = tl.program_id(2).to(tl.int64)
-    heads = tl.num_programs(1)
+    block, head, row = locate(parts * tl.cdiv(OUT_WIDTH, BLOCK_Z), x_heads)
+    part = block % parts
+    split = block // parts
+    heads = x_heads
     state_head = head
     if not REVERSE:
         state_head = head // GROUP
@@ -107,7 +107,7 @@ def walk_kernel(
         delta = one
         if not REVERSE:
             scale = one
-            where_row = (row * tl.num_programs(1) + head) * n + wide
+            where_row = (row * x_heads + head) * n + wide
             if GRADED:
                 scale = load_scale(denominators, where_row, live, epsilon)
                 delta = tl.load(deltas + where_row, mask=live, other=0.0)
@@ -163,7 +163,7 @@ def walk_kernel(
                 y_s = sin
                 y_d = one
                 if REVERSE:
-                    where_row = (row * tl.num_programs(1) * TIMES + which) * n + wide
+                    where_row = (row * x_heads * TIMES + which) * n + wide
                     y_d = load_scale(denominators, where_row, live, epsilon)
                     y_0 = y_d * still
                     y_c = y_d * wave * cos
@@ -208,7 +208,7 @@ def walk_kernel(
 
         if OUT:
             mixed = mixed / tl.maximum(total, epsilon)[:, None]
-            where_row = (row * tl.num_programs(1) + head) * n + wide
+            where_row = (row * x_heads + head) * n + wide
             if split == 0:
                 tl.store(denominators + where_row, total, mask=live)
         if GRADED:
@@ -331,9 +331,8 @@ def delta_kernel(
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """δ_i = -(g_i·o_i), and 0 where the denominator is held at ε and has no gradient."""
-    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    head = tl.program_id(1).to(tl.int64)
-    row = tl.program_id(2).to(tl.int64)
+    block, head, row = locate(tl.cdiv(n, BLOCK), heads)
+    index = block * BLOCK + tl.arange(0, BLOCK)
     live = index < n
     wide = index.to(tl.int64)
     column = tl.arange(0, BLOCK_V)
