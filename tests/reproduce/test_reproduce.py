@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from farspan.files import claim
-from farspan.reproduce import Preset, reproduce
+from farspan.reproduce import Preset, Standing, reproduce
 from farspan.reproduce.plan import plan
 from farspan.reproduce.preset import NAMES
+from farspan.reproduce.run import _write_status
 from farspan.reproduce.work import Work
 
 TOML = """
@@ -122,6 +123,31 @@ def test_a_failed_step_is_named_and_the_rest_go_on(toml: Path, tmp_path: Path, m
     monkeypatch.undo()
     reproduce(Preset.load(toml), tmp_path, only=["table1"])
     assert set(states(tmp_path).values()) == {"done"}
+
+
+def test_a_status_file_keeps_how_steps_ended_for_others(tmp_path: Path) -> None:
+    def state(name: str) -> dict[str, str]:
+        return {"state": name, "message": ""}
+
+    _write_status(tmp_path, {"a": state("done"), "b": state("failed"), "c": state("busy"), "d": state("pending")})
+    _write_status(tmp_path, {"a": state("busy"), "b": state("pending"), "c": state("pending"), "e": state("pending")})
+    assert states(tmp_path) == {"a": "done", "b": "failed", "c": "pending", "d": "pending", "e": "pending"}
+    _write_status(tmp_path, {"b": state("done")})  # tried again
+    assert states(tmp_path)["b"] == "done"
+
+
+def test_only_this_calls_failures_are_its_own(toml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    others = [{"step": "train alibi seed 0", "state": "failed", "message": "elsewhere"}]
+    (tmp_path / "status.json").write_text(json.dumps(others))
+    seen: list[Standing] = []
+
+    def fails(self: Work, step) -> None:
+        raise RuntimeError("no text")
+
+    monkeypatch.setattr(Work, "_data", fails)
+    reproduce(Preset.load(toml), tmp_path, report=seen.append)
+    assert seen[-1].failed == ("data: RuntimeError: no text",)
+    assert states(tmp_path)["train alibi seed 0"] == "failed"
 
 
 def test_a_folder_keeps_to_its_preset(toml: Path, tmp_path: Path) -> None:

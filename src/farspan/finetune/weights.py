@@ -84,11 +84,12 @@ def _original_length(config: FarspanConfig, stage: Stage) -> float:
 
 def _refuse_other_law(config: FarspanConfig, stage: Stage) -> None:
     """A law takes the place of the model's own, which the weights have learnt: only of its own kind, or "default"."""
+    law = scaling_name(config.rotary().scaling)
     own, new = (config.rope_parameters or {}).get("rope_type", "default"), stage.rope_parameters["rope_type"]
     require(
         own in ("default", new) or new == "default",
-        f"rope_parameters of stage {stage.name} must keep to the model's own law, {scaling_name(config.rotary().scaling)}, "
-        f"got {new!r}; leave them out, or drop that law in a stage before with rope_type = 'default'",
+        f"rope_parameters of stage {stage.name} must keep to the model's own law, {law}, got {new!r}; "
+        f"leave them out, or drop that law in a stage before with rope_type = 'default'",
     )
 
 
