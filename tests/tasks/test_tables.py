@@ -125,7 +125,10 @@ def test_masked_rows_ask_and_hide_as_bert_does(tmp_path: Path) -> None:
     assert torch.equal(halves, torch.cat([seen, answers], dim=1))
 
 
-@pytest.mark.parametrize("line", ["not json", '{"text": "x"}', '{"text": 3, "label": 0}', '{"text": "x", "label": -1}'])
+@pytest.mark.parametrize(
+    "line",
+    ["not json", '{"text": "", "label": 0}', '{"text": "x"}', '{"text": 3, "label": 0}', '{"text": "x", "label": -1}'],
+)
 def test_lines_that_are_not_labelled_texts_are_refused(line: str, tmp_path: Path) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text(json.dumps({"text": "good", "label": 1}) + "\n" + line + "\n")

@@ -79,7 +79,7 @@ def finetune(
         report: called every few steps.
     """
     folder, run = Path(out), run or RunSection()
-    source, sources = Path(model), dict(data)
+    source, sources = Path(model), {str(Path(path)): weight for path, weight in data.items()}
     require(bool(sources), "--data must name at least one token folder, got none; make it with farspan data")
     open_source(source)  # refuses what is no checkpoint before anything else is said about it
     tokenizer = cache(partial(_tokenizer, source, sources))

@@ -98,8 +98,8 @@ def labelled_texts(path: str) -> list[tuple[str, int]]:
                     f'{path}:{number} must be an object with "text" and "label", got {line[:40]!r}; repair it'
                 ) from error
             require(
-                isinstance(text, str) and type(label) is int and label >= 0,
-                f"{path}:{number} must have a text and a label 0, 1, …, got {label!r}; repair it",
+                isinstance(text, str) and text != "" and type(label) is int and label >= 0,
+                f"{path}:{number} must have a text and a label 0, 1, …, got {str(text)[:20]!r} and {label!r}; repair it",
             )
             found.append((text, label))
     require(bool(found), f"{path} must hold labelled texts, got none; name another file")
