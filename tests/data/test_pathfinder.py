@@ -115,7 +115,7 @@ def test_an_image_depends_on_its_seed_and_index_alone() -> None:
 
 
 def test_an_image_without_room_is_refused_instead_of_tried_for_ever() -> None:
-    with pytest.raises(ValueError, match="size must leave room for two paths of 14 dashes .* got 8, where 300 tries"):
+    with pytest.raises(ValueError, match=r"size must leave room for two paths of 14 dashes .* got 8, where 300 tries"):
         Pathfinder(size=8).draw(seed=0, index=0)
 
 

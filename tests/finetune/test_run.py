@@ -128,7 +128,7 @@ def test_a_finished_recipe_is_not_repeated(whole: Path, folders: tuple[Path, Pat
     _, coca, source = folders
     before = (whole / "model" / "model.safetensors").stat().st_mtime_ns
     reports: list[Standing] = []
-    assert finetune(coca, {source: 1.0}, DISTIL, whole, report=reports.append) == whole / "model"
+    assert finetune(coca, {f"{source}/": 1.0}, DISTIL, whole, report=reports.append) == whole / "model"
     assert (whole / "model" / "model.safetensors").stat().st_mtime_ns == before
     assert not reports
 

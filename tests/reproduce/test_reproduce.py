@@ -240,7 +240,7 @@ def test_bad_input_exits_2_with_one_line(arguments: list[str], message: str, tmp
         ("[tasks.mqar]\nlength = 64\ngenerator = { pairs = 'x' }", "tasks.mqar.generator.pairs must be int, got 'x'"),
         (
             "[tasks.text]\noptions = { hidden_size = 'x' }",
-            "options of preset 'tiny' must be a model's fields .*got str",
+            "options of preset 'tiny' must be .*got str",
         ),
         ("[tasks.lm]\nlength = 1", "data.length must be at least 2, got 1"),
         ("[tasks.finetuning]\nsteps = 3", "tasks.finetuning.pretraining_steps must be at least 1, got 0"),

@@ -25,8 +25,8 @@ END = TOKENS.index("]")
 ZERO = TOKENS.index("0")
 LABELS = 10
 TRIES = 200_000
-"""Proposals in a row without a new expression, before there are said to be no more; of the published ones, one in twelve is
-kept."""
+"""Proposals in a row without a new expression, before there are said to be no more. Of the published ones, one in
+twelve is kept."""
 
 
 class Expression(NamedTuple):

@@ -75,8 +75,8 @@ class Stage:
     `length` where a linear law takes its factor from the lengths."""
     rope_parameters: dict[str, Any] = field(default_factory=dict)
     """Another law for the angles from here on, as in transformers. A missing factor of linear and yarn is the one that
-    takes the training length to `length`: the one before the model's own law, if that is of the same kind. A model's own
-    law of another kind is kept, and these are refused."""
+    takes the training length to `length`: the one before the model's own law, if that is of the same kind. Where it
+    is of another kind, these are refused."""
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     lora: Lora = field(default_factory=Lora)
 

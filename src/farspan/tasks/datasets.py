@@ -99,7 +99,7 @@ def labelled_texts(path: str) -> list[tuple[str, int]]:
                 ) from error
             require(
                 isinstance(text, str) and text != "" and type(label) is int and label >= 0,
-                f"{path}:{number} must have a text and a label 0, 1, …, got {str(text)[:20]!r} and {label!r}; repair it",
+                f"{path}:{number} must have a text and a label 0, 1, …, got {str(text)[:9]!r} and {label!r}; repair it",
             )
             found.append((text, label))
     require(bool(found), f"{path} must hold labelled texts, got none; name another file")
