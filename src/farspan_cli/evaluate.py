@@ -26,6 +26,9 @@ Model = Annotated[
 Ntk = Annotated[float | None, typer.Option(help="Dynamic NTK with this factor.", min=1)]
 NtkMode = Annotated[str, typer.Option(help="per_query or per_request.")]
 Yarn = Annotated[float | None, typer.Option(help="YaRN with this factor, untrained.", min=1)]
+Scaling = Annotated[
+    str, typer.Option(help="own: the law in the model's configuration, if it has one; none: without it.")
+]
 Out = Annotated[Path | None, typer.Option(help="Write the result as JSON.")]
 
 
@@ -41,6 +44,7 @@ def ppl(
     ntk: Ntk = None,
     ntk_mode: NtkMode = "per_query",
     yarn: Yarn = None,
+    scaling: Scaling = "own",
     out: Out = None,
 ) -> None:
     """Perplexity by window length, with the truncation control (same tokens, context cut to the training length).
@@ -58,7 +62,7 @@ def ppl(
     require_choice("--mode", mode, ("sliding", "yarn", "whole", "disjoint"))
     if max(wanted) > text_tokens:
         fail(f"--text-tokens must be at least the longest window {max(wanted)}, got {text_tokens}; raise it")
-    loaded, scaling = _load(model, ntk, ntk_mode, yarn)
+    loaded, law = _load(model, ntk, ntk_mode, yarn, scaling)
     tokenizer = text_tokenizer(model)
     needed, found = max(*wanted, loaded.config.train_length, 2), list[torch.Tensor]()
     for source in text:
@@ -77,8 +81,8 @@ def ppl(
         for length, step, name in tasks:
             tell = _counter(show, tokens_read(found, length, step, name), f"{name} windows of {length:,} tokens")
             row = perplexity(loaded, found, length=length, stride=step, mode=name, progress=tell)
-            rows.append({**row, "scaling": scaling})
-    _show(rows, ("length", "stride", "mode", "tokens", "ppl"), scaling)
+            rows.append({**row, "scaling": law})
+    _show(rows, ("length", "stride", "mode", "tokens", "ppl"), law)
     _write(out, rows)
 
 
@@ -92,6 +96,7 @@ def passkey_command(
     ntk: Ntk = None,
     ntk_mode: NtkMode = "per_query",
     yarn: Yarn = None,
+    scaling: Scaling = "own",
     out: Out = None,
 ) -> None:
     """Passkey retrieval by length, with Wilson intervals and the near/far split at the training length.
@@ -102,7 +107,7 @@ def passkey_command(
     from farspan.evaluation import as_trained, passkey
 
     wanted = whole_numbers(lengths)
-    loaded, scaling = _load(model, ntk, ntk_mode, yarn)
+    loaded, law = _load(model, ntk, ntk_mode, yarn, scaling)
     tokenizer = text_tokenizer(model)
     rows: list[dict[str, Any]] = []
     with as_trained(loaded.device.type), progress(Console(stderr=True)) as show:
@@ -111,8 +116,8 @@ def passkey_command(
             row = passkey(
                 loaded, tokenizer, length=length, cases=cases, new_tokens=new_tokens, seed=seed, progress=tell
             )
-            rows.append({**row, "scaling": scaling})
-    _show(rows, ("length", "cases", "correct", "accuracy", "ci95"), scaling)
+            rows.append({**row, "scaling": law})
+    _show(rows, ("length", "cases", "correct", "accuracy", "ci95"), law)
     _write(out, rows, seed)
 
 
@@ -130,12 +135,12 @@ def pairs_command(
     from farspan.evaluation import as_trained, minimal_pairs, read_pairs
 
     made = [pair for file in pairs for pair in read_pairs(file)]
-    loaded, scaling = _load(model)
+    loaded, law = _load(model)
     tokenizer = text_tokenizer(model)
     with as_trained(loaded.device.type), progress(Console(stderr=True)) as show:
         tell = _counter(show, 2 * len(made), f"{len(made):,} pairs")
         rows = minimal_pairs(loaded, made, tokenizer.encode, start=_start(loaded, tokenizer.end), progress=tell)
-    rows = [{**row, "scaling": scaling} for row in rows]
+    rows = [{**row, "scaling": law} for row in rows]
     _show([row for row in rows if row["kind"] != "set"], ("kind", "field", "cases", "correct", "accuracy", "ci95"))
     _write(out, rows)
 
@@ -166,13 +171,13 @@ def bits_command(
         first_bytes(document.text, text_bytes)
         for document in islice((document for source in text for document in documents(source)), texts)
     ]
-    loaded, scaling = _load(model)
+    loaded, law = _load(model)
     tokenizer, window = text_tokenizer(model), length or min(2048, loaded.config.train_length)
     start = _start(loaded, tokenizer.end)
     with as_trained(loaded.device.type), progress(Console(stderr=True)) as show:
         tell = _counter(show, sum(len(one.encode()) for one in found), f"bytes of {len(found)} texts")
         row = bits_per_byte(loaded, found, tokenizer.encode, start=start, length=window, progress=tell)
-    rows = [{**row, "scaling": scaling}]
+    rows = [{**row, "scaling": law}]
     _show(rows, ("length", "texts", "bytes", "tokens", "bits_per_byte"))
     _write(out, rows)
 
@@ -197,24 +202,39 @@ def _counter(show: Show, total: int, text: str) -> Callable[[int], None]:
 
 
 def _load(
-    path: str, ntk: float | None = None, mode: str = "per_query", yarn: float | None = None
+    path: str,
+    ntk: float | None = None,
+    mode: str = "per_query",
+    yarn: float | None = None,
+    scaling: str = "own",
 ) -> "tuple[FarspanForCausalLM, str]":
+    """The model with its angles as asked for, and what their law is called."""
     import torch
 
     from farspan.convert import from_pretrained
+    from farspan.errors import require_choice
+    from farspan.evaluation.laws import scaling_name
 
+    require_choice("--scaling", scaling, ("own", "none"))
     if ntk is not None and yarn is not None:
         fail(f"--yarn must be left out with --ntk, got {yarn:g} and {ntk:g}; choose one of them")
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = from_pretrained(path, attention=None, dtype=torch.float32, device=device)
+    own = model.config.rotary().scaling
+    if own is not None and scaling == "none":
+        model.set_rope_parameters(rope_type="default")
+    elif own is not None and (ntk is not None or yarn is not None):
+        option = "--ntk" if yarn is None else "--yarn"
+        fail(
+            f"{option} must be left out for a model with a law of its own, got one with {scaling_name(own)}; "
+            "add --scaling none to put it in that law's place"
+        )
     if yarn is not None:
         model.set_rope_parameters(rope_type="yarn", factor=yarn)
-        return model, f"yarn-{yarn:g}"
-    if ntk is None:
-        return model, "none"
-    model.set_rope_parameters(rope_type="dynamic", factor=ntk, mode=mode)
-    return model, f"ntk-{ntk:g}" + ("" if mode == "per_query" else f"/{mode}")
+    elif ntk is not None:
+        model.set_rope_parameters(rope_type="dynamic", factor=ntk, mode=mode)
+    return model, scaling_name(model.config.rotary().scaling)
 
 
 def _show(rows: list[dict[str, Any]], columns: tuple[str, ...], scaling: str | None = None) -> None:

@@ -54,10 +54,11 @@ def reproduce(
         corpus = replace(corpus, train=dict(_weighted(pair) for pair in text))
     corpus = replace(corpus, held_out=held_out or corpus.held_out, tokenizer=tokenizer or corpus.tokenizer)
     corpus = replace(corpus, labelled=labelled or corpus.labelled)
-    console = Console()
+    console, failed = Console(), list[str]()
     with progress(console) as show:
 
         def tell(standing: Standing) -> None:
+            failed[:] = standing.failed
             text = f"{standing.step}: {standing.detail}" if standing.detail else standing.step
             show(standing.share, 1.0, text)
 
@@ -65,7 +66,6 @@ def reproduce(
     tables = page.parent / "tables"
     for table in sorted([*tables.glob("table*.md"), *tables.glob("cosformer-*.md")]):
         console.print(table.read_text(), markup=False, highlight=False)
-    failed = _failed(out)
     for line in failed:
         console.print(f"failed: {line}", style="red", markup=False)
     console.print(f"page: {page}")
@@ -81,13 +81,6 @@ def _weighted(pair: str) -> tuple[str, float]:
     except ValueError:
         pass
     fail(f"--text must be SOURCE=WEIGHT with a weight above 0, got {pair!r}; try --text books.jsonl.xz=0.75")
-
-
-def _failed(folder: Path) -> list[str]:
-    import json
-
-    rows = json.loads((folder / "status.json").read_text())
-    return [f"{row['step']}: {row['message']}" for row in rows if row["state"] == "failed"]
 
 
 @app.command()

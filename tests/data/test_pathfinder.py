@@ -1,4 +1,4 @@
-"""Pathfinder: the label follows from the paths, and from nothing that is easier to see."""
+"""Pathfinder: the label follows from the paths, and hardly from anything that is easier to see."""
 
 import heapq
 import math
@@ -79,8 +79,12 @@ def test_labels_are_a_fair_coin(scenes: list[Scene]) -> None:
     assert abs(ones - IMAGES / 2) <= 4 * math.sqrt(IMAGES) / 2
 
 
-def test_nothing_that_is_easy_to_see_gives_the_label_away(scenes: list[Scene]) -> None:
-    """Each feature alone, and a least-squares classifier on all of them, tested on images it was not fitted on."""
+def test_nothing_that_is_easy_to_see_gives_much_of_the_label_away(scenes: list[Scene]) -> None:
+    """Each feature alone, and a least-squares classifier on all of them, tested on images it was not fitted on.
+
+    So few images bound a leak to about 18 points from one half. The one of 3 points that the places of the dots were
+    measured to have on many more (see the module) is within that, and is not what this test is for.
+    """
     features = np.array([easy_features(scene) for scene in scenes])
     labels = np.array([scene.label for scene in scenes])
     features = (features - features.mean(0)) / features.std(0)
@@ -108,6 +112,11 @@ def test_an_image_depends_on_its_seed_and_index_alone() -> None:
     assert label == same
     assert (TASK.draw(seed=4, index=7)[0] != pixels).any()
     assert (TASK.draw(seed=3, index=8)[0] != pixels).any()
+
+
+def test_an_image_without_room_is_refused_instead_of_tried_for_ever() -> None:
+    with pytest.raises(ValueError, match=r"size must leave room for two paths of 14 dashes .* got 8, where 300 tries"):
+        Pathfinder(size=8).draw(seed=0, index=0)
 
 
 def test_paths_that_could_not_be_told_apart_are_refused() -> None:

@@ -149,3 +149,37 @@ def test_the_command_line_stretches_by_one_law(
     assert len(set(found.values())) == 3
     assert run(monkeypatch, *options, "--ntk", 4, "--yarn", 4) == 2
     assert "--yarn must be left out with --ntk" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("rope", "name"),
+    [
+        ({"rope_type": "linear", "factor": 4.0}, "pi-4"),
+        ({"rope_type": "yarn", "factor": 2.5}, "yarn-2.5"),
+        ({"rope_type": "dynamic", "factor": 4.0, "mode": "per_request"}, "ntk-4/per_request"),
+    ],
+)
+def test_rows_name_the_models_own_law_and_it_is_replaced_only_when_that_is_said(
+    rope: dict, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = FarspanForCausalLM(FarspanConfig.preset("tiny", vocab_size=257, train_length=16, num_hidden_layers=1))
+    model.set_rope_parameters(**rope)
+    model.save_pretrained(tmp_path / "model")
+    TOKENIZER.save(tmp_path / "model")
+    (tmp_path / "a.txt").write_text("words and words " * 20)
+    options = ["ppl", tmp_path / "model", "--text", tmp_path / "a.txt", "--lengths", 64, "--text-tokens", 128]
+    found = {}
+    for law, extra in {name: [], "none": ["--scaling", "none"], "ntk-8": ["--scaling", "none", "--ntk", 8]}.items():
+        assert run(monkeypatch, *options, *extra, "--out", tmp_path / "o.json") == 0
+        rows = json.loads((tmp_path / "o.json").read_text())["rows"]
+        assert {row["scaling"] for row in rows} == {law}
+        found[law] = rows[0]["nll"]
+    assert len(set(found.values())) == 3
+    bits = ["bits", tmp_path / "model", "--text", tmp_path / "a.txt", "--text-bytes", 50, "--out", tmp_path / "o.json"]
+    assert run(monkeypatch, *bits) == 0
+    assert json.loads((tmp_path / "o.json").read_text())["rows"][0]["scaling"] == name
+    capsys.readouterr()
+    assert run(monkeypatch, *options, "--yarn", 4) == 2
+    said = capsys.readouterr().err
+    assert f"got one with {name}; add --scaling none" in said
+    assert said.count("\n") == 1

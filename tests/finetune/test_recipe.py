@@ -75,6 +75,29 @@ def test_a_larger_budget_takes_more_steps() -> None:
         ("[[stages]]\nname = 'a'\nbatch_size = 3", "multiple of optimizer.accumulation = 2, got 3"),
         ("[[stages]]\nname = 'a'\nlora = { r = 2 }\ntrain = ['x']", "train of stage a must be left out"),
         ("[[stages]\n", "--recipe .* is not valid TOML"),
+        *(
+            (f"[[stages]]\nname = 'a'\n{line}", message)
+            for line, message in {
+                "train = [1]": r"stages\[0\].train\[0\] must be str, got 1",
+                "train = [['*']]": r"stages\[0\].train\[0\] must be str, got \['\*'\]",
+                "lora = { r = 1, target_modules = [1] }": r"lora.target_modules\[0\] must be str, got 1",
+                "objective = { next-token = true }": "next-token must be float, got True",
+                "objective = { next-token = inf }": "must have a weight > 0, got inf",
+                "objective = { next-token = 0.5 }": "next-token of stage a must have weight 1 where it stands alone",
+                "optimizer = { betas = [0.9] }": r"optimizer.betas must be two numbers in 0 … 1, got \[0.9\]",
+                "optimizer = { betas = ['a', 'b'] }": r"optimizer.betas\[0\] must be float, got 'a'",
+                "optimizer = { clip = -1.0 }": "optimizer.clip must be above 0, got -1.0",
+                "optimizer = { weight_decay = -0.1 }": "optimizer.weight_decay must be at least 0, got -0.1",
+                "optimizer = { warmup_share = -1 }": "optimizer.warmup_share must lie in 0 … 1, got -1.0",
+                "rope_parameters = { factor = 2.0 }": "rope_parameters of stage a must have a rope_type",
+                "rope_parameters = { rope_type = 'lin' }": "rope_type of stage a .*did you mean 'linear'",
+                "rope_parameters = { rope_type = 'linear', factor = 'x' }": "factor must be a number above 0, got 'x'",
+                "rope_parameters = { rope_type = 'linear', factr = 2 }": "key must be one of .*did you mean 'factor'",
+                "rope_parameters = { rope_type = 'dynamic' }": "must have a factor for 'dynamic'",
+                "rope_parameters = { rope_type = 'dynamic', factor = 2, mode = 'x' }": "mode must be one of",
+                "rope_parameters = { rope_type = 'yarn', truncate = 1 }": "truncate must be true or false, got 1",
+            }.items()
+        ),
     ],
 )
 def test_bad_recipes_are_refused(text: str, message: str, tmp_path: Path) -> None:

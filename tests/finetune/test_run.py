@@ -128,7 +128,7 @@ def test_a_finished_recipe_is_not_repeated(whole: Path, folders: tuple[Path, Pat
     _, coca, source = folders
     before = (whole / "model" / "model.safetensors").stat().st_mtime_ns
     reports: list[Standing] = []
-    assert finetune(coca, {source: 1.0}, DISTIL, whole, report=reports.append) == whole / "model"
+    assert finetune(coca, {f"{source}/": 1.0}, DISTIL, whole, report=reports.append) == whole / "model"
     assert (whole / "model" / "model.safetensors").stat().st_mtime_ns == before
     assert not reports
 
@@ -147,8 +147,10 @@ def test_a_folder_holds_one_recipe(whole: Path, folders: tuple[Path, Path, str])
     with pytest.raises(ValueError, match=r"stage.length is 12, but .*stage-1-s0 was started with 16"):
         finetune(coca, {source: 1.0}, DISTIL.capped(12), whole)
     more = Recipe(DISTIL.description, (*DISTIL.stages, recipe({"name": "more"}).stages[0]))
-    with pytest.raises(ValueError, match=r"finished model of another recipe, without stage-4-more"):
+    with pytest.raises(ValueError, match=r"finished model of another recipe, of .* and not .*, stage-4-more"):
         finetune(coca, {source: 1.0}, more, whole)
+    with pytest.raises(ValueError, match=r"finished model of another recipe, of .*stage-3-s2 and not .*stage-2-s1;"):
+        finetune(coca, {source: 1.0}, Recipe("", DISTIL.stages[:2]), whole)
 
 
 def test_merged_lora_gives_the_logits_of_the_unmerged(folders: tuple[Path, Path, str], tmp_path: Path) -> None:
@@ -241,6 +243,50 @@ def test_rows_longer_than_512_can_be_distilled(folders: tuple[Path, Path, str], 
     )
     finetune(coca, {source: 1.0}, long, tmp_path / "out")
     assert len(losses(tmp_path / "out" / "stage-1-s0")) == 3
+
+
+@pytest.mark.parametrize("law", ["linear", "yarn"])
+@pytest.mark.parametrize("said", [True, False])
+def test_stretching_twice_compounds(law: str, said: bool, folders: tuple[Path, Path, str], tmp_path: Path) -> None:
+    """32 → 64 → 128 is factor 4, whether or not the stages say what the training length is."""
+    stages = recipe(
+        *({"length": n, "train_length": n if said else 0, "rope_parameters": {"rope_type": law}} for n in (64, 128))
+    ).stages
+    begun(folders[1], stages[0]).save_pretrained(tmp_path / "once")
+    model = begun(tmp_path / "once", stages[1])
+    assert model.config.rope_parameters["factor"] == 4.0
+    plain = begun(folders[1], stages[1])
+    assert model.config.rotary() == plain.config.rotary()
+
+
+def test_a_law_does_not_silently_replace_another(folders: tuple[Path, Path, str], tmp_path: Path) -> None:
+    stretched = begun(folders[1], recipe({"length": 64, "rope_parameters": {"rope_type": "linear"}}).stages[0])
+    stretched.save_pretrained(tmp_path / "pi")
+    for rope in ({"rope_type": "yarn"}, {"rope_type": "dynamic", "factor": 4.0}):
+        with pytest.raises(ValueError, match=r"must keep to the model's own law, pi-2, got '(yarn|dynamic)'"):
+            begun(tmp_path / "pi", recipe({"length": 128, "rope_parameters": rope}).stages[0])
+    dropped = begun(tmp_path / "pi", recipe({"rope_parameters": {"rope_type": "default"}}).stages[0])
+    assert dropped.config.rotary().scaling is None
+
+
+@pytest.mark.parametrize(
+    ("later", "message"),
+    [
+        ({"train": ["*.k_proj.*"]}, r"train of stage s1 must name parameters, got '\*.k_proj.\*'"),
+        ({"length": 10_000_000}, "length must be below the tokens available, got 10000000"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "rope_parameters of stage s1 need a factor > 1, got 0.5"),
+        ({"passkey_share": 0.02}, "length must be at least"),
+        ({"lora": {"r": 2, "target_modules": ["k_proj"]}}, "lora.target_modules must be linear layers .*got 'k_proj'"),
+        ({"lora": {"r": 2, "target_modules": ["lm_head"]}}, "lora.target_modules must be .*got 'lm_head'"),
+    ],
+)
+def test_a_bad_later_stage_is_refused_before_the_first_is_trained(
+    later: dict, message: str, folders: tuple[Path, Path, str], tmp_path: Path
+) -> None:
+    _, coca, source = folders
+    with pytest.raises(ValueError, match=message):
+        finetune(coca, {source: 1.0}, recipe({}, later), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_what_cannot_be_meant_is_refused(folders: tuple[Path, Path, str], tmp_path: Path) -> None:

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from farspan.files import claim
-from farspan.reproduce import Preset, reproduce
+from farspan.reproduce import Preset, Standing, reproduce
 from farspan.reproduce.plan import plan
 from farspan.reproduce.preset import NAMES
+from farspan.reproduce.run import _write_status
 from farspan.reproduce.work import Work
 
 TOML = """
@@ -124,6 +125,31 @@ def test_a_failed_step_is_named_and_the_rest_go_on(toml: Path, tmp_path: Path, m
     assert set(states(tmp_path).values()) == {"done"}
 
 
+def test_a_status_file_keeps_how_steps_ended_for_others(tmp_path: Path) -> None:
+    def state(name: str) -> dict[str, str]:
+        return {"state": name, "message": ""}
+
+    _write_status(tmp_path, {"a": state("done"), "b": state("failed"), "c": state("busy"), "d": state("pending")})
+    _write_status(tmp_path, {"a": state("busy"), "b": state("pending"), "c": state("pending"), "e": state("pending")})
+    assert states(tmp_path) == {"a": "done", "b": "failed", "c": "pending", "d": "pending", "e": "pending"}
+    _write_status(tmp_path, {"b": state("done")})  # tried again
+    assert states(tmp_path)["b"] == "done"
+
+
+def test_only_this_calls_failures_are_its_own(toml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    others = [{"step": "train alibi seed 0", "state": "failed", "message": "elsewhere"}]
+    (tmp_path / "status.json").write_text(json.dumps(others))
+    seen: list[Standing] = []
+
+    def fails(self: Work, step) -> None:
+        raise RuntimeError("no text")
+
+    monkeypatch.setattr(Work, "_data", fails)
+    reproduce(Preset.load(toml), tmp_path, report=seen.append)
+    assert seen[-1].failed == ("data: RuntimeError: no text",)
+    assert states(tmp_path)["train alibi seed 0"] == "failed"
+
+
 def test_a_folder_keeps_to_its_preset(toml: Path, tmp_path: Path) -> None:
     preset = Preset.load(toml)
     (tmp_path / "preset.txt").write_text(repr(replace(preset, variants=["alibi"])))
@@ -204,6 +230,20 @@ def test_bad_input_exits_2_with_one_line(arguments: list[str], message: str, tmp
         ('variants = ["ropee"]', "variants must be one of .* got 'ropee'; did you mean 'rope'?"),
         ('[evaluation]\nscalings = ["ntk4"]', "evaluation.scalings must be 'none' or like 'ntk-4' .* got 'ntk4'"),
         ("variants = [", "is not valid TOML"),
+        ("variants = []", "variants must name at least one attention, got none"),
+        ("seeds = { rope = 0 }", "seeds.rope must be at least 1, got 0"),
+        ("seeds = { rope = 'x' }", "seeds.rope must be int, got 'x'"),
+        ("[evaluation]\nscalings = [4]", r"evaluation.scalings\[0\] must be str, got 4"),
+        ("[corpus]\nheld_out = [3]", r"corpus.held_out\[0\] must be str, got 3"),
+        ("[corpus]\nlabelled = ['a', 'b', 'c']", "labelled texts are for a preset with tasks, such as cosformer-cpu"),
+        ("[tasks.listops]\nlength = 7", "tasks.listops.length must be 2000 with this generator, got 7"),
+        ("[tasks.mqar]\nlength = 64\ngenerator = { pairs = 'x' }", "tasks.mqar.generator.pairs must be int, got 'x'"),
+        (
+            "[tasks.text]\noptions = { hidden_size = 'x' }",
+            "options of preset 'tiny' must be .*got str",
+        ),
+        ("[tasks.lm]\nlength = 1", "data.length must be at least 2, got 1"),
+        ("[tasks.finetuning]\nsteps = 3", "tasks.finetuning.pretraining_steps must be at least 1, got 0"),
         ("[trainin]", "configuration key trainin must be one of .* did you mean 'training'?"),
     ],
 )

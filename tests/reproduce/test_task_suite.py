@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from farspan.files import claim
 from farspan.report.task_table import load_task_tables, parse_task_table
 from farspan.reproduce import Preset, reproduce
 from farspan.reproduce.plan import plan
+from farspan.reproduce.run import _attempt
+from farspan.reproduce.work import Work
 
 TOML = """
 variants = ["rope", "cosformer", "cosformer-plain"]
@@ -83,6 +86,16 @@ def test_tasks_are_trained_once_and_shown_beside_the_paper(toml: Path, tmp_path:
     assert (page.parent / "figures" / "loss-listops.svg").is_file()
     assert (page.parent / "tables" / "cosformer-lm.md").is_file()
     assert not (page.parent / "tables" / "cosformer-memory.md").is_file()  # nothing of it on a CPU
+
+
+def test_data_for_other_tasks_are_made_by_one_process_at_a_time(toml: Path, tmp_path: Path) -> None:
+    """They share the corpus."""
+    preset = Preset.load(toml)
+    first, other = (plan(preset, tmp_path, [name])[0] for name in ("listops", "lm"))
+    assert first.result != other.result
+    with claim(tmp_path / "locks" / first.lock) as mine:
+        assert mine
+        assert _attempt(Work(preset, tmp_path, lambda what, part: None), other, {})["state"] == "busy"
 
 
 def test_without_labelled_texts_their_tasks_are_left_out(tmp_path: Path) -> None:

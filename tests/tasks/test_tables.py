@@ -9,7 +9,7 @@ import torch
 
 from farspan.data import Shards
 from farspan.data.listops import evaluate
-from farspan.tasks.datasets import labelled_texts
+from farspan.tasks.datasets import chosen_texts, labelled_texts
 from farspan.tasks.masking import MaskedRows
 from farspan.tasks.settings import SPLITS
 from farspan.tasks.tables import TableRows, write_table
@@ -75,6 +75,35 @@ def test_a_text_in_two_files_stays_in_the_test_set_only(tmp_path: Path) -> None:
     assert len(np.load(made.folder / "test.npy")) == 30
 
 
+def write_labelled(path: Path, labels: list[int]) -> str:
+    path.write_text("".join(json.dumps({"text": f"{path.stem} {i}", "label": x}) + "\n" for i, x in enumerate(labels)))
+    return str(path)
+
+
+def test_a_file_sorted_by_label_is_cut_to_both_labels(tmp_path: Path) -> None:
+    files = tuple(write_labelled(tmp_path / f"{name}.jsonl", [0] * 100 + [1] * 100) for name in SPLITS)
+    found = chosen_texts(files, dict.fromkeys(SPLITS, 60))
+    for rows in found.values():
+        assert len(rows) == 60
+        assert 15 <= sum(label for _, label in rows) <= 45
+    again = chosen_texts(tuple(reversed(files)), dict.fromkeys(SPLITS, 60))
+    assert again["test"] == found["train"]  # of the texts alone
+
+
+@pytest.mark.parametrize(
+    ("labels", "said"),
+    [
+        (([0, 0], [0], [0]), r"\[0\], \[0\] and \[0\]"),
+        (([0, 1], [0, 1, 2], [0, 1]), r"\[0, 1\], \[0, 1, 2\] and \[0, 1\]"),
+        (([0, 1], [0, 1], [1]), r"\[0, 1\], \[0, 1\] and \[1\]"),
+    ],
+)
+def test_splits_with_other_labels_are_refused(labels: tuple[list[int], ...], said: str, tmp_path: Path) -> None:
+    files = tuple(write_labelled(tmp_path / f"{n}.jsonl", x) for n, x in zip(SPLITS, labels, strict=True))
+    with pytest.raises(ValueError, match=f"--labelled must have the same two labels or more .*, got {said}"):
+        chosen_texts(files, dict.fromkeys(SPLITS, 60))
+
+
 def test_masked_rows_ask_and_hide_as_bert_does(tmp_path: Path) -> None:
     source = next(iter(material(tmp_path).sources))
     shards, mask, n = Shards(source), 257, 200
@@ -96,7 +125,10 @@ def test_masked_rows_ask_and_hide_as_bert_does(tmp_path: Path) -> None:
     assert torch.equal(halves, torch.cat([seen, answers], dim=1))
 
 
-@pytest.mark.parametrize("line", ["not json", '{"text": "x"}', '{"text": 3, "label": 0}', '{"text": "x", "label": -1}'])
+@pytest.mark.parametrize(
+    "line",
+    ["not json", '{"text": "", "label": 0}', '{"text": "x"}', '{"text": 3, "label": 0}', '{"text": "x", "label": -1}'],
+)
 def test_lines_that_are_not_labelled_texts_are_refused(line: str, tmp_path: Path) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text(json.dumps({"text": "good", "label": 1}) + "\n" + line + "\n")

@@ -116,6 +116,12 @@ def test_padding_changes_no_answer(tmp_path: Path) -> None:
             {"generator": {"max_depth": 2, "max_args": 2, "min_length": 0, "max_length": 24}, "train": 600},
             "the generator must have 690 different examples, got (3|4)[0-9]{2}; ask for fewer",
         ),
+        (
+            "listops",
+            {"generator": {"max_depth": 3, "min_length": 0, "max_length": 3}, "length": 3},
+            "must leave more expressions, got 0 and 3, where 200,000 tries after 10 found no other",
+        ),
+        ("listops", {"generator": {"max_depth": "x"}}, "tasks.listops.generator.max_depth must be int, got 'x'"),
         ("mqar", {"steps": 0}, "steps must be at least 1, got 0"),
         ("mqar", {"accumulation": 3}, "batch_size must be a multiple of accumulation = 3, got 16"),
     ],
@@ -123,6 +129,11 @@ def test_padding_changes_no_answer(tmp_path: Path) -> None:
 def test_what_cannot_be_meant_is_refused(name: str, changes: dict, message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
         task(name, tmp_path, **changes)
+
+
+def test_a_language_model_may_have_an_odd_batch(tmp_path: Path) -> None:
+    job = make_task("lm", settings("lm", batch_size=3), material(tmp_path)).job("rope", 0)
+    assert (job.batch_size, job.optimizer.accumulation, job.optimizer.steps) == (3, 1, 24)
 
 
 def test_an_unknown_task_is_refused(tmp_path: Path) -> None:

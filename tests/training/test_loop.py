@@ -281,7 +281,8 @@ def test_how_a_step_is_computed_changes_only_rounding(changes: dict, whole: Path
         ("[data\n", "is not valid TOML"),
         ("[data]\nsources = { a = 1.0 }\n[run]\ncheckpoint_every = 0", "checkpoint_every must be at least 1, got 0"),
         ("[data]\nsources = { a = 1.0 }\n[optimizer]\nbetas = [0.9]", "betas must be two numbers"),
-        ("[data]\nsources = { a = 'x' }", "weights > 0"),
+        ("[data]\nsources = { a = 'x' }", "data.sources.a must be float, got 'x'"),
+        ("[data]\nsources = { a = 1.0 }\n[optimizer]\nclip = -1.0", "optimizer.clip must be above 0, got -1.0"),
     ],
 )
 def test_bad_configurations_are_refused(toml: str, message: str, tmp_path: Path) -> None:
@@ -289,6 +290,21 @@ def test_bad_configurations_are_refused(toml: str, message: str, tmp_path: Path)
     path.write_text(toml)
     with pytest.raises(ValueError, match=message):
         TrainConfig.load(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model__options": {"hidden_size": "x"}}, "options of preset 'tiny' must be .* expected int, got str"),
+        ({"model__attention": [3]}, "attention must be a name or a mapping for each layer, got 3"),
+    ],
+)
+def test_a_model_that_cannot_be_is_refused_in_one_line(
+    changes: dict, message: str, source: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=message) as refused:
+        train(config(source, **changes), tmp_path)
+    assert "\n" not in str(refused.value)
 
 
 def test_metrics_hold_the_schedule(whole: Path) -> None:

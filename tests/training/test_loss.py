@@ -22,6 +22,20 @@ def test_loss_and_gradients_equal_plain_cross_entropy(pieces: int, monkeypatch: 
         assert (a - b).abs().max() <= 1e-12
 
 
+def test_a_frozen_head_gets_no_gradient_and_none_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden, weight = torch.randn(50, 16, requires_grad=True), torch.randn(31, 16)
+    targets = torch.randint(0, 31, (50,))
+    made, original = [], torch.zeros_like
+    monkeypatch.setattr(room.torch, "zeros_like", lambda x, **k: (made.append(x.shape), original(x, **k))[1])
+    loss = linear_cross_entropy(hidden, weight, targets)
+    assert weight.shape not in made
+    (ours,) = torch.autograd.grad(loss, hidden)
+    (plain,) = torch.autograd.grad(F.cross_entropy(hidden @ weight.T, targets), hidden)
+    assert (ours - plain).abs().max() <= 1e-6
+    linear_cross_entropy(hidden, weight.requires_grad_(), targets)
+    assert weight.shape in made
+
+
 def test_bfloat16_loss_is_close_to_float32() -> None:
     hidden, weight, targets = torch.randn(200, 32), torch.randn(97, 32) * 0.1, torch.randint(0, 97, (200,))
     exact = F.cross_entropy(hidden @ weight.T, targets)

@@ -24,6 +24,9 @@ TOKENS = ("<pad>", *OPERATORS, "]", *(str(digit) for digit in range(10)))
 END = TOKENS.index("]")
 ZERO = TOKENS.index("0")
 LABELS = 10
+TRIES = 200_000
+"""Proposals in a row without a new expression, before there are said to be no more. Of the published ones, one in
+twelve is kept."""
 
 
 class Expression(NamedTuple):
@@ -66,14 +69,21 @@ class ListOps:
         )
 
     def stream(self, seed: int) -> Iterator[Expression]:
-        """Distinct accepted expressions, without end; the same for the same seed."""
-        random, seen = Random(seed), set()
+        """Distinct accepted expressions, as many as there are to find; the same for the same seed."""
+        random, seen, tries = Random(seed), set[bytes](), 0
         while True:
+            tries += 1
+            require(
+                tries <= TRIES,
+                f"lengths between min_length and max_length must leave more expressions, got {self.min_length} and "
+                f"{self.max_length}, where {TRIES:,} tries after {len(seen)} found no other; widen them",
+            )
             expression = self.propose(random)
             if expression is not None and len(expression.tokens) > self.min_length:
                 key = bytes(expression.tokens)
                 if key not in seen:
                     seen.add(key)
+                    tries = 0
                     yield expression
 
     def propose(self, random: Random) -> Expression | None:

@@ -5,9 +5,11 @@ path: both on the same path (label 1), or one on each (label 0). Numbers are tho
 the hardest level: dashes of length 2 and width 0.5 with gaps of 1, dots of radius 1.5. How much paths bend and how far
 they keep from each other is our own choice.
 
-Nothing but the paths tells the label. A scene is fixed before it: of the ends of its two paths, one pair that belongs
+Little but the paths tells the label. A scene is fixed before it: of the ends of its two paths, one pair that belongs
 together and one that does not are chosen that lie equally far apart. The label, a fair coin, then says which pair gets
-the dots.
+the dots. The places of the two dots still say a little: logistic regression on them was right in 53.1 ± 0.8% (area
+under the curve 0.536), since the pairs are matched in distance but not in how near the border they lie. An accuracy of
+a few points above one half is therefore no sign that paths are followed.
 """
 
 import math
@@ -24,6 +26,8 @@ LEVELS = 256
 LABELS = 2
 TURNS = 12
 """Directions tried before a path is given up."""
+SCENES = 300
+"""Scenes begun before an image is said to have no room for its paths."""
 Points = NDArray[np.float64]
 
 
@@ -81,7 +85,7 @@ class Pathfinder:
     def scene(self, seed: int, index: int) -> Scene:
         """The geometry of image `index`."""
         random = np.random.Generator(np.random.Philox(key=np.array([seed, 0], np.uint64), counter=[0, 0, 0, index]))
-        while True:
+        for _ in range(SCENES):
             paths: list[Points] = []
             for _ in range(2):
                 path = self._path(paths, self.dashes, random)
@@ -99,6 +103,10 @@ class Pathfinder:
             if len(paths) == 2 + self.distractors:
                 label = int(random.integers(2))
                 return Scene(paths, pairs[label], label)
+        raise ValueError(
+            f"size must leave room for two paths of {self.dashes} dashes and {self.distractors} distractors, got "
+            f"{self.size}, where {SCENES} tries found no such image; enlarge it or take fewer dashes"
+        )
 
     def _pairs(self, paths: list[Points]) -> tuple[Points, Points] | None:
         """Two ends on different paths and two on the same, as far apart from each other; None where there are none."""

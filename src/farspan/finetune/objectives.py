@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from farspan.errors import require
 from farspan.finetune.losses import linear_distillation
-from farspan.models import FarspanForCausalLM
+from farspan.models import FarspanConfig, FarspanForCausalLM
 from farspan.models.frame import Frame, View
 from farspan.models.modeling import FarspanBlock
 from farspan.training.loss import linear_cross_entropy
@@ -72,7 +72,7 @@ class Distillation(nn.Module):
         self._teacher = (teacher.eval().requires_grad_(False),)
         self.weights, self.compile_loss = dict(weights), compile
         self.layers = set(new_layers(model)) if ATTENTION_OUTPUT in weights else set[int]()
-        _check(model, teacher, weights)
+        check_teacher(model.config, teacher.config, weights)
         self._attend = torch.compile(attend) if compile else attend
         self._feed = torch.compile(feed) if compile else feed
 
@@ -132,13 +132,13 @@ def _narrow(hidden: Tensor) -> Tensor:
     return hidden.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else hidden
 
 
-def _check(model: FarspanForCausalLM, teacher: FarspanForCausalLM, weights: Mapping[str, float]) -> None:
-    ours, theirs = model.config, teacher.config
+def check_teacher(ours: FarspanConfig, theirs: FarspanConfig, weights: Mapping[str, float]) -> None:
+    """Refuse a teacher of another shape, and an objective that finds nothing to match."""
     for name in ("num_hidden_layers", "hidden_size", "vocab_size"):
         a, b = getattr(ours, name), getattr(theirs, name)
         require(a == b, f"teacher must have the model's {name} = {a}, got {b}; name what the model was converted from")
     require(
-        ATTENTION_OUTPUT not in weights or bool(new_layers(model)),
+        ATTENTION_OUTPUT not in weights or any(spec.kind == "coca" for spec in ours.attention_specs),
         "objective 'attention-output' needs CoCA layers, got a model without; convert it first, "
         "e.g. farspan convert SOURCE --attention coca-exact",
     )

@@ -1,10 +1,10 @@
 """A recipe: stages of fine-tuning as data, from TOML."""
 
+import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from importlib.resources import files
-from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,36 @@ class Lora:
     """Names of linear layers; empty = all of them but the head."""
 
 
+ROPE_KEYS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "ntk": ("factor",),
+    "dynamic": ("factor", "mode"),
+    "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "truncate"),
+    "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+}
+"""What each law takes beside its rope_type and rope_theta."""
+
+
+def _check_rope(stage: str, rope: Mapping[str, Any]) -> None:
+    """Refuse keys and values that would be left unread, or fail when the stage begins."""
+    where = f"rope_parameters of stage {stage}"
+    kind = rope.get("rope_type")
+    require(kind is not None, f"{where} must have a rope_type, got {dict(rope)}; choose from {', '.join(ROPE_KEYS)}")
+    require_choice(f"rope_type of stage {stage}", kind, ROPE_KEYS)
+    for key, value in rope.items():
+        require_choice(f"{where}: key", key, ("rope_type", "rope_theta", *ROPE_KEYS[str(kind)]))
+        if key == "mode":
+            require_choice(f"{where}: mode", value, ("per_query", "per_request"))
+        elif key == "truncate":
+            require(isinstance(value, bool), f"{where}: truncate must be true or false, got {value!r}")
+        elif key != "rope_type":
+            good = type(value) in (int, float) and 0 < value < math.inf
+            require(good, f"{where}: {key} must be a number above 0, got {value!r}")
+    follows = "factor" in rope or kind in ("default", "linear", "yarn")
+    require(follows, f"{where} must have a factor for {kind!r}, got {dict(rope)}; try factor = 4.0")
+
+
 @dataclass(frozen=True)
 class Stage:
     """One stage: what moves, what it lowers, on rows of which length, and for how long."""
@@ -41,10 +71,12 @@ class Stage:
     batch_size: int = 256
     passkey_share: float = 0.0
     train_length: int = 0
-    """What the model's training length is from here on, which dynamic NTK and YaRN measure against; 0 = as it is."""
+    """What the model's training length is from here on, which dynamic NTK and YaRN measure against; 0 = as it is, or
+    `length` where a linear law takes its factor from the lengths."""
     rope_parameters: dict[str, Any] = field(default_factory=dict)
     """Another law for the angles from here on, as in transformers. A missing factor of linear and yarn is the one that
-    takes the training length to `length`."""
+    takes the training length to `length`: the one before the model's own law, if that is of the same kind. Where it
+    is of another kind, these are refused."""
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     lora: Lora = field(default_factory=Lora)
 
@@ -58,9 +90,16 @@ class Stage:
             if objective not in OBJECTIVES:
                 raise unknown(f"objective of stage {name}", objective, OBJECTIVES)
             require(
-                isinstance(weight, int | float) and weight > 0,
+                type(weight) in (int, float) and 0 < weight < math.inf,
                 f"objective {objective} of stage {name} must have a weight > 0, got {weight!r}; leave it out instead",
             )
+        require(
+            self.needs_teacher or self.objective.get(NEXT_TOKEN, 1) == 1,
+            f"objective next-token of stage {name} must have weight 1 where it stands alone, got "
+            f"{self.objective.get(NEXT_TOKEN)}; change optimizer.peak_lr instead",
+        )
+        if self.rope_parameters:
+            _check_rope(name, self.rope_parameters)
         require(bool(self.objective), f"objective of stage {name} is empty; choose from {', '.join(OBJECTIVES)}")
         require(bool(self.train), f"train of stage {name} is empty; ['*'] trains everything")
         for key, least in (("length", 2), ("batch_size", 1), ("train_length", 0)):
@@ -162,6 +201,6 @@ def _scaled(stage: Stage, share: float) -> Stage:
     optimizer = replace(
         stage.optimizer,
         steps=max(1, round(wanted / batch)),
-        accumulation=gcd(stage.optimizer.accumulation, batch),
+        accumulation=math.gcd(stage.optimizer.accumulation, batch),
     )
     return replace(stage, batch_size=batch, optimizer=optimizer)

@@ -19,6 +19,7 @@ from farspan.convert.sources import open_source
 from farspan.convert.text import text_tokenizer
 from farspan.data import Shards, TextTokenizer
 from farspan.errors import require
+from farspan.finetune.check import check
 from farspan.finetune.objectives import Distillation
 from farspan.finetune.recipe import Recipe, Stage
 from farspan.finetune.weights import begun, merge_lora, prepared, resumed
@@ -78,23 +79,24 @@ def finetune(
         report: called every few steps.
     """
     folder, run = Path(out), run or RunSection()
-    source, sources = Path(model), dict(data)
+    source, sources = Path(model), {str(Path(path)): weight for path, weight in data.items()}
     require(bool(sources), "--data must name at least one token folder, got none; make it with farspan data")
     open_source(source)  # refuses what is no checkpoint before anything else is said about it
     tokenizer = cache(partial(_tokenizer, source, sources))
     origin = Origin(source, _teacher(source, teacher, recipe), sources, tokenizer)
     final, path, done = folder / "model", source, 0
+    places = [folder / f"stage-{i + 1}-{stage.name}" for i, stage in enumerate(recipe.stages)]
+    if final.exists():
+        _refuse_other_recipe(folder, [place.name for place in places])
+    else:
+        check(recipe, source, origin.teacher, sources, tokenizer)
     for index, stage in enumerate(recipe.stages):
-        place = folder / f"stage-{index + 1}-{stage.name}"
-        require(
-            (place / "model").is_dir() or not final.exists(),
-            f"--out {str(folder)!r} holds a finished model of another recipe, without {place.name}; choose another",
-        )
+        place = places[index]
         job = stage_job(stage, path, origin, replace(run, seed=run.seed + index))
         run_job(job, place, report=_relay(report, place.name, done, recipe.tokens, stage))
         path, done = _finished(place, stage, origin), done + stage.tokens
     if _is_main() and not final.exists():
-        rows = [_row(folder / f"stage-{i + 1}-{s.name}", s) for i, s in enumerate(recipe.stages)]
+        rows = [_row(place, stage) for place, stage in zip(places, recipe.stages, strict=True)]
         write_result(folder / "recipe.json", rows, device=_device(), seed=run.seed)
         save(load(open_source(path)), final, origin.write_beside)
     _wait()
@@ -156,6 +158,16 @@ def _teacher(model: Path, given: str | os.PathLike[str] | None, recipe: Recipe) 
         f"--teacher must exist, got {str(found)!r}; name the original checkpoint",
     )
     return found
+
+
+def _refuse_other_recipe(folder: Path, stages: list[str]) -> None:
+    """A finished model is the last stage's of the recipe that made it, and of no shorter or longer one."""
+    made = [row["folder"] for row in json.loads((folder / "recipe.json").read_text())["rows"]]
+    require(
+        made == stages,
+        f"--out {str(folder)!r} holds a finished model of another recipe, of {', '.join(made)} and not "
+        f"{', '.join(stages)}; choose another",
+    )
 
 
 def _finished(place: Path, stage: Stage, origin: Origin) -> Path:

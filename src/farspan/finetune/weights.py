@@ -11,9 +11,11 @@ from torch import nn
 from farspan.convert.load import load
 from farspan.convert.sources import open_source
 from farspan.errors import require
+from farspan.evaluation.laws import scaling_name
 from farspan.finetune.objectives import ATTENTION_OUTPUT, new_layers
 from farspan.finetune.recipe import Lora, Stage
 from farspan.models import FarspanConfig, FarspanForCausalLM
+from farspan.ops import Linear, YaRN
 
 
 def begun(path: Path, stage: Stage) -> FarspanForCausalLM:
@@ -47,19 +49,48 @@ def prepared(model: FarspanForCausalLM, stage: Stage) -> FarspanForCausalLM:
 def give_lengths(model: FarspanForCausalLM, stage: Stage) -> None:
     """The stage's training length and angles, which the model keeps."""
     config, rope = model.config, dict(stage.rope_parameters)
-    if rope.get("rope_type") in ("linear", "yarn"):  # they measure against the length so far
-        rope.setdefault("factor", stage.length / config.train_length)
+    kind, trained = rope.get("rope_type"), stage.train_length or config.train_length
+    if kind in ("linear", "yarn"):
+        original = _original_length(config, stage)
+        if kind == "linear" and "factor" not in rope and not stage.train_length:
+            trained = stage.length  # interpolated positions are as far as these rows go, and the next law starts there
+        rope.setdefault("factor", stage.length / original)
         require(
             rope["factor"] > 1,
             f"rope_parameters of stage {stage.name} need a factor > 1, got {rope['factor']:g} for length "
-            f"{stage.length} and a model trained at {config.train_length}; lengthen the rows or leave them out",
+            f"{stage.length} and a model trained at {original:g}; lengthen the rows or leave them out",
         )
-        if rope["rope_type"] == "yarn":
-            rope.setdefault("original_max_position_embeddings", config.train_length)
-    config.train_length = stage.train_length or config.train_length
+        if kind == "yarn":
+            rope.setdefault("original_max_position_embeddings", round(original))
+    elif rope:
+        _refuse_other_law(config, stage)
+    config.train_length = trained
     config.max_position_embeddings = max(config.max_position_embeddings, stage.length)
     if rope:
         model.set_rope_parameters(**rope)
+
+
+def _original_length(config: FarspanConfig, stage: Stage) -> float:
+    """The length that linear and yarn measure against: before the model's own law of the same kind, if it has one.
+
+    So interpolating 32 → 64 → 128 ends with factor 4: a law takes the place of the one before, it is not put on top.
+    """
+    _refuse_other_law(config, stage)
+    law = config.rotary().scaling
+    if isinstance(law, Linear):
+        return config.train_length / law.factor
+    return law.train_length if isinstance(law, YaRN) else config.train_length
+
+
+def _refuse_other_law(config: FarspanConfig, stage: Stage) -> None:
+    """A law takes the place of the model's own, which the weights have learnt: only of its own kind, or "default"."""
+    law = scaling_name(config.rotary().scaling)
+    own, new = (config.rope_parameters or {}).get("rope_type", "default"), stage.rope_parameters["rope_type"]
+    require(
+        own in ("default", new) or new == "default",
+        f"rope_parameters of stage {stage.name} must keep to the model's own law, {law}, got {new!r}; "
+        f"leave them out, or drop that law in a stage before with rope_type = 'default'",
+    )
 
 
 def freeze(model: FarspanForCausalLM, stage: Stage) -> FarspanForCausalLM:
@@ -96,7 +127,8 @@ def add_lora(model: FarspanForCausalLM, lora: Lora) -> None:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
         raise ValueError("lora needs the package 'peft', which is missing; pip install 'farspan[lora]'") from error
-    present = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    present = {name.rpartition(".")[2] for name in linear} - {"lm_head"}  # its weight is read, not its output
     targets = lora.target_modules or [name for name in model.lora_target_modules if name in present]
     for target in targets:
         require(

@@ -63,6 +63,10 @@ class AttentionSpec:
             require_choice("attention", value, NAMES)
             kind, _, form = value.partition("-")
             return cls(kind, form or None)
+        require(
+            isinstance(value, Mapping),
+            f"attention must be a name or a mapping for each layer, got {value!r}; choose from {', '.join(NAMES)}",
+        )
         options = [field.name for field in fields(cls)]
         for key in value:
             if key not in options:

@@ -6,6 +6,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from huggingface_hub.dataclasses import strict
+from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig
 
 from farspan.errors import require, require_choice, unknown
@@ -123,7 +124,11 @@ class FarspanConfig(PreTrainedConfig):
     def preset(cls, name: str, **overrides: Any) -> "FarspanConfig":
         """A named size ("350m" of the paper, "33m", "tiny") with some fields replaced."""
         require_choice("preset", name, PRESETS)
-        return cls(**{**PRESETS[name], **overrides})
+        try:
+            return cls(**{**PRESETS[name], **overrides})
+        except (StrictDataclassError, TypeError, KeyError) as error:  # what transformers and its helpers raise
+            reason = " ".join(str(error).split())
+            raise ValueError(f"options of preset {name!r} must be a model's fields ({reason}); correct them") from error
 
     @property
     def attention_specs(self) -> tuple[AttentionSpec, ...]:

@@ -26,6 +26,8 @@ SUBJECTS = {
 }
 DIGITS = 4
 """Of an accuracy: what the paper gives."""
+FEWEST_SEEDS = 3
+"""A side, before the range over seeds alone may part two variants."""
 COMPARED = (("cosformer", "rope"), ("cosformer", "cosformer-plain"))
 
 
@@ -114,13 +116,16 @@ def task_verdicts(run: Run, tables: Sequence[TaskTable]) -> list[str]:
 def _against(run: Run, measure: str, task: str, ours: str, other: str) -> str | None:
     """Better or worse only where neither the intervals of the counts nor the ranges over seeds touch.
 
-    Both are asked: all seeds answer the same test set, so that the interval alone knows nothing of their luck.
+    Both are asked: all seeds answer the same test set, so that the interval alone knows nothing of their luck. Where
+    there is no interval, as for perplexity, the range of one or two seeds says nothing, and so no verdict is given.
     """
     a, b = measured(run, measure, task, ours), measured(run, measure, task, other)
     if a is None or b is None:
         return None
     show = _shown(measure)
     numbers = f"{variant_name(ours)} {show(a.value)}, {variant_name(other)} {show(b.value)}"
+    if min(a.seeds, b.seeds) < FEWEST_SEEDS and (a.interval is None or b.interval is None):
+        return f"{numbers}: too few seeds to tell apart ({min(a.seeds, b.seeds)} of at least {FEWEST_SEEDS})"
     low_a, low_b = (min(e.low, (e.interval or (e.low,))[0]) for e in (a, b))
     high_a, high_b = (max(e.high, (e.interval or (e.high,))[-1]) for e in (a, b))
     if low_a <= high_b and low_b <= high_a:

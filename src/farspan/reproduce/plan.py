@@ -38,6 +38,11 @@ class Step:
         return WEIGHTS[self.kind]
 
     @property
+    def lock(self) -> str:
+        """What only one process may be at: all data steps share the corpus, whatever tasks they are for."""
+        return "data" if self.kind == "data" else self.result.stem
+
+    @property
     def name(self) -> str:
         task = f" {self.task}" if self.task else ""
         subject = f" {self.variant} seed {self.seed}" if self.variant else ""

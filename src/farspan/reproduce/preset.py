@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from farspan.errors import require, require_choice
-from farspan.tasks import TASKS, VARIANTS, TaskSettings
+from farspan.tasks import TASKS, VARIANTS, Material, TaskSettings, make_task
 from farspan.training.config import parse_section, read_toml
 
 NAMES = ("cpu", "gpu", "cosformer-cpu", "cosformer-gpu")
@@ -83,9 +83,18 @@ class Preset:
     def __post_init__(self) -> None:
         for variant in [*self.variants, *self.seeds]:
             require_choice("variants", variant, VARIANTS)
+        require(bool(self.variants), "variants must name at least one attention, got none; try ['rope', 'coca-exact']")
+        for variant, seeds in self.seeds.items():
+            require(seeds >= 1, f"seeds.{variant} must be at least 1, got {seeds}; leave it out of variants instead")
         for name in self.tasks:
             require_choice("tasks", name, TASKS)
-            self.task(name)  # refuses what cannot be meant
+            nowhere = Material(Path(), {"nowhere": 1.0}, lambda: [])
+            make_task(name, self.task(name), nowhere).check(self.variants)  # refuses what cannot be meant
+        require(
+            bool(self.tasks) or not self.corpus.labelled,
+            f"labelled texts are for a preset with tasks, such as cosformer-cpu, got {self.corpus.labelled}; "
+            "leave them out",
+        )
         require(
             len(self.corpus.labelled) in (0, 3),
             f"labelled must name three files, for training, for choices and for the test, "

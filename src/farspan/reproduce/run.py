@@ -19,6 +19,8 @@ from farspan.reproduce.work import Work
 POLL_SECONDS = 2.0
 """Between looks at steps that another process has taken."""
 
+ENDED = ("done", "failed")
+
 
 @dataclass(frozen=True)
 class Standing:
@@ -28,6 +30,8 @@ class Standing:
     """Of the whole work, by the weights of its steps."""
     step: str
     detail: str = ""
+    failed: tuple[str, ...] = ()
+    """At the end: the steps that failed in this call, not in another process, with their messages."""
 
 
 def reproduce(
@@ -53,6 +57,7 @@ def reproduce(
     folder.mkdir(parents=True, exist_ok=True)
     _keep_preset(preset, folder)
     states: dict[str, dict[str, str]] = {s.name: {"state": "pending", "message": ""} for s in steps}
+    _write_status(folder, states)
     say = report or (lambda _: None)
     total, left = sum(step.weight for step in steps), steps
     while left:
@@ -65,13 +70,14 @@ def reproduce(
             states[step.name] = _attempt(work, step, states)
             if states[step.name]["state"] == "busy":
                 busy.append(step)
-            _write_status(folder, states)
+            _write_status(folder, {step.name: states[step.name]})
         if len(busy) == len(left):
             time.sleep(POLL_SECONDS)
         left = busy
     from farspan.report import write_report
 
-    say(Standing(1.0, "report"))
+    failed = tuple(f"{name}: {state['message']}" for name, state in states.items() if state["state"] == "failed")
+    say(Standing(1.0, "report", failed=failed))
     with claim(folder / "locks" / "report", wait=True):
         return write_report(folder)
 
@@ -96,7 +102,7 @@ def _attempt(work: Work, step: Step, states: dict[str, dict[str, str]]) -> dict[
     if needed is not None and states[needed]["state"] != "done":
         state = "busy" if states[needed]["state"] == "busy" else "pending"
         return {"state": state, "message": f"needs {needed}"}
-    with claim(work.folder / "locks" / step.result.stem) as mine:
+    with claim(work.folder / "locks" / step.lock) as mine:
         if not mine:
             return {"state": "busy", "message": "another process is at it"}
         if step.result.exists():  # since we looked
@@ -118,6 +124,16 @@ def _keep_preset(preset: Preset, folder: Path) -> None:
 
 
 def _write_status(folder: Path, states: dict[str, dict[str, str]]) -> None:
-    rows = [{"step": name, **state} for name, state in states.items()]
+    """Put these steps into ``status.json``, which several processes write; all other steps stay as they are there.
+
+    How a step ended is always put down. That it is pending or busy is only this process's view of it, which does not
+    replace how it ended for another.
+    """
+    path = folder / "status.json"
     with claim(folder / "locks" / "status", wait=True):
-        write_whole(folder / "status.json", json.dumps(rows, indent=1))
+        rows = json.loads(path.read_text()) if path.exists() else []
+        known: dict[str, dict[str, str]] = {row["step"]: row for row in rows}
+        for name, state in states.items():
+            if state["state"] in ENDED or known.get(name, {}).get("state") not in ENDED:
+                known[name] = {"step": name, **state}
+        write_whole(path, json.dumps(list(known.values()), indent=1))

@@ -4,6 +4,7 @@ A classification row ends with its label. A recall row has, after its tokens, as
 asked. The same settings always give the same tables; no example is in two splits.
 """
 
+import hashlib
 import json
 import math
 from collections.abc import Callable
@@ -97,12 +98,34 @@ def labelled_texts(path: str) -> list[tuple[str, int]]:
                     f'{path}:{number} must be an object with "text" and "label", got {line[:40]!r}; repair it'
                 ) from error
             require(
-                isinstance(text, str) and type(label) is int and label >= 0,
-                f"{path}:{number} must have a text and a label 0, 1, …, got {label!r}; repair it",
+                isinstance(text, str) and text != "" and type(label) is int and label >= 0,
+                f"{path}:{number} must have a text and a label 0, 1, …, got {str(text)[:9]!r} and {label!r}; repair it",
             )
             found.append((text, label))
     require(bool(found), f"{path} must hold labelled texts, got none; name another file")
     return found
+
+
+def chosen_texts(labelled: tuple[str, ...], examples: dict[str, int]) -> dict[str, list[tuple[str, int]]]:
+    """So many (text, label) of each split's file, no text in two splits.
+
+    Files are often sorted by label, so texts are ordered by their hash before they are cut: the choice depends on the
+    texts alone, and has the labels in about the file's shares.
+    """
+    chosen, seen = dict[str, list[tuple[str, int]]](), set[str]()
+    for split, path in reversed(list(zip(SPLITS, labelled, strict=True))):
+        fresh = [(text, label) for text, label in dict(labelled_texts(path)).items() if text not in seen]
+        seen |= {text for text, _ in fresh}
+        fresh.sort(key=lambda pair: hashlib.sha256(pair[0].encode("utf-8", "surrogatepass")).digest())
+        chosen[split] = fresh[: examples[split]]
+        require(bool(fresh), f"{path} must hold texts that no other split has, got none; name another file")
+    labels = {split: sorted({label for _, label in rows}) for split, rows in chosen.items()}
+    require(
+        len(labels["train"]) >= 2 and all(found == labels["train"] for found in labels.values()),
+        "--labelled must have the same two labels or more in training, choices and test, got "
+        f"{labels['train']}, {labels['valid']} and {labels['test']}; take more examples or name other files",
+    )
+    return chosen
 
 
 def text_tables(
@@ -117,15 +140,10 @@ def text_tables(
     """Write the tables of labelled texts, each cut to `length` tokens and padded on the right."""
     if all((folder / f"{split}.npy").is_file() for split in SPLITS):
         return
-    seen: set[str] = set()
-    for split, path in reversed(list(zip(SPLITS, labelled, strict=True))):
-        fresh = [(text, label) for text, label in dict(labelled_texts(path)).items() if text not in seen]
-        seen |= {text for text, _ in fresh}
-        fresh = fresh[: examples[split]]
-        require(bool(fresh), f"{path} must hold texts that no other split has, got none; name another file")
-        rows = np.full((len(fresh), length + 1), pad, np.int64)
-        for i, (text, label) in enumerate(fresh):
+    for split, chosen in chosen_texts(labelled, examples).items():
+        rows = np.full((len(chosen), length + 1), pad, np.int64)
+        for i, (text, label) in enumerate(chosen):
             ids = encode(text)[:length]
             rows[i, : len(ids)], rows[i, -1] = ids, label
-            say(f"encoding {split} texts", i / len(fresh))
+            say(f"encoding {split} texts", i / len(chosen))
         write_table(folder / f"{split}.npy", rows)

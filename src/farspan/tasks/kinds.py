@@ -1,6 +1,7 @@
 """The tasks of the cosFormer paper's evaluation at our scale, and associative recall."""
 
-from dataclasses import fields, replace
+from collections.abc import Iterable
+from dataclasses import asdict, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
@@ -24,6 +25,7 @@ from farspan.tasks.settings import TaskSettings, attention_of
 from farspan.tasks.tables import TableRows, whole_table
 from farspan.tasks.task import Material, Report, Say, Task, counted, ready
 from farspan.training import Job, TrainConfig, pretraining_job, run
+from farspan.training.config import parse_section
 
 
 def nothing_beside(folder: Path) -> None:
@@ -83,14 +85,19 @@ class _Generated(Task):
         for key in self.settings.generator:
             if key not in known:
                 raise unknown(f"tasks.{self.name}.generator key", key, known)
-        return self.generator(**self.settings.generator)
+        return parse_section(self.generator, self.settings.generator, f"tasks.{self.name}.generator.")
+
+    def check(self, variants: Iterable[str]) -> None:
+        super().check(variants)
+        _, length = self.pieces()
+        require(
+            self.settings.length == length,
+            f"tasks.{self.name}.length must be {length} with this generator, got {self.settings.length}",
+        )
 
     def prepare(self, say: Say) -> None:
+        self.check(())
         (piece, length), settings = self.pieces(), self.settings
-        require(
-            settings.length == length,
-            f"tasks.{self.name}.length must be {length} with this generator, got {settings.length}",
-        )
         generate(self.folder, piece, self.source, length, settings.examples, say)
 
 
@@ -198,6 +205,20 @@ class FinetuningTask(TextTask):
     def vocabulary(self) -> int:  # type: ignore[override]
         return self.mask + 2
 
+    def check(self, variants: Iterable[str]) -> None:
+        super().check(variants)
+        settings = self.settings
+        require(
+            settings.pretraining_steps >= 1,
+            f"tasks.{self.name}.pretraining_steps must be at least 1, got {settings.pretraining_steps}; "
+            "without pre-training it is the task 'text'",
+        )
+        require(
+            settings.pretraining_batch_size >= 1 and settings.pretraining_batch_size % settings.accumulation == 0,
+            f"tasks.{self.name}.pretraining_batch_size must be a multiple of accumulation = {settings.accumulation}, "
+            f"got {settings.pretraining_batch_size}",
+        )
+
     def train(self, variant: str, seed: int, out: Path, report: Report | None = None) -> Path:
         pretrained = run(self.pretraining(variant, seed), out / "pretraining", report=report)
         job = replace(self.job(variant, seed), start=lambda: self.continued(pretrained))
@@ -238,6 +259,10 @@ class LanguageModelTask(Task):
     name = "lm"
     needs_text = True
 
+    def check(self, variants: Iterable[str]) -> None:
+        for variant in variants:
+            self.job(variant, 0)  # refuses what a pre-training could not be
+
     def job(self, variant: str, seed: int) -> Job:
         _, optimizer, section = self.sections(variant, seed)
         settings = self.settings
@@ -254,9 +279,11 @@ class LanguageModelTask(Task):
                     "length": settings.length,
                     "batch_size": settings.batch_size,
                 },
+                "optimizer": asdict(optimizer),
+                "run": asdict(section),
             }
         )
-        return pretraining_job(replace(config, optimizer=optimizer, run=section))
+        return pretraining_job(config)
 
     def score(self, model: Path, device: str, say: Say) -> dict[str, Any]:
         trained = ready(FarspanForCausalLM.from_pretrained(model), device)

@@ -1,6 +1,6 @@
 """What a task is: examples to make, a model to train on them, and questions to count."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,12 @@ class Task:
     def __init__(self, settings: TaskSettings, material: Material) -> None:
         self.settings, self.material = settings, material
         self.folder = material.folder / self.name
+
+    def check(self, variants: Iterable[str]) -> None:
+        """Refuse settings that could not be made or trained, before anything is."""
+        for variant in variants:
+            self.config(variant)
+            self.sections(variant, 0)
 
     def prepare(self, say: Say) -> None:
         """Make the examples; what is there already is left alone."""

@@ -4,7 +4,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from farspan.errors import require, require_choice, unknown
 
@@ -44,6 +44,18 @@ class OptimizerSection:
     clip: float = 1.0
     accumulation: int = 2
 
+    def __post_init__(self) -> None:
+        require(
+            len(self.betas) == 2 and all(type(b) in (int, float) and 0 <= b < 1 for b in self.betas),
+            f"optimizer.betas must be two numbers in 0 … 1, got {list(self.betas)}; the paper uses [0.9, 0.95]",
+        )
+        require(self.clip > 0, f"optimizer.clip must be above 0, got {self.clip}; the paper uses 1.0")
+        require(self.weight_decay >= 0, f"optimizer.weight_decay must be at least 0, got {self.weight_decay}")
+        require(
+            0 <= self.warmup_share <= 1,
+            f"optimizer.warmup_share must lie in 0 … 1, got {self.warmup_share}; the paper uses 0.01",
+        )
+
 
 @dataclass(frozen=True)
 class RunSection:
@@ -78,10 +90,6 @@ class TrainConfig:
         require(
             all(isinstance(w, int | float) and w > 0 for w in weights),
             f"data.sources need weights > 0, got {data.sources}",
-        )
-        require(
-            len(optimizer.betas) == 2 and all(isinstance(b, float) and 0 <= b < 1 for b in optimizer.betas),
-            f"optimizer.betas must be two numbers in 0 … 1, got {list(optimizer.betas)}; the paper uses [0.9, 0.95]",
         )
         require(run.checkpoint_every >= 1, f"run.checkpoint_every must be at least 1, got {run.checkpoint_every}")
         require(run.keep_checkpoints >= 1, f"run.keep_checkpoints must be at least 1, got {run.keep_checkpoints}")
@@ -136,13 +144,25 @@ def parse_section(cls: type[T], values: Mapping[str, Any], prefix: str) -> T:
 
 
 def _coerce(name: str, value: Any, known: Any) -> Any:
-    """Refuse a value of another kind than the default; whole numbers may stand for decimals."""
+    """Refuse a value of another kind than the field's, outside or inside; whole numbers may stand for decimals."""
     default = known.default_factory() if callable(known.default_factory) else known.default
-    if isinstance(default, tuple) and isinstance(value, list):
-        return tuple(value)
-    if isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
     if known.name == "attention" and isinstance(value, str | list):
         return value
+    if isinstance(default, tuple) and isinstance(value, list):
+        value = tuple(value)
+    if not isinstance(default, tuple | list | dict):
+        return _plain(name, value, type(default))
     require(type(value) is type(default), f"{name} must be {type(default).__name__}, got {value!r}")
+    of = [kind for kind in get_args(known.type) if kind is not Ellipsis]  # dict[str, float]: keys of TOML are texts
+    if not of or of[-1] not in (bool, int, float, str):
+        return value
+    if isinstance(value, dict):
+        return {key: _plain(f"{name}.{key}", one, of[-1]) for key, one in value.items()}
+    return type(value)(_plain(f"{name}[{i}]", one, of[-1]) for i, one in enumerate(value))
+
+
+def _plain(name: str, value: Any, kind: type) -> Any:
+    if kind is float and type(value) is int:
+        return float(value)
+    require(type(value) is kind, f"{name} must be {kind.__name__}, got {value!r}")
     return value

@@ -18,27 +18,28 @@ class _LinearCrossEntropy(torch.autograd.Function):
         rows = max(1, LOGITS_AT_ONCE // weight.shape[0])
         narrow = weight.to(hidden.dtype)
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros(
-            weight.shape, dtype=torch.promote_types(torch.float32, weight.dtype), device=weight.device
-        )
-        total = hidden.new_zeros((), dtype=grad_weight.dtype)
+        wide = torch.promote_types(torch.float32, weight.dtype)
+        grad_weight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None  # a head may be frozen
+        total = hidden.new_zeros((), dtype=wide)
         for start in range(0, hidden.shape[0], rows):
             piece = slice(start, start + rows)
-            logits = (hidden[piece] @ narrow.T).to(grad_weight.dtype)
+            logits = (hidden[piece] @ narrow.T).to(wide)
             total += F.cross_entropy(logits, targets[piece], reduction="sum")
             error = torch.softmax(logits, dim=-1, out=logits)
             error[torch.arange(error.shape[0], device=error.device), targets[piece]] -= 1
             error = (error / targets.shape[0]).to(hidden.dtype)
             grad_hidden[piece] = error @ narrow
-            grad_weight += error.T @ hidden[piece]
-        ctx.save_for_backward(grad_hidden, grad_weight.to(weight.dtype))
+            if grad_weight is not None:
+                grad_weight += error.T @ hidden[piece]
+        ctx.save_for_backward(grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype))
         return total / targets.shape[0]
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor | None, None]:
         grad_hidden, grad_weight = ctx.saved_tensors
-        scale = grad_outputs[0].to(grad_weight.dtype)  # rounded to bf16 it would scale body and head differently
-        return (grad_hidden * scale).to(grad_hidden.dtype), grad_weight * scale, None
+        scale = grad_outputs[0]  # wide, as the loss is: rounded to bf16 it would scale body and head differently
+        head = None if grad_weight is None else (grad_weight * scale).to(grad_weight.dtype)
+        return (grad_hidden * scale).to(grad_hidden.dtype), head, None
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:

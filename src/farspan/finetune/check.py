@@ -1,0 +1,40 @@
+"""Everything that can be refused of a recipe before its first stage is trained."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from farspan.convert.configuration import read_config
+from farspan.convert.sources import open_source
+from farspan.data import TextTokenizer
+from farspan.evaluation.passkey import training_document
+from farspan.finetune.objectives import check_teacher
+from farspan.finetune.recipe import Recipe
+from farspan.finetune.weights import give_lengths, prepared
+from farspan.models import FarspanForCausalLM
+from farspan.training.config import DataSection
+from farspan.training.pretraining import text_batches
+
+
+def check(
+    recipe: Recipe,
+    model: Path,
+    teacher: Path | None,
+    data: Mapping[str, float],
+    tokenizer: Callable[[], TextTokenizer],
+) -> None:
+    """Go through the stages with a model that has shapes but no weights, and open the data at each stage's length."""
+    config = read_config(open_source(model).config)
+    for stage in recipe.stages:
+        with torch.device("meta"):
+            student = FarspanForCausalLM(config)
+            give_lengths(student, stage)  # the next stage begins with this configuration
+            prepared(student, stage)
+            if stage.needs_teacher and teacher is not None:
+                theirs = read_config(open_source(teacher).config)
+                check_teacher(student.config, theirs, stage.objective)
+        text_batches(DataSection(dict(data), stage.length, stage.batch_size), tokenizer(), 0)
+        if stage.passkey_share:
+            training_document(tokenizer(), np.random.default_rng(0), stage.length + 1)  # refuses rows too short for one
