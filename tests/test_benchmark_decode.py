@@ -51,7 +51,7 @@ def test_every_step_at_toy_size() -> None:
         assert row["cache_over_rope"] == {"rope": 1.0, "coca-exact": 0.75}[row["attention"]]
         assert row["tokens_per_second"] == pytest.approx(2e3 / row["milliseconds_a_step"]["median"])
         assert row["greedy_equal"] == 1.0
-        assert row["peak_bytes"] >= row["weight_bytes"]  # a process's memory cannot show a cache of a few pages
+        assert row["peak_bytes"] >= row["cache_bytes"] + row["weight_bytes"]
     console = Console(file=io.StringIO(), width=300)
     show_decode(console, rows, absolute=True)
     assert "missing: graph: CUDA graphs need a CUDA device" in console.file.getvalue()

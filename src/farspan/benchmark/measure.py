@@ -31,7 +31,7 @@ def measure(call: Callable[[], Any], *, repeats: int, device: str) -> Measuremen
     before = _reset_peak(device)
     call()
     _wait(device)
-    peak = _peak(device) - before
+    peak = max(0, _peak(device) - before)  # the kernel counts pages lazily, and may see fewer than a moment ago
     return Measurement([measure_once(call, device) for _ in range(repeats)], peak)
 
 
