@@ -97,13 +97,9 @@ def half_width_kernel(
         keep = key < end
         if padding is not None:
             keep = keep & (tl.load(padding + row * padding_b + key, mask=keep, other=0) != 0)
-        if PAGE > 0:
-            page = tl.load(pages + row * pages_b + key // PAGE, mask=key < end, other=0).to(tl.int64)
-            where_t = key_head * t_g + page * t_b + (key % PAGE) * t_m
-            where_v = key_head * v_g + page * v_b + (key % PAGE) * v_m
-        else:
-            where_t = row * t_b + key_head * t_g + key.to(tl.int64) * t_m
-            where_v = row * v_b + key_head * v_g + key.to(tl.int64) * v_m
+        block, slot = key_slots(pages, pages_b, row, key, end, PAGE)
+        where_t = block * t_b + key_head * t_g + slot * t_m
+        where_v = block * v_b + key_head * v_g + slot * v_m
         coefficient = tile(t, where_t, pair, keep, HALF)
         value = tile(v, where_v, column, keep, WIDTH)
 
@@ -192,6 +188,15 @@ def anchored(done, BLOCK_N: tl.constexpr):
 def turned(left, right, cos, sin):
     """Waves of queries (…, d/2), for keys counted from elsewhere."""
     return left * cos + right * sin, right * cos - left * sin
+
+
+@triton.jit
+def key_slots(pages, pages_b, row, key, end, PAGE: tl.constexpr):
+    """Where keys lie: (row, index), or with a block table (page, place in it)."""
+    if PAGE > 0:
+        return tl.load(pages + row * pages_b + key // PAGE, mask=key < end, other=0).to(tl.int64), key % PAGE
+    else:
+        return row, key.to(tl.int64)
 
 
 @triton.jit

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from farspan.ops.coca.kernels.angles import cos_sin, places, waves
-from farspan.ops.coca.kernels.half_width import anchored, key_range, sees, tile, turned
+from farspan.ops.coca.kernels.half_width import anchored, key_range, key_slots, sees, tile, turned
 from farspan.ops.coca.kernels.narrow import narrow
 
 
@@ -73,13 +73,9 @@ def one_query_kernel(
         keep = key < end
         if padding is not None:
             keep = keep & (tl.load(padding + row * padding_b + key, mask=keep, other=0) != 0)
-        if PAGE > 0:
-            page = tl.load(pages + row * pages_b + key // PAGE, mask=key < end, other=0).to(tl.int64)
-            where_t = head * t_g + page * t_b + (key % PAGE) * t_m
-            where_v = head * v_g + page * v_b + (key % PAGE) * v_m
-        else:
-            where_t = row * t_b + head * t_g + key.to(tl.int64) * t_m
-            where_v = row * v_b + head * v_g + key.to(tl.int64) * v_m
+        block, slot = key_slots(pages, pages_b, row, key, end, PAGE)
+        where_t = block * t_b + head * t_g + slot * t_m
+        where_v = block * v_b + head * v_g + slot * v_m
         coefficient = tile(t, where_t, pair, keep, HALF).to(tl.float32)
         value = tile(v, where_v, column, keep, WIDTH).to(tl.float32)
 
