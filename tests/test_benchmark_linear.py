@@ -109,13 +109,13 @@ def test_without_a_gpu_or_the_package_the_reason_is_given(monkeypatch: pytest.Mo
 
 
 def test_a_quick_run_leaves_few_variants(monkeypatch: pytest.MonkeyPatch) -> None:
-    variants = [types.SimpleNamespace(num_warps=w, num_stages=s) for w in (2, 4) for s in (2, 3)]
+    variants = [types.SimpleNamespace(num_warps=w, num_stages=s) for w in (2, 4) for s in (2, 3, 4)]
     tuner = types.SimpleNamespace(configs=list(variants), run=None, fn=None)
     lone = types.SimpleNamespace(configs=[variants[0], variants[1]], run=None, fn=None)
     module = types.SimpleNamespace(a=types.SimpleNamespace(run=None, fn=tuner), b=lone, c=3, d=None)
     monkeypatch.setattr(linear_peers, "import_module", lambda name: module)
-    assert linear_peers.keep_few_variants(("any",)) == 2
-    assert tuner.configs == [variants[3]]
+    assert linear_peers.keep_few_variants(("any",)) == 3
+    assert tuner.configs == [variants[3], variants[4]]
     assert lone.configs == [variants[0]]
 
 
