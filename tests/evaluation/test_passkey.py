@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from farspan.evaluation import wilson
-from farspan.evaluation.passkey import ANSWER, make_case, make_cases, passkey, training_document
+from farspan.evaluation.passkey import ANSWER, make_case, make_cases, passkey, training_document, training_row
 from tests.models.test_modeling import make
 
 
@@ -48,6 +48,27 @@ def test_cases_depend_on_the_seed_and_cover_all_depths() -> None:
     assert distances[0] < 60
     assert distances[-1] > 300
     assert len({case.key for case in one}) > 15
+
+
+def test_a_long_training_row_holds_several_texts_each_with_its_own_answer() -> None:
+    counts, longest = [], 0
+    for seed in range(20):
+        row = training_row(Exact(), np.random.default_rng(seed), 12_000)
+        assert len(row) == 12_000
+        texts = Exact().decode(row.tolist()).split("There is an important info")[1:]
+        for text in texts:
+            key = text[-6:-1]
+            assert text.endswith(ANSWER.format(key=key))
+            assert text.count(f"{key} is the passkey.") == 1
+        counts.append(len(texts))
+        longest = max(longest, *map(len, texts))
+    assert 2 < sum(counts) / len(counts) < 8
+    assert longest > 6_000  # far keys are among them
+
+
+def test_a_short_training_row_is_one_text() -> None:
+    row, document = (f(Exact(), np.random.default_rng(3), 1000) for f in (training_row, training_document))
+    assert (row == document).all()
 
 
 def test_a_training_document_ends_with_the_answer() -> None:

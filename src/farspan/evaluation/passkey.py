@@ -21,6 +21,9 @@ KEY = "The passkey is {key}. Remeber it. {key} is the passkey.\n"
 QUESTION = "What is the passkey?"
 ANSWER = " The passkey is {key}."
 
+ONE_TEXT = 1024
+"""A training row of at most so many tokens is one passkey text."""
+
 
 class Tokenizer(Protocol):
     """What the task asks of a tokenizer."""
@@ -72,6 +75,24 @@ def training_document(tokenizer: Tokenizer, generator: np.random.Generator, leng
     answer = tokenizer.encode(ANSWER.format(key=key))
     case = make_case(tokenizer, length - len(answer), key, float(generator.random()))
     return np.array(case.prompt + answer, dtype=np.int64)
+
+
+def training_row(tokenizer: Tokenizer, generator: np.random.Generator, length: int) -> np.ndarray[Any, Any]:
+    """A training row of `length` tokens: one passkey text, or in a long row several of different lengths.
+
+    Only the answers teach anything, and one in 8192 tokens teaches too little. The lengths are spread evenly on a
+    logarithmic scale, so that near and far keys are as frequent as in a test by doublings.
+    """
+    pieces, left = [], length
+    bare = sum(len(tokenizer.encode(part.format(key=10_000))) for part in (INTRODUCTION, KEY, QUESTION, ANSWER))
+    shortest = 2 * bare
+    while left > max(ONE_TEXT, shortest):
+        size = round(shortest * (left / shortest) ** generator.random())
+        if left - size < shortest:
+            break
+        pieces.append(training_document(tokenizer, generator, size))
+        left -= size
+    return np.concatenate([*pieces, training_document(tokenizer, generator, left)])
 
 
 @torch.no_grad()

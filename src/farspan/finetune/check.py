@@ -9,7 +9,7 @@ import torch
 from farspan.convert.configuration import read_config
 from farspan.convert.sources import open_source
 from farspan.data import TextTokenizer
-from farspan.evaluation.passkey import training_document
+from farspan.evaluation.passkey import training_row
 from farspan.finetune.objectives import check_teacher
 from farspan.finetune.recipe import Recipe
 from farspan.finetune.weights import give_lengths, prepared
@@ -37,4 +37,4 @@ def check(
                 check_teacher(student.config, theirs, stage.objective)
         text_batches(DataSection(dict(data), stage.length, stage.batch_size), tokenizer(), 0)
         if stage.passkey_share:
-            training_document(tokenizer(), np.random.default_rng(0), stage.length + 1)  # refuses rows too short for one
+            training_row(tokenizer(), np.random.default_rng(0), stage.length + 1)  # refuses rows too short for one

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from farspan.data import Batches, Shards, TextTokenizer, load_tokenizer
-from farspan.evaluation.passkey import training_document
+from farspan.evaluation.passkey import training_row
 from farspan.models import FarspanConfig, FarspanForCausalLM
 from farspan.training.config import DataSection, TrainConfig
 from farspan.training.job import Job
@@ -86,5 +86,5 @@ def text_batches(data: DataSection, tokenizer: TextTokenizer, seed: int) -> Batc
         data.batch_size,
         seed,
         passkey_share=data.passkey_share,
-        passkey_document=partial(training_document, tokenizer),
+        passkey_document=partial(training_row, tokenizer),
     )
