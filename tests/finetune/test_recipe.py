@@ -41,7 +41,7 @@ def test_a_small_budget_keeps_the_shares_and_at_least_a_row() -> None:
     assert [s.length for s in small.stages] == [64] * 3
     assert small.stages[0].train_length == 64
     assert [s.batch_size for s in small.stages] == [1] * 3
-    assert [s.optimizer.steps for s in small.stages] == [6, 26, 8]
+    assert [s.optimizer.steps for s in small.stages] == [8, 24, 8]
     assert all(s.optimizer.steps == 1 for s in Recipe.load("distill").scaled(1).stages)
 
 

@@ -355,7 +355,7 @@ def test_the_command_line_applies_a_recipe(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     _, coca, source = folders
-    sizes = ["--length", 16, "--tokens", 320]
+    sizes = ["--length", 320, "--tokens", 6400]  # a passkey text must fit into a row
     assert command(monkeypatch, coca, "--data", f"{source}=2", *sizes, "--out", tmp_path / "out") == 0
     rows = json.loads((tmp_path / "out" / "recipe.json").read_text())["rows"]
     assert [row["name"] for row in rows] == ["attention", "logits", "text"]

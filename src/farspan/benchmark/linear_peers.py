@@ -41,7 +41,7 @@ def flash_linear_attention(device: str, *, quick: bool) -> tuple[Callable[..., T
 def keep_few_variants(modules: tuple[str, ...], *, warps: int = 4, stages: tuple[int, ...] = (2, 3)) -> int:
     """Leave each tuned kernel only its variants of so many warps and stages, where it has any; how many are left.
 
-    Two numbers of stages, as the tuner passes over a variant that asks for too much shared memory only if it has another.
+    Two numbers of stages: only where it has another does a tuner pass over a variant that asks for too much memory.
     """
     left = 0
     for name in modules:

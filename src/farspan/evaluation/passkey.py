@@ -43,17 +43,19 @@ class Case:
     """Tokens from the end of the key's sentence to the end of the prompt."""
 
 
-def make_case(tokenizer: Tokenizer, length: int, key: int, depth: float) -> Case:
+def make_case(tokenizer: Tokenizer, length: int, key: int, depth: float, *, beside: int = 0) -> Case:
     """A prompt of `length` tokens with the key at `depth` of the filler (0 = first, 1 = last).
 
-    Filler is cut to the token, so that prompts of one length need no padding.
+    Filler is cut to the token, so that prompts of one length need no padding. `beside`: tokens that stand in the same
+    text, of which an error about its length should speak.
     """
     head, question = tokenizer.encode(INTRODUCTION), tokenizer.encode(QUESTION)
     hidden, filler = tokenizer.encode(KEY.format(key=key)), tokenizer.encode(FILLER)
     room = length - len(head) - len(hidden) - len(question)
     require(
         room >= 0,
-        f"length must be at least {length - room} tokens for the passkey prompt with this tokenizer, got {length}",
+        f"length must be at least {length - room + beside} tokens for the passkey prompt with this tokenizer, "
+        f"got {length + beside}",
     )
     before = round(room * depth)
     stream = filler * (room // len(filler) + 1)
@@ -73,7 +75,7 @@ def training_document(tokenizer: Tokenizer, generator: np.random.Generator, leng
     """A passkey text of `length` tokens with its answer: small models learn retrieval from nothing less."""
     key = int(generator.integers(10_000, 100_000))
     answer = tokenizer.encode(ANSWER.format(key=key))
-    case = make_case(tokenizer, length - len(answer), key, float(generator.random()))
+    case = make_case(tokenizer, length - len(answer), key, float(generator.random()), beside=len(answer))
     return np.array(case.prompt + answer, dtype=np.int64)
 
 
