@@ -103,3 +103,18 @@ def test_without_a_rotary_the_output_is_a_mean_of_values(name: str) -> None:
     q, t, _ = inputs(37)
     ones = linear_coca_attention(q, t, torch.ones(1, 2, 37, 8, dtype=q.dtype), rotary=None)
     assert (ones - 1).abs().max() <= 1e-12
+
+
+@pytest.mark.parametrize("law", [None, YaRN(4.0, 16)], ids=str)
+def test_it_compiles_without_a_break(law: object) -> None:
+    def both(*texts: torch.Tensor) -> torch.Tensor:
+        start = [x[:, :, :30] for x in texts]
+        out, state = linear_coca_attention(*start, rotary=Rotary(8, scaling=law), return_state=True)
+        rest = linear_coca_attention(
+            *(x[:, :, 30:] for x in texts), rotary=Rotary(8, scaling=law), state=state, return_state=True
+        )
+        return torch.cat((out, rest[0]), dim=2)
+
+    torch.compiler.reset()
+    compiled = torch.compile(both, fullgraph=True, backend="aot_eager")
+    assert largest_difference(compiled, both, inputs(50)) <= 1e-12

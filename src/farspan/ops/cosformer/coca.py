@@ -1,5 +1,6 @@
 """CoCA meets linear attention: the exact form's two non-negative factors as weights instead of logits. Experimental."""
 
+from dataclasses import fields
 from typing import Literal, overload
 
 import torch
@@ -108,7 +109,7 @@ def linear_coca_attention(
         weights = linear_coca_weights(q, seen_only(t, mask), distance, theta)
         return silenced(weigh(*weights, seen_only(v, mask), mask), places, padding_mask)
     kernel = Kernel(
-        name=f"linear coca, {rotary}",
+        name=_name(rotary),
         frequency=0.0 if theta is None else theta,
         numerator=Shape(1, 0) if theta is None else Shape(0, 1),
         denominator=Shape(1, 0),
@@ -138,6 +139,17 @@ def _check_rotary(rotary: Rotary | None, width: int) -> None:
         not (rotary.follows_query or rotary.follows_length),
         "rotary must have fixed frequencies, got dynamic NTK: sums cannot be turned again; use NTK or Linear",
     )
+
+
+def _name(rotary: Rotary | None) -> str:
+    """The angles in words, spelt out: torch.compile cannot compare the text of a dataclass."""
+    if rotary is None:
+        return "linear coca without angles"
+    law = rotary.scaling
+    words = ["no scaling"]
+    if law is not None:
+        words = [type(law).__name__, *(str(getattr(law, field.name)) for field in fields(law))]  # type: ignore[arg-type]
+    return f"linear coca, width {rotary.dim}, base {rotary.base}, {' '.join(words)}"
 
 
 def _shortened(q: Tensor) -> Tensor:
