@@ -21,7 +21,7 @@ from farspan.export.source import ALWAYS_THERE, flat_source, rewrite
 from tests.convert.test_folder import called
 from tests.models.test_modeling import MIXED, make
 
-LAYERS = [*MIXED, "alibi", "cosformer"]
+LAYERS = [*MIXED, "alibi", "cosformer", "linear-coca"]
 """Every kind of layer, a window and one without positions."""
 
 WITHOUT_FARSPAN = """

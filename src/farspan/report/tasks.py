@@ -102,7 +102,7 @@ def training_table(run: Run) -> Table | None:
 
 
 def task_verdicts(run: Run, tables: Sequence[TaskTable]) -> list[str]:
-    """For each task: is cosFormer ahead of softmax attention, does its re-weighting help, and is linear CoCA ahead of it?"""
+    """For each task: is cosFormer ahead of softmax attention, does re-weighting help, is linear CoCA ahead of it?"""
     said = []
     for table in tables:
         if table.measure in ("accuracy", "perplexity"):
