@@ -59,7 +59,6 @@ CONFIGURATIONS = [
     {"attention": "cosformer", "cosformer_max_length": 300},
     {"attention": "cosformer", "cosformer_beyond": "decay"},
     {"attention": ["cosformer", LOCAL, "cosformer"], "cosformer_beyond": "decoupled", "qk_norm": True},
-    {"attention": "linear-coca"},
     {
         "attention": ["linear-coca", LOCAL, {"kind": "linear-coca", "rotary": False}],
         "rope_parameters": {"rope_type": "ntk", "factor": 4.0},
