@@ -134,6 +134,9 @@ def test_rows_hold_what_the_sums_say() -> None:
     [
         (lambda: small("alibi"), 40, {}, "must have rotary layers .* got alibi"),
         (lambda: small([{"kind": "rope", "rotary": False}] * 2), 40, {}, "must have rotary layers"),
+        (lambda: small("linear-coca"), 40, {}, "must have rotary layers with a softmax to look at, got linear-coca"),
+        (lambda: small(["rope", "linear-coca"]), 40, {}, "must leave 'dynamic' out where there are linear-coca"),
+        (lambda: small(["rope", "linear-coca"]), 40, {"laws": ("none",), "layers": (1,)}, "got 1"),
         (lambda: small("rope"), 31, {}, "two windows = 32 tokens, got 31"),
         (lambda: small("rope"), 40, {"layers": (0, 2)}, r"rotary layers of this model \(0, 1\), got 2"),
         (lambda: small(["alibi", "rope"]), 40, {"layers": (0,)}, "got 0"),

@@ -150,8 +150,11 @@ def test_targets_that_make_no_sense_are_refused(tmp_path: Path) -> None:
         from_pretrained(tmp_path, "coca-exat")
     with pytest.raises(ValueError, match="one entry for each of the 3 layers, got 2"):
         from_pretrained(tmp_path, ["rope", "rope"])
-    with pytest.raises(ValueError, match="must be rope or CoCA after a conversion, got 'alibi'"):
+    with pytest.raises(ValueError, match="must be rope or CoCA with a softmax after a conversion, got 'alibi'"):
         from_pretrained(tmp_path, "alibi")
+    for linear in ("cosformer", "linear-coca"):
+        with pytest.raises(ValueError, match=f"after a conversion, got '{linear}'; train a model with it instead"):
+            from_pretrained(tmp_path, linear)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from farspan.export.source import ALWAYS_THERE, flat_source, rewrite
 from tests.convert.test_folder import called
 from tests.models.test_modeling import MIXED, make
 
-LAYERS = [*MIXED, "alibi", "cosformer"]
+LAYERS = [*MIXED, "alibi", "cosformer", "linear-coca"]
 """Every kind of layer, a window and one without positions."""
 
 WITHOUT_FARSPAN = """
@@ -162,7 +162,9 @@ def test_the_card_holds_the_numbers_and_where_they_come_from(exported: Path) -> 
     head = safe_load(front)
     assert head["license"] == "apache-2.0"
     assert head["pipeline_tag"] == "text-generation"
-    assert {"farspan", "coca", "cosformer"} <= set(head["tags"])
+    assert {"farspan", "coca", "cosformer", "linear-coca"} <= set(head["tags"])
+    assert "an experiment of farspan's own" in card
+    assert "set_rope_parameters" not in card  # its dynamic NTK would be refused
     assert "| Scaling | 512 | 1,024 |" in card
     assert "| no scaling | 20.25 | 19.50 |" in card
     assert "| dynamic NTK 4 | — | 18.75 |" in card
@@ -170,6 +172,15 @@ def test_the_card_holds_the_numbers_and_where_they_come_from(exported: Path) -> 
     assert "cut to the training length have perplexity 21.00" in card
     assert "`` farspan eval ppl `x` ``; CPU, commit abc" in card
     assert "1 layer coca-exact (window 8), 1 layer rope, 1 layer coca-slack (without positions)" in card
+
+
+def test_the_card_of_a_model_that_can_be_stretched_says_how(tmp_path: Path) -> None:
+    make(LAYERS[:-1], dtype=torch.float32, num_hidden_layers=5, vocab_size=257).save_pretrained(tmp_path / "model")
+    load_tokenizer("bytes").save(tmp_path / "model")
+    assert called("export", tmp_path / "model", "--out", tmp_path / "hub")[0] == 0
+    card = (tmp_path / "hub" / "README.md").read_text()
+    assert 'model.set_rope_parameters(rope_type="dynamic", factor=4.0)' in card
+    assert "experiment" not in card
 
 
 def test_a_card_without_results_says_so(trained: Path, tmp_path: Path) -> None:

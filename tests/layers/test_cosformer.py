@@ -63,7 +63,7 @@ def test_re_weighting_prefers_what_is_near() -> None:
         (lambda: CosformerAttention(32, 4, max_length=0), "max_length must be at least 1, got 0"),
         (lambda: CosformerAttention(32, 4, max_length=8, beyond="clamp"), "beyond must be one of 'raise'"),
         (lambda: CosformerAttention(32, 4, max_length=8, activation="exp"), "activation must be one of"),
-        (lambda: Attention(32, 4, "cosformer"), "needs its max_length.* build CosformerAttention"),
+        (lambda: Attention(32, 4, "cosformer"), "is a linear attention.* build CosformerAttention"),
         (lambda: AttentionSpec("cosformer", window=4), "window cannot be combined with kind 'cosformer', got 4"),
         (lambda: AttentionSpec("cosformer", form="exact"), "form belongs to kind 'coca'"),
     ],

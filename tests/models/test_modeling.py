@@ -59,6 +59,12 @@ CONFIGURATIONS = [
     {"attention": "cosformer", "cosformer_max_length": 300},
     {"attention": "cosformer", "cosformer_beyond": "decay"},
     {"attention": ["cosformer", LOCAL, "cosformer"], "cosformer_beyond": "decoupled", "qk_norm": True},
+    {
+        "attention": ["linear-coca", LOCAL, {"kind": "linear-coca", "rotary": False}],
+        "rope_parameters": {"rope_type": "ntk", "factor": 4.0},
+        "coca_activation": "softplus",
+        "qk_norm": True,
+    },
 ]
 
 
@@ -125,7 +131,7 @@ def test_plain_transformers_caches_work(make_cache) -> None:
     assert (torch.cat(parts, dim=1) - model(x).logits).abs().max() <= TIGHT
 
 
-@pytest.mark.parametrize("attention", [*NAMES, MIXED, {"kind": "cosformer", "rotary": False}], ids=str)
+@pytest.mark.parametrize("attention", [*NAMES, MIXED, {"kind": "cosformer", "rotary": False}, "linear-coca"], ids=str)
 @torch.no_grad()
 def test_packed_documents_equal_separate_ones(attention: object) -> None:
     model = make(attention)

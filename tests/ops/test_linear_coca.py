@@ -67,3 +67,54 @@ def test_frequencies_that_change_are_refused() -> None:
         linear_coca_attention(*inputs(5), rotary=Rotary(8, scaling=DynamicNTK(4, 8)))
     with pytest.raises(ValueError, match="rotary must have dim 8"):
         linear_coca_attention(*inputs(5), rotary=Rotary(16))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("size", [1e-3, 1.0, 16.0])
+@pytest.mark.parametrize("causal", [True, False])
+def test_gradients_are_finite_where_keys_are_dead_or_nearly_so(dtype: torch.dtype, size: float, causal: bool) -> None:
+    q, t, v = (x.detach() for x in coca_inputs(70, d=64))
+    q, t = q * size, t * size
+    t[:, :, 0], t[:, :, 1], t[:, 1] = 1e-7, 0.0, 0.0
+    q[:, :, ::3] = 0.0
+    inputs = [x.to(dtype).requires_grad_() for x in (q, t, v)]
+    out = linear_coca_attention(*inputs, rotary=Rotary(64), causal=causal)
+    assert (out[:, :, ::3] == 0).all()
+    assert (out[:, 2:] == 0).all()  # its key head is dead throughout
+    assert out.isfinite().all()
+    assert out[:, :2, 2::3].abs().sum() > 0
+    gradients = torch.autograd.grad(out.float().sum(), inputs)
+    assert all(g.isfinite().all() for g in gradients)
+
+
+def test_how_long_a_query_is_makes_no_difference() -> None:
+    q, t, v = inputs(30)
+    lengths = torch.logspace(-2, 6, 30, dtype=q.dtype)[:, None]
+    out = linear_coca_attention(q, t, v, rotary=Rotary(8))
+    scaled = linear_coca_attention(q * lengths, t, v, rotary=Rotary(8))
+    assert (scaled - out).abs().max() <= 1e-12
+
+
+@pytest.mark.parametrize("name", ["causal", "bidirectional", "left padding", "documents"])
+def test_without_a_rotary_the_output_is_a_mean_of_values(name: str) -> None:
+    options = {"rotary": None, **masks(3, 37, 37)[name]}
+    ops = linear_coca_attention, linear_coca_attention_reference
+    assert largest_difference(*ops, inputs(37, b=3), **options) <= 1e-12
+    q, t, _ = inputs(37)
+    ones = linear_coca_attention(q, t, torch.ones(1, 2, 37, 8, dtype=q.dtype), rotary=None)
+    assert (ones - 1).abs().max() <= 1e-12
+
+
+@pytest.mark.parametrize("law", [None, YaRN(4.0, 16)], ids=str)
+def test_it_compiles_without_a_break(law: object) -> None:
+    def both(*texts: torch.Tensor) -> torch.Tensor:
+        start = [x[:, :, :30] for x in texts]
+        out, state = linear_coca_attention(*start, rotary=Rotary(8, scaling=law), return_state=True)
+        rest = linear_coca_attention(
+            *(x[:, :, 30:] for x in texts), rotary=Rotary(8, scaling=law), state=state, return_state=True
+        )
+        return torch.cat((out, rest[0]), dim=2)
+
+    torch.compiler.reset()
+    compiled = torch.compile(both, fullgraph=True, backend="aot_eager")
+    assert largest_difference(compiled, both, inputs(50)) <= 1e-12

@@ -60,6 +60,15 @@ def test_ahead_is_said_only_where_nothing_overlaps(tmp_path: Path) -> None:
     ]
 
 
+def test_linear_coca_is_held_against_cosformer(tmp_path: Path) -> None:
+    run = collect(results(tmp_path, {"cosformer": (700, 780), "linear-coca": (300, 310)}, {}))
+    said = task_verdicts(run, load_task_tables())
+    assert said == ["ListOps: Linear CoCA (experimental) 0.1525, cosFormer 0.3700: worse."]
+    (lra,) = (task_table(run, table) for table in load_task_tables() if table.name == "cosformer-lra")
+    assert lra is not None
+    assert [line.cells[0].text for line in lra.lines if line.label == "Linear CoCA (experimental)"] == ["0.1525"]
+
+
 @pytest.mark.parametrize("seeds", [1, 2])
 def test_the_range_of_few_seeds_parts_nothing(seeds: int, tmp_path: Path) -> None:
     """However far apart: one seed is a point, and two points have no known luck."""

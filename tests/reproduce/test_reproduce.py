@@ -166,6 +166,13 @@ def test_shipped_presets_parse_and_plan(name: str, tmp_path: Path) -> None:
     assert not any(step.variant == "alibi" and step.scaling != "none" for step in steps)
 
 
+def test_only_what_dynamic_ntk_can_stretch_is_measured_under_it(tmp_path: Path) -> None:
+    variants = ["rope", "alibi", "coca-slack", "cosformer", "cosformer-plain", "linear-coca"]
+    steps = plan(replace(Preset.load("cpu"), variants=variants), tmp_path)
+    assert {step.variant for step in steps if step.kind == "ppl"} == {*variants}
+    assert {step.variant for step in steps if step.scaling != "none"} == {"rope", "coca-slack"}
+
+
 def farspan(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "farspan_cli", *arguments], capture_output=True, text=True)
 

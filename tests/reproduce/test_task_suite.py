@@ -15,7 +15,7 @@ from farspan.reproduce.run import _attempt
 from farspan.reproduce.work import Work
 
 TOML = """
-variants = ["rope", "cosformer", "cosformer-plain"]
+variants = ["rope", "cosformer", "cosformer-plain", "linear-coca"]
 seeds = { cosformer = 2 }
 [corpus]
 train = { "%(folder)s/text.jsonl" = 1.0 }
@@ -67,11 +67,11 @@ def test_tasks_are_trained_once_and_shown_beside_the_paper(toml: Path, tmp_path:
     reproduce(Preset.load(toml), tmp_path, only=["listops"])
     assert list(states(tmp_path)) == [
         "data",
-        *(f"train listops {v} seed 0" for v in ("rope", "cosformer", "cosformer-plain")),
+        *(f"train listops {v} seed 0" for v in ("rope", "cosformer", "cosformer-plain", "linear-coca")),
         "train listops cosformer seed 1",
     ]
     stamps = {path: path.stat().st_mtime_ns for path in (tmp_path / "results").iterdir()}
-    assert len(stamps) == 4
+    assert len(stamps) == 5
     page = reproduce(Preset.load(toml), tmp_path)
     assert set(states(tmp_path).values()) == {"done"}
     assert all(path.stat().st_mtime_ns == stamp for path, stamp in stamps.items())
@@ -79,7 +79,7 @@ def test_tasks_are_trained_once_and_shown_beside_the_paper(toml: Path, tmp_path:
     assert (row["cases"], row["valid"]["cases"], row["length"], row["variant"]) == (20, 10, 16, "cosformer")
     text = page.read_text()
     assert "cosFormer, Table 4: Long Range Arena" in text
-    assert "CoCA" not in text
+    assert "Table 1: perplexity beyond" not in text
     table = (page.parent / "tables" / "cosformer-lra.md").read_text()
     assert "| cosFormer | ours (2 seeds, 40 cases) |" in table
     assert "| cosFormer | paper | 0.3650 | 0.6770 | 0.7196 |" in table
@@ -113,9 +113,9 @@ def test_tables_choose_their_tasks(tmp_path: Path) -> None:
         plan(Preset.load("cosformer-gpu"), tmp_path, ["table1"])
 
 
-def test_every_table_of_tasks_has_the_three_attentions() -> None:
+def test_every_table_of_tasks_has_the_four_attentions() -> None:
     for table in load_task_tables():
-        assert [row.variant for row in table.rows] == ["rope", "cosformer", "cosformer-plain"]
+        assert [row.variant for row in table.rows] == ["rope", "cosformer", "cosformer-plain", "linear-coca"]
 
 
 def test_a_table_whose_numbers_do_not_fit_its_columns_is_refused() -> None:

@@ -98,8 +98,20 @@ def test_variants_differ_in_their_attention_alone(tmp_path: Path) -> None:
     assert not torch.allclose(outputs[1], outputs[2])
 
 
+@pytest.mark.parametrize("name", ["lm", "mqar", "listops"])
+def test_linear_coca_learns_too(name: str, tmp_path: Path) -> None:
+    """With d/2 numbers a key for d its model is a little smaller than the others."""
+    made = task(name, tmp_path)
+    model = made.train("linear-coca", 0, tmp_path / "run")
+    curve = losses(tmp_path / "run")
+    assert np.mean(curve[-4:]) < np.mean(curve[:4]) - 0.05
+    assert made.score(model, "cpu", quiet)
+    rope, ours = (made.config(variant) for variant in ("rope", "linear-coca"))
+    assert {key for key, value in ours.to_dict().items() if rope.to_dict()[key] != value} == {"attention"}
+
+
 def test_padding_changes_no_answer(tmp_path: Path) -> None:
-    for variant in ("rope", "cosformer", "cosformer-plain"):
+    for variant in ("rope", "cosformer", "cosformer-plain", "linear-coca"):
         model = make_task("listops", settings("listops"), material(tmp_path)).start(variant).eval()
         ids = torch.randint(1, 16, (1, 9))
         padded = torch.cat([ids, torch.zeros(1, 15, dtype=torch.long)], dim=1)

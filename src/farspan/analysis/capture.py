@@ -22,7 +22,8 @@ def rotary_layers(model: FarspanForCausalLM) -> list[int]:
     found = [i for i, spec in enumerate(specs) if spec.rotary and spec.kind in ("rope", "coca")]
     kinds = ", ".join(dict.fromkeys(spec.name for spec in specs))
     require(
-        bool(found), f"model must have rotary layers to have initial angles, got {kinds}; choose a RoPE or CoCA model"
+        bool(found),
+        f"model must have rotary layers with a softmax to look at, got {kinds}; choose a RoPE or CoCA model",
     )
     return found
 

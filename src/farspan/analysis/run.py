@@ -91,6 +91,11 @@ def analyze(
     """
     settings, train_length = settings or Settings(), model.config.train_length
     layers = chosen_layers(model, settings.layers)
+    require(
+        "dynamic" not in settings.laws or all(spec.kind != "linear-coca" for spec in model.config.attention_specs),
+        f"laws must leave 'dynamic' out where there are linear-coca layers, got {', '.join(settings.laws)}; "
+        "their sums cannot be turned again",
+    )
     require(len(texts) > 0, "texts must hold at least one token sequence, got none")
     for text in texts:
         require(

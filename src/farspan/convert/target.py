@@ -30,9 +30,13 @@ def target_specs(attention: AttentionArgument, source: Sequence[AttentionSpec]) 
     specs = []
     for entry, old in zip(entries, source, strict=True):
         spec = AttentionSpec.parse(entry)
+        require(
+            spec.kind in ("rope", "coca"),
+            f"attention must be rope or CoCA with a softmax after a conversion, got {spec.name!r}; "
+            "train a model with it instead",
+        )
         if isinstance(entry, str):
             spec = AttentionSpec(spec.kind, spec.form, old.window, old.rotary)
-        require(spec.kind in ("rope", "coca"), f"attention must be rope or CoCA after a conversion, got {spec.name!r}")
         specs.append(spec)
     return tuple(specs)
 

@@ -42,6 +42,7 @@ def render(card: Card) -> str:
         undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
     environment.filters["code"] = code
+    linear_coca = any(spec.kind == "linear-coca" for spec in config.attention_specs)
     text = (resources.files("farspan") / "export" / "card.md.jinja").read_text(encoding="utf-8")
     return environment.from_string(text).render(
         name=card.name,
@@ -51,7 +52,8 @@ def render(card: Card) -> str:
         attention=attention_text(config.attention_specs),
         coca=any(spec.kind == "coca" for spec in config.attention_specs),
         half=config.cache_layout == "half",
-        rotates=any(spec.rotary and spec.kind != "cosformer" for spec in config.attention_specs),
+        linear_coca=linear_coca,
+        rotates=not linear_coca and any(spec.rotary and not spec.linear for spec in config.attention_specs),
         train_length=config.train_length,
         tables=[to_markdown(table) for table in tables(card.run)],
         sources=card.run.sources,

@@ -3,6 +3,7 @@
 from farspan.layers.attention import AlibiAttention, Attention, CocaAttention, RopeAttention
 from farspan.layers.cache import LayerCache, StateCache
 from farspan.layers.cosformer import CosformerAttention
+from farspan.layers.linear_coca import LinearCocaAttention
 from farspan.layers.spec import AttentionSpec
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "CocaAttention",
     "CosformerAttention",
     "LayerCache",
+    "LinearCocaAttention",
     "RopeAttention",
     "StateCache",
 ]

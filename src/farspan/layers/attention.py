@@ -28,8 +28,8 @@ class Cache(Protocol):
 class Attention(nn.Module):
     """Self-attention of any kind: projections, one op, output projection.
 
-    CoCA has `t_proj`, of d/2 a key head, where the others have `k_proj`; strict CoCA's `q_proj` gives d/2 a head,
-    used for both members of each pair (Eq. 11).
+    CoCA, softmax or linear, has `t_proj`, of d/2 a key head, where the others have `k_proj`; strict CoCA's `q_proj`
+    gives d/2 a head, used for both members of each pair (Eq. 11).
 
     Args:
         hidden_size: width of the input and output.
@@ -63,8 +63,9 @@ class Attention(nn.Module):
         require_choice("coca_activation", coca_activation, ACTIVATIONS)
         self.spec = AttentionSpec.parse(spec)
         require(
-            type(self) is not Attention or self.spec.kind != "cosformer",
-            "spec 'cosformer' needs its max_length, which Attention does not know; build CosformerAttention",
+            type(self) is not Attention or not self.spec.linear,
+            f"spec {self.spec.name!r} is a linear attention, which Attention is not; "
+            "build CosformerAttention, which also needs its max_length, or LinearCocaAttention",
         )
         self.num_heads, self.num_key_heads = num_heads, num_key_heads or num_heads
         require(
@@ -79,7 +80,7 @@ class Attention(nn.Module):
         self.causal, self.coca_activation = causal, coca_activation
         self.scaling = self.head_dim**-0.5
         self.form = "slack" if self.spec.form == "slack" else "exact"  # strict is exact on a tied query
-        coca = self.spec.kind == "coca"
+        coca = self.spec.collinear
         self.key_width = self.head_dim // 2 if coca else self.head_dim
         self.query_width = self.head_dim // 2 if self.spec.form == "strict" else self.head_dim
         self.q_proj = nn.Linear(hidden_size, num_heads * self.query_width, bias=qkv_bias)
@@ -94,7 +95,7 @@ class Attention(nn.Module):
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x (b, n, hidden) → q (b, h, n, d), k (b, g, n, d) or t (b, g, n, d/2), v (b, g, n, d); nothing rotated."""
-        letter = "t" if self.spec.kind == "coca" else "k"
+        letter = "t" if self.spec.collinear else "k"
         q = self.q_proj(x).unflatten(-1, (-1, self.query_width))
         k = self.get_submodule(f"{letter}_proj")(x).unflatten(-1, (-1, self.key_width))
         v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))

@@ -1,19 +1,17 @@
-"""cosFormer as a layer: the projections of any attention, and a memory of constant size."""
+"""cosFormer as a layer."""
 
 from typing import Any
 
 from torch import Tensor
 
 from farspan.errors import require, require_choice
-from farspan.layers.attention import Attention
-from farspan.layers.cache import StateCache
+from farspan.layers.linear import LinearAttention
 from farspan.layers.spec import AttentionSpec
-from farspan.ops import LinearState, cosformer_attention
+from farspan.ops import cosformer_attention
 from farspan.ops.cosformer.kernel import ACTIVATIONS, BEYOND
-from farspan.ops.positions import PositionsArgument
 
 
-class CosformerAttention(Attention):
+class CosformerAttention(LinearAttention):
     """Linear attention with cosine re-weighting.
 
     Args:
@@ -24,6 +22,7 @@ class CosformerAttention(Attention):
         options: those of :class:`Attention`, but `rotary`.
 
     >>> import torch
+    >>> from farspan.layers import StateCache
     >>> layer, cache = CosformerAttention(32, 4, max_length=64, num_key_heads=2), StateCache()
     >>> x = torch.randn(1, 10, 32)
     >>> whole = layer(x)
@@ -50,52 +49,14 @@ class CosformerAttention(Attention):
         self.rotary = None  # its one frequency is π/2M
         self.max_length, self.beyond, self.activation = max_length, beyond, activation
 
-    def mix(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        positions: PositionsArgument = None,
-        padding_mask: Tensor | None = None,
-        documents: Tensor | None = None,
-        state: LinearState | None = None,
-        return_state: bool = False,
-    ) -> tuple[Tensor, LinearState | None]:
-        """The layer's op → (b, h, n, d), and the state after it where asked for."""
-        options: dict[str, Any] = {
-            "max_length": self.max_length,
-            "beyond": self.beyond,
-            "activation": self.activation,
-            "reweight": self.spec.rotary,
-            "causal": self.causal,
-            "positions": positions,
-            "padding_mask": padding_mask,
-            "documents": documents,
-            "state": state,
-        }
-        if return_state:
-            return cosformer_attention(q, k, v, return_state=True, **options)
-        return cosformer_attention(q, k, v, **options), None
-
-    def forward(  # type: ignore[override]
-        self,
-        x: Tensor,
-        *,
-        cache: StateCache | None = None,
-        positions: PositionsArgument = None,
-        padding_mask: Tensor | None = None,
-        documents: Tensor | None = None,
-    ) -> Tensor:
-        """x (b, n, hidden) → (b, n, hidden). With a cache, positions and masks are those of the n new tokens."""
-        out, state = self.mix(
-            *self.project(x),
-            positions=positions,
-            padding_mask=padding_mask,
-            documents=documents,
-            state=None if cache is None else cache.state,
-            return_state=cache is not None,
+    def op(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+        return cosformer_attention(
+            q,
+            k,
+            v,
+            max_length=self.max_length,
+            beyond=self.beyond,
+            activation=self.activation,
+            reweight=self.spec.rotary,
+            **options,
         )
-        if cache is not None and state is not None:
-            cache.advance(state, x.shape[1])
-        return self.o_proj(out.transpose(1, 2).flatten(2))

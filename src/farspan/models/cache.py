@@ -118,7 +118,7 @@ class StateLayer(CacheLayerMixin):
     def crop(self, tokens_to_remove: int) -> None:
         require(
             tokens_to_remove == 0,
-            f"a cosFormer layer cannot forget {abs(tokens_to_remove)} tokens, they are summed; start again",
+            f"a linear layer cannot forget {abs(tokens_to_remove)} tokens, they are summed; start again",
         )
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -152,7 +152,7 @@ class FarspanCache(Cache):
 
     def __init__(self, config: FarspanConfig, *, max_length: int | None = None) -> None:
         def layer(spec: AttentionSpec) -> CacheLayerMixin:
-            if spec.kind == "cosformer":
+            if spec.linear:
                 return StateLayer(max_length)
             if max_length is None:
                 return GrowingLayer() if spec.window is None else WindowLayer(spec.window)

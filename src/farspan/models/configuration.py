@@ -46,8 +46,8 @@ class FarspanConfig(PreTrainedConfig):
     """Defaults are the paper's 350M model with exact CoCA.
 
     Args:
-        attention: "rope", "alibi", "coca-exact", "coca-strict", "coca-slack" or "cosformer" for every layer, or a list
-            with one entry a layer, each a name or a mapping such as
+        attention: "rope", "alibi", "coca-exact", "coca-strict", "coca-slack", "cosformer" or "linear-coca"
+            (experimental) for every layer, or a list with one entry a layer, each a name or a mapping such as
             ``{"kind": "coca", "form": "exact", "window": 128}``.
         coca_activation: what keeps t ≥ 0: "relu" (the paper) or "softplus".
         cosformer_max_length: M, where cosFormer's cosine reaches zero; default `train_length`.
@@ -57,7 +57,7 @@ class FarspanConfig(PreTrainedConfig):
             bytes, and nothing to re-rotate when decoding without a fused kernel.
         train_length: the length of training, which dynamic NTK and YaRN measure against.
         rope_parameters: as in transformers; for ``"rope_type": "dynamic"`` also ``"mode"``, "per_query" (default)
-            or "per_request".
+            or "per_request". A linear CoCA layer keeps turned sums, so it takes every law but "dynamic".
         causal: False makes a bidirectional encoder.
 
     >>> FarspanConfig.preset("tiny", attention="rope").num_hidden_layers
@@ -211,6 +211,12 @@ class FarspanConfig(PreTrainedConfig):
         require(
             self.cache_layout == "half" or not rotary.follows_query or all(spec.kind != "coca" for spec in specs),
             "cache_layout 'rotated' cannot hold keys that turn with each query, got per_query dynamic NTK; use 'half'",
+        )
+        require(
+            not (rotary.follows_query or rotary.follows_length)
+            or not any(spec.kind == "linear-coca" and spec.rotary for spec in specs),
+            f"linear-coca layers need fixed frequencies, got {rotary.scaling}: sums cannot be turned again; "
+            "use rope_type 'ntk', 'linear' or 'yarn'",
         )
 
     def _refuse_misspelled(self, extra: dict[str, Any]) -> None:

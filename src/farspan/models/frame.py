@@ -99,7 +99,7 @@ class Frame:
         positions = self._positions(past, offset, length, aligned)
         padding = None if self.padding is None else _columns(self.padding, offset, length)
         plan = None
-        if layer.rotary is not None:
+        if layer.rotary is not None and not layer.spec.linear:  # a linear op turns its own features
             key = (rotated_cache, layer.spec.window)
             if key not in self._plans:
                 self._plans[key] = self._plan(positions, length, rotated_cache)

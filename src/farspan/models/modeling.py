@@ -24,7 +24,7 @@ from farspan.layers.spec import AttentionSpec
 from farspan.models.cache import FarspanCache
 from farspan.models.configuration import FarspanConfig
 from farspan.models.frame import Frame, View, goes_on_by_one
-from farspan.models.linear import FarspanLinearAttention
+from farspan.models.linear import LINEAR, FarspanLinearAttention
 from farspan.ops.rotary import Plan, working_dtype
 from farspan.ops.softmax.reference import repeat_heads
 
@@ -171,8 +171,7 @@ class FarspanBlock(GradientCheckpointingLayer):
     def __init__(self, config: FarspanConfig, layer_idx: int) -> None:
         super().__init__()
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        linear = config.attention_specs[layer_idx].kind == "cosformer"
-        self.self_attn = (FarspanLinearAttention if linear else FarspanAttention)(config, layer_idx)
+        self.self_attn = LINEAR.get(config.attention_specs[layer_idx].kind, FarspanAttention)(config, layer_idx)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = FarspanMLP(config)
 
@@ -209,7 +208,7 @@ class FarspanPreTrainedModel(PreTrainedModel):
         changed = FarspanConfig.from_dict(values)  # refuses what cannot be meant before anything changes
         self.config.rope_parameters, rotary = changed.rope_parameters, changed.rotary()
         for module in self.modules():
-            if isinstance(module, FarspanAttention) and module.spec.rotary:
+            if isinstance(module, Attention) and module.rotary is not None:
                 module.rotary = rotary
 
 
@@ -294,6 +293,7 @@ class FarspanModel(FarspanPreTrainedModel):
         impossible = {
             "ALiBi": any(spec.kind == "alibi" for spec in specs),
             "cosFormer": any(spec.kind == "cosformer" for spec in specs),
+            "linear CoCA": any(spec.kind == "linear-coca" for spec in specs),
             "per_query dynamic NTK": rotary.follows_query,
             # vLLM keeps the cache and hands over a step of many requests: nothing here tells how long each one is.
             "per_request dynamic NTK": rotary.follows_length and self.config._attn_implementation == "vllm",

@@ -13,6 +13,7 @@ STYLES = {
     "coca-exact": ("CoCA exact", "#0081c9", "v"),
     "cosformer": ("cosFormer", "#0072B2", "*"),
     "cosformer-plain": ("cosFormer without re-weighting", "#56B4E9", "X"),
+    "linear-coca": ("Linear CoCA (experimental)", "#CC79A7", "p"),
 }
 OTHER = ("#CC79A7", "P")
 LAW_STYLES = {

@@ -28,7 +28,7 @@ DIGITS = 4
 """Of an accuracy: what the paper gives."""
 FEWEST_SEEDS = 3
 """A side, before the range over seeds alone may part two variants."""
-COMPARED = (("cosformer", "rope"), ("cosformer", "cosformer-plain"))
+COMPARED = (("cosformer", "rope"), ("cosformer", "cosformer-plain"), ("linear-coca", "cosformer"))
 
 
 def of(run: Run, task: str, variant: str) -> list[TaskResult]:
@@ -102,7 +102,7 @@ def training_table(run: Run) -> Table | None:
 
 
 def task_verdicts(run: Run, tables: Sequence[TaskTable]) -> list[str]:
-    """For each task: is cosFormer ahead of softmax attention, and does its re-weighting help?"""
+    """For each task: is cosFormer ahead of softmax attention, does re-weighting help, is linear CoCA ahead of it?"""
     said = []
     for table in tables:
         if table.measure in ("accuracy", "perplexity"):

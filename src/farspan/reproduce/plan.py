@@ -4,10 +4,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from farspan.errors import require
+from farspan.layers.spec import AttentionSpec
 from farspan.report.experiment import load_experiments
 from farspan.report.task_table import load_task_tables
 from farspan.reproduce.preset import Preset
-from farspan.tasks import TASKS
+from farspan.tasks import TASKS, attention_of
 
 MEASUREMENTS = {"perplexity": "ppl", "passkey": "passkey", "near-far": "passkey", "distance": "passkey"}
 """The step that gives each kind of table or figure its numbers."""
@@ -67,10 +68,15 @@ def _length_steps(preset: Preset, folder: Path, only: list[str] | None) -> list[
     for kind in ("ppl", "passkey"):
         if kind in wanted and lengths[kind]:
             for variant, seed in preset.runs:
-                for scaling in preset.evaluation.scalings if variant != "alibi" else ["none"]:
+                for scaling in preset.evaluation.scalings if _stretches(variant) else ["none"]:
                     path = results / f"{kind}-{variant}-s{seed}-{scaling}.json"
                     steps.append(Step(kind, path, variant, seed, scaling))
     return steps
+
+
+def _stretches(variant: str) -> bool:
+    """Whether dynamic NTK can change a variant: ALiBi and cosFormer have no such angles, linear CoCA's are fixed."""
+    return AttentionSpec.parse(attention_of(variant)).kind in ("rope", "coca")
 
 
 def _task_steps(preset: Preset, folder: Path, only: list[str] | None) -> list[Step]:

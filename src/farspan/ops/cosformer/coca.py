@@ -1,7 +1,9 @@
 """CoCA meets linear attention: the exact form's two non-negative factors as weights instead of logits. Experimental."""
 
+from dataclasses import fields
 from typing import Literal, overload
 
+import torch
 from torch import Tensor
 
 from farspan.errors import require, require_choice
@@ -11,7 +13,7 @@ from farspan.ops.cosformer.reference import linear_coca_weights, seen_only, weig
 from farspan.ops.cosformer.run import BACKENDS, place, run, silenced
 from farspan.ops.cosformer.state import LinearState
 from farspan.ops.positions import PositionsArgument
-from farspan.ops.rotary import Rotary
+from farspan.ops.rotary import Rotary, working_dtype
 from farspan.ops.softmax.reference import visible
 
 
@@ -21,7 +23,7 @@ def linear_coca_attention(
     t: Tensor,
     v: Tensor,
     *,
-    rotary: Rotary,
+    rotary: Rotary | None,
     causal: bool = ...,
     positions: PositionsArgument | str = ...,
     padding_mask: Tensor | None = ...,
@@ -38,7 +40,7 @@ def linear_coca_attention(
     t: Tensor,
     v: Tensor,
     *,
-    rotary: Rotary,
+    rotary: Rotary | None,
     causal: bool = ...,
     positions: PositionsArgument | str = ...,
     padding_mask: Tensor | None = ...,
@@ -54,7 +56,7 @@ def linear_coca_attention(
     t: Tensor,
     v: Tensor,
     *,
-    rotary: Rotary,
+    rotary: Rotary | None,
     causal: bool = True,
     positions: PositionsArgument | str = None,
     padding_mask: Tensor | None = None,
@@ -67,13 +69,14 @@ def linear_coca_attention(
 
     A cosFormer with one frequency for each pair and features of width d. Fast pairs turn negative within a few
     tokens, so the denominator is left un-rotated, and |o| ≤ max |v| at any length. The factor by which YaRN lengthens
-    its waves is a temperature of the softmax, and is left out.
+    its waves is a temperature of the softmax, and is left out. How long q is makes no difference, only how it is spread
+    over the pairs; where ‖q‖ > 1 it is shortened before its weights meet the least denominator ε.
 
     Args:
         q: (b, h, n, d) queries before rotation.
         t: (b, g, m, d/2) coefficients ≥ 0, un-rotated, after their activation.
         v: (b, g, m, dv) values.
-        rotary: the angles, under a fixed scaling law.
+        rotary: the angles, under a fixed scaling law; None leaves them out (weights Σ_j ‖q_j‖² t_j, a mean of values).
 
     The other arguments, and what is returned, are those of :func:`farspan.ops.cosformer_attention`.
 
@@ -83,14 +86,7 @@ def linear_coca_attention(
     torch.Size([1, 4, 6, 8])
     """
     require_choice("backend", backend, BACKENDS)
-    require(
-        rotary.dim == q.shape[-1],
-        f"rotary must have dim {q.shape[-1]}, the width of q, got {rotary.dim}; build Rotary(head_dim)",
-    )
-    require(
-        not (rotary.follows_query or rotary.follows_length),
-        "rotary must have fixed frequencies, got dynamic NTK: sums cannot be turned again; use NTK or Linear",
-    )
+    _check_rotary(rotary, q.shape[-1])
     places = place(
         q,
         t,
@@ -105,16 +101,17 @@ def linear_coca_attention(
         return_state=return_state,
         backend=backend,
     )
-    theta = rotary.frequencies(device=q.device)
+    q = _shortened(q)
+    theta = None if rotary is None else rotary.frequencies(device=q.device)
     if backend == "reference":
         distance = places.query[:, None, :, None] - places.key[:, None, None, :]
         mask = visible(places, causal=causal, window=None, padding_mask=padding_mask, documents=documents)
         weights = linear_coca_weights(q, seen_only(t, mask), distance, theta)
         return silenced(weigh(*weights, seen_only(v, mask), mask), places, padding_mask)
     kernel = Kernel(
-        name=f"linear coca, {rotary}",
-        frequency=theta,
-        numerator=Shape(0, 1),
+        name=_name(rotary),
+        frequency=0.0 if theta is None else theta,
+        numerator=Shape(1, 0) if theta is None else Shape(0, 1),
         denominator=Shape(1, 0),
         query_map=_squares,
         key_map=lambda x: x,
@@ -129,6 +126,39 @@ def linear_coca_attention(
 
 
 linear_coca_attention_reference = reference_twin(linear_coca_attention)
+
+
+def _check_rotary(rotary: Rotary | None, width: int) -> None:
+    if rotary is None:
+        return
+    require(
+        rotary.dim == width,
+        f"rotary must have dim {width}, the width of q, got {rotary.dim}; build Rotary(head_dim)",
+    )
+    require(
+        not (rotary.follows_query or rotary.follows_length),
+        "rotary must have fixed frequencies, got dynamic NTK: sums cannot be turned again; use NTK or Linear",
+    )
+
+
+def _name(rotary: Rotary | None) -> str:
+    """The angles in words, spelt out: torch.compile cannot compare the text of a dataclass."""
+    if rotary is None:
+        return "linear coca without angles"
+    law = rotary.scaling
+    words = ["no scaling"]
+    if law is not None:
+        words = [type(law).__name__, *(str(getattr(law, field.name)) for field in fields(law))]  # type: ignore[arg-type]
+    return f"linear coca, width {rotary.dim}, base {rotary.base}, {' '.join(words)}"
+
+
+def _shortened(q: Tensor) -> Tensor:
+    """q over a power of two such that ‖q‖ ≤ 1; the division by the sum of weights takes it out again.
+
+    Gradients of a key with almost no weight are ‖q_j‖²/ε: at ‖q‖ = 100 they would leave float16's range.
+    """
+    norm = torch.linalg.vector_norm(q.detach(), dim=-1, keepdim=True, dtype=working_dtype(q.dtype))
+    return q * torch.exp2(-norm.log2().ceil().clamp(min=0.0)).to(q.dtype)
 
 
 def _squares(q: Tensor) -> Tensor:

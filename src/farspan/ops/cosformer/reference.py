@@ -35,14 +35,17 @@ def cosformer_weights(
     return products * numerator.to(work), products * denominator.to(work)
 
 
-def linear_coca_weights(q: Tensor, t: Tensor, distance: Tensor, theta: Tensor) -> tuple[Tensor, Tensor]:
-    """CoCA's Eq. 17 as a weight, Σ_j ‖q_j‖² t_j cos(Δθ_j), and the same without the angle."""
+def linear_coca_weights(q: Tensor, t: Tensor, distance: Tensor, theta: Tensor | None) -> tuple[Tensor, Tensor]:
+    """CoCA's Eq. 17 as a weight, Σ_j ‖q_j‖² t_j cos(Δθ_j), and the same without the angle; twice that for θ None."""
     work = working_dtype(q.dtype)
     a, b = q.to(work).chunk(2, dim=-1)
     t = repeat_heads(t, q.shape[1]).to(work)
-    waves = torch.cos(distance.double()[..., None] * theta).to(work)  # (b|1, 1, n, m, d/2)
-    products = (a * a + b * b)[:, :, :, None] * t[:, :, None]
-    return (products * waves).sum(-1), products.sum(-1)
+    products = (a * a + b * b)[:, :, :, None] * t[:, :, None]  # (b, h, n, m, d/2)
+    still = products.sum(-1)
+    if theta is None:
+        return still, still
+    waves = torch.cos(distance.double()[..., None] * theta).to(work)
+    return (products * waves).sum(-1), still
 
 
 def seen_only(x: Tensor, mask: Tensor) -> Tensor:

@@ -1,0 +1,137 @@
+"""Linear CoCA in the model: frequencies from the configuration, sums of constant size, encoders, and refusals."""
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from farspan import FarspanCache, FarspanForMaskedLM, FarspanForSequenceClassification
+from farspan.models.linear import FarspanLinearCocaAttention
+from farspan.ops import NTK, Linear
+from tests.models.test_modeling import LOCAL, PER_QUERY, PER_REQUEST, TIGHT, make, tokens
+
+
+@torch.no_grad()
+def test_generation_holds_the_same_bytes_however_far_it_has_come() -> None:
+    model, x = make("linear-coca"), tokens(1, 6)
+    held = []
+    for begin in (1_000, 1_000_000):
+        cache = FarspanCache(model.config)
+        for i in range(0, 30, 6):
+            positions = torch.arange(begin + i, begin + i + 6)[None]
+            logits = model(x, position_ids=positions, past_key_values=cache).logits
+            held.append(cache.nbytes)
+        assert logits.isfinite().all()
+    assert set(held) == {8 * 3 * 2 * (8 * 8 + 4)}  # float64, layers, key heads, Σ φ(t)⊗v and Σ t
+
+
+@torch.no_grad()
+def test_beam_search_does_not_depend_on_the_cache() -> None:
+    model, x = make(["linear-coca", LOCAL], num_hidden_layers=2), tokens(2, 10)
+    options = {"max_new_tokens": 8, "num_beams": 2, "do_sample": False, "pad_token_id": 0}
+    plain = model.generate(x, use_cache=False, **options)
+    for cache in ("dynamic", "static"):
+        assert torch.equal(model.generate(x, cache_implementation=cache, **options), plain)
+
+
+@torch.no_grad()
+def test_frequencies_follow_the_configuration() -> None:
+    model, x = make(["linear-coca", "rope", {"kind": "linear-coca", "rotary": False}]), tokens(1, 40)
+    before = model(x)
+    cache = model(x, use_cache=True).past_key_values
+    model.set_rope_parameters(rope_type="ntk", factor=4.0)
+    scalings = [layer.self_attn.rotary and layer.self_attn.rotary.scaling for layer in model.model.layers]
+    assert scalings == [NTK(4.0), NTK(4.0), None]
+    stretched = make(model.config.attention, rope_parameters={"rope_type": "ntk", "factor": 4.0})
+    stretched.load_state_dict(model.state_dict())
+    assert torch.equal(model(x).logits, stretched(x).logits)
+    assert (model(x).logits - before.logits).abs().max() > 1e-3
+    with pytest.raises(ValueError, match=r"state was made by .* and cannot continue as .*NTK"):
+        model(tokens(1, 1), past_key_values=cache)
+    model.set_rope_parameters(rope_type="linear", factor=2.0)
+    assert model.model.layers[0].self_attn.rotary.scaling == Linear(2.0)
+
+
+@pytest.mark.parametrize("law", [PER_QUERY, PER_REQUEST], ids=["per_query", "per_request"])
+def test_dynamic_ntk_is_refused_before_anything_changes(law: dict) -> None:
+    message = r"linear-coca layers need fixed frequencies, got DynamicNTK.*use rope_type 'ntk'"
+    with pytest.raises(ValueError, match=message):
+        make(["rope", "rope", "linear-coca"], rope_parameters=law)
+    model = make("linear-coca")
+    with pytest.raises(ValueError, match=message):
+        model.set_rope_parameters(**law)
+    assert model.config.rotary().scaling is None
+    make([LOCAL, LOCAL, {"kind": "linear-coca", "rotary": False}], rope_parameters=law)  # has no angles
+
+
+@pytest.mark.parametrize("kind", [FarspanForMaskedLM, FarspanForSequenceClassification])
+@torch.no_grad()
+def test_encoders_look_both_ways_and_ignore_padding(kind: type) -> None:
+    model, x = kind(make("linear-coca").config).double().eval(), tokens(1, 20)
+    alone = model(x).logits[0]
+    for left, right in ((6, 0), (0, 6), (3, 3)):
+        padded = torch.nn.functional.pad(x, (left, right), value=5)
+        mask = torch.nn.functional.pad(torch.ones_like(x), (left, right))
+        batch = model(padded.repeat(2, 1), attention_mask=torch.cat((mask, torch.ones_like(mask)))).logits[0]
+        got = batch[left : left + 20] if kind is FarspanForMaskedLM else batch
+        assert (got - alone).abs().max() <= TIGHT
+    y = x.clone()
+    y[0, -1] = y[0, -1] % 96 + 1
+    hidden = [model.model(t).last_hidden_state[0, 0] for t in (x, y)]
+    assert (hidden[0] - hidden[1]).abs().max() > 1e-5
+
+
+@torch.no_grad()
+def test_what_cannot_be_done_is_refused() -> None:
+    model, x = make("linear-coca"), tokens(1, 10)
+    cache = model(x, use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="a linear layer cannot forget 3 tokens, they are summed"):
+        cache.crop(-3)
+    with pytest.raises(ValueError, match=r"must be a FarspanCache where there are linear layers, got DynamicCache"):
+        model(x, past_key_values=DynamicCache())
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(ValueError, match="attn_implementation 'sdpa' cannot run linear CoCA; use 'farspan'"):
+        model(x)
+
+
+def test_save_and_load(tmp_path) -> None:
+    model, x = make("linear-coca", rope_parameters={"rope_type": "yarn", "factor": 4.0}), tokens(2, 20)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).double().eval()
+    assert isinstance(loaded.model.layers[0].self_attn, FarspanLinearCocaAttention)
+    assert torch.allclose(loaded(x).logits, model(x).logits, atol=1e-12)
+
+
+def test_gradients_agree_with_checkpointing_and_train_under_autocast() -> None:
+    model, x = make("linear-coca", dtype=torch.float32).train(), tokens(2, 24)
+    exact = model(x, labels=x).loss
+    exact.backward()
+    plain = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    model.gradient_checkpointing_enable()
+    model(x, labels=x).loss.backward()
+    assert all(torch.allclose(a, p.grad, atol=1e-6) for a, p in zip(plain, model.parameters(), strict=True))
+    model.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(x, labels=x).loss
+    loss.backward()
+    assert (loss - exact).abs() < 0.05
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_static_decoding_compiles_once() -> None:
+    model, x = make(["linear-coca", LOCAL], num_hidden_layers=2), tokens(2, 20)
+    mask = torch.ones_like(x)
+    mask[0, :3] = 0
+    cache = FarspanCache(model.config, max_length=24)
+    model(x[:, :5], past_key_values=cache, attention_mask=mask[:, :5])
+    torch.compiler.reset()
+    graphs = CompileCounterWithBackend("aot_eager")
+    step, parts = torch.compile(model, fullgraph=True, backend=graphs), []
+    for i in range(5, 20):
+        seen = torch.nn.functional.pad(mask[:, : i + 1], (0, 23 - i))
+        parts.append(step(x[:, i : i + 1], past_key_values=cache, attention_mask=seen).logits)
+    assert (torch.cat(parts, dim=1) - model(x, attention_mask=mask).logits[:, 5:]).abs().max() <= TIGHT
+    assert graphs.frame_count <= 4
