@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from farspan.errors import require
+from farspan.errors import require, require_choice
 from farspan.ops.launch import cannot_launch
 from farspan.ops.phases import rotary_steps
 from farspan.ops.positions import Positions
@@ -49,6 +49,7 @@ def takes_half_width(case: Case, backend: str) -> bool:
     >>> takes_half_width(case, "sdpa"), takes_half_width(case._replace(n=9), "triton")
     (False, False)
     """
+    require_choice("backend", backend, BACKENDS)
     if _not_chosen(case, backend) or _not_decoding(case):
         return False
     reason = kernel_refusal(case.dtype, case.width, case.device)
