@@ -42,6 +42,8 @@ def farspan_attention(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """The attention implementation "farspan": this library's ops, with no N×N mask anywhere."""
+    if view.slots is not None:
+        return module.decode(query, key, value, slots=view.slots, steps=view.steps).transpose(1, 2), None
     out = module.attend(
         query,
         key,
@@ -80,7 +82,8 @@ class FarspanAttention(Attention):
 
     The interface gets queries and keys in dot-product form, so every implementation can run them: "farspan" (ours, the
     default), "eager", "sdpa", "flash_attention_2", "vllm" … Only when a call crosses a doubling of `per_query`
-    dynamic NTK do the keys depend on the query; then "farspan", and it alone, gets them unturned with the plan.
+    dynamic NTK do the keys depend on the query; then "farspan", and it alone, gets them unturned with the plan. So it
+    does in a decoding step on the half-width kernel, which turns them while it reads.
     """
 
     def __init__(self, config: FarspanConfig, layer_idx: int) -> None:
@@ -108,6 +111,10 @@ class FarspanAttention(Attention):
         dynamic = self.rotary is not None and (self.rotary.follows_query or self.rotary.follows_length)
         return not dynamic and (self.spec.kind == "rope" or self.config.cache_layout == "rotated")
 
+    @property
+    def decode_backend(self) -> str:
+        return self.config.decode_backend
+
     def forward(  # type: ignore[override]
         self,
         hidden_states: Tensor,
@@ -129,7 +136,8 @@ class FarspanAttention(Attention):
                 keys = slice(None, view.keys) if past_key_values.is_compileable else slice(-view.keys, None)
                 key, value = key[:, :, keys], value[:, :, keys]
         plan = None if self.rotates_before_cache else view.plan
-        if not self.rotates_before_cache and (plan is None or len(plan) == 1):
+        ready = self.rotates_before_cache or view.slots is not None
+        if not ready and (plan is None or len(plan) == 1):
             (query, key), plan = self.features(query, key, plan), None
 
         attention_interface: Callable[..., tuple[Tensor, Tensor | None]] = ALL_ATTENTION_FUNCTIONS.get_interface(
