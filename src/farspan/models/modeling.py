@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
@@ -387,9 +388,19 @@ class FarspanForCausalLM(FarspanPreTrainedModel, GenerationMixin):
         )
 
     @staticmethod
-    def create_masks_for_generate(attention_mask: Tensor | None = None, **_: Any) -> Tensor | None:
-        """`generate` would expand the mask for a static cache; the model reads the plain one."""
-        return attention_mask
+    def create_masks_for_generate(
+        inputs_embeds: Tensor, past_key_values: Cache, attention_mask: Tensor | None = None, **_: Any
+    ) -> Tensor | None:
+        """`generate` would expand the mask for a static cache; the model reads the plain one.
+
+        None if it hides nothing; after the prompt as wide as the cache: a mask that grows would make the compiled step
+        anew for each token.
+        """
+        if attention_mask is None or attention_mask.all():
+            return None
+        slots = past_key_values.get_max_length()
+        first = attention_mask.shape[1] == inputs_embeds.shape[1]
+        return attention_mask if first else F.pad(attention_mask, (0, max(0, slots - attention_mask.shape[1])))
 
     def _prepare_cache_for_generation(
         self,
