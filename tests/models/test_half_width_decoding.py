@@ -24,7 +24,7 @@ CASES: list[tuple[dict[str, Any], tuple[tuple[int | None, bool], ...]]] = [
     ({"attention": ["coca-exact"]}, (PLAIN,)),
     ({"attention": ["coca-slack"], "num_attention_heads": 2, "num_key_value_heads": 2}, (STATIC,)),
     ({"attention": ["coca-strict"], "num_key_value_heads": 2}, (BOTH,)),
-    ({"attention": [LOCAL, {"kind": "coca", "form": "slack", "window": 16}]}, (PADDED, STATIC)),
+    ({"attention": [{"kind": "coca", "form": "slack", "window": 8}, {"kind": "coca", "window": 16}]}, (PADDED, STATIC)),
     ({"attention": ["coca-slack", NOPE, "rope"], "rope_parameters": PER_QUERY}, (PLAIN, PADDED, STATIC, BOTH)),
     ({"attention": ["coca-exact"], "rope_parameters": PER_REQUEST}, (PADDED, STATIC)),
     ({"attention": ["coca-exact"], "rope_parameters": {"rope_type": "yarn", "factor": 4.0}, "qk_norm": True}, (BOTH,)),
