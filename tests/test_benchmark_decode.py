@@ -3,6 +3,7 @@
 import io
 import json
 import sys
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -11,7 +12,8 @@ from rich.console import Console
 
 from farspan.benchmark import decode
 from farspan.benchmark.agree import ResultsDifferError
-from farspan.models import FarspanCache
+from farspan.layers import Attention
+from farspan.models import FarspanCache, FarspanConfig, FarspanForCausalLM
 from farspan_cli import main
 from farspan_cli.bench_gpu import show_decode
 
@@ -30,17 +32,16 @@ def _one_thread() -> Iterator[None]:
 @pytest.fixture
 def shallow(monkeypatch: pytest.MonkeyPatch) -> None:
     """One layer, since torch.compile takes a second for each."""
-    make = decode.FarspanConfig.preset
-    monkeypatch.setattr(
-        decode.FarspanConfig, "preset", lambda name, **options: make(name, num_hidden_layers=1, **options)
-    )
+    make = FarspanConfig.preset
+    monkeypatch.setattr(FarspanConfig, "preset", lambda name, **options: make(name, num_hidden_layers=1, **options))
 
 
 @pytest.mark.usefixtures("shallow")
 def test_every_step_at_toy_size() -> None:
     steps = list(decode.run("tiny", **(SMALL | {"prompts": [100]})))
     assert [done for done, _ in steps] == [
-        "eager, 2 × 40 tokens", "graph, 2 × 40 tokens", "compiled, 2 × 40 tokens", "prompt of 100 tokens",
+        "half-width kernel", "eager, 2 × 40 tokens", "graph, 2 × 40 tokens", "compiled, 2 × 40 tokens",
+        "best, 2 × 40 tokens", "prompt of 100 tokens",
     ]  # fmt: skip
     rows = [row for _, new in steps for row in new]
     found = [row for row in rows if row["kind"] == "decode"]
@@ -48,13 +49,21 @@ def test_every_step_at_toy_size() -> None:
         (mode, variant) for mode in ("eager", "compiled") for variant in decode.VARIANTS
     ]
     for row in found:
-        assert row["cache_over_rope"] == {"rope": 1.0, "coca-exact": 0.75}[row["attention"]]
+        assert row["cache_over_rope"] == (0.75 if row["attention"] == "coca-exact" else 1.0)
+        assert row["decodes_on"] == "SDPA"
         assert row["tokens_per_second"] == pytest.approx(2e3 / row["milliseconds_a_step"]["median"])
         assert row["greedy_equal"] == 1.0
         assert row["peak_bytes"] >= row["cache_bytes"] + row["weight_bytes"]
+    [fastest] = [row["each"] for row in rows if row["kind"] == "best"]
+    for name, chosen in fastest.items():
+        speeds = [row["tokens_per_second"] for row in found if row["attention"] == name]
+        assert chosen["tokens_per_second"] == max(speeds)
+    assert fastest["rope"]["speed_over_rope"] == 1.0
     console = Console(file=io.StringIO(), width=300)
     show_decode(console, rows, absolute=True)
     assert "missing: graph: CUDA graphs need a CUDA device" in console.file.getvalue()
+    assert "missing: half-width kernel: kernels need a CUDA device" in console.file.getvalue()
+    assert "best of all modes over RoPE's, 2 × 40 tokens: rope (" in console.file.getvalue()
     assert "coca-exact, a prompt of 100 tokens: " in console.file.getvalue()
 
 
@@ -62,6 +71,7 @@ def test_every_step_at_toy_size() -> None:
 def test_what_is_compiled(monkeypatch: pytest.MonkeyPatch, compile: str, expected: set) -> None:
     asked = []
     monkeypatch.setattr(decode, "decode", lambda models, *where, **options: asked.append(where) or [])
+    monkeypatch.setattr(decode, "best", lambda rows: [])
     list(decode.run("tiny", contexts=[20, 50], batches=[2, 1], prompts=[], compile=compile))
     compiled = {(context, batch) for mode, context, batch in asked if mode == "compiled"}
     assert compiled == (expected | {(20, 2), (20, 1)} if compile == "all" else expected)
@@ -89,6 +99,48 @@ def test_both_caches_hold_the_same_context_and_can_be_rewound(variant: str) -> N
     assert not torch.equal(other.layers[0].values, decoder.cache.layers[0].values[:, :, :40])
 
 
+@pytest.fixture
+def on_the_kernel() -> FarspanForCausalLM:
+    """A model that decodes on the kernel, in Triton's interpreter where there is no GPU."""
+    pytest.importorskip("triton", reason="needs triton (pip install farspan[gpu])")
+    options = {"num_hidden_layers": 1, "num_attention_heads": 1, "head_dim": 16, "vocab_size": 64}
+    config = FarspanConfig.preset("tiny", decode_backend="triton", **options)
+    return FarspanForCausalLM(config).eval().to("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def test_every_cache_gives_the_same_logits_on_the_kernel(on_the_kernel: FarspanForCausalLM) -> None:
+    eager: decode.Eager = {}
+    for mode in ("eager", "graph"):  # a static cache; a graph of it is captured by `settle`
+        decoder = decode.Decoder(on_the_kernel, mode, 40, 1, room=20, seed=0)
+        assert decoder.decodes_on == "half-width kernel"
+        found = decode.check(decoder, "coca-exact", mode, 1, 0, eager)
+        assert decoder.cache.get_seq_length() == 40 + decode.CHECKED
+        assert found["logit_error"] <= 1e-5
+        assert found["logit_difference"] <= 1e-5
+
+
+def test_no_figures_of_a_kernel_that_is_wrong(
+    on_the_kernel: FarspanForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compute = Attention.decode
+    monkeypatch.setattr(Attention, "decode", lambda *args, **options: 1.05 * compute(*args, **options))
+    decoder = decode.Decoder(on_the_kernel, "eager", 40, 1, room=20, seed=0)
+    with pytest.raises(ResultsDifferError, match="coca-exact, half-width kernel: logits are wrong by"):
+        decode.check(decoder, "coca-exact", "eager", 1, 0, {})
+
+
+def test_the_fastest_order_of_kernels_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = decode.Decoder(decode.make_model("tiny", "rope", "cpu", 0), "eager", 40, 1, room=60, seed=0)
+    assert decode.orders_for(decoder, "cpu") == [None]
+    assert decode.orders_for(decoder, "cuda") == ["flash", "cudnn"]
+    several = decoder.several
+    monkeypatch.setattr(decoder, "several", lambda: several() or time.sleep(0.2 * (decoder.order == "flash")))
+    assert decoder.settle("cpu", ["flash", "cudnn"], graph=False) == "cudnn"
+    assert decoder.decodes_on == "SDPA, cudnn first"
+    assert decoder.cache.get_seq_length() == 40
+    decoder.step()
+
+
 def test_greedy_tokens_go_on_from_each_other() -> None:
     model = decode.make_model("tiny", "coca-exact", "cpu", 0)
     decoder = decode.Decoder(model, "eager", 40, 1, room=20, seed=0)
@@ -109,7 +161,7 @@ def test_no_figures_when_a_mode_differs(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(decode.Decoder, "follow", off)
     models = {"rope": decode.make_model("tiny", "rope", "cpu", 0)}
     eager: decode.Eager = {}
-    options = {"repeats": 1, "device": "cpu", "seed": 0, "eager": eager}
+    options = {"repeats": 1, "device": "cpu", "seed": 0, "eager": eager, "orders": {}}
     decode.decode(models, "eager", 40, 2, **options)
     monkeypatch.setattr(torch, "compile", lambda model, **_: model)
     with pytest.raises(ResultsDifferError, match="rope, compiled: logits differ from the eager ones by"):
@@ -122,7 +174,7 @@ def test_a_mode_that_cannot_run_is_missing_with_its_reason(monkeypatch: pytest.M
 
     monkeypatch.setattr(torch, "compile", broken)
     models = {"rope": decode.make_model("tiny", "rope", "cpu", 0)}
-    [row] = decode.decode(models, "compiled", 40, 1, repeats=1, device="cpu", seed=0, eager={})
+    [row] = decode.decode(models, "compiled", 40, 1, repeats=1, device="cpu", seed=0, eager={}, orders={})
     assert row["why"] == "RuntimeError: no compiler"
 
 
@@ -134,5 +186,7 @@ def test_the_command_writes_its_rows(monkeypatch: pytest.MonkeyPatch, tmp_path, 
         main()
     assert not done.value.code
     kinds = [(row["kind"], row.get("context") or row.get("length")) for row in json.loads(out.read_text())["rows"]]
-    assert kinds == [("decode", 32)] * 2 + [("missing", 32)] + [("prefill", 64)] * 2
+    assert kinds == [
+        ("missing", None), *[("decode", 32)] * 3, ("missing", 32), ("best", 32), *[("prefill", 64)] * 3,
+    ]  # fmt: skip
     assert "missing: graph" in capsys.readouterr().out

@@ -59,8 +59,10 @@ def bench_decode(
 ) -> None:
     """The whole model, RoPE against CoCA: greedy tokens a second after a context, and reading a long prompt.
 
-    The context is random numbers, written into the cache. Decoding runs plainly with a growing cache (eager), with a
-    static cache and a CUDA graph (graph), and compiled; each mode's logits are compared before its clock starts.
+    CoCA with its half-width cache, on a GPU read by the kernel, and with a cache of ready keys. The context is random
+    numbers, written into the cache. Decoding runs plainly with a growing cache (eager), with a static cache and a CUDA
+    graph (graph), and compiled; each mode's logits are compared before its clock starts. Where SDPA runs on a GPU, the
+    faster of its flash and cuDNN kernels is taken.
 
     Example: `farspan bench decode --contexts 8192,32768 --batch 1 --device cuda --out results/decode.json`
     """
@@ -86,7 +88,7 @@ def bench_decode(
     )
     pairs = len(lengths) * len(batches)
     compiled = {"none": 0, "one": 1, "all": pairs}[compile]
-    rows = collect(steps, 2 * pairs + compiled + len(reads), console)
+    rows = collect(steps, 3 * pairs + compiled + len(reads) + (device != "cuda"), console)
     show_decode(console, rows, absolute=device == "cuda")
     write(out, rows, device, seed, console)
 
@@ -121,8 +123,8 @@ def show_layer(console: Console, rows: list[Row]) -> None:
 
 def show_decode(console: Console, rows: list[Row], *, absolute: bool) -> None:
     """Ratios to RoPE; tokens a second only from a GPU, as those of a shared CPU mean little."""
-    table = Table("after", "texts", "mode", "attention", "tokens/s", "speed / RoPE", "cache / RoPE", "peak")
-    for column in table.columns[4:]:
+    table = Table("after", "texts", "mode", "attention", "on", "tokens/s", "speed / RoPE", "cache / RoPE", "peak")
+    for column in table.columns[5:]:
         column.justify = "right"
     for row in (row for row in rows if row["kind"] == "decode"):
         table.add_row(
@@ -130,12 +132,16 @@ def show_decode(console: Console, rows: list[Row], *, absolute: bool) -> None:
             str(row["batch"]),
             row["mode"],
             row["attention"],
+            row["decodes_on"],
             f"{row['tokens_per_second']:,.0f}" if absolute else "–",
             _ratio(row["speed_over_rope"]),
             f"{row['cache_over_rope']:.2f}",
             f"{row['peak_bytes'] / 1e9:.2f} GB",
         )
     console.print(table)
+    for row in (row for row in rows if row["kind"] == "best"):
+        each = [f"{name} ({x['mode']}) {x['speed_over_rope']:.2f}" for name, x in row["each"].items()]
+        console.print(f"best of all modes over RoPE's, {row['batch']} × {row['context']:,} tokens: {', '.join(each)}")
     for row in (row for row in rows if row["kind"] == "prefill"):
         console.print(
             f"{row['attention']}, a prompt of {row['length']:,} tokens: {row['speed_over_rope']:.2f}× RoPE's speed, "

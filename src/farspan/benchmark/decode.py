@@ -2,25 +2,22 @@
 
 import copy
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import DynamicLayer, StaticLayer
 
 from farspan.benchmark.agree import ResultsDifferError
-from farspan.benchmark.clock import captured, quantiles
+from farspan.benchmark.clock import quantiles
+from farspan.benchmark.decoder import AT_ONCE, KERNEL, VARIANTS, Decoder, fill, make_model, orders_for, why_no_kernel
 from farspan.benchmark.layer_checks import reason
 from farspan.benchmark.measure import in_turn, measure
-from farspan.models import FarspanCache, FarspanConfig, FarspanForCausalLM
+from farspan.models import FarspanCache, FarspanForCausalLM
 
-VARIANTS = ("rope", "coca-exact")
 MODES = ("eager", "graph", "compiled")
 """A growing cache and plain calls, as `generate` does; a static cache and a CUDA graph of the step; and compiled."""
-AT_ONCE = 8
-"""Tokens a timing."""
 CHECKED = 4
 """Tokens whose logits are compared before a clock starts."""
 CHUNK = 8192
@@ -52,97 +49,22 @@ def run(
         compile: "all", or "none", or "one": at the longest context and the first batch, as it takes long.
     """
     models = {variant: make_model(preset, variant, device, seed) for variant in VARIANTS}
+    for why in {why_no_kernel(model.config, device) for model in models.values()} - {None}:
+        yield KERNEL, [{"kind": "missing", "mode": KERNEL, "why": why}]
     for context in contexts:
         for batch in batches:
             wanted = compile == "all" or (compile == "one" and (context, batch) == (max(contexts), batches[0]))
             eager: Eager = {}
+            orders: dict[str, str | None] = {}
+            found: list[dict[str, Any]] = []
             for mode in MODES[: 3 if wanted else 2]:
-                rows = decode(models, mode, context, batch, repeats=repeats, device=device, seed=seed, eager=eager)
+                shared: dict[str, Any] = {"device": device, "seed": seed, "eager": eager, "orders": orders}
+                rows = decode(models, mode, context, batch, repeats=repeats, **shared)
+                found += rows
                 yield f"{mode}, {batch} × {context} tokens", rows
+            yield f"best, {batch} × {context} tokens", best(found)
     for length in prompts:
         yield f"prompt of {length} tokens", prefill(models, length, device=device)
-
-
-def make_model(preset: str, variant: str, device: str, seed: int) -> FarspanForCausalLM:
-    torch.manual_seed(seed)
-    model = FarspanForCausalLM(FarspanConfig.preset(preset, attention=variant)).eval()
-    return model.to(device, torch.bfloat16 if device == "cuda" else torch.float32)
-
-
-@torch.no_grad()
-def fill(
-    cache: FarspanCache,
-    config: FarspanConfig,
-    batch: int,
-    context: int,
-    seed: int,
-    like: Tensor,
-    rows: int | None = None,
-) -> None:
-    """Write random keys (or t ≥ 0) and values of `context` tokens into every layer, in like's dtype; the first `rows`.
-
-    They are as wide as the model's own. Numbers do not depend on the kind of cache, nor on like's dtype.
-    """
-    assert config.head_dim is not None
-    assert config.num_key_value_heads is not None
-    generator = torch.Generator(like.device).manual_seed(seed)
-    for index, spec in enumerate(config.attention_specs):
-        width = config.head_dim // 2 if spec.kind == "coca" else config.head_dim
-        for_keys, for_values = (
-            torch.empty(batch, config.num_key_value_heads, context, size, dtype=torch.bfloat16, device=like.device)
-            .normal_(generator=generator)[:rows]
-            .to(like.dtype)
-            for size in (width, config.head_dim)
-        )
-        cache.update(for_keys.relu_() if spec.kind == "coca" else for_keys, for_values, index)
-
-
-class Decoder:
-    """A model after a context, one greedy token for each text at a time: `token` (b, 1) is the newest.
-
-    `step` runs one token and takes the next from its `logits` (b, vocabulary).
-    """
-
-    def __init__(self, model: FarspanForCausalLM, mode: str, context: int, batch: int, *, room: int, seed: int) -> None:
-        weight = model.lm_head.weight
-        self.model, self.context = model, context
-        slots = -(-(context + room) // 128) * 128
-        self.cache = FarspanCache(model.config, max_length=None if mode == "eager" else slots)
-        fill(self.cache, model.config, batch, context, seed, weight)
-        self.token = torch.zeros(batch, 1, dtype=torch.long, device=weight.device)
-        self.logits = torch.zeros(batch, model.config.vocab_size, dtype=weight.dtype, device=weight.device)
-        self.forward: Callable[..., Any] = model
-        if mode == "compiled":
-            options: dict[str, Any] = {"mode": "reduce-overhead"} if weight.is_cuda else {"backend": "aot_eager"}
-            self.forward = torch.compile(model, fullgraph=True, dynamic=False, **options)
-        self.step: Callable[[], Any] = self._step
-
-    @torch.no_grad()
-    def _step(self) -> None:
-        self.logits.copy_(self.forward(self.token, past_key_values=self.cache).logits[:, -1])
-        self.token.copy_(self.logits.argmax(dim=-1, keepdim=True))
-
-    def rewind(self) -> None:
-        """Forget all but the context."""
-        ahead = self.cache.get_seq_length() - self.context
-        for layer in self.cache.layers:
-            if isinstance(layer, StaticLayer):  # the slots stay as they are: what lies ahead is masked
-                torch.as_tensor(layer.cumulative_length).fill_(self.context)
-            elif isinstance(layer, DynamicLayer):
-                layer.crop(-ahead)
-
-    def several(self) -> None:
-        for _ in range(AT_ONCE):
-            self.step()
-
-    def follow(self, tokens: Tensor) -> Tensor:
-        """Logits (steps, b, vocabulary) after each of given tokens (steps, b)."""
-        found = []
-        for given in tokens:
-            self.token.copy_(given[:, None])
-            self.step()
-            found.append(self.logits.clone())
-        return torch.stack(found)
 
 
 def decode(
@@ -155,26 +77,29 @@ def decode(
     device: str,
     seed: int,
     eager: Eager,
+    orders: dict[str, str | None],
 ) -> list[dict[str, Any]]:
     """One row of figures for each model, or one row that says why there are none.
 
-    `eager` takes the logits of mode "eager", for the other modes of the same context and batch to be compared with.
+    `eager` takes the logits of mode "eager", for the other modes of the same context and batch to be compared with;
+    `orders` what mode "graph" found the fastest order of SDPA's kernels, for mode "compiled", which cannot try.
     """
     label = {"mode": mode, "context": context, "batch": batch}
     if mode == "graph" and device != "cuda":
         return [{"kind": "missing", **label, "why": "CUDA graphs need a CUDA device"}]
-    room = CHECKED + AT_ONCE * (repeats + 2) + 8
+    room = CHECKED + AT_ONCE * (max(repeats, 3) + 2) + 8
     figures: dict[str, dict[str, Any]] = {}
     decoders: dict[str, Decoder] = {}
     torch.compiler.reset()
     try:
         for name, model in models.items():
             decoder = decoders[name] = Decoder(model, mode, context, batch, room=room, seed=seed)
+            decoder.order = orders.get(name) if mode == "compiled" else None
             extra = measure(decoder.step, repeats=0, device=device).peak_bytes
-            if mode == "graph":
-                decoder.step = captured(decoder.step)
             decoder.rewind()
-            figures[name] = check(decoder, name, mode, batch, seed, eager)
+            if mode != "compiled":
+                orders[name] = decoder.settle(device, orders_for(decoder, device), graph=mode == "graph")
+            figures[name] = check(decoder, name, mode, batch, seed, eager) | {"decodes_on": decoder.decodes_on}
             held, weights = decoder.cache.nbytes, sum(p.numel() * p.element_size() for p in model.parameters())
             figures[name] |= {"cache_bytes": held, "weight_bytes": weights, "peak_bytes": held + weights + extra}
     except RuntimeError as error:
@@ -183,6 +108,29 @@ def decode(
         return [{"kind": "missing", **label, "why": reason(error)}]
     seconds = in_turn({name: x.several for name, x in decoders.items()}, repeats=repeats + 1, device=device)
     return report(label, {name: found[1:] for name, found in seconds.items()}, figures)  # the first one warms up
+
+
+def best(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row: for each model the mode with most tokens a second, and by how much it is faster than the first's.
+
+    A static cache costs SDPA a mask, and a growing one its launches; so none is RoPE's best everywhere.
+    """
+    found = [row for row in rows if row["kind"] == "decode"]
+    chosen = {
+        name: max((row for row in found if row["attention"] == name), key=lambda row: row["tokens_per_second"])
+        for name in dict.fromkeys(row["attention"] for row in found)
+    }
+    first = next(iter(chosen))
+    each = {
+        name: {
+            "mode": row["mode"],
+            "decodes_on": row["decodes_on"],
+            "tokens_per_second": row["tokens_per_second"],
+            f"speed_over_{first}": row["tokens_per_second"] / chosen[first]["tokens_per_second"],
+        }
+        for name, row in chosen.items()
+    }
+    return [{"kind": "best", "context": found[0]["context"], "batch": found[0]["batch"], "each": each}]
 
 
 def report(
@@ -219,9 +167,12 @@ def check(decoder: Decoder, name: str, mode: str, batch: int, seed: int, eager: 
     tokens = torch.randint(0, vocabulary, (CHECKED, batch), generator=generator).to(decoder.token.device)
     logits = decoder.follow(tokens).double()
     if mode == "eager":
-        eager[name] = logits, float((logits[:, 0] - exact(decoder, tokens, batch, seed)).abs().max())
+        truth = exact(decoder, tokens, batch, seed)
+        eager[name] = logits, float((logits[:, 0] - truth).abs().max())
+        if decoder.decodes_on == KERNEL:
+            check_kernel(decoder, name, tokens, truth, eager[name][1])
     first, error = eager[name]
-    allowed = 3 * error + torch.finfo(decoder.logits.dtype).eps / 2 * float(first.abs().max())
+    allowed = 3 * error + _rounding(first, decoder)
     difference = float((logits - first).abs().max())
     chosen, best = logits.argmax(-1, keepdim=True), first.amax(-1, keepdim=True)
     worse = float((best - first.gather(-1, chosen)).max())
@@ -234,10 +185,30 @@ def check(decoder: Decoder, name: str, mode: str, batch: int, seed: int, eager: 
     return {"logit_error": error, "logit_difference": difference, "greedy_equal": equal}
 
 
+def check_kernel(decoder: Decoder, name: str, tokens: Tensor, truth: Tensor, error: float) -> None:
+    """Refuse the kernel's logits where their error is more than twice that of the same model on SDPA."""
+    config = decoder.model.config
+    decoder.rewind()
+    config.decode_backend = "sdpa"
+    plain = decoder.follow(tokens).double()
+    config.decode_backend = "triton"
+    decoder.rewind()
+    decoder.follow(tokens)  # so that the cache holds the kernel's tokens
+    allowed = 2 * float((plain[:, 0] - truth).abs().max()) + _rounding(plain, decoder)
+    if not error <= allowed:
+        raise ResultsDifferError(f"{name}, {KERNEL}: logits are wrong by {error:.1e} (allowed: {allowed:.1e})")
+
+
+def _rounding(logits: Tensor, decoder: Decoder) -> float:
+    """What rounding the logits alone may come to."""
+    return torch.finfo(decoder.logits.dtype).eps / 2 * float(logits.abs().max())
+
+
 @torch.no_grad()
 def exact(decoder: Decoder, tokens: Tensor, batch: int, seed: int) -> Tensor:
     """The first text's logits (steps, vocabulary) by the same model and cache in float64."""
     model = copy.deepcopy(decoder.model).double()
+    model.config.decode_backend = "sdpa"  # no kernel takes float64
     cache = FarspanCache(model.config)
     fill(cache, model.config, batch, decoder.context, seed, model.lm_head.weight, rows=1)
     steps = [model(given[None, :1], past_key_values=cache).logits[0, -1] for given in tokens]

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from farspan.errors import require, require_choice
 from farspan.layers.spec import AttentionSpec
 from farspan.ops import Rotary, alibi_attention, coca_attention, coca_features, rope_attention
+from farspan.ops.coca import decoding
 from farspan.ops.positions import PositionsArgument, resolve
 from farspan.ops.rotary import Plan
 from farspan.ops.softmax.interface import rotated
@@ -42,6 +43,8 @@ class Attention(nn.Module):
         qk_norm_eps: normalise q and k (or t, before its activation) a head with RMSNorm (Qwen3); None = no.
         coca_activation: what keeps t ≥ 0, "relu" (the paper) or "softplus".
         causal: a query sees keys up to itself.
+        decode_backend: what CoCA's decoding steps run on: "sdpa" turns the cached t anew each time; "triton" reads it
+            as it is (:mod:`farspan.ops.coca.decoding`) and raises where that cannot be; "auto" chooses.
     """
 
     def __init__(
@@ -58,9 +61,11 @@ class Attention(nn.Module):
         qk_norm_eps: float | None = None,
         coca_activation: str = "relu",
         causal: bool = True,
+        decode_backend: str = "auto",
     ) -> None:
         super().__init__()
         require_choice("coca_activation", coca_activation, ACTIVATIONS)
+        require_choice("decode_backend", decode_backend, decoding.BACKENDS)
         self.spec = AttentionSpec.parse(spec)
         require(
             type(self) is not Attention or not self.spec.linear,
@@ -77,7 +82,7 @@ class Attention(nn.Module):
         if self.spec.rotary and rotary is None:
             rotary = Rotary(self.head_dim)
         self.rotary = rotary if self.spec.rotary else None
-        self.causal, self.coca_activation = causal, coca_activation
+        self.causal, self.coca_activation, self._decode_backend = causal, coca_activation, decode_backend
         self.scaling = self.head_dim**-0.5
         self.form = "slack" if self.spec.form == "slack" else "exact"  # strict is exact on a tied query
         coca = self.spec.collinear
@@ -92,6 +97,19 @@ class Attention(nn.Module):
             self.q_norm = nn.RMSNorm(self.query_width, eps=qk_norm_eps)
             self.register_module("t_norm" if coca else "k_norm", nn.RMSNorm(self.key_width, eps=qk_norm_eps))
         self.qk_norm = qk_norm_eps is not None
+
+    @property
+    def decode_backend(self) -> str:
+        """What decoding steps run on."""
+        return self._decode_backend
+
+    def takes_half_width(self, n: int, dtype: torch.dtype, device: torch.device, *, documents: bool) -> bool:
+        """Whether a call with n tokens is a decoding step on the half-width kernel."""
+        if self.spec.kind != "coca":
+            return False
+        group, gradient = self.num_heads // self.num_key_heads, torch.is_grad_enabled()
+        case = decoding.Case(n, group, self.head_dim, dtype, device, gradient, documents)
+        return decoding.takes_half_width(case, self.decode_backend)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x (b, n, hidden) → q (b, h, n, d), k (b, g, n, d) or t (b, g, n, d/2), v (b, g, n, d); nothing rotated."""
@@ -129,7 +147,22 @@ class Attention(nn.Module):
         documents: Tensor | None = None,
     ) -> Tensor:
         """The layer's op → (b, h, n, d). Without a plan, q and k come from :meth:`features`."""
-        options: dict[str, Any] = {
+        options = self._options(positions, padding_mask, documents)
+        if self.spec.kind == "alibi":
+            return alibi_attention(q, k, v, **options)
+        if self.spec.kind == "rope" or plan is None:
+            return rope_attention(q, k, v, rotary=plan, **options)
+        return coca_attention(q, k, v, rotary=plan, form=self.form, **options)
+
+    def decode(self, q: Tensor, t: Tensor, v: Tensor, *, slots: decoding.Slots, steps: decoding.Steps | None) -> Tensor:
+        """A decoding step on the half-width kernel → (b, h, n, d); q and t un-rotated, as they come from a cache."""
+        options: dict[str, Any] = {"causal": self.causal, "window": self.spec.window, "scale": self.scaling}
+        return decoding.attend_half_width(q, t, v, steps, slots, form=self.form, **options)
+
+    def _options(
+        self, positions: PositionsArgument, padding_mask: Tensor | None, documents: Tensor | None
+    ) -> dict[str, Any]:
+        return {
             "positions": positions,
             "causal": self.causal,
             "window": self.spec.window,
@@ -137,11 +170,6 @@ class Attention(nn.Module):
             "documents": documents,
             "scale": self.scaling,
         }
-        if self.spec.kind == "alibi":
-            return alibi_attention(q, k, v, **options)
-        if self.spec.kind == "rope" or plan is None:
-            return rope_attention(q, k, v, rotary=plan, **options)
-        return coca_attention(q, k, v, rotary=plan, form=self.form, **options)
 
     def forward(
         self,
@@ -158,15 +186,31 @@ class Attention(nn.Module):
             seen = cache.get_seq_length() + x.shape[1]
             k, v = cache.update(k, v)
             positions = seen - k.shape[2] if positions is None else positions
-        plan = None
-        if self.rotary is not None:
-            places = resolve(positions, q.shape[2], k.shape[2], x.device, documents)
-            plan = self.rotary.plan(places, places.n, places.m, causal=self.causal, dtype=x.dtype)
-        if plan is None or len(plan) == 1:
-            (q, k), plan = self.features(q, k, plan), None
-        out = self.attend(q, k, v, plan=plan, positions=positions, padding_mask=padding_mask, documents=documents)
+        if self.takes_half_width(q.shape[2], q.dtype, x.device, documents=documents is not None):
+            options = self._options(positions, padding_mask, documents)
+            out = coca_attention(q, k, v, rotary=self.rotary, form=self.form, backend="triton", **options)
+        else:
+            out = self._turn_and_attend(q, k, v, positions, padding_mask, documents)
         del q, k, v  # half of the peak at 32k tokens, were they still there during the output projection
         return self.o_proj(out.transpose(1, 2).flatten(2))
+
+    def _turn_and_attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        positions: PositionsArgument,
+        padding_mask: Tensor | None,
+        documents: Tensor | None,
+    ) -> Tensor:
+        """Attention by way of ready queries and keys."""
+        plan = None
+        if self.rotary is not None:
+            places = resolve(positions, q.shape[2], k.shape[2], q.device, documents)
+            plan = self.rotary.plan(places, places.n, places.m, causal=self.causal, dtype=q.dtype)
+        if plan is None or len(plan) == 1:
+            (q, k), plan = self.features(q, k, plan), None
+        return self.attend(q, k, v, plan=plan, positions=positions, padding_mask=padding_mask, documents=documents)
 
 
 class CocaAttention(Attention):

@@ -13,6 +13,7 @@ from farspan.errors import require, require_choice, unknown
 from farspan.layers.attention import ACTIVATIONS
 from farspan.layers.spec import AttentionSpec
 from farspan.ops import NTK, DynamicNTK, Linear, Llama3, Rotary, YaRN
+from farspan.ops.coca import decoding
 from farspan.ops.cosformer import kernel as cosformer
 
 at_first_use: list[Callable[[], None]] = []
@@ -55,6 +56,8 @@ class FarspanConfig(PreTrainedConfig):
         cosformer_activation: "relu" (the paper) or "elu" (elu + 1).
         cache_layout: "half" keeps un-rotated t, d/2 numbers a head; "rotated" keeps ready keys of width d: RoPE's
             bytes, and nothing to re-rotate when decoding without a fused kernel.
+        decode_backend: what decoding steps of CoCA layers with a "half" cache run on: "sdpa" re-rotates the cached t at
+            each token; "triton" reads it as it is, and raises where that cannot be; "auto" chooses.
         train_length: the length of training, which dynamic NTK and YaRN measure against.
         rope_parameters: as in transformers; for ``"rope_type": "dynamic"`` also ``"mode"``, "per_query" (default)
             or "per_request". A linear CoCA layer keeps turned sums, so it takes every law but "dynamic".
@@ -81,6 +84,7 @@ class FarspanConfig(PreTrainedConfig):
     cosformer_beyond: str = "raise"
     cosformer_activation: str = "relu"
     cache_layout: str = "half"
+    decode_backend: str = "auto"
     causal: bool = True
     train_length: int = 512
     max_position_embeddings: int = 32_768
@@ -202,6 +206,7 @@ class FarspanConfig(PreTrainedConfig):
             f"cosformer_max_length must be at least 1 or None, got {self.cosformer_max_length}; None is train_length",
         )
         require_choice("cache_layout", self.cache_layout, ("half", "rotated"))
+        require_choice("decode_backend", self.decode_backend, decoding.BACKENDS)
         rotary = self.rotary()  # refuses odd head_dim and bad scaling
         require(
             self.num_attention_heads % self.num_key_value_heads == 0,

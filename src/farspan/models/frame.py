@@ -15,6 +15,7 @@ from transformers.cache_utils import Cache
 
 from farspan.errors import require
 from farspan.layers.attention import Attention
+from farspan.ops.coca.decoding import Slots, Steps
 from farspan.ops.positions import PositionsArgument, resolve
 from farspan.ops.rotary import Plan, Rotary
 
@@ -28,6 +29,9 @@ class View:
     padding_mask: Tensor | None
     documents: Tensor | None
     plan: Plan | None
+    slots: Slots | None = None
+    """For a decoding step on the half-width kernel, which reads the cache as it is: then there is no plan."""
+    steps: Steps | None = None
 
 
 class Frame:
@@ -60,6 +64,7 @@ class Frame:
         if self.padding is not None and not self.fresh and not torch.compiler.is_compiling():
             self._refuse_holes(past)
         self._plans: dict[tuple[bool, int | None], Plan] = {}
+        self._halves: dict[tuple[int | None, bool], View] = {}
 
     def _read_positions(self, position_ids: Tensor) -> None:
         """Positions that fall back start a new document; with a cache they must simply go on by one."""
@@ -76,15 +81,34 @@ class Frame:
         """A window layer's cache drops by slot, so padding between real tokens would count as tokens."""
         windowed = any(getattr(layer, "is_sliding", False) for layer in self.cache.layers)  # type: ignore[union-attr]
         if windowed and self.padding is not None:
-            seen = self.padding[:, :past]
             require(
-                not (seen[:, 1:] < seen[:, :-1]).any(),
+                not _has_holes(self.padding[:, :past]),
                 "attention_mask has padding after real tokens in the cache, which window layers cannot continue; "
                 "pad on the left",
             )
 
     def view(self, layer: Attention, layer_idx: int, *, rotated_cache: bool) -> View:
         """What `layer` needs to attend; layers that cache alike share angles."""
+        if not (rotated_cache or self.whole_cache) and layer.takes_half_width(
+            self.n, self.dtype, self.device, documents=self.documents is not None
+        ):
+            key = layer.spec.window, layer.rotary is None
+            if key not in self._halves:
+                self._halves[key] = self._half_view(layer, *self._extent(layer_idx))
+            return self._halves[key]
+        past, offset, length, aligned = self._extent(layer_idx)
+        positions = self._positions(past, offset, length, aligned)
+        plan = None
+        if layer.rotary is not None and not layer.spec.linear:  # a linear op turns its own features
+            key_of_plan = (rotated_cache, layer.spec.window)
+            if key_of_plan not in self._plans:
+                self._plans[key_of_plan] = self._plan(positions, length, rotated_cache)
+            plan = self._plans[key_of_plan]
+        return View(length, positions, self._keep(offset, length), self.documents, plan)
+
+    def _extent(self, layer_idx: int) -> tuple[int | Tensor, int, int, bool]:
+        """Tokens in a layer's cache, the first slot and the number of slots that attention gets, and whether the new
+        tokens are the last of these."""
         past: int | Tensor = 0
         length, offset = self.n, 0
         if self.cache is not None:
@@ -96,15 +120,47 @@ class Frame:
             length = past + self.n - offset  # type: ignore[assignment]
         else:
             aligned = False
-        positions = self._positions(past, offset, length, aligned)
-        padding = None if self.padding is None else _columns(self.padding, offset, length)
-        plan = None
-        if layer.rotary is not None and not layer.spec.linear:  # a linear op turns its own features
-            key = (rotated_cache, layer.spec.window)
-            if key not in self._plans:
-                self._plans[key] = self._plan(positions, length, rotated_cache)
-            plan = self._plans[key]
-        return View(length, positions, padding, self.documents, plan)
+        return past, offset, length, aligned
+
+    def _keep(self, offset: int, length: int) -> Tensor | None:
+        return None if self.padding is None else _columns(self.padding, offset, length)
+
+    def _half_view(self, layer: Attention, past: int | Tensor, offset: int, length: int, aligned: bool) -> View:
+        """The view of a decoding step on the half-width kernel: lengths for the empty tail of a static cache, and
+        positions a key only where they may not count on."""
+        lengths, positions = None, None
+        first: int | Tensor = 0
+        if not aligned:
+            lengths = torch.zeros(self.batch, dtype=torch.long, device=self.device) + (past + self.n - offset)
+        if self._counts_on(past):
+            first = self._first(past, offset, length)
+        else:
+            places = self._positions(past, offset, length, aligned)
+            assert not isinstance(places, int | None)
+            positions = places if isinstance(places, tuple) else (places[:, -self.n :], places)
+        slots = Slots(lengths, first, positions, self._keep(offset, length))
+        steps = None
+        if layer.rotary is not None:
+            steps = Steps.of(self.rotary, slots.places(self.n, length, self.device))
+        return View(length, None, None, None, None, slots, steps)
+
+    def _counts_on(self, past: int | Tensor) -> bool:
+        """Whether positions surely go on by one from slot to slot of a row, as those before its first token may do."""
+        if self.padding is None:
+            return self.position_ids is None or self.cache is not None
+        if torch.compiler.is_compiling() or (self.fresh and self.position_ids is not None):
+            return False  # it would take a look at the values
+        return not _has_holes(self.padding[:, : past + self.n])
+
+    def _first(self, past: int | Tensor, offset: int, length: int) -> int | Tensor:
+        """Position of slot `offset`, of all rows or (b), found from that of the newest token."""
+        if self.position_ids is None and self.padding is None:
+            return offset
+        if self.position_ids is not None:
+            newest = self.position_ids[:, -1]
+        else:
+            newest = self._at_queries(self._ranks(offset + length), past)[:, -1]
+        return (newest - (past + self.n - 1 - offset)).expand(self.batch).contiguous()
 
     def _plan(self, positions: PositionsArgument, keys: int, rotated_cache: bool) -> Plan:
         places = resolve(positions, self.n, keys, self.device, self.documents)
@@ -146,6 +202,11 @@ class Frame:
             last = (real * torch.arange(self.n, device=self.device)).amax(-1, keepdim=True)
         at = self._at_queries(ranks, past).expand(rows, -1).gather(1, last)
         return self.position_ids.expand(rows, -1).gather(1, last) - at
+
+
+def _has_holes(padding: Tensor) -> bool:
+    """Whether a row has padding after real tokens."""
+    return bool((padding[:, 1:] < padding[:, :-1]).any())
 
 
 def goes_on_by_one(position_ids: Tensor) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
@@ -42,6 +43,8 @@ def farspan_attention(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """The attention implementation "farspan": this library's ops, with no N×N mask anywhere."""
+    if view.slots is not None:
+        return module.decode(query, key, value, slots=view.slots, steps=view.steps).transpose(1, 2), None
     out = module.attend(
         query,
         key,
@@ -80,7 +83,8 @@ class FarspanAttention(Attention):
 
     The interface gets queries and keys in dot-product form, so every implementation can run them: "farspan" (ours, the
     default), "eager", "sdpa", "flash_attention_2", "vllm" … Only when a call crosses a doubling of `per_query`
-    dynamic NTK do the keys depend on the query; then "farspan", and it alone, gets them unturned with the plan.
+    dynamic NTK do the keys depend on the query; then "farspan", and it alone, gets them unturned with the plan. So it
+    does in a decoding step on the half-width kernel, which turns them while it reads.
     """
 
     def __init__(self, config: FarspanConfig, layer_idx: int) -> None:
@@ -108,6 +112,10 @@ class FarspanAttention(Attention):
         dynamic = self.rotary is not None and (self.rotary.follows_query or self.rotary.follows_length)
         return not dynamic and (self.spec.kind == "rope" or self.config.cache_layout == "rotated")
 
+    @property
+    def decode_backend(self) -> str:
+        return self.config.decode_backend
+
     def forward(  # type: ignore[override]
         self,
         hidden_states: Tensor,
@@ -129,7 +137,8 @@ class FarspanAttention(Attention):
                 keys = slice(None, view.keys) if past_key_values.is_compileable else slice(-view.keys, None)
                 key, value = key[:, :, keys], value[:, :, keys]
         plan = None if self.rotates_before_cache else view.plan
-        if not self.rotates_before_cache and (plan is None or len(plan) == 1):
+        ready = self.rotates_before_cache or view.slots is not None
+        if not ready and (plan is None or len(plan) == 1):
             (query, key), plan = self.features(query, key, plan), None
 
         attention_interface: Callable[..., tuple[Tensor, Tensor | None]] = ALL_ATTENTION_FUNCTIONS.get_interface(
@@ -379,9 +388,19 @@ class FarspanForCausalLM(FarspanPreTrainedModel, GenerationMixin):
         )
 
     @staticmethod
-    def create_masks_for_generate(attention_mask: Tensor | None = None, **_: Any) -> Tensor | None:
-        """`generate` would expand the mask for a static cache; the model reads the plain one."""
-        return attention_mask
+    def create_masks_for_generate(
+        inputs_embeds: Tensor, past_key_values: Cache, attention_mask: Tensor | None = None, **_: Any
+    ) -> Tensor | None:
+        """`generate` would expand the mask for a static cache; the model reads the plain one.
+
+        None if it hides nothing; after the prompt as wide as the cache: a mask that grows would make the compiled step
+        anew for each token.
+        """
+        if attention_mask is None or attention_mask.all():
+            return None
+        slots = max(getattr(layer, "max_cache_len", 0) for layer in past_key_values.layers)
+        first = attention_mask.shape[1] == inputs_embeds.shape[1]
+        return attention_mask if first else F.pad(attention_mask, (0, max(0, slots - attention_mask.shape[1])))
 
     def _prepare_cache_for_generation(
         self,

@@ -4,12 +4,13 @@ import torch
 from torch import Tensor
 
 from farspan.errors import require, require_choice
+from farspan.ops.call import check_mask
+from farspan.ops.coca.decoding import Slots, Steps, attend_half_width
 from farspan.ops.coca.interface import FORMS, coca_attention_reference
-from farspan.ops.coca.triton_backend import rotary_factor, triton_refusal
-from farspan.ops.phases import rotary_steps
-from farspan.ops.positions import LIMIT, Positions
-from farspan.ops.rotary import Rotary, Run
-from farspan.ops.segments import check_dim, join
+from farspan.ops.coca.triton_backend import triton_refusal
+from farspan.ops.positions import LIMIT, resolve
+from farspan.ops.rotary import Rotary
+from farspan.ops.segments import check_dim
 
 
 def half_width_attention(
@@ -21,6 +22,8 @@ def half_width_attention(
     form: str = "exact",
     lengths: Tensor | None = None,
     first: int | Tensor = 0,
+    positions: tuple[Tensor, Tensor] | None = None,
+    padding_mask: Tensor | None = None,
     block_table: Tensor | None = None,
     causal: bool = True,
     window: int | None = None,
@@ -40,7 +43,9 @@ def half_width_attention(
         form: "exact" or "slack".
         lengths: (b) int, keys of each row that count; the rest of the cache is never read. None = all, as is a length
             beyond m.
-        first: position of key 0, for all rows or (b) int.
+        first: position of key 0, for all rows or (b) int, from which the others count on.
+        positions: of queries (b, n) and keys (b, m), where they do not count on; then without `first`.
+        padding_mask: (b, m) bool, True = keep.
         block_table: (b, blocks) int, the page that holds keys i·(page length) … of each row.
         causal, window, scale: as in :func:`farspan.ops.coca_attention`.
         splits: into how many parts the keys are cut; None chooses.
@@ -55,39 +60,16 @@ def half_width_attention(
     ...     assert out.shape == (2, 4, 1, 8)
     """
     _check(q, t, v, form, lengths, first, block_table, window, splits)
+    m = t.shape[2] * (1 if block_table is None else block_table.shape[1])
+    _check_keys(q, m, first, positions, padding_mask)
     reason = triton_refusal(q, t, v, rotary, None)
     require(reason is None, str(reason))
-    from farspan.ops.coca.kernels.attention import half_width_op
-
-    n, d = q.shape[2:]
-    runs, scale = [Run(0, n, None)], d**-0.5 if scale is None else scale
+    slots, steps = Slots(lengths, first, positions, padding_mask, block_table), None
     if rotary is not None:
         check_dim(rotary, q)
-        runs, scale = list(rotary.runs(_places(q, t, lengths, first, block_table))), scale * rotary_factor(rotary) ** 2
-    outputs = [
-        half_width_op(
-            q[:, :, run.start : run.stop],
-            t,
-            v,
-            None if rotary is None else rotary_steps(rotary, run.length, q.device),
-            lengths,
-            first if isinstance(first, Tensor) else None,
-            None,
-            None,
-            None,
-            block_table,
-            0 if isinstance(first, Tensor) else first,
-            n - run.stop,
-            form,
-            False,
-            causal,
-            window,
-            scale,
-            splits,
-        )
-        for run in runs
-    ]
-    return join(runs, outputs)
+        steps = Steps.of(rotary, slots.places(q.shape[2], m, q.device))
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return attend_half_width(q, t, v, steps, slots, form=form, causal=causal, window=window, scale=scale, splits=splits)
 
 
 def half_width_attention_reference(
@@ -99,6 +81,8 @@ def half_width_attention_reference(
     form: str = "exact",
     lengths: Tensor | None = None,
     first: int | Tensor = 0,
+    positions: tuple[Tensor, Tensor] | None = None,
+    padding_mask: Tensor | None = None,
     block_table: Tensor | None = None,
     causal: bool = True,
     window: int | None = None,
@@ -107,6 +91,7 @@ def half_width_attention_reference(
 ) -> Tensor:
     """:func:`half_width_attention` by its definition: each row alone, its keys laid out, by the equations."""
     _check(q, t, v, form, lengths, first, block_table, window, splits)
+    _check_keys(q, t.shape[2] * (1 if block_table is None else block_table.shape[1]), first, positions, padding_mask)
     options = {"rotary": rotary, "form": form, "causal": causal, "window": window, "scale": scale}
     out = q.new_zeros(*q.shape[:3], v.shape[-1])
     for row in range(q.shape[0]):
@@ -116,21 +101,14 @@ def half_width_attention_reference(
         held = keys.shape[1] if lengths is None else min(keys.shape[1], int(lengths[row]))
         n = min(q.shape[2], held)
         if n:
-            start = int(first[row]) if isinstance(first, Tensor) else first
-            alone = (q[row, :, -n:], keys[:, :held], values[:, :held])
-            last = coca_attention_reference(*(x[None] for x in alone), positions=start, **options)  # type: ignore[arg-type]
+            places: int | Tensor = int(first[row]) if isinstance(first, Tensor) else first
+            if positions is not None:
+                places = positions[1].expand(q.shape[0], -1)[row, :held]
+            mask = None if padding_mask is None else padding_mask[row : row + 1, :held]
+            alone = (x[None] for x in (q[row, :, -n:], keys[:, :held], values[:, :held]))
+            last = coca_attention_reference(*alone, positions=places, padding_mask=mask, **options)  # type: ignore[arg-type]
             out[row, :, -n:] = last[0]
     return out
-
-
-def _places(q: Tensor, t: Tensor, lengths: Tensor | None, first: int | Tensor, block_table: Tensor | None) -> Positions:
-    """Where the queries stand, for the law that may depend on it."""
-    n, m = q.shape[2], t.shape[2] * (1 if block_table is None else block_table.shape[1])
-    if lengths is None and not isinstance(first, Tensor):
-        return Positions(n, m, q.device, first, None, True)
-    query = (m if lengths is None else lengths[:, None].clamp(max=m)) - n + torch.arange(n, device=q.device)[None]
-    query = query + (first[:, None] if isinstance(first, Tensor) else first)
-    return Positions(n, n, q.device, None, (query, query), True)
 
 
 def _check(
@@ -169,12 +147,27 @@ def _check(
         require(
             right, f"block_table must be integers ({b}, blocks), got {tuple(block_table.shape)}; one row a sequence"
         )
-    _check_first(first, m if block_table is None else m * block_table.shape[1])
     require(
         window is None or (isinstance(window, int) and window >= 1),
         f"window must be a whole number of keys ≥ 1 or None, got {window}; a query always sees itself",
     )
     require(splits is None or splits >= 1, f"splits must be at least 1 or None, got {splits}")
+
+
+def _check_keys(
+    q: Tensor,
+    m: int,
+    first: int | Tensor,
+    positions: tuple[Tensor, Tensor] | None,
+    padding_mask: Tensor | None,
+) -> None:
+    """What is said about each of m keys a row."""
+    _check_first(first, m)
+    check_mask("padding_mask", padding_mask, (q.shape[0], m), boolean=True)
+    if positions is not None:
+        plain = not isinstance(first, Tensor) and first == 0
+        require(plain, "first and positions both say where keys stand; give one of them")
+        resolve(positions, q.shape[2], m, q.device)
 
 
 def _check_first(first: int | Tensor, m: int) -> None:

@@ -4,41 +4,56 @@ Without gradients the half-width kernel reads t as it is cached. With gradients 
 forward and backward, and the attention is SDPA's.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from farspan.errors import require
 from farspan.ops.call import Call
+from farspan.ops.coca.decoding import (
+    Case,
+    Slots,
+    Steps,
+    attend_half_width,
+    kernel_refusal,
+    rotary_factor,
+    takes_half_width,
+)
 from farspan.ops.coca.fused import coca_features
-from farspan.ops.launch import cannot_launch
 from farspan.ops.phases import rotary_steps
-from farspan.ops.positions import Positions
 from farspan.ops.rotary import Plan, Rotary, Run
 from farspan.ops.segments import check_dim, join
 from farspan.ops.softmax.core import softmax_attention
 
 
 def auto_takes_triton(q: Tensor, t: Tensor, v: Tensor, rotary: Rotary | Plan | None, documents: Tensor | None) -> bool:
-    """Whether backend="auto" hands a call to the kernels: not before they are measured to be faster."""
-    return False
+    """Whether backend="auto" hands a call to the kernels: a decoding step, where that is measured to be faster."""
+    if isinstance(rotary, tuple):
+        return False
+    case = Case(
+        n=q.shape[2],
+        group=q.shape[1] // t.shape[1],
+        width=max(q.shape[-1], v.shape[-1]),
+        dtype=q.dtype,
+        device=q.device,
+        gradient=_needs_gradient(q, t, v),
+        documents=documents is not None,
+    )
+    return takes_half_width(case, "auto")
 
 
 def triton_refusal(
     q: Tensor, t: Tensor, v: Tensor, rotary: Rotary | Plan | None, documents: Tensor | None
 ) -> str | None:
     """Why backend="triton" cannot take a call, and what to do about it; None when it can."""
-    widest = max(q.shape[-1], v.shape[-1])
     if isinstance(rotary, tuple):
         return "backend='triton' computes its angles in the kernel: pass the Rotary, not a plan of angles"
     if documents is not None:
         return "backend='triton' does not see documents; use backend='sdpa'"
-    if q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return f"backend='triton' takes float32, bfloat16 or float16, got {q.dtype}; use backend='sdpa'"
     if q.dtype == torch.float16 and _needs_gradient(q, t, v):
         return "backend='triton' has no gradients in float16, whose range squares leave; use bfloat16 or backend='sdpa'"
-    if widest > 256:
-        return f"backend='triton' takes heads up to 256 wide, got {widest}; use backend='sdpa'"
-    return cannot_launch(q.device.type)
+    return kernel_refusal(q.dtype, max(q.shape[-1], v.shape[-1]), q.device)
 
 
 def triton_attention(q: Tensor, t: Tensor, v: Tensor, *, rotary: Rotary | Plan | None, form: str, call: Call) -> Tensor:
@@ -48,41 +63,24 @@ def triton_attention(q: Tensor, t: Tensor, v: Tensor, *, rotary: Rotary | Plan |
     assert rotary is None or isinstance(rotary, Rotary)
     if rotary is not None:
         check_dim(rotary, q)
+    if not _needs_gradient(q, t, v):
+        return _half_width(q, t, v, rotary, form, call)
     runs = [Run(0, q.shape[2], None)] if rotary is None else list(rotary.runs(call.places))
-    attend = _prepared if _needs_gradient(q, t, v) else _half_width
-    return join(runs, [attend(q, t, v, rotary, form, call, run) for run in runs])
+    return join(runs, [_prepared(q, t, v, rotary, form, call, run) for run in runs])
 
 
-def _half_width(q: Tensor, t: Tensor, v: Tensor, rotary: Rotary | None, form: str, call: Call, run: Run) -> Tensor:
-    """One run of queries against un-rotated t."""
-    from farspan.ops.coca.kernels.attention import half_width_op
-
+def _half_width(q: Tensor, t: Tensor, v: Tensor, rotary: Rotary | None, form: str, call: Call) -> Tensor:
+    """All queries against un-rotated t."""
     places, sight = call.places, call.sight
-    query, key = _tensors(places, run, sight.m)
-    step, scale = None, call.scale
-    if rotary is not None:
-        step = rotary_steps(rotary, run.length, q.device)
-        scale = scale * rotary_factor(rotary) ** 2
-    return half_width_op(
-        q[:, :, run.start : run.stop],
-        t,
-        v,
-        step,
-        None,
-        None,
-        query,
-        key,
-        sight.padding,
-        None,
-        places.first or 0,
-        places.n - run.stop,
-        form,
-        not places.aligned,
-        sight.causal,
-        sight.window,
-        scale,
-        None,
+    slots = Slots(
+        first=places.first or 0,
+        positions=None if places.first is not None else (places.query, places.key),
+        padding=sight.padding,
+        by_position=not places.aligned,
     )
+    steps = None if rotary is None else Steps.of(rotary, places)
+    options: dict[str, Any] = {"causal": sight.causal, "window": sight.window, "scale": call.scale}
+    return attend_half_width(q, t, v, steps, slots, form=form, **options)
 
 
 def _prepared(q: Tensor, t: Tensor, v: Tensor, rotary: Rotary | None, form: str, call: Call, run: Run) -> Tensor:
@@ -95,24 +93,14 @@ def _prepared(q: Tensor, t: Tensor, v: Tensor, rotary: Rotary | None, form: str,
     else:
         from farspan.ops.coca.kernels.prepare import prepare_op
 
-        query, key = _tensors(places, run, keys)
+        query = key = None
+        if places.first is None:
+            query, key = places.query[:, run.start : run.stop], places.key[:, :keys]
         first = places.first or 0
         step = rotary_steps(rotary, run.length, q.device)
         begin = first + places.m - places.n + run.start
         q_, k_ = prepare_op(q, t, step, query, key, begin, first, form, rotary_factor(rotary))
     return softmax_attention(q_, k_, v, sight=call.sight.narrow(run.start, run.stop, keys), scale=call.scale)
-
-
-def _tensors(places: Positions, run: Run, keys: int) -> tuple[Tensor | None, Tensor | None]:
-    """Positions of a run's queries and of the keys, where they do not simply count on."""
-    if places.first is not None:
-        return None, None
-    return places.query[:, run.start : run.stop], places.key[:, :keys]
-
-
-def rotary_factor(rotary: Rotary) -> float:
-    """What multiplies cos and sin (YaRN's temperature)."""
-    return 1.0 if rotary.scaling is None else rotary.scaling.attention_factor
 
 
 def _needs_gradient(*tensors: Tensor) -> bool:

@@ -7,12 +7,11 @@ import torch
 import triton
 from torch import Tensor
 
+from farspan.ops.coca.decoding import FOLD_ROWS
 from farspan.ops.coca.kernels.half_width import half_width_kernel, merge_kernel
 from farspan.ops.coca.kernels.one_query import one_query_kernel
 
 LOG2_E = 1.4426950408889634
-FOLD_ROWS = 32
-"""Up to this many rows the queries turn to each tile; beyond, the keys turn."""
 WAVES = 32
 """Programs a processor that splitting the keys aims at while decoding: enough to even out their ends."""
 PREFILL_WAVES = 2

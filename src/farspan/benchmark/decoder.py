@@ -1,0 +1,161 @@
+"""A model after a long context, ready to decode: its cache filled with random numbers, its SDPA kernel chosen."""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers.cache_utils import DynamicLayer, StaticLayer
+
+from farspan.benchmark.clock import captured
+from farspan.benchmark.measure import in_turn
+from farspan.models import FarspanCache, FarspanConfig, FarspanForCausalLM
+from farspan.ops.coca.decoding import Case, half_width_refusal
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "rope": {"attention": "rope"},
+    "coca-exact": {"attention": "coca-exact"},
+    "coca-exact, rotated cache": {"attention": "coca-exact", "cache_layout": "rotated"},
+}
+"""The first is what the others are compared with; the second reads its cache on the half-width kernel on a GPU."""
+ORDERS = {
+    "flash": [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH],
+    "cudnn": [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH],
+}
+"""Which of SDPA's kernels is asked first. Where SDPA runs on a GPU, each is tried and the faster one timed."""
+KERNEL = "half-width kernel"
+AT_ONCE = 8
+"""Tokens a timing."""
+
+
+def make_model(preset: str, variant: str, device: str, seed: int) -> FarspanForCausalLM:
+    """One of :data:`VARIANTS`; those of CoCA have the same weights."""
+    torch.manual_seed(seed)
+    config = FarspanConfig.preset(preset, **VARIANTS[variant])
+    config.decode_backend = "sdpa" if why_no_kernel(config, device) else "triton"
+    return FarspanForCausalLM(config).eval().to(device, torch.bfloat16 if device == "cuda" else torch.float32)
+
+
+def why_no_kernel(config: FarspanConfig, device: str) -> str | None:
+    """Why a model cannot decode on the half-width kernel of a device; None when it can, or has no use for it."""
+    if not reads_half_width(config):
+        return None
+    if device != "cuda":  # where it could be interpreted, but not timed
+        return "kernels need a CUDA device"
+    assert config.head_dim is not None
+    assert config.num_key_value_heads is not None
+    group = config.num_attention_heads // config.num_key_value_heads
+    case = Case(1, group, config.head_dim, torch.bfloat16, torch.device(device), gradient=False, documents=False)
+    return half_width_refusal(case, "triton")
+
+
+def reads_half_width(config: FarspanConfig) -> bool:
+    """Whether the cache holds un-rotated t."""
+    return config.cache_layout == "half" and all(spec.kind == "coca" for spec in config.attention_specs)
+
+
+@torch.no_grad()
+def fill(
+    cache: FarspanCache,
+    config: FarspanConfig,
+    batch: int,
+    context: int,
+    seed: int,
+    like: Tensor,
+    rows: int | None = None,
+) -> None:
+    """Write random keys (or t ≥ 0) and values of `context` tokens into every layer, in like's dtype; the first `rows`.
+
+    They are as wide as the model's own (ready keys of CoCA are any numbers, like RoPE's). Numbers do not depend on
+    the kind of cache, nor on like's dtype.
+    """
+    assert config.head_dim is not None
+    assert config.num_key_value_heads is not None
+    generator = torch.Generator(like.device).manual_seed(seed)
+    for index, spec in enumerate(config.attention_specs):
+        half = spec.kind == "coca" and config.cache_layout == "half"
+        width = config.head_dim // 2 if half else config.head_dim
+        for_keys, for_values = (
+            torch.empty(batch, config.num_key_value_heads, context, size, dtype=torch.bfloat16, device=like.device)
+            .normal_(generator=generator)[:rows]
+            .to(like.dtype)
+            for size in (width, config.head_dim)
+        )
+        cache.update(for_keys.relu_() if half else for_keys, for_values, index)
+
+
+class Decoder:
+    """A model after a context, one greedy token for each text at a time: `token` (b, 1) is the newest.
+
+    `step` runs one token and takes the next from its `logits` (b, vocabulary).
+    """
+
+    def __init__(self, model: FarspanForCausalLM, mode: str, context: int, batch: int, *, room: int, seed: int) -> None:
+        weight = model.lm_head.weight
+        self.model, self.context = model, context
+        slots = -(-(context + room) // 128) * 128
+        self.cache = FarspanCache(model.config, max_length=None if mode == "eager" else slots)
+        fill(self.cache, model.config, batch, context, seed, weight)
+        self.token = torch.zeros(batch, 1, dtype=torch.long, device=weight.device)
+        self.logits = torch.zeros(batch, model.config.vocab_size, dtype=weight.dtype, device=weight.device)
+        self.forward: Callable[..., Any] = model
+        if mode == "compiled":
+            options: dict[str, Any] = {"mode": "reduce-overhead"} if weight.is_cuda else {"backend": "aot_eager"}
+            self.forward = torch.compile(model, fullgraph=True, dynamic=False, **options)
+        self.order: str | None = None
+        self.step: Callable[[], Any] = self._step
+
+    @torch.no_grad()
+    def _step(self) -> None:
+        with nullcontext() if self.order is None else sdpa_kernel(ORDERS[self.order], set_priority=True):
+            self.logits.copy_(self.forward(self.token, past_key_values=self.cache).logits[:, -1])
+            self.token.copy_(self.logits.argmax(dim=-1, keepdim=True))
+
+    @property
+    def decodes_on(self) -> str:
+        """What computes the attention."""
+        if self.model.config.decode_backend == "triton" and reads_half_width(self.model.config):
+            return KERNEL
+        return "SDPA" if self.order is None else f"SDPA, {self.order} first"
+
+    def settle(self, device: str, orders: Sequence[str | None], *, graph: bool) -> str | None:
+        """Take the fastest order of SDPA's kernels, and capture the step if a `graph` of it is wanted."""
+        seconds: dict[str | None, float] = {}
+        steps: dict[str | None, Callable[[], Any]] = {}
+        for order in orders:
+            self.order = order
+            self.step = steps[order] = captured(self._step) if graph else self._step
+            seconds[order] = min(in_turn({"": self.several}, repeats=3, device=device)[""]) if len(orders) > 1 else 0.0
+            self.rewind()
+        self.order = min(seconds, key=lambda order: seconds[order])
+        self.step = steps[self.order]
+        return self.order
+
+    def rewind(self) -> None:
+        """Forget all but the context."""
+        ahead = self.cache.get_seq_length() - self.context
+        for layer in self.cache.layers:
+            if isinstance(layer, StaticLayer):  # the slots stay as they are: what lies ahead is masked
+                torch.as_tensor(layer.cumulative_length).fill_(self.context)
+            elif isinstance(layer, DynamicLayer):
+                layer.crop(-ahead)
+
+    def several(self) -> None:
+        for _ in range(AT_ONCE):
+            self.step()
+
+    def follow(self, tokens: Tensor) -> Tensor:
+        """Logits (steps, b, vocabulary) after each of given tokens (steps, b)."""
+        found = []
+        for given in tokens:
+            self.token.copy_(given[:, None])
+            self.step()
+            found.append(self.logits.clone())
+        return torch.stack(found)
+
+
+def orders_for(decoder: Decoder, device: str) -> list[str | None]:
+    """The orders of SDPA's kernels to try: on a GPU all, but where SDPA does not run."""
+    return [None] if device != "cuda" or decoder.decodes_on == KERNEL else list(ORDERS)

@@ -1,0 +1,192 @@
+"""Decoding on the half-width kernel: whether it takes a call, and what it must know of one; asking needs no Triton.
+
+A model decides before it makes angles: where the kernel runs, nothing is turned and no table is made.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from farspan.errors import require, require_choice
+from farspan.ops.launch import cannot_launch
+from farspan.ops.phases import rotary_steps
+from farspan.ops.positions import Positions
+from farspan.ops.rotary import Rotary, Run
+from farspan.ops.segments import join
+
+BACKENDS = ("auto", "sdpa", "triton")
+"""What a layer can be told to decode on."""
+AUTO_DECODES = False
+"""Whether "auto" decodes on the kernel where there is a GPU: not before whole models are measured to be faster."""
+FOLD_ROWS = 32
+"""Up to this many queries a key head (those of its group counted apart) the kernel turns queries instead of keys."""
+WIDEST = 256
+
+
+class Case(NamedTuple):
+    """What the choice depends on, all of it known before a key is projected."""
+
+    n: int
+    group: int
+    """Query heads a key head."""
+    width: int
+    """The wider of q and v."""
+    dtype: torch.dtype
+    device: torch.device
+    gradient: bool
+    documents: bool
+
+
+def takes_half_width(case: Case, backend: str) -> bool:
+    """Whether a CoCA call runs on the half-width kernel; the one place where that is decided.
+
+    "triton" takes every call with few queries and no gradient, and raises where the machine or the dtype forbids it;
+    "auto" takes them on a GPU, if it is faster there; the rest is for SDPA.
+
+    >>> case = Case(1, 4, 64, torch.float32, torch.device("cpu"), gradient=False, documents=False)
+    >>> takes_half_width(case, "sdpa"), takes_half_width(case._replace(n=9), "triton")
+    (False, False)
+    """
+    require_choice("backend", backend, BACKENDS)
+    if _not_chosen(case, backend) or _not_decoding(case):
+        return False
+    reason = kernel_refusal(case.dtype, case.width, case.device)
+    require(reason is None or backend == "auto", str(reason))
+    return reason is None
+
+
+def half_width_refusal(case: Case, backend: str) -> str | None:
+    """Why :func:`takes_half_width` says no, or would raise; None when it says yes.
+
+    >>> half_width_refusal(Case(1, 4, 64, torch.float32, torch.device("cpu"), gradient=False, documents=False), "auto")
+    "backend='auto' decodes on the half-width kernel on CUDA alone, got cpu"
+    """
+    machine = kernel_refusal(case.dtype, case.width, case.device)
+    return _not_chosen(case, backend) or _not_decoding(case) or machine
+
+
+def kernel_refusal(dtype: torch.dtype, width: int, device: torch.device) -> str | None:
+    """Why no kernel can run such tensors, and what to do about it; None when one can."""
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"backend='triton' takes float32, bfloat16 or float16, got {dtype}; use backend='sdpa'"
+    if width > WIDEST:
+        return f"backend='triton' takes heads up to {WIDEST} wide, got {width}; use backend='sdpa'"
+    return cannot_launch(device.type)
+
+
+def _not_chosen(case: Case, backend: str) -> str | None:
+    if backend == "sdpa":
+        return "backend='sdpa' asks for ready keys"
+    if backend == "auto" and case.device.type != "cuda":
+        return f"backend='auto' decodes on the half-width kernel on CUDA alone, got {case.device.type}"
+    if backend == "auto" and not AUTO_DECODES:
+        return "backend='auto' does not yet decode on the half-width kernel; ask for it with backend='triton'"
+    return None
+
+
+def _not_decoding(case: Case) -> str | None:
+    """No numbers in these: a number of tokens in a message would become a constant of a compiled graph."""
+    if case.gradient:
+        return "the half-width kernel has no gradients; decode under torch.no_grad()"
+    if case.documents:
+        return "the half-width kernel does not see documents"
+    if case.n * case.group > FOLD_ROWS:
+        return f"more than {FOLD_ROWS} queries a key head are faster on ready keys"
+    return None
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The frequencies of a call as the kernel wants them: what a plan is to ready keys, with no table of angles."""
+
+    runs: tuple[Run, ...]
+    turns: tuple[Tensor, ...]
+    """Of each run (1|b, d/2), see :mod:`farspan.ops.phases`."""
+    factor: float
+
+    @classmethod
+    def of(cls, rotary: Rotary, places: Positions) -> "Steps":
+        """The steps of a rotary for queries at their places; a model makes them once for all layers."""
+        runs = tuple(rotary.runs(places))
+        turns = tuple(rotary_steps(rotary, run.length, places.device) for run in runs)
+        return cls(runs, turns, rotary_factor(rotary))
+
+
+def rotary_factor(rotary: Rotary) -> float:
+    """What multiplies cos and sin (YaRN's temperature)."""
+    return 1.0 if rotary.scaling is None else rotary.scaling.attention_factor
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Which keys of a cache count, and where they stand; the queries are the last of them."""
+
+    lengths: Tensor | None = None
+    """(b) int, keys of each row that count; None = all."""
+    first: int | Tensor = 0
+    """Position of key 0, for all rows or (b) int, from which the others count on."""
+    positions: tuple[Tensor, Tensor] | None = None
+    """Positions of queries (b|1, n) and of keys (b|1, m), where they do not."""
+    padding: Tensor | None = None
+    """(b, m) bool, True = keep."""
+    pages: Tensor | None = None
+    by_position: bool = False
+    """Positions, not the index, decide what a query sees."""
+
+    def places(self, n: int, m: int, device: torch.device) -> Positions:
+        """Where n queries stand, for the law that may depend on it."""
+        if self.positions is not None:
+            return Positions(n, m, device, None, self.positions, not self.by_position)
+        if self.lengths is None and not isinstance(self.first, Tensor):
+            return Positions(n, m, device, self.first, None, True)
+        end = m if self.lengths is None else self.lengths[:, None].clamp(max=m)
+        query = end - n + torch.arange(n, device=device)[None]
+        query = query + (self.first[:, None] if isinstance(self.first, Tensor) else self.first)
+        return Positions(n, n, device, None, (query, query), True)
+
+
+def attend_half_width(
+    q: Tensor,
+    t: Tensor,
+    v: Tensor,
+    steps: Steps | None,
+    slots: Slots,
+    *,
+    form: str,
+    causal: bool,
+    window: int | None,
+    scale: float,
+    splits: int | None = None,
+) -> Tensor:
+    """q (b, h, n, d), un-rotated t (b, g, m, d/2) and v (b, g, m, dv) → (b, h, n, dv) on the kernel, unchecked."""
+    from farspan.ops.coca.kernels.attention import half_width_op
+
+    n = q.shape[2]
+    runs, turns = ((Run(0, n, None),), (None,)) if steps is None else (steps.runs, steps.turns)
+    query, key = (None, None) if slots.positions is None else slots.positions
+    outputs = [
+        half_width_op(
+            q[:, :, run.start : run.stop],
+            t,
+            v,
+            turn,
+            slots.lengths,
+            slots.first if isinstance(slots.first, Tensor) else None,
+            None if query is None else query[:, run.start : run.stop],
+            key,
+            slots.padding,
+            slots.pages,
+            0 if isinstance(slots.first, Tensor) else slots.first,
+            n - run.stop,
+            form,
+            slots.by_position,
+            causal,
+            window,
+            scale if steps is None else scale * steps.factor**2,
+            splits,
+        )
+        for run, turn in zip(runs, turns, strict=True)
+    ]
+    return join(runs, outputs)

@@ -1,0 +1,164 @@
+"""Whether the half-width kernel takes a call is decided once, with a reason; what it is told of a cache counts."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from farspan.ops import DynamicNTK, Rotary, YaRN, coca_attention
+from farspan.ops.coca import decoding
+from farspan.ops.coca.decoding import FOLD_ROWS, Case, half_width_refusal, takes_half_width
+from farspan.ops.coca.half_width import half_width_attention, half_width_attention_reference
+from farspan.ops.coca.triton_backend import auto_takes_triton
+from tests.helpers import coca_inputs
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+STEP = Case(1, 4, 64, torch.bfloat16, torch.device("cuda"), gradient=False, documents=False)
+
+needs_triton = pytest.mark.skipif(
+    decoding.cannot_launch("cuda") is not None, reason="needs triton (pip install farspan[gpu])"
+)
+
+
+@needs_triton
+@pytest.mark.parametrize("auto", [True, False])
+def test_auto_takes_a_step_on_a_gpu_once_that_is_switched_on(auto: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoding, "AUTO_DECODES", auto)
+    assert takes_half_width(STEP, "auto") is auto
+    assert takes_half_width(STEP, "triton")
+    assert not takes_half_width(STEP, "sdpa")
+    assert not takes_half_width(STEP._replace(device=torch.device("cpu")), "auto")
+    assert (half_width_refusal(STEP, "auto") is None) is auto
+    assert half_width_refusal(STEP, "triton") is None
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"n": FOLD_ROWS // 4 + 1}, "more than 32 queries a key head are faster on ready keys"),
+        ({"group": FOLD_ROWS + 1}, "more than 32 queries a key head are faster on ready keys"),
+        ({"gradient": True}, "has no gradients; decode under torch.no_grad()"),
+        ({"documents": True}, "does not see documents"),
+    ],
+)
+def test_what_is_no_decoding_step_is_left_to_sdpa(change: dict, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoding, "AUTO_DECODES", True)
+    case = STEP._replace(**change)
+    for backend in ("auto", "triton"):
+        assert not takes_half_width(case, backend)
+        assert reason in str(half_width_refusal(case, backend))
+    assert takes_half_width(STEP._replace(n=FOLD_ROWS // 4), "triton")
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"dtype": torch.float64}, r"takes float32, bfloat16 or float16, got torch\.float64; use backend='sdpa'"),
+        ({"width": 257}, "takes heads up to 256 wide, got 257; use backend='sdpa'"),
+    ],
+)
+def test_what_no_kernel_can_run_is_refused_by_triton_alone(
+    change: dict, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decoding, "AUTO_DECODES", True)
+    assert not takes_half_width(STEP._replace(**change), "auto")
+    with pytest.raises(ValueError, match=reason):
+        takes_half_width(STEP._replace(**change), "triton")
+
+
+def test_an_unknown_backend_is_refused() -> None:
+    with pytest.raises(ValueError, match="backend must be one of 'auto', 'sdpa', 'triton', got 'tritn'"):
+        takes_half_width(STEP, "tritn")
+
+
+@needs_triton
+def test_without_the_interpreter_a_cpu_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    from farspan.ops.coca.kernels import narrow
+
+    monkeypatch.setattr(narrow, "INTERPRETED", False)
+    with pytest.raises(ValueError, match="needs CUDA tensors, got cpu; or set TRITON_INTERPRET=1 before the start"):
+        takes_half_width(STEP._replace(device=torch.device("cpu")), "triton")
+
+
+@needs_triton
+def test_the_op_follows_the_same_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine without a GPU the device is all that is left to say no."""
+    monkeypatch.setattr(decoding, "AUTO_DECODES", True)
+    q, t, v = (x.detach().float().to(DEVICE) for x in coca_inputs(1, 20))
+    assert auto_takes_triton(q, t, v, Rotary(8), None) is (DEVICE == "cuda")
+    monkeypatch.setattr(decoding, "_not_chosen", lambda case, backend: None)
+    assert auto_takes_triton(q, t, v, Rotary(8), None)
+    assert auto_takes_triton(q, t, v, None, None)
+    assert not auto_takes_triton(q, t, v, Rotary(8).plan(0, 1, 20), None)
+    assert not auto_takes_triton(q.clone().requires_grad_(), t, v, Rotary(8), None)
+    taken, made = (coca_attention(q, t, v, rotary=Rotary(8), backend=backend) for backend in ("auto", "sdpa"))
+    assert 0 < (taken - made).abs().max() <= 1e-5
+
+
+def caches(b: int, m: int) -> dict[str, dict[str, Any]]:
+    """What may be said of a cache of m slots, by name."""
+    lengths = torch.tensor([m, m - 7, 5][:b])
+    padding = torch.arange(m)[None] >= torch.arange(b)[:, None] * 3
+    holes = padding & (torch.arange(m)[None] % 5 != 3)
+    key = holes.long().cumsum(-1) - 1 + torch.tensor([[0], [900], [7]][:b])
+    ends = lengths[:, None] - 1
+    return {
+        "padding": {"padding_mask": padding},
+        "padding, lengths, first": {"padding_mask": padding, "lengths": lengths, "first": -3 * torch.arange(b)},
+        "positions": {"positions": (key[:, -1:], key), "padding_mask": holes},
+        "positions, lengths, window": {
+            "positions": (key.gather(1, ends), key),
+            "padding_mask": holes,
+            "lengths": lengths,
+            "window": 6,
+        },
+    }
+
+
+@needs_triton
+@pytest.mark.parametrize("name", list(caches(1, 9)))
+@pytest.mark.parametrize(
+    ("rotary", "group"),
+    [(Rotary(8, scaling=YaRN(4, 8)), 1), (Rotary(8, scaling=DynamicNTK(4, 8)), 2), (None, 2)],
+    ids=str,
+)
+def test_a_cache_with_padding_and_positions_equals_each_row_alone(name: str, rotary: Rotary | None, group: int) -> None:
+    q, t, v = (x.detach().float().to(DEVICE) for x in coca_inputs(1, 20, b=3, h=group, g=1))
+    options = {key: _to_device(value) for key, value in caches(3, 20)[name].items()}
+    options |= {"rotary": rotary, "form": "slack"}
+    want = half_width_attention_reference(q.double(), t.double(), v.double(), **options)
+    assert (half_width_attention(q, t, v, **options) - want).abs().max() <= 1e-5
+    assert (want - half_width_attention_reference(q.double(), t.double(), v.double(), rotary=rotary)).abs().max() > 1e-3
+
+
+def _to_device(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(x.to(DEVICE) for x in value)
+    return value.to(DEVICE) if isinstance(value, torch.Tensor) else value
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"padding_mask": torch.ones(1, 8)}, "padding_mask must be bool"),
+        (
+            {"padding_mask": torch.ones(1, 7, dtype=torch.bool)},
+            r"padding_mask must have shape \(batch, keys\) = \(1, 8\)",
+        ),
+        (
+            {"positions": (torch.arange(1), torch.arange(7))},
+            r"positions\[1\] must give one position to each of the 8 keys",
+        ),
+        (
+            {"positions": (torch.arange(1), torch.arange(8)), "first": 4},
+            "first and positions both say where keys stand",
+        ),
+    ],
+    ids=str,
+)
+def test_bad_words_about_keys_are_refused(options: dict, message: str) -> None:
+    q, t, v = coca_inputs(1, 8)
+    for op in (half_width_attention, half_width_attention_reference):
+        with pytest.raises(ValueError, match=message):
+            op(q, t, v, rotary=Rotary(8), **options)
