@@ -31,6 +31,9 @@ def convert(
         list[str] | None, typer.Option(help="Text to fit CoCA layers on, as `farspan data` takes it.")
     ] = None,
     calibrate_tokens: Annotated[int, typer.Option(help="So many tokens of it.", min=1024)] = 65_536,
+    calibrate_length: Annotated[
+        int, typer.Option(help="In windows of so many; longer ones fit farther keys, and cost their square.", min=16)
+    ] = 512,
     calibrate_steps: Annotated[int, typer.Option(help="Adam steps a layer; 0 = the closed form alone.", min=0)] = 100,
     fit: Annotated[str, typer.Option(help="What is fitted: t, or tq for W_Q as well; also v, o.")] = "tq",
     keep_rope: Annotated[int, typer.Option(help="Leave so many of the worst layers as they were.", min=0)] = 0,
@@ -63,6 +66,7 @@ def convert(
             to=to,
             text=calibrate or (),
             tokens=calibrate_tokens,
+            length=calibrate_length,
             calibration_config=CalibrationConfig(fit=fit, steps=calibrate_steps),
             keep_rope=keep_rope,
             dtype=getattr(torch, dtype) if dtype else None,
