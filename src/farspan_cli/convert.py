@@ -32,7 +32,7 @@ def convert(
     ] = None,
     calibrate_tokens: Annotated[int, typer.Option(help="So many tokens of it.", min=1024)] = 65_536,
     calibrate_length: Annotated[
-        int, typer.Option(help="In windows of so many; longer ones fit farther keys, and cost their square.", min=16)
+        int, typer.Option(help="In windows of so many; longer ones fit farther keys, and cost their square.", min=2)
     ] = 512,
     calibrate_steps: Annotated[int, typer.Option(help="Adam steps a layer; 0 = the closed form alone.", min=0)] = 100,
     fit: Annotated[str, typer.Option(help="What is fitted: t, or tq for W_Q as well; also v, o.")] = "tq",

@@ -249,6 +249,7 @@ def test_calibration_from_the_command_line_leaves_its_report(tmp_path: Path) -> 
     source = with_tokenizer(tmp_path / "source")
     (tmp_path / "a.txt").write_text("some words in a row, and then others. " * 40)
     options = ("--calibrate", tmp_path / "a.txt", "--calibrate-tokens", 1024, "--calibrate-steps", 1, "--keep-rope", 1)
+    options += ("--calibrate-length", 9)
     status, out, err = called("convert", source, "--attention", "coca-exact", *options, "--out", tmp_path / "ours")
     assert status == 0, err
     report = json.loads((tmp_path / "ours" / "calibration.json").read_text())
@@ -257,7 +258,7 @@ def test_calibration_from_the_command_line_leaves_its_report(tmp_path: Path) -> 
     assert sum(row["kept_rope"] for row in report["rows"]) == 1
     kinds = [spec.kind for spec in from_pretrained(tmp_path / "ours", None).config.attention_specs]
     assert kinds == ["rope" if row["kept_rope"] else "coca" for row in report["rows"]]
-    assert "calibrated on" in out
+    assert "calibrated on 1,017 tokens" in out
 
 
 def test_calibration_that_cannot_be_is_refused(tmp_path: Path) -> None:
