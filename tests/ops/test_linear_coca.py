@@ -72,13 +72,15 @@ def test_frequencies_that_change_are_refused() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("size", [1e-3, 1.0, 16.0])
 @pytest.mark.parametrize("causal", [True, False])
-def test_gradients_are_finite_where_keys_are_dead_or_nearly_so(dtype: torch.dtype, size: float, causal: bool) -> None:
+def test_gradients_are_finite_where_keys_are_dead(dtype: torch.dtype, size: float, causal: bool) -> None:
     q, t, v = (x.detach() for x in coca_inputs(70, d=64))
     q, t = q * size, t * size
-    t[:, :, 0], t[:, :, 1], t[:, 1] = 1e-7, 0.0, 0.0
+    t[:, :, :2], t[:, 1] = -1.0, -1.0
+    if dtype != torch.float16:
+        t[:, 0, 0] = 1e-7
     q[:, :, ::3] = 0.0
-    inputs = [x.to(dtype).requires_grad_() for x in (q, t, v)]
-    out = linear_coca_attention(*inputs, rotary=Rotary(64), causal=causal)
+    q, t, v = inputs = [x.to(dtype).requires_grad_() for x in (q, t, v)]
+    out = linear_coca_attention(q, t.relu(), v, rotary=Rotary(64), causal=causal)
     assert (out[:, :, ::3] == 0).all()
     assert (out[:, 2:] == 0).all()  # its key head is dead throughout
     assert out.isfinite().all()
@@ -87,12 +89,13 @@ def test_gradients_are_finite_where_keys_are_dead_or_nearly_so(dtype: torch.dtyp
     assert all(g.isfinite().all() for g in gradients)
 
 
-def test_how_long_a_query_is_makes_no_difference() -> None:
-    q, t, v = inputs(30)
-    lengths = torch.logspace(-2, 6, 30, dtype=q.dtype)[:, None]
-    out = linear_coca_attention(q, t, v, rotary=Rotary(8))
-    scaled = linear_coca_attention(q * lengths, t, v, rotary=Rotary(8))
-    assert (scaled - out).abs().max() <= 1e-12
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_small_coefficients_keep_their_digits_at_ordinary_queries(dtype: torch.dtype) -> None:
+    q, t, v = (x.detach() for x in coca_inputs(8, d=64))
+    t = t.abs() * 3e-3
+    want = linear_coca_attention_reference(q.double(), t.double(), v.double(), rotary=Rotary(64))
+    out = linear_coca_attention(q.to(dtype), t.to(dtype), v.to(dtype), rotary=Rotary(64))
+    assert (out - want).abs().max() <= (1e-2 if dtype == torch.float16 else 1e-4) * want.abs().max()
 
 
 @pytest.mark.parametrize("name", ["causal", "bidirectional", "left padding", "documents"])

@@ -80,15 +80,16 @@ def training_document(tokenizer: Tokenizer, generator: np.random.Generator, leng
 
 
 def training_row(tokenizer: Tokenizer, generator: np.random.Generator, length: int) -> np.ndarray[Any, Any]:
-    """A training row of `length` tokens: one passkey text, or in a long row several of different lengths.
+    """A training row of `length` tokens: one passkey text, or in half of the long rows several shorter ones.
 
-    Only the answers teach anything, and one in 8192 tokens teaches too little. The lengths are spread evenly on a
-    logarithmic scale, so that near and far keys are as frequent as in a test by doublings.
+    Only the answers teach anything, and one in 8192 tokens teaches slowly: the rows of several texts give many answers,
+    about keys at hand, and the others few, about keys far away.
     """
     pieces, left = [], length
     bare = sum(len(tokenizer.encode(part.format(key=10_000))) for part in (INTRODUCTION, KEY, QUESTION, ANSWER))
     shortest = 2 * bare
-    while left > max(ONE_TEXT, shortest):
+    several = length > ONE_TEXT and generator.random() < 0.5
+    while several and left > shortest:
         size = round(shortest * (left / shortest) ** generator.random())
         if left - size < shortest:
             break

@@ -3,7 +3,6 @@
 from dataclasses import fields
 from typing import Literal, overload
 
-import torch
 from torch import Tensor
 
 from farspan.errors import require, require_choice
@@ -13,7 +12,7 @@ from farspan.ops.cosformer.reference import linear_coca_weights, seen_only, weig
 from farspan.ops.cosformer.run import BACKENDS, place, run, silenced
 from farspan.ops.cosformer.state import LinearState
 from farspan.ops.positions import PositionsArgument
-from farspan.ops.rotary import Rotary, working_dtype
+from farspan.ops.rotary import Rotary
 from farspan.ops.softmax.reference import visible
 
 
@@ -69,8 +68,8 @@ def linear_coca_attention(
 
     A cosFormer with one frequency for each pair and features of width d. Fast pairs turn negative within a few
     tokens, so the denominator is left un-rotated, and |o| ≤ max |v| at any length. The factor by which YaRN lengthens
-    its waves is a temperature of the softmax, and is left out. How long q is makes no difference, only how it is spread
-    over the pairs; where ‖q‖ > 1 it is shortened before its weights meet the least denominator ε.
+    its waves is a temperature of the softmax, and is left out. Gradients of a key with almost no weight are
+    ‖q_j‖²/ε: in float16 they may be infinite, in bfloat16 not.
 
     Args:
         q: (b, h, n, d) queries before rotation.
@@ -101,7 +100,6 @@ def linear_coca_attention(
         return_state=return_state,
         backend=backend,
     )
-    q = _shortened(q)
     theta = None if rotary is None else rotary.frequencies(device=q.device)
     if backend == "reference":
         distance = places.query[:, None, :, None] - places.key[:, None, None, :]
@@ -150,15 +148,6 @@ def _name(rotary: Rotary | None) -> str:
     if law is not None:
         words = [type(law).__name__, *(str(getattr(law, field.name)) for field in fields(law))]  # type: ignore[arg-type]
     return f"linear coca, width {rotary.dim}, base {rotary.base}, {' '.join(words)}"
-
-
-def _shortened(q: Tensor) -> Tensor:
-    """q over a power of two such that ‖q‖ ≤ 1; the division by the sum of weights takes it out again.
-
-    Gradients of a key with almost no weight are ‖q_j‖²/ε: at ‖q‖ = 100 they would leave float16's range.
-    """
-    norm = torch.linalg.vector_norm(q.detach(), dim=-1, keepdim=True, dtype=working_dtype(q.dtype))
-    return q * torch.exp2(-norm.log2().ceil().clamp(min=0.0)).to(q.dtype)
 
 
 def _squares(q: Tensor) -> Tensor:
