@@ -62,7 +62,7 @@ def test_half_of_the_long_training_rows_hold_several_texts_each_with_its_own_ans
             assert text.count(f"{key} is the passkey.") == 1
         counts.append(len(texts))
     whole = sum(count == 1 for count in counts) / len(counts)
-    assert 0.3 < whole < 0.7  # as many far keys as near ones would crowd out
+    assert 0.3 < whole < 0.7  # these have the far keys
     assert 2 < np.mean([count for count in counts if count > 1]) < 12
 
 
