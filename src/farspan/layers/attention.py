@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from farspan.errors import require, require_choice
 from farspan.layers.spec import AttentionSpec
 from farspan.ops import Rotary, alibi_attention, coca_attention, coca_features, rope_attention
+from farspan.ops.coca.waves import Waves, takes_waves
 from farspan.ops.positions import PositionsArgument, resolve
 from farspan.ops.rotary import Plan
 from farspan.ops.softmax.interface import rotated
@@ -107,6 +108,11 @@ class Attention(nn.Module):
         q, k = q.to(v.dtype), k.to(v.dtype)  # autocast runs norms and softplus wider than the projections
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
+    def takes_waves(self, n: int, device: torch.device, *, documents: bool) -> bool:
+        """Whether a call with n tokens reads un-rotated t through :class:`Waves`."""
+        gradient = torch.is_grad_enabled()
+        return self.spec.kind == "coca" and takes_waves(n, device, gradient=gradient, documents=documents)
+
     def features(self, q: Tensor, k: Tensor, plan: Plan | None) -> tuple[Tensor, Tensor]:
         """Queries and keys whose plain dot product is this layer's score, under a plan of one segment."""
         query, key = (None, None) if plan is None else (plan[0].query, plan[0].key)
@@ -122,7 +128,7 @@ class Attention(nn.Module):
         k: Tensor,
         v: Tensor,
         *,
-        plan: Plan | None,
+        plan: Plan | Waves | None,
         positions: PositionsArgument = None,
         padding_mask: Tensor | None = None,
         documents: Tensor | None = None,
@@ -138,9 +144,9 @@ class Attention(nn.Module):
         }
         if self.spec.kind == "alibi":
             return alibi_attention(q, k, v, **options)
-        if self.spec.kind == "rope" or plan is None:
-            return rope_attention(q, k, v, rotary=plan, **options)
-        return coca_attention(q, k, v, rotary=plan, form=self.form, **options)
+        if isinstance(plan, Waves) or (self.spec.kind == "coca" and plan is not None):
+            return coca_attention(q, k, v, rotary=plan, form=self.form, **options)
+        return rope_attention(q, k, v, rotary=plan, **options)
 
     def forward(
         self,
@@ -157,11 +163,13 @@ class Attention(nn.Module):
             seen = cache.get_seq_length() + x.shape[1]
             k, v = cache.update(k, v)
             positions = seen - k.shape[2] if positions is None else positions
-        plan = None
-        if self.rotary is not None:
-            places = resolve(positions, q.shape[2], k.shape[2], x.device, documents)
+        plan: Plan | Waves | None = None
+        places = resolve(positions, q.shape[2], k.shape[2], x.device, documents)
+        if self.takes_waves(places.n, x.device, documents=documents is not None):
+            plan = Waves.of(self.rotary, places, form=self.form, causal=self.causal, dtype=q.dtype)
+        elif self.rotary is not None:
             plan = self.rotary.plan(places, places.n, places.m, causal=self.causal, dtype=x.dtype)
-        if plan is None or len(plan) == 1:
+        if plan is None or (isinstance(plan, tuple) and len(plan) == 1):
             (q, k), plan = self.features(q, k, plan), None
         out = self.attend(q, k, v, plan=plan, positions=positions, padding_mask=padding_mask, documents=documents)
         del q, k, v  # half of the peak at 32k tokens, were they still there during the output projection

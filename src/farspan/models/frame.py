@@ -15,6 +15,7 @@ from transformers.cache_utils import Cache
 
 from farspan.errors import require
 from farspan.layers.attention import Attention
+from farspan.ops.coca.waves import Waves
 from farspan.ops.positions import PositionsArgument, resolve
 from farspan.ops.rotary import Plan, Rotary
 
@@ -27,7 +28,7 @@ class View:
     positions: PositionsArgument
     padding_mask: Tensor | None
     documents: Tensor | None
-    plan: Plan | None
+    plan: Plan | Waves | None
 
 
 class Frame:
@@ -60,6 +61,7 @@ class Frame:
         if self.padding is not None and not self.fresh and not torch.compiler.is_compiling():
             self._refuse_holes(past)
         self._plans: dict[tuple[bool, int | None], Plan] = {}
+        self._waves: dict[tuple[int | None, bool, str], Waves] = {}
 
     def _read_positions(self, position_ids: Tensor) -> None:
         """Positions that fall back start a new document; with a cache they must simply go on by one."""
@@ -98,13 +100,25 @@ class Frame:
             aligned = False
         positions = self._positions(past, offset, length, aligned)
         padding = None if self.padding is None else _columns(self.padding, offset, length)
-        plan = None
-        if layer.rotary is not None:
+        plan: Plan | Waves | None = None
+        if not (rotated_cache or self.whole_cache) and layer.takes_waves(
+            self.n, self.device, documents=self.documents is not None
+        ):
+            plan = self._share_waves(layer, positions, length)
+        elif layer.rotary is not None:
             key = (rotated_cache, layer.spec.window)
             if key not in self._plans:
                 self._plans[key] = self._plan(positions, length, rotated_cache)
             plan = self._plans[key]
         return View(length, positions, padding, self.documents, plan)
+
+    def _share_waves(self, layer: Attention, positions: PositionsArgument, keys: int) -> Waves:
+        key = (layer.spec.window, layer.rotary is None, layer.form)
+        if key not in self._waves:
+            places = resolve(positions, self.n, keys, self.device)
+            rotary = None if layer.rotary is None else self.rotary
+            self._waves[key] = Waves.of(rotary, places, form=layer.form, causal=self.causal, dtype=self.dtype)
+        return self._waves[key]
 
     def _plan(self, positions: PositionsArgument, keys: int, rotated_cache: bool) -> Plan:
         places = resolve(positions, self.n, keys, self.device, self.documents)
