@@ -131,8 +131,7 @@ class FarspanAttention(Attention):
                 keys = slice(None, view.keys) if past_key_values.is_compileable else slice(-view.keys, None)
                 key, value = key[:, :, keys], value[:, :, keys]
         plan = None if self.rotates_before_cache else view.plan
-        whole = plan is None or (isinstance(plan, tuple) and len(plan) == 1)
-        if not self.rotates_before_cache and whole:
+        if not self.rotates_before_cache and (plan is None or (isinstance(plan, tuple) and len(plan) == 1)):
             (query, key), plan = self.features(query, key, plan), None
 
         attention_interface: Callable[..., tuple[Tensor, Tensor | None]] = ALL_ATTENTION_FUNCTIONS.get_interface(

@@ -126,9 +126,7 @@ def _key_waves(
 
 
 @lru_cache(maxsize=4)
-def _lasting(
-    rotary: Rotary, length: int | None, start: int, count: int, dtype: torch.dtype, sines: bool
-) -> Tensor:
+def _lasting(rotary: Rotary, length: int | None, start: int, count: int, dtype: torch.dtype, sines: bool) -> Tensor:
     """Waves (1|2, 1, count, d/2) kept from step to step: making them anew costs as much as reading a layer's cache."""
     with torch.inference_mode(False), torch.no_grad():
         return _made(rotary, length, torch.arange(start, start + count, device="cpu")[None], dtype, sines)
