@@ -31,14 +31,14 @@ def bench_attention(
 
     Example: `farspan bench attention --lengths 2048,8192 --out results/attention.json`
     """
-    from farspan.benchmark.attention import DECODERS, LAYERS, run
+    from farspan.benchmark.attention import DECODE_LENGTHS, LAYERS, PREFILL_LENGTHS, run
 
     check_device(device)
     chosen = [1024, 4096] if quick else whole_numbers(lengths)
     published = 4096 if quick else published_length
     console = Console()
     steps = run(chosen, published, repeats=repeats, device=device, seed=seed)
-    rows = collect(steps, 3 + len(DECODERS) + len(chosen) * len(LAYERS), console)
+    rows = collect(steps, 3 + len(PREFILL_LENGTHS) + len(DECODE_LENGTHS) + len(chosen) * len(LAYERS), console)
     _show_attention(console, rows)
     write(out, rows, device, seed, console)
 
@@ -248,7 +248,7 @@ def show_linear(console: Console, rows: list[Row]) -> None:
 def _show_attention(console: Console, rows: list[Row]) -> None:
     by_kind = {
         kind: [row for row in rows if row["kind"] == kind]
-        for kind in ("check", "cache", "layer", "decode", "published")
+        for kind in ("check", "cache", "layer", "prefill", "decode", "published")
     }
     table = Table("attention", "tokens", "time / RoPE", "peak extra memory", title="one layer, forward")
     for column in table.columns[1:]:
@@ -258,10 +258,10 @@ def _show_attention(console: Console, rows: list[Row]) -> None:
         ratio, peak = float(row["median"]) / rope[row["length"]], int(row["peak_bytes"])
         table.add_row(str(row["attention"]), f"{row['length']:,}", f"{ratio:.2f}", f"{peak / 1e6:,.0f} MB")
     console.print(table)
-    first = float(by_kind["decode"][0]["median"])
-    for row in by_kind["decode"]:
-        ratio = float(row["median"]) / first
-        console.print(f"one token after {row['length']:,}, {row['attention']}: {ratio:.2f} of RoPE's time")
+    for row in (*by_kind["prefill"], *by_kind["decode"]):
+        what = "reading" if row["kind"] == "prefill" else "one token after"
+        over: dict[str, float] = row["over_rope"]
+        console.print(f"{what} {row['length']:,}, {row['attention']}: {over['median']:.2f} of RoPE's time")
     check, cache, published = (by_kind[kind][0] for kind in ("check", "cache", "published"))
     console.print(f"fused = equations: largest difference {check['max_difference']:.1e} in float64")
     console.print(f"key/value cache, CoCA / RoPE: {cache['ratio']} of the bytes")

@@ -103,3 +103,31 @@ def test_a_window_costs_what_it_sees(monkeypatch: pytest.MonkeyPatch) -> None:
     rope_attention(*(x.detach() for x in softmax_inputs(1000)), rotary=None, window=100)
     assert max(keys for _, keys in seen) <= 2 * 100
     assert sum(queries for queries, _ in seen) == 1000
+
+
+@pytest.mark.parametrize("threads", [1, 2, 64])
+@pytest.mark.parametrize("name", list(masks(1, 1, 1)))
+@pytest.mark.parametrize(("h", "g"), [(6, 3), (6, 2), (4, 1)])
+def test_one_query_of_grouped_heads_equals_reference(
+    h: int, g: int, name: str, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    inputs = softmax_inputs(1, 37, b=3, h=h, g=g)
+    options = masks(3, 1, 37)[name]
+    assert largest_difference(rope_attention, rope_attention_reference, inputs, rotary=Rotary(8), **options) <= 1e-12
+    assert largest_difference(alibi_attention, alibi_attention_reference, inputs, **options) <= 1e-12
+
+
+def test_heads_become_queries_unless_threads_would_have_nothing_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = []
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+
+    def spy(q: torch.Tensor, *args: object, **options: object) -> torch.Tensor:
+        read.append(tuple(q.shape[1:3]))
+        return sdpa(q, *args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
+    for threads in (2, 64):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        rope_attention(*softmax_inputs(1, 9, h=8, g=2), rotary=Rotary(8))
+    assert read == [(2, 4), (8, 1)]

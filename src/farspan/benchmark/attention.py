@@ -1,13 +1,15 @@
 """One attention layer's work on long texts: CoCA, RoPE and ALiBi, against the published CoCA formulation."""
 
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from farspan.benchmark.agree import ResultsDifferError, agree
+from farspan.benchmark.clock import quantiles
 from farspan.benchmark.measure import in_fresh_process, in_turn, measure
 from farspan.layers import AlibiAttention, Attention, CocaAttention, LayerCache, RopeAttention
 from farspan.models import FarspanCache, FarspanConfig, FarspanForCausalLM
@@ -29,8 +31,10 @@ DECODERS: dict[str, dict[str, Any]] = {
     "rope": {"attention": "rope"},
     "coca-exact, half-width cache": {"attention": "coca-exact"},
     "coca-exact, rotated cache": {"attention": "coca-exact", "cache_layout": "rotated"},
+    "coca-slack, half-width cache": {"attention": "coca-slack"},
 }
-DECODE_LENGTH = 8192
+PREFILL_LENGTHS = (512, 2048)
+DECODE_LENGTHS = (512, 2048, 8192)
 
 CHECKS: dict[str, tuple[Callable[..., Tensor], dict[str, Any]]] = {
     "rope": (rope_attention, {"rotary": Rotary(32)}),
@@ -61,9 +65,10 @@ def run(
     for length in lengths:
         for name in LAYERS:
             yield f"{name} layer, {length} tokens", [in_fresh_process(_layer, name, length, repeats, device, seed)]
-    for name in DECODERS:
-        row = in_fresh_process(_decode, name, DECODE_LENGTH, 10 * repeats, device, seed)
-        yield f"{name}, one token after {DECODE_LENGTH}", [row]
+    for length in PREFILL_LENGTHS:
+        yield f"reading {length} tokens", in_fresh_process(_prefill, length, 2 * repeats, device, seed)
+    for length in DECODE_LENGTHS:
+        yield f"one token after {length}", in_fresh_process(_decode, length, 10 * repeats, device, seed)
     row = in_fresh_process(_against_published, published_length, repeats, device, seed)
     yield f"published formulation, {published_length} tokens", [row]
 
@@ -101,21 +106,61 @@ def _layer(name: str, length: int, repeats: int, device: str, seed: int) -> dict
     }
 
 
+def _models(device: str, seed: int) -> dict[str, FarspanForCausalLM]:
+    """Two layers of each kind."""
+    models = {}
+    for name, options in DECODERS.items():
+        torch.manual_seed(seed)
+        config = FarspanConfig(
+            vocab_size=256, hidden_size=HEADS * WIDTH, num_hidden_layers=2, num_attention_heads=HEADS, **options
+        )
+        models[name] = FarspanForCausalLM(config).eval().to(device)
+    return models
+
+
 @torch.no_grad()
-def _decode(name: str, length: int, repeats: int, device: str, seed: int) -> dict[str, Any]:
+def _prefill(length: int, repeats: int, device: str, seed: int) -> list[dict[str, Any]]:
+    """`length` tokens through two layers into an empty cache."""
+    models = _models(device, seed)
+    ids = torch.randint(0, 256, (1, length), device=device)
+    calls = {name: partial(_read, model, ids) for name, model in models.items()}
+    return _against_rope("prefill", length, calls, repeats, device)
+
+
+@torch.no_grad()
+def _decode(length: int, repeats: int, device: str, seed: int) -> list[dict[str, Any]]:
     """One token through two layers with `length` tokens in the cache."""
-    torch.manual_seed(seed)
-    width = HEADS * WIDTH
-    config = FarspanConfig(
-        vocab_size=256, hidden_size=width, num_hidden_layers=2, num_attention_heads=HEADS, **DECODERS[name]
-    )
-    model = FarspanForCausalLM(config).eval().to(device)
-    cache = FarspanCache(config)
-    model(torch.randint(0, 256, (1, length), device=device), past_key_values=cache, logits_to_keep=1)
+    models, caches = _models(device, seed), {}
+    for name, model in models.items():
+        caches[name] = _read(model, torch.randint(0, 256, (1, length), device=device))
     token = torch.zeros(1, 1, dtype=torch.long, device=device)
-    result = measure(lambda: model(token, past_key_values=cache), repeats=repeats, device=device)
-    held = cache.nbytes // cache.get_seq_length()
-    return {"kind": "decode", "attention": name, "length": length, "median": result.median, "bytes_a_token": held}
+    calls = {name: partial(model, token, past_key_values=caches[name]) for name, model in models.items()}
+    rows = _against_rope("decode", length, calls, repeats, device)
+    for row in rows:
+        cache = caches[row["attention"]]
+        row["bytes_a_token"] = cache.nbytes // cache.get_seq_length()
+    return rows
+
+
+def _read(model: FarspanForCausalLM, ids: Tensor) -> FarspanCache:
+    cache = FarspanCache(model.config)
+    model(ids, past_key_values=cache, logits_to_keep=1)
+    return cache
+
+
+def _against_rope(
+    kind: str, length: int, calls: Mapping[str, Callable[[], Any]], repeats: int, device: str
+) -> list[dict[str, Any]]:
+    """One row a contestant; its calls and RoPE's are neighbours in time, so that drift does not enter the ratio."""
+    in_turn(calls, repeats=2, device=device)  # warms up, and makes room in the caches
+    seconds, rows = in_turn(calls, repeats=repeats, device=device), []
+    for name, found in seconds.items():
+        ratio = quantiles([ours / theirs for ours, theirs in zip(found, seconds["rope"], strict=True)])
+        over = {"median": ratio.median, "low": ratio.low, "high": ratio.high}
+        rows.append(
+            {"kind": kind, "attention": name, "length": length, "median": statistics.median(found), "over_rope": over}
+        )
+    return rows
 
 
 @torch.no_grad()

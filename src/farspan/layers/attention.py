@@ -11,6 +11,7 @@ from farspan.errors import require, require_choice
 from farspan.layers.spec import AttentionSpec
 from farspan.ops import Rotary, alibi_attention, coca_attention, coca_features, rope_attention
 from farspan.ops.coca import decoding
+from farspan.ops.coca.waves import Waves, takes_waves
 from farspan.ops.positions import PositionsArgument, resolve
 from farspan.ops.rotary import Plan
 from farspan.ops.softmax.interface import rotated
@@ -111,6 +112,12 @@ class Attention(nn.Module):
         case = decoding.Case(n, group, self.head_dim, dtype, device, gradient, documents)
         return decoding.takes_half_width(case, self.decode_backend)
 
+    def takes_waves(self, n: int, device: torch.device, *, documents: bool) -> bool:
+        """Whether a call with n tokens reads un-rotated t through :class:`Waves`; decode_backend="sdpa" never does."""
+        if self.spec.kind != "coca" or self.decode_backend == "sdpa":
+            return False
+        return takes_waves(n, device, gradient=torch.is_grad_enabled(), documents=documents)
+
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x (b, n, hidden) → q (b, h, n, d), k (b, g, n, d) or t (b, g, n, d/2), v (b, g, n, d); nothing rotated."""
         letter = "t" if self.spec.collinear else "k"
@@ -141,7 +148,7 @@ class Attention(nn.Module):
         k: Tensor,
         v: Tensor,
         *,
-        plan: Plan | None,
+        plan: Plan | Waves | None,
         positions: PositionsArgument = None,
         padding_mask: Tensor | None = None,
         documents: Tensor | None = None,
@@ -150,9 +157,9 @@ class Attention(nn.Module):
         options = self._options(positions, padding_mask, documents)
         if self.spec.kind == "alibi":
             return alibi_attention(q, k, v, **options)
-        if self.spec.kind == "rope" or plan is None:
-            return rope_attention(q, k, v, rotary=plan, **options)
-        return coca_attention(q, k, v, rotary=plan, form=self.form, **options)
+        if isinstance(plan, Waves) or (self.spec.kind == "coca" and plan is not None):
+            return coca_attention(q, k, v, rotary=plan, form=self.form, **options)
+        return rope_attention(q, k, v, rotary=plan, **options)
 
     def decode(self, q: Tensor, t: Tensor, v: Tensor, *, slots: decoding.Slots, steps: decoding.Steps | None) -> Tensor:
         """A decoding step on the half-width kernel → (b, h, n, d); q and t un-rotated, as they come from a cache."""
@@ -203,12 +210,14 @@ class Attention(nn.Module):
         padding_mask: Tensor | None,
         documents: Tensor | None,
     ) -> Tensor:
-        """Attention by way of ready queries and keys."""
-        plan = None
-        if self.rotary is not None:
-            places = resolve(positions, q.shape[2], k.shape[2], q.device, documents)
+        """Attention by way of waves for one query, or of ready queries and keys."""
+        plan: Plan | Waves | None = None
+        places = resolve(positions, q.shape[2], k.shape[2], q.device, documents)
+        if self.takes_waves(places.n, q.device, documents=documents is not None):
+            plan = Waves.of(self.rotary, places, form=self.form, causal=self.causal, dtype=q.dtype)
+        elif self.rotary is not None:
             plan = self.rotary.plan(places, places.n, places.m, causal=self.causal, dtype=q.dtype)
-        if plan is None or len(plan) == 1:
+        if plan is None or (isinstance(plan, tuple) and len(plan) == 1):
             (q, k), plan = self.features(q, k, plan), None
         return self.attend(q, k, v, plan=plan, positions=positions, padding_mask=padding_mask, documents=documents)
 

@@ -16,6 +16,7 @@ from transformers.cache_utils import Cache
 from farspan.errors import require
 from farspan.layers.attention import Attention
 from farspan.ops.coca.decoding import Slots, Steps
+from farspan.ops.coca.waves import Waves
 from farspan.ops.positions import PositionsArgument, resolve
 from farspan.ops.rotary import Plan, Rotary
 
@@ -28,7 +29,7 @@ class View:
     positions: PositionsArgument
     padding_mask: Tensor | None
     documents: Tensor | None
-    plan: Plan | None
+    plan: Plan | Waves | None
     slots: Slots | None = None
     """For a decoding step on the half-width kernel, which reads the cache as it is: then there is no plan."""
     steps: Steps | None = None
@@ -65,6 +66,7 @@ class Frame:
             self._refuse_holes(past)
         self._plans: dict[tuple[bool, int | None], Plan] = {}
         self._halves: dict[tuple[int | None, bool], View] = {}
+        self._waves: dict[tuple[int | None, bool, str], Waves] = {}
 
     def _read_positions(self, position_ids: Tensor) -> None:
         """Positions that fall back start a new document; with a cache they must simply go on by one."""
@@ -98,8 +100,12 @@ class Frame:
             return self._halves[key]
         past, offset, length, aligned = self._extent(layer_idx)
         positions = self._positions(past, offset, length, aligned)
-        plan = None
-        if layer.rotary is not None and not layer.spec.linear:  # a linear op turns its own features
+        plan: Plan | Waves | None = None
+        if not (rotated_cache or self.whole_cache) and layer.takes_waves(
+            self.n, self.device, documents=self.documents is not None
+        ):
+            plan = self._share_waves(layer, positions, length)
+        elif layer.rotary is not None and not layer.spec.linear:  # a linear op turns its own features
             key_of_plan = (rotated_cache, layer.spec.window)
             if key_of_plan not in self._plans:
                 self._plans[key_of_plan] = self._plan(positions, length, rotated_cache)
@@ -161,6 +167,14 @@ class Frame:
         else:
             newest = self._at_queries(self._ranks(offset + length), past)[:, -1]
         return (newest - (past + self.n - 1 - offset)).expand(self.batch).contiguous()
+
+    def _share_waves(self, layer: Attention, positions: PositionsArgument, keys: int) -> Waves:
+        key = (layer.spec.window, layer.rotary is None, layer.form)
+        if key not in self._waves:
+            places = resolve(positions, self.n, keys, self.device)
+            rotary = None if layer.rotary is None else self.rotary
+            self._waves[key] = Waves.of(rotary, places, form=layer.form, causal=self.causal, dtype=self.dtype)
+        return self._waves[key]
 
     def _plan(self, positions: PositionsArgument, keys: int, rotated_cache: bool) -> Plan:
         places = resolve(positions, self.n, keys, self.device, self.documents)

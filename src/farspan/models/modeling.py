@@ -26,6 +26,7 @@ from farspan.models.cache import FarspanCache
 from farspan.models.configuration import FarspanConfig
 from farspan.models.frame import Frame, View, goes_on_by_one
 from farspan.models.linear import LINEAR, FarspanLinearAttention
+from farspan.ops.coca.waves import Waves
 from farspan.ops.rotary import Plan, working_dtype
 from farspan.ops.softmax.reference import repeat_heads
 
@@ -39,7 +40,7 @@ def farspan_attention(
     *,
     scaling: float,
     view: View,
-    plan: Plan | None = None,
+    plan: Plan | Waves | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """The attention implementation "farspan": this library's ops, with no N×N mask anywhere."""
@@ -130,6 +131,7 @@ class FarspanAttention(Attention):
                 self.spec.kind == "rope" or query.dtype != torch.float16 or past_key_values is None,
                 "cache_layout 'rotated' cannot hold CoCA keys in float16, got float16; use bfloat16 or layout 'half'",
             )
+            assert not isinstance(view.plan, Waves)
             query, key = self.features(query, key, view.plan)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
@@ -138,7 +140,7 @@ class FarspanAttention(Attention):
                 key, value = key[:, :, keys], value[:, :, keys]
         plan = None if self.rotates_before_cache else view.plan
         ready = self.rotates_before_cache or view.slots is not None
-        if not ready and (plan is None or len(plan) == 1):
+        if not ready and not isinstance(plan, Waves) and (plan is None or len(plan) == 1):
             (query, key), plan = self.features(query, key, plan), None
 
         attention_interface: Callable[..., tuple[Tensor, Tensor | None]] = ALL_ATTENTION_FUNCTIONS.get_interface(

@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from farspan.errors import require, require_choice
@@ -9,10 +10,11 @@ from farspan.ops.call import BACKENDS, check_call, reference_twin
 from farspan.ops.coca.fused import coca_features
 from farspan.ops.coca.reference import scores_exact, scores_slack
 from farspan.ops.coca.triton_backend import auto_takes_triton, triton_attention
+from farspan.ops.coca.waves import Waves, attend_waves, takes_waves
 from farspan.ops.positions import PositionsArgument
 from farspan.ops.rotary import Plan, Rotary
 from farspan.ops.rotary_reference import turns
-from farspan.ops.segments import attend_by_segment, make_plan
+from farspan.ops.segments import attend_by_segment, check_dim, make_plan
 from farspan.ops.softmax.core import softmax_attention
 from farspan.ops.softmax.reference import attend, visible
 
@@ -24,7 +26,7 @@ def coca_attention(
     t: Tensor,
     v: Tensor,
     *,
-    rotary: Rotary | Plan | None,
+    rotary: Rotary | Plan | Waves | None,
     form: str = "exact",
     positions: PositionsArgument = None,
     causal: bool = True,
@@ -40,7 +42,8 @@ def coca_attention(
         q: (b, h, n, d) queries, before rotation. When n < m they are the last n positions.
         t: (b, g, m, d/2) coefficients, un-rotated, after their activation (Eq. 6); g divides h.
         v: (b, g, m, dv) values.
-        rotary: the angles; None for no rotation (NoPE); or a ready :meth:`Rotary.plan`, to share it between layers.
+        rotary: the angles; None for no rotation (NoPE); or a ready :meth:`Rotary.plan`, to share it between layers, or
+            for a single query ready :class:`~farspan.ops.coca.waves.Waves`.
         form: "exact" (Eq. 9 = Eq. 17) or "slack" (Eq. 10). Strict is exact with tied q (Eq. 11).
         positions: see :mod:`farspan.ops.positions`.
         causal: a query sees keys up to itself.
@@ -50,7 +53,7 @@ def coca_attention(
         scale: multiplies the scores; default 1/√d.
         backend: "auto", "sdpa" (dot-product form, O(N) memory), "triton" (kernels, see
             :mod:`farspan.ops.coca.triton_backend`; refuses with the reason where they cannot run) or "reference" (the
-            equations, N×N×d).
+            equations, N×N×d). "auto" is "sdpa", except for a single query on a CPU (:mod:`farspan.ops.coca.waves`).
 
     Returns:
         (b, h, n, dv) in q's dtype.
@@ -77,6 +80,9 @@ def coca_attention(
         backend=backend,
         backends=(*BACKENDS, "triton"),
     )
+    if isinstance(rotary, Waves):
+        require(backend == "auto", f"ready waves are for backend='auto', got {backend!r}; pass the Rotary")
+        return attend_waves(q, t, v, rotary, form=form, sight=call.sight, scale=call.scale)
     if backend == "triton" or (backend == "auto" and auto_takes_triton(q, t, v, rotary, documents)):
         return triton_attention(q, t, v, rotary=rotary, form=form, call=call)
     if backend == "reference":
@@ -87,6 +93,11 @@ def coca_attention(
         scores = (scores_exact if form == "exact" else scores_slack)(q, t, query, key)
         mask = visible(call.places, causal=causal, window=window, padding_mask=padding_mask, documents=documents)
         return attend(scores * call.scale, v, mask)
+    if backend == "auto" and not isinstance(rotary, tuple) and _takes_waves(q, t, v, documents):
+        if rotary is not None:
+            check_dim(rotary, q)
+        waves = Waves.of(rotary, call.places, form=form, causal=causal, dtype=q.dtype)
+        return attend_waves(q, t, v, waves, form=form, sight=call.sight, scale=call.scale)
     plan = make_plan(rotary, call.places, q, causal=causal)
     prepare = partial(coca_features, form=form)
     if plan is None:
@@ -95,6 +106,11 @@ def coca_attention(
 
 
 coca_attention_reference = reference_twin(coca_attention)
+
+
+def _takes_waves(q: Tensor, t: Tensor, v: Tensor, documents: Tensor | None) -> bool:
+    gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (q, t, v))
+    return takes_waves(q.shape[2], q.device, gradient=gradient, documents=documents is not None)
 
 
 def _check_width(q: Tensor) -> None:

@@ -182,10 +182,24 @@ def _equal_width(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tenso
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = None, causal: bool = False) -> Tensor:
-    grouped = k.shape[1] != q.shape[1]
+    (b, h, n, d), g = q.shape, k.shape[1]
+    grouped = h != g
+    if grouped and n == 1 and q.device.type == "cpu" and (mask is None or mask.shape[1] == 1) and _folds(b, h, g):
+        return _sdpa(q.reshape(b, g, h // g, d), k, v, scale, mask).reshape(b, h, 1, -1)
     if grouped and q.is_cuda and mask is not None:  # no CUDA kernel takes a mask and grouped heads together
         (k, v), grouped = _repeat(q, k, v), False
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped)
+
+
+def _folds(b: int, h: int, g: int) -> bool:
+    """Whether the heads of a group should become queries of their key head, which is then read once for all of them.
+
+    A CPU's threads share out heads: with many threads and few key heads some would have nothing to do.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    threads = torch.get_num_threads()
+    return 2 * -(-b * g // threads) <= -(-b * h // threads)
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:

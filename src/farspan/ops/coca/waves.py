@@ -1,0 +1,141 @@
+"""One query against un-rotated t, on a CPU: no key of width d is ever made.
+
+With a single query Eq. 17 needs no products of sines: all heads share cos((m-n)θ_j), so score(n) = (t_n ∘ wave_n)·‖q‖²
+is half as wide as a rotary score. Slack needs two such waves (docs/math.md). The product t∘wave is made for one block
+of keys at a time, which stays in the processor's cache until it has met the query.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from farspan.ops.positions import Positions
+from farspan.ops.rotary import Angles, Rotary, table, working_dtype
+from farspan.ops.softmax.core import Sight, Span
+
+BLOCK_ELEMENTS = 2**17
+"""Elements of one block of t∘wave: half a MiB in float32, so that it and its t fit into a core's second-level cache."""
+
+
+@dataclass(frozen=True)
+class Waves:
+    """What t is multiplied by for one query a row; a model makes it once for all layers, in place of a plan."""
+
+    key: Tensor | None
+    """(waves, b|1, 1, m, d/2): cos((m-n)θ) for exact; cos nθ and sin nθ for slack; None without rotation (NoPE)."""
+    query: Angles | None = None
+    """Of the query itself, which slack turns."""
+
+    @classmethod
+    def of(
+        cls, rotary: Rotary | None, places: Positions, *, form: str, causal: bool = True, dtype: torch.dtype
+    ) -> "Waves":
+        """The waves of a call with one query.
+
+        >>> Waves.of(Rotary(2), Positions(1, 3, torch.device("cpu"), 0, None, True), form="exact", dtype=torch.float32)
+        Waves(key=tensor([[[[[-0.4161],
+                   [ 0.5403],
+                   [ 1.0000]]]]]), query=None)
+        """
+        if rotary is None:
+            return cls(None)
+        (run,) = rotary.runs(places)
+        if form == "exact":
+            return cls(_key_waves(rotary, run.length, places, causal, dtype, sines=False))
+        factor = 1.0 if rotary.scaling is None else rotary.scaling.attention_factor
+        query = table(places.query, rotary.frequencies(run.length, places.device), factor, dtype)
+        return cls(_key_waves(rotary, run.length, places, causal, dtype, sines=True), query)
+
+
+def takes_waves(n: int, device: torch.device, *, gradient: bool, documents: bool) -> bool:
+    """Whether backend="auto" runs a CoCA call here: one query on a CPU, with nothing to differentiate or compile.
+
+    >>> takes_waves(1, torch.device("cpu"), gradient=False, documents=False)
+    True
+    """
+    plain = not (gradient or documents or torch.compiler.is_compiling())
+    return n == 1 and device.type == "cpu" and plain
+
+
+def attend_waves(q: Tensor, t: Tensor, v: Tensor, waves: Waves, *, form: str, sight: Sight, scale: float) -> Tensor:
+    """q (b, h, 1, d), un-rotated t (b, g, m, d/2) and v (b, g, m, dv) → (b, h, 1, dv) in q's dtype."""
+    low, high = sight.key_range(0, 1)
+    keys = slice(low, high)
+    wave = None if waves.key is None else waves.key[:, :, :, keys]
+    scores = _scores(_amplitudes(q, waves, form) * scale, t[:, :, keys], wave)
+    blind = None
+    if not sight.everything:
+        mask = sight.mask(Span(0, 1, low, high), q.device)
+        blind = ~mask.any(dim=-1, keepdim=True)
+        scores = scores.masked_fill(~(mask | blind), -torch.inf)
+    out = torch.softmax(scores, dim=-1).to(v.dtype) @ v[:, :, keys]  # b g h/g dv
+    out = out.reshape(*q.shape[:3], v.shape[-1])
+    return out if blind is None else out.masked_fill(blind, 0.0)
+
+
+def _amplitudes(q: Tensor, waves: Waves, form: str) -> Tensor:
+    """(waves, b, h, 1, d/2): what each wave of t meets."""
+    a, b = q.to(working_dtype(q.dtype)).chunk(2, dim=-1)
+    if form == "exact" or waves.query is None:
+        return (a * a + b * b)[None]
+    cos, sin = waves.query.cos, waves.query.sin
+    a, b = a * (a * cos - b * sin), b * (a * sin + b * cos)
+    return torch.stack((a + b, b - a))
+
+
+def _scores(amplitudes: Tensor, t: Tensor, wave: Tensor | None) -> Tensor:
+    """Σ over waves of amplitude·(t∘wave): (b, g, h/g, m) in the working dtype."""
+    (b, g, m, width), count = t.shape, len(amplitudes)
+    amplitudes = amplitudes.reshape(count * b * g, -1, width)
+    if wave is None:
+        parts = [torch.bmm(amplitudes, t.to(amplitudes.dtype).flatten(0, 1).mT)]
+    else:
+        rows = max(64, BLOCK_ELEMENTS // (count * b * g * width))
+        room = amplitudes.new_empty(count * b * g * min(rows, m) * width)
+        parts = []
+        for block, turned in zip(t.split(rows, dim=2), wave.split(rows, dim=3), strict=True):
+            product = room[: room.numel() // min(rows, m) * block.shape[2]].view(count, b, g, -1, width)
+            torch.mul(block, turned, out=product)
+            parts.append(torch.bmm(amplitudes, product.flatten(0, 2).mT))
+    scores = torch.cat(parts, dim=-1).view(count, b, g, -1, m)
+    return scores[0] if count == 1 else scores.sum(0)
+
+
+def _key_waves(
+    rotary: Rotary, length: int | Tensor | None, places: Positions, causal: bool, dtype: torch.dtype, *, sines: bool
+) -> Tensor:
+    """Waves of each key's phase: its distance from the query (≤ 0) for cosines alone, its position with sines."""
+    m = places.m
+    if sines:
+        low, phases = places.first, places.key
+    else:
+        low = None if places.first is None else 1 - m
+        phases = places.key - places.query
+        phases = phases.clamp(max=0) if causal else phases  # what lies ahead (a static cache's empty slots) is hidden
+    least, most = (int(phases.min()), int(phases.max())) if low is None else (low, low + m - 1)
+    ahead, behind = (most + 1, least) if sines else (1 - least, -most)
+    if behind < 0 or ahead > 2 * m or isinstance(length, Tensor) or rotary.follows_length:  # would not pay, or last
+        return _made(rotary, length, phases, dtype, sines)[:, :, None]
+    room = 1 << (ahead - 1).bit_length()
+    start = 0 if sines else 1 - room
+    lasting = _lasting(rotary, length, start, room, dtype, sines)
+    chosen = lasting[:, :, least - start : most + 1 - start] if low is not None else lasting[:, 0, phases - start]
+    return chosen[:, :, None]
+
+
+@lru_cache(maxsize=4)
+def _lasting(rotary: Rotary, length: int | None, start: int, count: int, dtype: torch.dtype, sines: bool) -> Tensor:
+    """Waves (1|2, 1, count, d/2) kept from step to step: making them anew costs as much as reading a layer's cache."""
+    with torch.inference_mode(False), torch.no_grad():
+        return _made(rotary, length, torch.arange(start, start + count, device="cpu")[None], dtype, sines)
+
+
+def _made(rotary: Rotary, length: int | Tensor | None, phases: Tensor, dtype: torch.dtype, sines: bool) -> Tensor:
+    """factor²·cos of phases (b|1, m), or factor·(cos, sin): (1|2, b|1, m, d/2)."""
+    frequencies = rotary.frequencies(length, phases.device)
+    angles = phases[:, :, None].to(frequencies.dtype) * (frequencies if frequencies.ndim == 1 else frequencies[:, None])
+    factor = 1.0 if rotary.scaling is None else rotary.scaling.attention_factor
+    waves = torch.stack((angles.cos(), angles.sin())) * factor if sines else angles.cos()[None] * factor**2
+    return waves.to(working_dtype(dtype))

@@ -1,0 +1,175 @@
+"""One query against un-rotated t on a CPU: the equations, however the keys lie, and no wave made twice."""
+
+import pytest
+import torch
+
+from farspan.layers import Attention, LayerCache
+from farspan.models import FarspanCache, FarspanConfig, FarspanForCausalLM
+from farspan.ops import (
+    NTK,
+    DynamicNTK,
+    Linear,
+    Rotary,
+    YaRN,
+    coca_attention,
+    coca_attention_reference,
+)
+from farspan.ops.coca import waves
+from farspan.ops.coca.waves import Waves, takes_waves
+from farspan.ops.positions import resolve
+from tests.helpers import coca_inputs, eager, masks
+
+FORMS = ["exact", "slack"]
+PLAIN = [name for name in masks(1, 1, 1) if "documents" not in name]
+
+
+def inputs(m: int, **shape: int) -> tuple[torch.Tensor, ...]:
+    return tuple(x.detach() for x in coca_inputs(1, m, **shape))  # type: ignore[arg-type]
+
+
+def error(form: str, given: tuple[torch.Tensor, ...], rotary: Rotary | None, **options: object) -> float:
+    """Against the equations; the waves are handed over, so that nothing else can have computed it."""
+    places = resolve(options.get("positions"), 1, given[1].shape[2], torch.device("cpu"))  # type: ignore[arg-type]
+    causal = bool(options.get("causal", True))
+    made = Waves.of(rotary, places, form=form, causal=causal, dtype=torch.float64)
+    got = coca_attention(*given, rotary=made, form=form, **options)  # type: ignore[arg-type]
+    want = coca_attention_reference(*given, rotary=rotary, form=form, **options)  # type: ignore[arg-type]
+    return float((got - want).abs().max())
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("rotary", [Rotary(8), None], ids=["rotary", "nope"])
+@pytest.mark.parametrize("elements", [16, 2**17], ids=["many blocks", "one block"])
+def test_equals_reference_for_every_mask(
+    form: str, name: str, rotary: Rotary | None, elements: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waves, "BLOCK_ELEMENTS", elements)
+    assert error(form, inputs(150, b=3), rotary, **masks(3, 1, 150)[name]) <= 1e-12
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("h", "g"), [(1, 1), (4, 1), (4, 4), (6, 3)])
+@pytest.mark.parametrize("m", [1, 2, 63, 64, 65, 1000])
+def test_equals_reference_at_hostile_lengths_and_group_sizes(form: str, h: int, g: int, m: int) -> None:
+    assert error(form, inputs(m, h=h, g=g, b=2), Rotary(8)) <= 1e-12
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "law",
+    [Linear(4), NTK(4), YaRN(4, 16), DynamicNTK(4, 16), DynamicNTK(4, 16, mode="per_request")],
+    ids=lambda law: str(law).replace(" ", ""),
+)
+@pytest.mark.parametrize("spread", [None, 7, "rows"], ids=["plain", "shifted", "rows apart"])
+def test_equals_reference_under_every_law(form: str, law: object, spread: object) -> None:
+    positions = torch.arange(100) + torch.tensor([[0], [40]]) if spread == "rows" else spread
+    assert error(form, inputs(100, b=2), Rotary(8, scaling=law), positions=positions) <= 1e-12  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "positions",
+    [
+        2**31 - 50,
+        -30,
+        torch.arange(20) - 5,
+        torch.arange(20) * 1000,
+        (torch.tensor([[11], [12]]), torch.arange(20)[None]),
+        (torch.tensor([[50]]), torch.arange(20)[None] * 2),
+    ],
+    ids=["far", "negative", "rows", "gaps", "a static cache", "apart"],
+)
+def test_equals_reference_wherever_the_keys_stand(form: str, positions: object) -> None:
+    bound = 1e-12 if not isinstance(positions, int) or positions < 0 else 1e-6  # float64 angles at 2³¹
+    assert error(form, inputs(20, b=2), Rotary(8), positions=positions) <= bound
+    if isinstance(positions, tuple):
+        assert error(form, inputs(20, b=2), Rotary(8), positions=positions, causal=False) <= 1e-12
+
+
+def test_strided_caches_and_unequal_value_width() -> None:
+    q, t, _ = inputs(70, b=2)
+    room = torch.zeros(2, 2, 100, 4, dtype=torch.float64)
+    room[:, :, :70] = t
+    v = torch.randn(2, 70, 2, 24, dtype=torch.float64)[..., ::2].transpose(1, 2)
+    for given in (room[:, :, :70], t.transpose(1, 2).contiguous().transpose(1, 2)):
+        assert error("exact", (q, given, v), Rotary(8)) <= 1e-12
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_low_precision_error_is_at_most_twice_that_of_eager(form: str, dtype: torch.dtype) -> None:
+    q, t, v = (x.detach().to(dtype) for x in coca_inputs(257, b=8, h=4, g=4, d=32))
+    truth = coca_attention_reference(q.double(), t.double(), v.double(), rotary=Rotary(32), form=form)[:, :, -1:]
+    ours = (coca_attention(q[:, :, -1:], t, v, rotary=Rotary(32), form=form).double() - truth).abs()
+    theirs = (eager(q, t, v, form)[:, :, -1:].double() - truth).abs()
+    assert ours.max() <= 2 * theirs.max()
+    assert ours.mean() <= 2 * theirs.mean()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_waves_are_kept_from_step_to_step_until_the_text_has_doubled(form: str) -> None:
+    waves._lasting.cache_clear()
+    q, t, v = inputs(70)
+    for m in range(33, 71):
+        want = coca_attention_reference(q, t[:, :, :m], v[:, :, :m], rotary=Rotary(8), form=form)
+        got = coca_attention(q, t[:, :, :m], v[:, :, :m], rotary=Rotary(8), form=form)
+        assert (got - want).abs().max() <= 1e-12
+    assert waves._lasting.cache_info().misses == 2  # room for 64, then for 128
+
+
+def test_what_does_not_count_on_makes_no_large_table() -> None:
+    waves._lasting.cache_clear()
+    assert error("slack", inputs(8), Rotary(8), positions=10**6) <= 1e-9
+    assert error("exact", inputs(8), Rotary(8), positions=torch.arange(8) * 10**6) <= 1e-9
+    assert waves._lasting.cache_info().misses == 0
+
+
+def test_waves_made_in_inference_mode_serve_outside() -> None:
+    waves._lasting.cache_clear()
+    q, t, v = inputs(9)
+    with torch.inference_mode():
+        first = coca_attention(q, t, v, rotary=Rotary(8))
+    assert torch.equal(coca_attention(q, t, v, rotary=Rotary(8)), first.clone())
+    assert not waves._lasting(Rotary(8), None, -15, 16, torch.float64, False).is_inference()
+
+
+def test_what_is_taken() -> None:
+    cpu, plain = torch.device("cpu"), {"gradient": False, "documents": False}
+    assert takes_waves(1, cpu, **plain)
+    assert not takes_waves(2, cpu, **plain)
+    assert not takes_waves(1, torch.device("cuda"), **plain)
+    assert not takes_waves(1, cpu, gradient=True, documents=False)
+    assert not takes_waves(1, cpu, gradient=False, documents=True)
+
+
+def test_ready_waves_are_refused_by_another_backend() -> None:
+    with pytest.raises(ValueError, match="backend='auto', got 'sdpa'; pass the Rotary"):
+        coca_attention(*inputs(3), rotary=Waves(None), backend="sdpa")
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "coca-exact",
+        "coca-strict",
+        "coca-slack",
+        {"kind": "coca", "form": "exact", "window": 5},
+        {"kind": "coca", "form": "exact", "rotary": False},
+    ],
+    ids=str,
+)
+def test_decoding_makes_no_keys_of_width_d(spec: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    config = FarspanConfig.preset("tiny", num_hidden_layers=2, attention=[spec] * 2)
+    model = FarspanForCausalLM(config).eval().double()
+    layer = Attention(16, 4, spec if isinstance(spec, str) else model.model.layers[0].self_attn.spec).double()
+    ids, x = torch.randint(0, 512, (2, 12)), torch.randn(2, 12, 16, dtype=torch.float64)
+    cache, memory = FarspanCache(config), LayerCache(layer.spec.window)
+    with torch.no_grad():
+        logits, out = model(ids).logits[:, -1], layer(x)[:, -1]
+        model(ids[:, :-1], past_key_values=cache)
+        layer(x[:, :-1], cache=memory)
+        monkeypatch.setattr(Attention, "features", lambda *_: pytest.fail("ready keys were made"))
+        assert (model(ids[:, -1:], past_key_values=cache).logits[:, -1] - logits).abs().max() <= 1e-12
+        assert (layer(x[:, -1:], cache=memory)[:, -1] - out).abs().max() <= 1e-12
