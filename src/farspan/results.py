@@ -66,4 +66,4 @@ def device_name(device: str) -> str:
     """What a reader would call the device."""
     if device.startswith("cuda"):
         return torch.cuda.get_device_name(device)
-    return f"CPU, {os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}"
+    return f"CPU, {os.cpu_count()} cores, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"
