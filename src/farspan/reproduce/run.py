@@ -12,8 +12,9 @@ from farspan.data import load_tokenizer
 from farspan.data.sources import resolve
 from farspan.errors import require
 from farspan.files import claim, write_whole
-from farspan.reproduce.plan import Step, plan
+from farspan.reproduce.plan import plan
 from farspan.reproduce.preset import Corpus, Preset
+from farspan.reproduce.step import Step
 from farspan.reproduce.work import Work
 
 POLL_SECONDS = 2.0
@@ -43,8 +44,9 @@ def reproduce(
 ) -> Path:
     """Do what is missing in `out` and return the path of its page. Call again after an interruption.
 
-    Several processes may be given one folder, on one GPU or on several: each takes the next step that no other has
-    taken. A step that fails is recorded in ``status.json`` with its message; steps that need it are left pending.
+    Several processes may be given one folder, on one GPU or on several: each takes the first step of the plan that is
+    ready and that no other has taken. A step that fails is recorded in ``status.json`` with its message; steps that
+    need it are left pending.
     """
     require(
         int(os.environ.get("WORLD_SIZE", "1")) == 1,
@@ -61,19 +63,22 @@ def reproduce(
     say = report or (lambda _: None)
     total, left = sum(step.weight for step in steps), steps
     while left:
-        busy = []
         for step in left:
             done = total - sum(s.weight for s in steps if states[s.name]["state"] in ("pending", "busy"))
             standing = Standing(done / total, step.name)
             say(standing)
             work = Work(preset, folder, partial(_say_detail, say, standing, step.weight / total))
-            states[step.name] = _attempt(work, step, states)
-            if states[step.name]["state"] == "busy":
-                busy.append(step)
-            _write_status(folder, {step.name: states[step.name]})
-        if len(busy) == len(left):
-            time.sleep(POLL_SECONDS)
-        left = busy
+            state = _attempt(work, step, states)
+            if state != states[step.name]:
+                states[step.name] = state
+                _write_status(folder, {step.name: state})
+            if state["state"] != "busy":
+                left = [other for other in left if other is not step]
+            if state["state"] in ENDED:
+                break  # back to the top: what comes first in the plan may be ready by now
+        else:
+            if left:
+                time.sleep(POLL_SECONDS)
     from farspan.report import write_report
 
     failed = tuple(f"{name}: {state['message']}" for name, state in states.items() if state["state"] == "failed")
@@ -98,10 +103,10 @@ def _attempt(work: Work, step: Step, states: dict[str, dict[str, str]]) -> dict[
     """Do a step unless it is done; "busy" where another process does it, or what it needs."""
     if step.result.exists():
         return {"state": "done", "message": "from an earlier call"}
-    needed = {"data": None, "train": "data"}.get(step.kind, f"train {step.variant} seed {step.seed}")
-    if needed is not None and states[needed]["state"] != "done":
-        state = "busy" if states[needed]["state"] == "busy" else "pending"
-        return {"state": state, "message": f"needs {needed}"}
+    for needed in step.needs:
+        if states[needed]["state"] != "done":
+            state = "busy" if states[needed]["state"] == "busy" else "pending"
+            return {"state": state, "message": f"needs {needed}"}
     with claim(work.folder / "locks" / step.lock) as mine:
         if not mine:
             return {"state": "busy", "message": "another process is at it"}

@@ -16,8 +16,8 @@ from farspan.errors import require
 from farspan.evaluation import as_trained, passkey, perplexity
 from farspan.files import write_whole
 from farspan.models import FarspanConfig, FarspanForCausalLM
-from farspan.reproduce.plan import Step
 from farspan.reproduce.preset import Preset
+from farspan.reproduce.step import Step
 from farspan.results import write_result
 from farspan.tasks import TASKS, Material, Task, attention_of, make_task
 from farspan.training import Progress, TrainConfig, train
