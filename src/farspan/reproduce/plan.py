@@ -7,6 +7,7 @@ from farspan.report.experiment import load_experiments
 from farspan.report.task_table import load_task_tables
 from farspan.reproduce.preset import Preset
 from farspan.reproduce.step import Step
+from farspan.reproduce.study_plan import study_steps
 from farspan.tasks import TASKS
 
 MEASUREMENTS = {"perplexity": "ppl", "passkey": "passkey", "near-far": "passkey", "distance": "passkey"}
@@ -15,6 +16,8 @@ MEASUREMENTS = {"perplexity": "ppl", "passkey": "passkey", "near-far": "passkey"
 
 def plan(preset: Preset, folder: Path, only: list[str] | None = None) -> list[Step]:
     """All steps for the chosen tables and figures; training comes before what needs it."""
+    if preset.study.conversions:
+        return study_steps(preset, folder, only)
     return _task_steps(preset, folder, only) if preset.tasks else _length_steps(preset, folder, only)
 
 
@@ -61,8 +64,8 @@ def _task_steps(preset: Preset, folder: Path, only: list[str] | None) -> list[St
     steps = [Step("data", folder / "data" / f"done-{'-'.join(tasks)}.json", tasks=tasks)]
     for task in tasks:
         for v, s in preset.runs:
-            path = results / f"task-{task}-{v}-s{s}.json"
-            steps.append(Step("train", path, v, s, task=task, needs=(steps[0].name,)))
+            result = results / f"task-{task}-{v}-s{s}.json"
+            steps.append(Step("train", result, v, s, task=task, needs=(steps[0].name,)))
     return steps
 
 

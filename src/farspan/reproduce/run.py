@@ -15,6 +15,7 @@ from farspan.files import claim, write_whole
 from farspan.reproduce.plan import plan
 from farspan.reproduce.preset import Corpus, Preset
 from farspan.reproduce.step import Step
+from farspan.reproduce.study_work import StudyWork, check_study
 from farspan.reproduce.work import Work
 
 POLL_SECONDS = 2.0
@@ -54,8 +55,10 @@ def reproduce(
     )
     folder = Path(out).resolve()
     steps = plan(preset, folder, only)
-    if not steps[0].result.exists():
-        _check_corpus(preset.corpus)
+    study = bool(preset.study.conversions)
+    worker = StudyWork if study else Work
+    if not all(step.result.exists() for step in (steps if study else steps[:1])):
+        (check_study if study else _check_corpus)(preset.corpus)
     folder.mkdir(parents=True, exist_ok=True)
     _keep_preset(preset, folder)
     states: dict[str, dict[str, str]] = {s.name: {"state": "pending", "message": ""} for s in steps}
@@ -67,7 +70,7 @@ def reproduce(
             done = total - sum(s.weight for s in steps if states[s.name]["state"] in ("pending", "busy"))
             standing = Standing(done / total, step.name)
             say(standing)
-            work = Work(preset, folder, partial(_say_detail, say, standing, step.weight / total))
+            work = worker(preset, folder, partial(_say_detail, say, standing, step.weight / total))
             state = _attempt(work, step, states)
             if state != states[step.name]:
                 states[step.name] = state

@@ -43,8 +43,10 @@ class Step:
     @property
     def name(self) -> str:
         """
-        >>> Step("ppl", Path("x.json"), "rope", 1, "ntk-4").name, Step("ppl", Path("x.json"), model="m", part="far").name
-        ('ppl rope seed 1 ntk-4', 'ppl far m none')
+        >>> Step("ppl", Path("x.json"), "rope", 1, "ntk-4").name
+        'ppl rope seed 1 ntk-4'
+        >>> Step("ppl", Path("x.json"), model="calibrated", part="far").name
+        'ppl far calibrated none'
         """
         variant = f"{self.variant} seed {self.seed}" if self.variant else ""
         law = self.scaling if self.kind in MEASURED_UNDER_A_LAW else ""
