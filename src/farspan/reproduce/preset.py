@@ -97,11 +97,11 @@ class Preset:
         require(bool(self.variants), "variants must name at least one attention, got none; try ['rope', 'coca-exact']")
         for variant, seeds in self.seeds.items():
             require(seeds >= 1, f"seeds.{variant} must be at least 1, got {seeds}; leave it out of variants instead")
+        self._check_corpus()
         for name in self.tasks:
             require_choice("tasks", name, TASKS)
             nowhere = Material(Path(), {"nowhere": 1.0}, lambda: [])
             make_task(name, self.task(name), nowhere).check(self.variants)  # refuses what cannot be meant
-        self._check_corpus()
         laws = [law for name in self.study.conversions for law in self.study.conversion(name).scalings]
         for scaling in [*self.evaluation.scalings, *laws]:
             require(

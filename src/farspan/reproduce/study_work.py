@@ -125,6 +125,7 @@ class StudyWork(Work):
             **spent,
             "train_length": config.train_length,
             "own_scaling": scaling_name(config.rotary().scaling),
+            "passkey_share": max((stage.passkey_share for stage in member.stages), default=0.0),
             **more,
         }
         write_result(step.result, [row], device=self.device, seed=step.seed)
