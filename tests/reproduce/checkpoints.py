@@ -20,6 +20,8 @@ cases = 2
 new_tokens = 2
 [study]
 window = 16
+text_bytes = 300
+pairs = 3
 checkpoint_every = 2
 [study.conversions.original]
 attention = "rope"

@@ -53,8 +53,8 @@ def test_every_model_is_made_and_measured_and_shown(whole: Path) -> None:
     windows = [(row["length"], row["mode"], row["stride"]) for row in rows(whole, "ppl-near-original-none")]
     assert windows == [(16, "sliding", 8), (32, "truncated", 8)]  # cut to its own training length
     assert [row["length"] for row in rows(whole, "ppl-far-original-yarn-4")] == [64, 128]
-    assert rows(whole, "bits-calibrated")[0]["texts"] == 2
-    assert rows(whole, "pairs-calibrated")[0]["cases"] == 4
+    assert rows(whole, "bits-calibrated")[0]["bytes"] == 2 * 300
+    assert rows(whole, "pairs-calibrated")[0]["cases"] == 3
     text = (whole / "report" / "tables" / "dropin.md").read_text()
     assert "| Distilled, 3: and text of 8,192 tokens under dynamic NTK | dynamic NTK 4 (" in text
     assert "ppl at 256 (paper 32,768)" in text

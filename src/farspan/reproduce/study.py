@@ -91,6 +91,10 @@ class Study:
     checkpoint_every: int = 500
     window: int = 2048
     """Tokens that bits a byte and the cache are measured with."""
+    text_bytes: int = 100_000
+    """Of each held-out document, for bits a byte."""
+    pairs: int = 0
+    """At most so many minimal pairs of a file; 0 = all."""
     conversions: dict[str, Any] = field(default_factory=dict)
     runs: dict[str, Any] = field(default_factory=dict)
     measures: dict[str, Any] = field(default_factory=dict)

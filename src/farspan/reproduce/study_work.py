@@ -28,9 +28,6 @@ from farspan.results import write_result
 from farspan.training import Progress
 from farspan.training.config import RunSection
 
-TEXT_BYTES = 100_000
-"""Of each document, for bits a byte."""
-
 
 def check_study(corpus: Corpus) -> None:
     """Refuse what is missing or misspelt before anything is made."""
@@ -158,7 +155,8 @@ class StudyWork(Work):
 
     def _bits(self, step: Step) -> None:
         found = (document.text for source in self.preset.corpus.held_out for document in documents(source))
-        texts = [first_bytes(text, TEXT_BYTES) for text in islice(found, self.preset.evaluation.texts)]
+        size, count = self.preset.study.text_bytes, self.preset.evaluation.texts
+        texts = [first_bytes(text, size) for text in islice(found, count)]
         model, tokenizer = self._model(step), self._tokenizer(step)
         start, total = start_token(model, tokenizer.end), sum(len(text.encode()) for text in texts)
         with as_trained(self.device):
@@ -173,7 +171,8 @@ class StudyWork(Work):
         write_result(step.result, [{**self._subject(step), **row}], device=self.device, seed=step.seed)
 
     def _pairs(self, step: Step) -> None:
-        pairs = [pair for path in self.preset.corpus.pairs for pair in read_pairs(path)]
+        most = self.preset.study.pairs or None
+        pairs = [pair for path in self.preset.corpus.pairs for pair in islice(read_pairs(path), most)]
         model, tokenizer = self._model(step), self._tokenizer(step)
         start, tell = start_token(model, tokenizer.end), self._counter("pairs", 2 * len(pairs))
         with as_trained(self.device):
