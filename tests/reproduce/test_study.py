@@ -258,8 +258,10 @@ CONVERSION = "[study.conversions.a]\n"
         ("[study.conversions]\na = 3", "study.conversions.a must be a table, got 3"),
         (
             "[study.conversions.x-1-t]\n[study.runs.x]\nstart = 'x-1-t'",
-            "study.conversions must not be named like a stage's model, got x-1-t",
+            r"models of a study must have names of their own, got \['x-1-t'\] twice",
         ),
+        ("[study.conversions.'a/b']", "names in study must be letters, digits, - and _, got 'a/b'"),
+        (CONVERSION + "attention = 'coca-exat'", "must be one of .* got 'coca-exat'; did you mean 'coca-exact'"),
     ],
 )
 def test_a_study_that_cannot_be_meant_is_refused(text: str, message: str, tmp_path: Path) -> None:

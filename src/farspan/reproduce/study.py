@@ -1,5 +1,6 @@
 """A drop-in study as data: conversions of one checkpoint, recipes applied to them, and what is measured of each."""
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -7,6 +8,7 @@ from typing import Any, TypeVar
 
 from farspan.errors import require, require_choice
 from farspan.finetune import Recipe, Stage
+from farspan.layers.spec import AttentionSpec
 from farspan.training.config import parse_section
 
 T = TypeVar("T")
@@ -23,6 +25,9 @@ class Conversion:
     measures: str = ""
     scalings: list[str] = field(default_factory=list)
     """In place of ``evaluation.scalings``."""
+
+    def __post_init__(self) -> None:
+        AttentionSpec.parse(self.attention)  # refuses an unknown one before anything is made
 
 
 @dataclass(frozen=True)
@@ -104,8 +109,13 @@ class Study:
             bool(self.conversions) or not self.runs,
             f"study.runs need a conversion to start from, got none for {list(self.runs)}; add [study.conversions.NAME]",
         )
-        both = sorted(self.conversions.keys() & self.members_of_runs)
-        require(not both, f"study.conversions must not be named like a stage's model, got {', '.join(both)}; rename")
+        for name in (*self.conversions, *self.runs):
+            good = bool(name) and all(c.isalnum() or c in "-_" for c in name)
+            require(good, f"names in study must be letters, digits, - and _, got {name!r}; they name folders")
+        twice = [name for name, count in Counter(m.name for m in self._all()).items() if count > 1]
+        require(
+            not twice, f"models of a study must have names of their own, got {twice} twice; rename a conversion or run"
+        )
         for member in self.members.values():
             require_choice(f"measures of {member.name}", member.measures, ("", *self.measures))
             self.measured(member.measures)
@@ -134,11 +144,13 @@ class Study:
     @cached_property
     def members(self) -> dict[str, Member]:
         """Every model by its name: conversions first, then each run's stages in order."""
-        starts = {name: Member(name, name, measures=self.conversion(name).measures) for name in self.conversions}
-        return starts | self.members_of_runs
+        return {member.name: member for member in self._all()}
 
-    @cached_property
-    def members_of_runs(self) -> dict[str, Member]:
+    def _all(self) -> list[Member]:
+        starts = [Member(name, name, measures=self.conversion(name).measures) for name in self.conversions]
+        return starts + self._tuned()
+
+    def _tuned(self) -> list[Member]:
         """What stages leave, each once: two runs with the same start and the same stages so far share a model."""
         found: dict[tuple[str, str], Member] = {}
         for name in self.runs:
@@ -158,7 +170,7 @@ class Study:
                 if last or not known.measures:  # the end of one run may be a middle of another
                     found[key] = known = replace(known, measures=made.measures or known.measures)
                 before = known.name
-        return {member.name: member for member in found.values()}
+        return list(found.values())
 
     def chosen(self, only: list[str] | None) -> tuple[list[Member], list[Member]]:
         """The models of these conversions and runs, and, in the order they are made, those and all they come from."""
@@ -170,7 +182,7 @@ class Study:
         wanted = set(only or known) & self.conversions.keys()
         for name in set(only or known) & self.runs.keys():
             run, stages = self.run(name), self.recipe(name).stages
-            own = (m for m in self.members_of_runs.values() if m.start == run.start)
+            own = (m for m in self.members.values() if m.stages and m.start == run.start)
             wanted |= {m.name for m in own if stages[: len(m.stages)] == m.stages}
         made, members = set[str](), self.members
         for name in wanted:
