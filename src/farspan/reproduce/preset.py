@@ -14,7 +14,7 @@ from farspan.training.config import parse_section, read_toml
 
 NAMES = ("cpu", "gpu", "cosformer-cpu", "cosformer-gpu", "dropin-cpu", "dropin")
 SCALING = re.compile(r"none|ntk-\d+(\.\d+)?(/per_query|/per_request)?|yarn-\d+(\.\d+)?")
-OWN_TOKENIZER = "bytes"
+DEFAULT_TOKENIZER = "bytes"
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Corpus:
     """Source → weight; several sources become one mixture (the paper: 75% text, 25% code)."""
     held_out: list[str] = field(default_factory=list)
     """Text for perplexity; empty = the documents kept back from `train`."""
-    tokenizer: str = OWN_TOKENIZER
+    tokenizer: str = DEFAULT_TOKENIZER
     """A name or folder, or the size of a BPE to train on the training text. A study takes the checkpoint's own."""
     labelled: list[str] = field(default_factory=list)
     """Files of labelled texts for training, for choices and for the test; without them their tasks are left out."""
@@ -106,7 +106,7 @@ class Preset:
         for scaling in [*self.evaluation.scalings, *laws]:
             require(
                 SCALING.fullmatch(scaling) is not None,
-                f"evaluation.scalings must be 'none' or like 'ntk-4', 'ntk-4/per_request' or 'yarn-4', got {scaling!r}",
+                f"evaluation.scalings must be 'none' or like 'ntk-4' or 'ntk-4/per_request' or 'yarn-4', got {scaling!r}",
             )
 
     def _check_corpus(self) -> None:
@@ -131,7 +131,7 @@ class Preset:
                 f"--{option} is for a preset with a study, such as dropin, got {value!r}; leave it out",
             )
         require(
-            not study or corpus.tokenizer == OWN_TOKENIZER,
+            not study or corpus.tokenizer == DEFAULT_TOKENIZER,
             f"--tokenizer must be left out where a checkpoint brings its own, got {corpus.tokenizer!r}",
         )
 

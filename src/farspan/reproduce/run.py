@@ -56,14 +56,27 @@ def reproduce(
     folder = Path(out).resolve()
     steps = plan(preset, folder, only)
     study = bool(preset.study.conversions)
-    worker = StudyWork if study else Work
     if not all(step.result.exists() for step in (steps if study else steps[:1])):
         (check_study if study else _check_corpus)(preset.corpus)
     folder.mkdir(parents=True, exist_ok=True)
     _keep_preset(preset, folder)
+    say = report or (lambda _: None)
+    states = _run_steps(steps, preset, folder, say)
+    from farspan.report import write_report
+
+    failed = tuple(f"{name}: {state['message']}" for name, state in states.items() if state["state"] == "failed")
+    say(Standing(1.0, "report", failed=failed))
+    with claim(folder / "locks" / "report", wait=True):
+        return write_report(folder)
+
+
+def _run_steps(
+    steps: list[Step], preset: Preset, folder: Path, say: Callable[[Standing], None]
+) -> dict[str, dict[str, str]]:
+    """Do what is ready, wait for what others do, and return how each step ended."""
+    worker = StudyWork if preset.study.conversions else Work
     states: dict[str, dict[str, str]] = {s.name: {"state": "pending", "message": ""} for s in steps}
     _write_status(folder, states)
-    say = report or (lambda _: None)
     total, left = sum(step.weight for step in steps), steps
     while left:
         for step in left:
@@ -82,12 +95,7 @@ def reproduce(
         else:
             if left:
                 time.sleep(POLL_SECONDS)
-    from farspan.report import write_report
-
-    failed = tuple(f"{name}: {state['message']}" for name, state in states.items() if state["state"] == "failed")
-    say(Standing(1.0, "report", failed=failed))
-    with claim(folder / "locks" / "report", wait=True):
-        return write_report(folder)
+    return states
 
 
 def _check_corpus(corpus: Corpus) -> None:
