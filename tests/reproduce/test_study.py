@@ -134,6 +134,17 @@ def test_of_two_processes_one_may_be_killed(toml: Path, whole: Path, tmp_path: P
             assert row["nll"] == pytest.approx(expected["nll"])
 
 
+def test_what_a_killed_conversion_left_is_removed_and_no_more(toml: Path, tmp_path: Path) -> None:
+    mine, other = (tmp_path / "models" / f".original{name}-a1b2c3_d.part" for name in ("", "-2"))
+    for litter in (mine, other):
+        (litter / "whole").mkdir(parents=True)
+    step = plan(Preset.load(toml), tmp_path, ["original"])[0]
+    StudyWork(Preset.load(toml), tmp_path, lambda what, part: None).do(step)
+    assert (tmp_path / "models" / "original" / "config.json").is_file()
+    assert not mine.exists()
+    assert other.exists()  # of a conversion "original-2", perhaps in another process
+
+
 def test_a_training_that_becomes_ready_goes_before_what_is_left_to_measure(
     toml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

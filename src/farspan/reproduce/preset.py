@@ -106,7 +106,7 @@ class Preset:
         for scaling in [*self.evaluation.scalings, *laws]:
             require(
                 SCALING.fullmatch(scaling) is not None,
-                f"evaluation.scalings must be 'none' or like 'ntk-4' or 'ntk-4/per_request' or 'yarn-4', got {scaling!r}",
+                f"evaluation.scalings must be 'none' or like 'ntk-4' (ntk-4/per_request) or 'yarn-4', got {scaling!r}",
             )
 
     def _check_corpus(self) -> None:

@@ -71,7 +71,9 @@ class StudyWork(Work):
         corpus, settings, place = self.preset.corpus, self.preset.study.conversion(step.model), self._path(step.model)
         fitted, seconds = settings.calibrate_tokens > 0, None
         if not place.exists():
-            for litter in place.parent.glob(f".{place.name}-*.part"):  # of a call that was killed; the lock is ours
+            for litter in place.parent.glob(
+                f".{place.name}-????????.part"
+            ):  # of a call that was killed: the lock is ours
                 shutil.rmtree(litter)
             began = time.perf_counter()
             convert_folder(
@@ -94,7 +96,7 @@ class StudyWork(Work):
         member, place = study.members[step.model], self.folder / "runs" / step.model
         data = {str(self._tokens(i)): weight for i, weight in enumerate(self.preset.corpus.train.values())}
         recipe, stage = Recipe("", member.stages), member.stages[-1]
-        origin = open_origin(self._path(member.start), data, recipe)
+        origin = open_origin(self._path(member.start), data, recipe, teacher=self.preset.corpus.checkpoint)
         if not place.exists():
             origin.check(recipe)
         torch.compiler.reset()  # blocks of other shapes, compiled for other stages, would make these shapes dynamic
