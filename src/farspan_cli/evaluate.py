@@ -132,14 +132,14 @@ def pairs_command(
     Example: `farspan eval pairs models/smollm2-coca --pairs blimp.jsonl.xz --out pairs.json`
     """
     from farspan.convert.text import text_tokenizer
-    from farspan.evaluation import as_trained, minimal_pairs, read_pairs
+    from farspan.evaluation import as_trained, minimal_pairs, read_pairs, start_token
 
     made = [pair for file in pairs for pair in read_pairs(file)]
     loaded, law = _load(model)
     tokenizer = text_tokenizer(model)
     with as_trained(loaded.device.type), progress(Console(stderr=True)) as show:
         tell = _counter(show, 2 * len(made), f"{len(made):,} pairs")
-        rows = minimal_pairs(loaded, made, tokenizer.encode, start=_start(loaded, tokenizer.end), progress=tell)
+        rows = minimal_pairs(loaded, made, tokenizer.encode, start=start_token(loaded, tokenizer.end), progress=tell)
     rows = [{**row, "scaling": law} for row in rows]
     _show([row for row in rows if row["kind"] != "set"], ("kind", "field", "cases", "correct", "accuracy", "ci95"))
     _write(out, rows)
@@ -164,7 +164,7 @@ def bits_command(
 
     from farspan.convert.text import text_tokenizer
     from farspan.data import documents
-    from farspan.evaluation import as_trained, bits_per_byte
+    from farspan.evaluation import as_trained, bits_per_byte, start_token
     from farspan.evaluation.bits import first_bytes
 
     found = [
@@ -173,19 +173,13 @@ def bits_command(
     ]
     loaded, law = _load(model)
     tokenizer, window = text_tokenizer(model), length or min(2048, loaded.config.train_length)
-    start = _start(loaded, tokenizer.end)
+    start = start_token(loaded, tokenizer.end)
     with as_trained(loaded.device.type), progress(Console(stderr=True)) as show:
         tell = _counter(show, sum(len(one.encode()) for one in found), f"bytes of {len(found)} texts")
         row = bits_per_byte(loaded, found, tokenizer.encode, start=start, length=window, progress=tell)
     rows = [{**row, "scaling": law}]
     _show(rows, ("length", "texts", "bytes", "tokens", "bits_per_byte"))
     _write(out, rows)
-
-
-def _start(model: "FarspanForCausalLM", end: int) -> int:
-    """The token before a text: the model's own beginning, else the end of the text before."""
-    begin = model.config.bos_token_id
-    return end if begin is None else int(begin)
 
 
 def _counter(show: Show, total: int, text: str) -> Callable[[int], None]:

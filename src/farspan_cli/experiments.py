@@ -17,14 +17,17 @@ def reproduce(
     preset: Annotated[
         str,
         typer.Option(
-            help="`cpu` (minutes, offline), `gpu` (half an hour), `cosformer-cpu`, `cosformer-gpu`, or a TOML file."
+            help="`cpu` (minutes, offline), `gpu` (half an hour), `cosformer-cpu`, `cosformer-gpu`, `dropin`, "
+            "`dropin-cpu`, or a TOML file."
         ),
     ] = "cpu",
     only: Annotated[
-        str | None, typer.Option(help="Tables, figures or tasks, e.g. table1,figure1 or listops. Default: all.")
+        str | None,
+        typer.Option(help="Tables, figures, tasks or runs, e.g. table1,figure1 or listops or distill. Default: all."),
     ] = None,
     text: Annotated[
-        list[str] | None, typer.Option(help="Training text as SOURCE=WEIGHT; repeat for a mixture.", show_default=False)
+        list[str] | None,
+        typer.Option(help="Training text, or SOURCE=WEIGHT; repeat for a mixture.", show_default=False),
     ] = None,
     held_out: Annotated[
         list[str] | None, typer.Option(help="Text for perplexity; documents long enough are used.", show_default=False)
@@ -34,16 +37,27 @@ def reproduce(
         list[str] | None,
         typer.Option(help="Three files of labelled texts: for training, choices and test.", show_default=False),
     ] = None,
+    checkpoint: Annotated[
+        str | None, typer.Option(help="`dropin`: what is converted, a folder or GGUF file.", show_default=False)
+    ] = None,
+    pairs: Annotated[
+        list[str] | None,
+        typer.Option(help="`dropin`: JSONL of minimal pairs, with good and bad; repeat.", show_default=False),
+    ] = None,
 ) -> None:
     """The papers' experiments, from nothing to a page, at the budget of the preset.
 
-    CoCA's Tables 1 to 3 and Figures 1, 4 and 5 (`cpu`, `gpu`), or cosFormer's tasks (`cosformer-cpu`, `cosformer-gpu`).
+    CoCA's Tables 1 to 3 and Figures 1, 4 and 5 (`cpu`, `gpu`), or cosFormer's tasks (`cosformer-cpu`, `cosformer-gpu`),
+    or CoCA dropped into a checkpoint (`dropin-cpu`, `dropin`). Several processes may share one folder and its steps.
 
     Example: `farspan reproduce --preset cpu --out runs/demo`
 
     Example: `farspan reproduce --preset gpu --text books.jsonl=0.75 --text stdlib=0.25 --held-out test.jsonl --out run`
 
     Example: `farspan reproduce --preset cosformer-cpu --only listops --out runs/listops`
+
+    Example: `farspan reproduce --preset dropin --checkpoint SmolLM2.gguf --text books.jsonl.xz --held-out test.jsonl.xz
+    --pairs blimp.jsonl.xz --out runs/dropin`
     """
     from farspan.reproduce import Preset, Standing
     from farspan.reproduce import reproduce as run
@@ -54,6 +68,7 @@ def reproduce(
         corpus = replace(corpus, train=dict(_weighted(pair) for pair in text))
     corpus = replace(corpus, held_out=held_out or corpus.held_out, tokenizer=tokenizer or corpus.tokenizer)
     corpus = replace(corpus, labelled=labelled or corpus.labelled)
+    corpus = replace(corpus, checkpoint=checkpoint or corpus.checkpoint, pairs=pairs or corpus.pairs)
     console, failed = Console(), list[str]()
     with progress(console) as show:
 
@@ -64,7 +79,7 @@ def reproduce(
 
         page = run(replace(chosen, corpus=corpus), out, only=only.split(",") if only else None, report=tell)
     tables = page.parent / "tables"
-    for table in sorted([*tables.glob("table*.md"), *tables.glob("cosformer-*.md")]):
+    for table in sorted([*tables.glob("table*.md"), *tables.glob("cosformer-*.md"), *tables.glob("dropin*.md")]):
         console.print(table.read_text(), markup=False, highlight=False)
     for line in failed:
         console.print(f"failed: {line}", style="red", markup=False)
@@ -74,13 +89,16 @@ def reproduce(
 
 
 def _weighted(pair: str) -> tuple[str, float]:
+    """ "SOURCE" → (SOURCE, 1); "SOURCE=0.75" → (SOURCE, 0.75)."""
     source, sign, weight = pair.rpartition("=")
+    if not sign:
+        return pair, 1.0
     try:
-        if sign and float(weight) > 0:
+        if float(weight) > 0:
             return source, float(weight)
     except ValueError:
         pass
-    fail(f"--text must be SOURCE=WEIGHT with a weight above 0, got {pair!r}; try --text books.jsonl.xz=0.75")
+    fail(f"--text must be SOURCE or SOURCE=WEIGHT with a weight above 0, got {pair!r}; try --text books.jsonl.xz=0.75")
 
 
 @app.command()

@@ -1,6 +1,7 @@
 """Recipes are data: the shipped ones say what was published, and a bad one is refused by name."""
 
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from textwrap import dedent
 
@@ -34,6 +35,13 @@ def test_the_published_schedule_is_the_papers() -> None:
 
 def test_our_recipes_keep_to_the_budget() -> None:
     assert all(Recipe.load(name).tokens <= 100_000_000 for name in ("distill", "distill-long"))
+
+
+def test_distillations_share_their_stages_and_the_control_has_the_last() -> None:
+    distill, long, control = (Recipe.load(name).stages for name in ("distill", "distill-long", "long-ntk"))
+    assert long[:3] == distill
+    assert replace(control[0], train_length=0) == long[2]
+    assert control[1] == long[3]
 
 
 def test_a_small_budget_keeps_the_shares_and_at_least_a_row() -> None:

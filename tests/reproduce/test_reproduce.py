@@ -160,9 +160,11 @@ def test_a_folder_keeps_to_its_preset(toml: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_shipped_presets_parse_and_plan(name: str, tmp_path: Path) -> None:
     steps = plan(Preset.load(name), tmp_path)
-    assert steps[0].kind == "data"
+    assert steps[0].kind == ("convert" if name.startswith("dropin") else "data")
     assert len(steps) > 6
-    assert len({step.result for step in steps}) == len(steps)
+    assert len({step.result for step in steps}) == len({step.name for step in steps}) == len(steps)
+    for number, step in enumerate(steps):
+        assert set(step.needs) <= {before.name for before in steps[:number]}
     assert not any(step.variant == "alibi" and step.scaling != "none" for step in steps)
 
 
@@ -202,12 +204,12 @@ def test_the_command_line_trains_and_evaluates(toml: Path, tmp_path: Path) -> No
     [
         (
             ["reproduce", "--preset", "gppu", "--out", "x"],
-            "preset must be one of 'cpu', 'gpu', 'cosformer-cpu', 'cosformer-gpu', got 'gppu'; did you mean",
+            "'cosformer-cpu', 'cosformer-gpu', 'dropin-cpu', 'dropin', got 'gppu'; did you mean",
         ),
         (["reproduce", "--only", "table9", "--out", "x"], "--only must name some of table1"),
         (
-            ["reproduce", "--text", "books", "--out", "x"],
-            "--text must be SOURCE=WEIGHT with a weight above 0, got 'books'",
+            ["reproduce", "--text", "books=many", "--out", "x"],
+            "--text must be SOURCE or SOURCE=WEIGHT with a weight above 0, got 'books=many'",
         ),
         (["reproduce", "--text", "nowhere.txt=1", "--out", "x"], "source must exist, got 'nowhere.txt'"),
         (["reproduce", "--held-out", "nowhere.txt", "--out", "x"], "source must exist, got 'nowhere.txt'"),

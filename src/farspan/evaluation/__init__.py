@@ -1,6 +1,6 @@
 """(model, tokens) → counts: perplexity and passkey retrieval at any length, and skills at short ones."""
 
-from farspan.evaluation.bits import bits_per_byte
+from farspan.evaluation.bits import bits_per_byte, start_token
 from farspan.evaluation.pairs import minimal_pairs, read_pairs
 from farspan.evaluation.passkey import passkey
 from farspan.evaluation.perplexity import perplexity, tokens_read
@@ -14,6 +14,7 @@ __all__ = [
     "passkey",
     "perplexity",
     "read_pairs",
+    "start_token",
     "tokens_read",
     "wilson",
 ]

@@ -20,6 +20,12 @@ def first_bytes(text: str, count: int) -> str:
     return text.encode()[:count].decode(errors="ignore")
 
 
+def start_token(model: FarspanForCausalLM, end: int) -> int:
+    """The token before a text: the model's own beginning, else `end`, the end of the text before."""
+    begin = model.config.bos_token_id
+    return end if begin is None else int(begin)
+
+
 def bits_per_byte(
     model: FarspanForCausalLM,
     texts: Sequence[str],

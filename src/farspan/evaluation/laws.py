@@ -1,5 +1,7 @@
 """What results call the law that a model's angles follow."""
 
+from farspan.errors import require
+from farspan.models import FarspanForCausalLM
 from farspan.ops import NTK, DynamicNTK, Linear, Llama3, YaRN
 from farspan.ops.scaling import Scaling
 
@@ -22,3 +24,29 @@ def scaling_name(law: Scaling | None) -> str:
         return "none"
     mode = getattr(law, "mode", "per_query")
     return f"{NAMES[type(law)]}-{law.factor:g}" + ("" if mode == "per_query" else f"/{mode}")  # type: ignore[attr-defined]
+
+
+def give_law(model: FarspanForCausalLM, name: str) -> None:
+    """Let a model's angles follow the law of this name: "none", or dynamic NTK or YaRN with a factor.
+
+    A law of the model's own is dropped, unless it is the one asked for.
+
+    >>> from farspan.models import FarspanConfig
+    >>> model = FarspanForCausalLM(FarspanConfig.preset("tiny"))
+    >>> give_law(model, "ntk-4/per_request")
+    >>> model.config.rotary().scaling
+    DynamicNTK(factor=4.0, train_length=64, mode='per_request')
+    """
+    name = name.removesuffix("/per_query")
+    own = model.config.rotary().scaling
+    if scaling_name(own) == name:
+        return
+    if own is not None:
+        model.set_rope_parameters(rope_type="default")
+    law, _, mode = name.partition("/")
+    kind, _, factor = law.partition("-")
+    require(kind in ("none", "ntk", "yarn"), f"law must be none, ntk-FACTOR or yarn-FACTOR, got {name!r}")
+    if kind == "yarn":
+        model.set_rope_parameters(rope_type="yarn", factor=float(factor))
+    elif kind == "ntk":
+        model.set_rope_parameters(rope_type="dynamic", factor=float(factor), mode=mode or "per_query")

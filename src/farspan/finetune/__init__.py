@@ -2,6 +2,19 @@
 
 from farspan.finetune.objectives import OBJECTIVES, Distillation
 from farspan.finetune.recipe import Lora, Recipe, Stage
-from farspan.finetune.run import Standing, finetune, stage_job
+from farspan.finetune.run import Standing, finetune, open_origin, run_stage, stage_job, stage_model, stage_row
 
-__all__ = ["OBJECTIVES", "Distillation", "Lora", "Recipe", "Stage", "Standing", "finetune", "stage_job"]
+__all__ = [
+    "OBJECTIVES",
+    "Distillation",
+    "Lora",
+    "Recipe",
+    "Stage",
+    "Standing",
+    "finetune",
+    "open_origin",
+    "run_stage",
+    "stage_job",
+    "stage_model",
+    "stage_row",
+]

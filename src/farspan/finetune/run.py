@@ -51,6 +51,10 @@ class Origin:
     data: dict[str, float]
     tokenizer: Callable[[], TextTokenizer]
 
+    def check(self, recipe: Recipe) -> None:
+        """Refuse what can be refused of a recipe before its first stage is trained."""
+        check(recipe, self.model, self.teacher, self.data, self.tokenizer)
+
     def write_beside(self, folder: Path) -> None:
         """Tokenizer and generation settings as they came, and where the model is from."""
         open_source(self.model).carry(folder)
@@ -79,28 +83,60 @@ def finetune(
         report: called every few steps.
     """
     folder, run = Path(out), run or RunSection()
-    source, sources = Path(model), {str(Path(path)): weight for path, weight in data.items()}
-    require(bool(sources), "--data must name at least one token folder, got none; make it with farspan data")
-    open_source(source)  # refuses what is no checkpoint before anything else is said about it
-    tokenizer = cache(partial(_tokenizer, source, sources))
-    origin = Origin(source, _teacher(source, teacher, recipe), sources, tokenizer)
-    final, path, done = folder / "model", source, 0
+    origin = open_origin(model, data, recipe, teacher=teacher)
+    final, path, done = folder / "model", origin.model, 0
     places = [folder / f"stage-{i + 1}-{stage.name}" for i, stage in enumerate(recipe.stages)]
     if final.exists():
         _refuse_other_recipe(folder, [place.name for place in places])
     else:
-        check(recipe, source, origin.teacher, sources, tokenizer)
-    for index, stage in enumerate(recipe.stages):
-        place = places[index]
-        job = stage_job(stage, path, origin, replace(run, seed=run.seed + index))
-        run_job(job, place, report=_relay(report, place.name, done, recipe.tokens, stage))
-        path, done = _finished(place, stage, origin), done + stage.tokens
+        origin.check(recipe)
+    for index, (place, stage) in enumerate(zip(places, recipe.stages, strict=True)):
+        relay = _relay(report, place.name, done, recipe.tokens, stage)
+        path = run_stage(stage, path, origin, place, replace(run, seed=run.seed + index), report=relay)
+        done += stage.tokens
     if _is_main() and not final.exists():
-        rows = [_row(place, stage) for place, stage in zip(places, recipe.stages, strict=True)]
+        rows = [stage_row(place, stage) for place, stage in zip(places, recipe.stages, strict=True)]
         write_result(folder / "recipe.json", rows, device=_device(), seed=run.seed)
         save(load(open_source(path)), final, origin.write_beside)
     _wait()
     return final
+
+
+def open_origin(
+    model: str | os.PathLike[str],
+    data: Mapping[str, float],
+    recipe: Recipe,
+    *,
+    teacher: str | os.PathLike[str] | None = None,
+) -> Origin:
+    """What a recipe is applied to; refuses a model, text or teacher that is not there."""
+    source, sources = Path(model), {str(Path(path)): weight for path, weight in data.items()}
+    require(bool(sources), "--data must name at least one token folder, got none; make it with farspan data")
+    open_source(source)  # refuses what is no checkpoint before anything else is said about it
+    return Origin(source, _teacher(source, teacher, recipe), sources, cache(partial(_tokenizer, source, sources)))
+
+
+def run_stage(
+    stage: Stage,
+    path: Path,
+    origin: Origin,
+    place: Path,
+    run: RunSection,
+    *,
+    report: Callable[[Progress], None] | None = None,
+) -> Path:
+    """Train one stage in `place`, beginning with the model at `path`, or go on with it; its plain model's folder."""
+    run_job(stage_job(stage, path, origin, run), place, report=report)
+    final = stage_model(place, stage)
+    if stage.lora.r and _is_main() and not final.exists():
+        save(merge_lora(resumed(place / "model", stage)), final, origin.write_beside)
+    _wait()
+    return final
+
+
+def stage_model(place: Path, stage: Stage) -> Path:
+    """Where a finished stage has its plain model: with its low-rank additions, if there were any, merged."""
+    return place / ("merged" if stage.lora.r else "model")
 
 
 def stage_job(stage: Stage, path: Path, origin: Origin, run: RunSection) -> Job:
@@ -170,17 +206,6 @@ def _refuse_other_recipe(folder: Path, stages: list[str]) -> None:
     )
 
 
-def _finished(place: Path, stage: Stage, origin: Origin) -> Path:
-    """The plain model of a finished stage: with its low-rank additions, if there were any, merged."""
-    if not stage.lora.r:
-        return place / "model"
-    merged = place / "merged"
-    if _is_main() and not merged.exists():
-        save(merge_lora(resumed(place / "model", stage)), merged, origin.write_beside)
-    _wait()
-    return merged
-
-
 def _relay(
     report: Callable[[Standing], None] | None, name: str, before: int, total: int, stage: Stage
 ) -> Callable[[Progress], None] | None:
@@ -189,8 +214,8 @@ def _relay(
     return lambda now: report(Standing(name, before + now.step * stage.batch_size * stage.length, total, now))
 
 
-def _row(place: Path, stage: Stage) -> dict[str, Any]:
-    """What a stage was and took, for recipe.json."""
+def stage_row(place: Path, stage: Stage) -> dict[str, Any]:
+    """What a finished stage was and took: a row of recipe.json."""
     lines = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in lines]
     few = max(1, min(10, len(losses) // 2))

@@ -10,14 +10,20 @@ from typing import Any
 from farspan.errors import require
 from farspan.report.looks import Look, parse_look
 from farspan.report.records import (
+    Bits,
+    CacheBytes,
     Measurement,
+    Pairs,
     Passkey,
     Perplexity,
     Source,
     Step,
+    StudyModel,
+    StudyRecord,
     TaskResult,
     Training,
     parse_measurement,
+    parse_plain,
     parse_source,
     parse_step,
 )
@@ -36,6 +42,16 @@ class Run:
     """Models that `farspan analyze` looked at."""
     tasks: tuple[TaskResult, ...] = ()
     """Models trained for a task of their own."""
+    study: tuple[StudyModel, ...] = ()
+    """Models of a drop-in study, whose perplexity and passkey rows bear their names, and what else is known of them."""
+    bits: tuple[Bits, ...] = ()
+    pairs: tuple[Pairs, ...] = ()
+    caches: tuple[CacheBytes, ...] = ()
+
+    @property
+    def is_study(self) -> bool:
+        """Whether this is a drop-in study, perhaps one that has no model yet."""
+        return bool(self.study) or any(step.step.startswith("convert ") for step in self.steps)
 
     @property
     def rows(self) -> list[Perplexity | Passkey | Training]:
@@ -51,7 +67,10 @@ class Run:
 
 
 def collect(folder: Path) -> Run:
-    """Read `results/ppl-*`, `passkey-*`, `train-*`, `task-*` and `analysis-*.json` and, if there, `status.json`."""
+    """Read `results/ppl-*`, `passkey-*`, `train-*`, `task-*` and `analysis-*.json` and, if there, `status.json`.
+
+    Of a drop-in study `model-*`, `bits-*`, `pairs-*` and `cache-*.json` as well.
+    """
     results = folder / "results"
     require(
         results.is_dir() or (folder / "status.json").is_file(),
@@ -63,6 +82,9 @@ def collect(folder: Path) -> Run:
     training = _rows(Training, results, "train", sources)
     tasks = _rows(TaskResult, results, "task", sources)
     looks = _looks(results, sources)
+    study = _records(StudyModel, results, "model", sources)
+    bits, pairs = _records(Bits, results, "bits", sources), _records(Pairs, results, "pairs", sources)
+    caches = _records(CacheBytes, results, "cache", sources)
     steps = _steps(folder / "status.json")
     require(
         bool(sources or steps),
@@ -73,7 +95,7 @@ def collect(folder: Path) -> Run:
         len(lengths) <= 1,
         f"{results}/train-*.json: length must be the same for every variant, got {lengths}; report them separately",
     )
-    return Run(perplexity, passkey, training, tuple(sources), steps, looks, tasks)
+    return Run(perplexity, passkey, training, tuple(sources), steps, looks, tasks, study, bits, pairs, caches)
 
 
 def collect_files(paths: Sequence[Path], variant: str) -> Run:
@@ -121,6 +143,16 @@ def _rows(kind: type[Measurement], folder: Path, prefix: str, sources: list[Sour
                 )
             found[key] = (path, row)
     return tuple(row for _, row in found.values())
+
+
+def _records(kind: type[StudyRecord], folder: Path, prefix: str, sources: list[Source]) -> tuple[StudyRecord, ...]:
+    """All rows of the files with this prefix."""
+    found = []
+    for path in sorted(folder.glob(f"{prefix}-*.json")):
+        for i, raw in enumerate(_result(path, sources)):
+            with _errors_name(f"{path} row {i}"):
+                found.append(parse_plain(kind, raw))
+    return tuple(found)
 
 
 def _looks(folder: Path, sources: list[Source]) -> tuple[Look, ...]:

@@ -1,7 +1,7 @@
 """The papers' tables and figures as data: what is compared, and the paper's own numbers."""
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from importlib import resources
 from typing import Any, TypeVar
@@ -73,15 +73,15 @@ def load_experiments() -> list[Experiment]:
     >>> [experiment.name for experiment in load_experiments()]
     ['figure1', 'figure4', 'figure5', 'table1', 'table2', 'table3']
     """
-    return [parse_experiment(name, text) for name, text in shipped(tasks=False)]
+    return [parse_experiment(name, text) for name, text in shipped(KINDS)]
 
 
-def shipped(*, tasks: bool) -> list[tuple[str, str]]:
-    """Name and text of every shipped file whose kind is "tasks", or is not."""
+def shipped(kinds: Sequence[str]) -> list[tuple[str, str]]:
+    """Name and text of every shipped file of one of these kinds."""
     folder = resources.files("farspan") / "experiments"
     files = sorted((file for file in folder.iterdir() if file.name.endswith(".toml")), key=lambda file: file.name)
     texts = [(file.name.removesuffix(".toml"), file.read_text(encoding="utf-8")) for file in files]
-    return [(name, text) for name, text in texts if (tomllib.loads(text).get("kind") == "tasks") == tasks]
+    return [(name, text) for name, text in texts if tomllib.loads(text).get("kind") in kinds]
 
 
 def parse_experiment(name: str, text: str) -> Experiment:
@@ -104,5 +104,6 @@ def build_value(kind: type[T], values: Mapping[str, Any]) -> T:
         if key not in known:
             raise unknown("key", key, known)
     for key, field in known.items():
-        require(field.default is not MISSING or key in values, f"{key} must be given in {dict(values)}; add it")
+        optional = field.default is not MISSING or field.default_factory is not MISSING
+        require(optional or key in values, f"{key} must be given in {dict(values)}; add it")
     return kind(**{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})

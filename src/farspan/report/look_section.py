@@ -143,6 +143,8 @@ def _window(row: Any) -> str:
 
 def look_notes(looks: Sequence[Look]) -> list[str]:
     """Conditions a reader must know."""
+    if not looks:
+        return []
     each = [
         f"{variant_name(look.label)}: {look.model['texts']} text(s), {look.model['tokens']:,} tokens, training length "
         f"{look.model['train_length']:,}, {len(look.model['layers'])} layers, {look.model['heads']} heads"

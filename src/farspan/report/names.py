@@ -42,11 +42,11 @@ def variant_style(variant: str) -> dict[str, Any]:
 
 def scaling_name(scaling: str) -> str:
     """
-    >>> scaling_name("none"), scaling_name("ntk-4/per_request")
-    ('no scaling', 'dynamic NTK 4 per request')
+    >>> scaling_name("none"), scaling_name("ntk-4/per_request"), scaling_name("yarn-4")
+    ('no scaling', 'dynamic NTK 4 per request', 'YaRN 4')
     """
     law, _, mode = scaling.partition("/")
-    name = "no scaling" if law == "none" else law.replace("ntk-", "dynamic NTK ")
+    name = "no scaling" if law == "none" else law.replace("ntk-", "dynamic NTK ").replace("yarn-", "YaRN ")
     return name + (f" {mode.replace('_', ' ')}" if mode else "")
 
 

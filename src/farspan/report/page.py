@@ -10,13 +10,19 @@ from farspan.report.build import control_table, experiment_tables, measured_tabl
 from farspan.report.collect import Run, collect
 from farspan.report.experiment import Experiment, load_experiments
 from farspan.report.look_section import TEXTS, look_notes, look_table, look_verdicts
+from farspan.report.studies import cache_table, study_notes, study_table, study_verdicts
+from farspan.report.study_table import load_study_table
 from farspan.report.summary import notes, summary, training_text
 from farspan.report.tables import Table, to_html, to_latex, to_markdown
 from farspan.report.task_table import TaskTable, load_task_tables
 from farspan.report.tasks import task_notes, task_table, task_verdicts
 from farspan.report.tasks import training_table as task_training
 
-TITLES = ("Past the training length: CoCA, RoPE and ALiBi", "cosFormer and its tasks")
+TITLES = (
+    "Past the training length: CoCA, RoPE and ALiBi",
+    "cosFormer and its tasks",
+    "CoCA dropped into an existing model",
+)
 
 
 @dataclass(frozen=True)
@@ -46,7 +52,7 @@ def write_report(folder: str | os.PathLike[str], out: str | os.PathLike[str] | N
     from farspan.report.figures import all_figures  # loads matplotlib
     from farspan.report.look_figures import look_figures
 
-    figures = all_figures(run, experiments) + look_figures(run.looks)
+    figures = ([] if run.is_study else all_figures(run, experiments)) + look_figures(run.looks)
     sections = make_sections(run, experiments, figures)
     for name in ("tables", "figures"):
         (target / name).mkdir(parents=True, exist_ok=True)
@@ -66,7 +72,7 @@ def make_sections(run: Run, experiments: list[Experiment], figures: list[Any]) -
     def drawn(group: str) -> tuple[Any, ...]:
         return tuple(figure for figure in figures if figure.group == group)
 
-    made = task_sections(run, load_task_tables(), drawn("task-training"))
+    made = task_sections(run, load_task_tables(), drawn("task-training")) + study_sections(run)
     groups = {"figure1": "perplexity", "table2": "passkey", "figure4": "near-far", "figure5": "distance"}
     by_name = {experiment.name: experiment for experiment in experiments}
     for name in () if not measures_lengths(run) else ("table1", "figure1", "table2", "figure4", "figure5", "table3"):
@@ -80,7 +86,7 @@ def make_sections(run: Run, experiments: list[Experiment], figures: list[Any]) -
     for group, (title, text) in TEXTS.items():
         tables = (look_table(run.looks),) if run.looks and group == "angles" else ()
         made.append(Section(f"look-{group}", title, text, drawn(group), tables, small=group == "drift"))
-    if control := control_table(run):
+    if (control := control_table(run)) and not run.is_study:  # which has a control for each model in its own table
         made.append(Section("control", "Control", control.caption, (), (control,)))
     training = training_table(run)
     made.append(Section("training", "Training", training_text(run), drawn("training"), (training,) if training else ()))
@@ -91,6 +97,8 @@ def make_sections(run: Run, experiments: list[Experiment], figures: list[Any]) -
 
 def measures_lengths(run: Run) -> bool:
     """Whether this is a run past the training length: otherwise the tables about it would have nothing of ours."""
+    if run.is_study:
+        return False
     tasks = {task for table in load_task_tables() for task in table.columns}
     about_tasks = bool(run.tasks) or any(tasks & set(step.step.split()) for step in run.steps)
     return bool(run.rows) or (bool(run.steps) and not about_tasks)
@@ -105,6 +113,17 @@ def task_sections(run: Run, tables: list[TaskTable], figures: tuple[Any, ...]) -
     if training := task_training(run):
         text = "All variants of a task have the same model but for the attention, the same data and the same steps."
         made.append(Section("task-training", "Training for tasks", text, figures, (training,), small=True))
+    return made
+
+
+def study_sections(run: Run) -> list[Section]:
+    """The models of a drop-in study beside the paper's, and their caches."""
+    made = []
+    if run.study:
+        table = study_table(run, load_study_table())
+        made.append(Section(table.name, table.title, table.caption, (), (table,)))
+    if cache := cache_table(run, load_study_table()):
+        made.append(Section(cache.name, cache.title, cache.caption, (), (cache,)))
     return made
 
 
@@ -138,14 +157,15 @@ def render(run: Run, experiments: list[Experiment], sections: list[Section]) -> 
     # Both escape what they are given themselves.
     environment.filters |= {"table": lambda t: Markup(to_html(t)), "svg": lambda f: Markup(inline_svg(f))}
     text = (resources.files("farspan") / "report" / "page.html").read_text(encoding="utf-8")
-    lengths = bool(run.rows) or (measures_lengths(run) and not run.looks)
+    lengths = not run.is_study and (bool(run.rows) or (measures_lengths(run) and not run.looks))
     verdicts = (summary(run) if lengths else []) + task_verdicts(run, load_task_tables()) + look_verdicts(run.looks)
+    verdicts += study_verdicts(run, load_study_table()) if run.is_study else []
     verdicts = verdicts or ["No task is finished yet."]
     return environment.from_string(text).render(
-        title=TITLES[bool(run.tasks) and not run.rows],
+        title=TITLES[2 if run.is_study else bool(run.tasks) and not run.rows],
         headline=verdicts[0],
         verdicts=verdicts[1:],
-        notes=(notes(run, experiments) if lengths else []) + task_notes(run) + look_notes(run.looks),
+        notes=(notes(run, experiments) if lengths else []) + task_notes(run) + look_notes(run.looks) + study_notes(run),
         sections=sections,
         steps=run.steps,
         unfinished=[step for step in run.steps if step.state != "done"],

@@ -104,6 +104,50 @@ class TaskResult:
 
 
 @dataclass(frozen=True)
+class StudyModel:
+    """One model of a drop-in study, and what it and those before it took."""
+
+    model: str
+    attention: str
+    stages: int
+    tokens: int
+    seconds: float | None
+    train_length: int
+    own_scaling: str
+    passkey_share: float
+
+
+@dataclass(frozen=True)
+class Bits:
+    """How many bits a byte of held-out text costs a model of a study."""
+
+    variant: str
+    bits_per_byte: float
+    length: int
+    bytes: int
+    texts: int
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Minimal pairs that a model of a study gets right: of all ("all"), of a field or of a set."""
+
+    variant: str
+    kind: str
+    cases: int
+    correct: int
+
+
+@dataclass(frozen=True)
+class CacheBytes:
+    """What reading so many tokens leaves in a model's cache."""
+
+    variant: str
+    length: int
+    bytes: int
+
+
+@dataclass(frozen=True)
 class Source:
     """Where a file's numbers come from."""
 
@@ -125,6 +169,7 @@ class Step:
 
 
 Measurement = TypeVar("Measurement", Perplexity, Passkey, Training, TaskResult)
+StudyRecord = TypeVar("StudyRecord", StudyModel, Bits, Pairs, CacheBytes)
 Plain = TypeVar("Plain")
 
 
@@ -152,7 +197,7 @@ def parse_plain(kind: type[Plain], raw: Any) -> Plain:
     made = kind(**values)
     if isinstance(made, TaskResult) and made.ppl is not None:
         return made
-    if isinstance(made, Share | Passkey | TaskResult):
+    if isinstance(made, Share | Passkey | TaskResult | Pairs):
         require(
             made.cases is not None and made.correct is not None and 0 <= made.correct <= made.cases,
             f"correct must lie in 0 … cases, got {made.correct} of {made.cases}; recount",

@@ -219,12 +219,12 @@ def training_text(run: Run) -> str:
 
 def _span(numbers: list[int]) -> str:
     """The smallest and the largest, or the one that all are."""
-    return " to ".join(dict.fromkeys((_amount(min(numbers)), _amount(max(numbers)))))
+    return " to ".join(dict.fromkeys((amount(min(numbers)), amount(max(numbers)))))
 
 
-def _amount(number: float) -> str:
+def amount(number: float) -> str:
     """
-    >>> _amount(33_400_000), _amount(1500), _amount(12)
+    >>> amount(33_400_000), amount(1500), amount(12)
     ('33.4M', '1.5k', '12')
     """
     for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):

@@ -106,7 +106,7 @@ def to_html(table: Table) -> str:
         lines = list(group)
         out.append("<tbody>")
         for i, line in enumerate(lines):
-            out.append(f'<tr class="{"paper" if line.source == "paper" else "ours"}">')
+            out.append(f'<tr class="{"paper" if line.source.startswith("paper") else "ours"}">')
             if i == 0:
                 out.append(f'<th scope="rowgroup" rowspan="{len(lines)}">{escape(label)}</th>')
             if table.sourced:

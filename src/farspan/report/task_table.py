@@ -52,7 +52,7 @@ def load_task_tables() -> list[TaskTable]:
     >>> [table.name for table in load_task_tables()][:2]
     ['cosformer-finetuning', 'cosformer-lm']
     """
-    return [parse_task_table(name, text) for name, text in shipped(tasks=True)]
+    return [parse_task_table(name, text) for name, text in shipped(("tasks",))]
 
 
 def parse_task_table(name: str, text: str) -> TaskTable:

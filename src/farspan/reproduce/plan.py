@@ -1,6 +1,5 @@
 """The steps of a reproduction, in order, each with the file that shows it is done."""
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from farspan.errors import require
@@ -8,50 +7,18 @@ from farspan.layers.spec import AttentionSpec
 from farspan.report.experiment import load_experiments
 from farspan.report.task_table import load_task_tables
 from farspan.reproduce.preset import Preset
+from farspan.reproduce.step import Step
+from farspan.reproduce.study_plan import study_steps
 from farspan.tasks import TASKS, attention_of
 
 MEASUREMENTS = {"perplexity": "ppl", "passkey": "passkey", "near-far": "passkey", "distance": "passkey"}
 """The step that gives each kind of table or figure its numbers."""
 
 
-WEIGHTS = {"data": 1, "train": 8, "ppl": 1, "passkey": 1}
-"""How long each kind of step takes, very roughly, beside the others: for the time left."""
-
-
-@dataclass(frozen=True)
-class Step:
-    """One piece of work: its kind ("data", "train", "ppl", "passkey"), its subject and its result.
-
-    Training for a task includes its test.
-    """
-
-    kind: str
-    result: Path
-    variant: str = ""
-    seed: int = 0
-    scaling: str = "none"
-    task: str = ""
-    tasks: tuple[str, ...] = ()
-    """The tasks that data are made for."""
-
-    @property
-    def weight(self) -> int:
-        return WEIGHTS[self.kind]
-
-    @property
-    def lock(self) -> str:
-        """What only one process may be at: all data steps share the corpus, whatever tasks they are for."""
-        return "data" if self.kind == "data" else self.result.stem
-
-    @property
-    def name(self) -> str:
-        task = f" {self.task}" if self.task else ""
-        subject = f" {self.variant} seed {self.seed}" if self.variant else ""
-        return f"{self.kind}{task}{subject}" + (f" {self.scaling}" if self.kind in ("ppl", "passkey") else "")
-
-
 def plan(preset: Preset, folder: Path, only: list[str] | None = None) -> list[Step]:
     """All steps for the chosen tables and figures; training comes before what needs it."""
+    if preset.study.conversions:
+        return study_steps(preset, folder, only)
     return _task_steps(preset, folder, only) if preset.tasks else _length_steps(preset, folder, only)
 
 
@@ -63,14 +30,18 @@ def _length_steps(preset: Preset, folder: Path, only: list[str] | None) -> list[
     )
     results = folder / "results"
     steps = [Step("data", folder / "data" / "done.json")]
-    steps += [Step("train", results / f"train-{v}-s{s}.json", v, s) for v, s in preset.runs]
+    trained = {
+        (v, s): Step("train", results / f"train-{v}-s{s}.json", v, s, needs=(steps[0].name,)) for v, s in preset.runs
+    }
+    steps += trained.values()
     lengths = {"ppl": preset.evaluation.perplexity_lengths, "passkey": preset.evaluation.passkey_lengths}
     for kind in ("ppl", "passkey"):
         if kind in wanted and lengths[kind]:
             for variant, seed in preset.runs:
                 for scaling in preset.evaluation.scalings if _stretches(variant) else ["none"]:
                     path = results / f"{kind}-{variant}-s{seed}-{scaling}.json"
-                    steps.append(Step(kind, path, variant, seed, scaling))
+                    needs = (trained[variant, seed].name,)
+                    steps.append(Step(kind, path, variant, seed, scaling, needs=needs))
     return steps
 
 
@@ -99,7 +70,8 @@ def _task_steps(preset: Preset, folder: Path, only: list[str] | None) -> list[St
     steps = [Step("data", folder / "data" / f"done-{'-'.join(tasks)}.json", tasks=tasks)]
     for task in tasks:
         for v, s in preset.runs:
-            steps.append(Step("train", results / f"task-{task}-{v}-s{s}.json", v, s, task=task))
+            result = results / f"task-{task}-{v}-s{s}.json"
+            steps.append(Step("train", result, v, s, task=task, needs=(steps[0].name,)))
     return steps
 
 

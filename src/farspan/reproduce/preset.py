@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from farspan.errors import require, require_choice
+from farspan.reproduce.study import Study
 from farspan.tasks import TASKS, VARIANTS, Material, TaskSettings, make_task
 from farspan.training.config import parse_section, read_toml
 
-NAMES = ("cpu", "gpu", "cosformer-cpu", "cosformer-gpu")
-SCALING = re.compile(r"none|ntk-\d+(\.\d+)?(/per_query|/per_request)?")
+NAMES = ("cpu", "gpu", "cosformer-cpu", "cosformer-gpu", "dropin-cpu", "dropin")
+SCALING = re.compile(r"none|ntk-\d+(\.\d+)?(/per_query|/per_request)?|yarn-\d+(\.\d+)?")
+DEFAULT_TOKENIZER = "bytes"
 
 
 @dataclass(frozen=True)
@@ -23,10 +25,14 @@ class Corpus:
     """Source → weight; several sources become one mixture (the paper: 75% text, 25% code)."""
     held_out: list[str] = field(default_factory=list)
     """Text for perplexity; empty = the documents kept back from `train`."""
-    tokenizer: str = "bytes"
-    """A name or folder, or the size of a BPE to train on the training text."""
+    tokenizer: str = DEFAULT_TOKENIZER
+    """A name or folder, or the size of a BPE to train on the training text. A study takes the checkpoint's own."""
     labelled: list[str] = field(default_factory=list)
     """Files of labelled texts for training, for choices and for the test; without them their tasks are left out."""
+    checkpoint: str = ""
+    """What a study converts: a folder or GGUF file."""
+    pairs: list[str] = field(default_factory=list)
+    """Minimal pairs that a study measures grammar with."""
 
 
 @dataclass(frozen=True)
@@ -63,12 +69,15 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Preset:
-    """A whole reproduction: models measured past their training length (CoCA), or a model for each task (cosFormer).
+    """A whole reproduction: models measured past their training length (CoCA), a model for each task (cosFormer), or
+    CoCA dropped into a checkpoint.
 
     >>> Preset.load("cpu").training.length, list(Preset.load("cpu").tasks)
     (64, [])
     >>> Preset.load("cosformer-cpu").task("listops").length
     64
+    >>> list(Preset.load("dropin").study.conversions)
+    ['original', 'copied', 'calibrated']
     """
 
     corpus: Corpus = field(default_factory=Corpus)
@@ -79,6 +88,8 @@ class Preset:
     """Seeds a variant, where more than one."""
     tasks: dict[str, Any] = field(default_factory=dict)
     """``[tasks.NAME]``: with tasks, these are trained and tested in this order, and nothing else is."""
+    study: Study = field(default_factory=Study)
+    """``[study]``: with conversions, the study of a checkpoint, and nothing else."""
 
     def __post_init__(self) -> None:
         for variant in [*self.variants, *self.seeds]:
@@ -86,25 +97,43 @@ class Preset:
         require(bool(self.variants), "variants must name at least one attention, got none; try ['rope', 'coca-exact']")
         for variant, seeds in self.seeds.items():
             require(seeds >= 1, f"seeds.{variant} must be at least 1, got {seeds}; leave it out of variants instead")
+        self._check_corpus()
         for name in self.tasks:
             require_choice("tasks", name, TASKS)
             nowhere = Material(Path(), {"nowhere": 1.0}, lambda: [])
             make_task(name, self.task(name), nowhere).check(self.variants)  # refuses what cannot be meant
-        require(
-            bool(self.tasks) or not self.corpus.labelled,
-            f"labelled texts are for a preset with tasks, such as cosformer-cpu, got {self.corpus.labelled}; "
-            "leave them out",
-        )
-        require(
-            len(self.corpus.labelled) in (0, 3),
-            f"labelled must name three files, for training, for choices and for the test, "
-            f"got {len(self.corpus.labelled)}; repeat --labelled",
-        )
-        for scaling in self.evaluation.scalings:
+        laws = [law for name in self.study.conversions for law in self.study.conversion(name).scalings]
+        for scaling in [*self.evaluation.scalings, *laws]:
             require(
                 SCALING.fullmatch(scaling) is not None,
-                f"evaluation.scalings must be 'none' or like 'ntk-4' or 'ntk-4/per_request', got {scaling!r}",
+                f"evaluation.scalings must be 'none' or like 'ntk-4' (ntk-4/per_request) or 'yarn-4', got {scaling!r}",
             )
+
+    def _check_corpus(self) -> None:
+        """Refuse texts that this kind of preset has no use for."""
+        corpus, study = self.corpus, bool(self.study.conversions)
+        require(
+            not (study and self.tasks),
+            f"tasks must be left out beside [study], got {list(self.tasks)}; choose one",
+        )
+        require(
+            bool(self.tasks) or not corpus.labelled,
+            f"labelled texts are for a preset with tasks, such as cosformer-cpu, got {corpus.labelled}; leave them out",
+        )
+        require(
+            len(corpus.labelled) in (0, 3),
+            f"labelled must name three files, for training, for choices and for the test, "
+            f"got {len(corpus.labelled)}; repeat --labelled",
+        )
+        for option, value in (("checkpoint", corpus.checkpoint), ("pairs", corpus.pairs)):
+            require(
+                study or not value,
+                f"--{option} is for a preset with a study, such as dropin, got {value!r}; leave it out",
+            )
+        require(
+            not study or corpus.tokenizer == DEFAULT_TOKENIZER,
+            f"--tokenizer must be left out where a checkpoint brings its own, got {corpus.tokenizer!r}",
+        )
 
     def task(self, name: str) -> TaskSettings:
         """The settings of a task."""

@@ -12,8 +12,10 @@ from farspan.data import load_tokenizer
 from farspan.data.sources import resolve
 from farspan.errors import require
 from farspan.files import claim, write_whole
-from farspan.reproduce.plan import Step, plan
+from farspan.reproduce.plan import plan
 from farspan.reproduce.preset import Corpus, Preset
+from farspan.reproduce.step import Step
+from farspan.reproduce.study_work import StudyWork, check_study
 from farspan.reproduce.work import Work
 
 POLL_SECONDS = 2.0
@@ -43,8 +45,9 @@ def reproduce(
 ) -> Path:
     """Do what is missing in `out` and return the path of its page. Call again after an interruption.
 
-    Several processes may be given one folder, on one GPU or on several: each takes the next step that no other has
-    taken. A step that fails is recorded in ``status.json`` with its message; steps that need it are left pending.
+    Several processes may be given one folder, on one GPU or on several: each takes the first step of the plan that is
+    ready and that no other has taken. A step that fails is recorded in ``status.json`` with its message; steps that
+    need it are left pending.
     """
     require(
         int(os.environ.get("WORLD_SIZE", "1")) == 1,
@@ -52,34 +55,47 @@ def reproduce(
     )
     folder = Path(out).resolve()
     steps = plan(preset, folder, only)
-    if not steps[0].result.exists():
-        _check_corpus(preset.corpus)
+    study = bool(preset.study.conversions)
+    if not all(step.result.exists() for step in (steps if study else steps[:1])):
+        (check_study if study else _check_corpus)(preset.corpus)
     folder.mkdir(parents=True, exist_ok=True)
     _keep_preset(preset, folder)
-    states: dict[str, dict[str, str]] = {s.name: {"state": "pending", "message": ""} for s in steps}
-    _write_status(folder, states)
     say = report or (lambda _: None)
-    total, left = sum(step.weight for step in steps), steps
-    while left:
-        busy = []
-        for step in left:
-            done = total - sum(s.weight for s in steps if states[s.name]["state"] in ("pending", "busy"))
-            standing = Standing(done / total, step.name)
-            say(standing)
-            work = Work(preset, folder, partial(_say_detail, say, standing, step.weight / total))
-            states[step.name] = _attempt(work, step, states)
-            if states[step.name]["state"] == "busy":
-                busy.append(step)
-            _write_status(folder, {step.name: states[step.name]})
-        if len(busy) == len(left):
-            time.sleep(POLL_SECONDS)
-        left = busy
+    states = _run_steps(steps, preset, folder, say)
     from farspan.report import write_report
 
     failed = tuple(f"{name}: {state['message']}" for name, state in states.items() if state["state"] == "failed")
     say(Standing(1.0, "report", failed=failed))
     with claim(folder / "locks" / "report", wait=True):
         return write_report(folder)
+
+
+def _run_steps(
+    steps: list[Step], preset: Preset, folder: Path, say: Callable[[Standing], None]
+) -> dict[str, dict[str, str]]:
+    """Do what is ready, wait for what others do, and return how each step ended."""
+    worker = StudyWork if preset.study.conversions else Work
+    states: dict[str, dict[str, str]] = {s.name: {"state": "pending", "message": ""} for s in steps}
+    _write_status(folder, states)
+    total, left = sum(step.weight for step in steps), steps
+    while left:
+        for step in left:
+            done = total - sum(s.weight for s in steps if states[s.name]["state"] in ("pending", "busy"))
+            standing = Standing(done / total, step.name)
+            say(standing)
+            work = worker(preset, folder, partial(_say_detail, say, standing, step.weight / total))
+            state = _attempt(work, step, states)
+            if state != states[step.name]:
+                states[step.name] = state
+                _write_status(folder, {step.name: state})
+            if state["state"] != "busy":
+                left = [other for other in left if other is not step]
+            if state["state"] in ENDED:
+                break  # back to the top: what comes first in the plan may be ready by now
+        else:
+            if left:
+                time.sleep(POLL_SECONDS)
+    return states
 
 
 def _check_corpus(corpus: Corpus) -> None:
@@ -98,10 +114,10 @@ def _attempt(work: Work, step: Step, states: dict[str, dict[str, str]]) -> dict[
     """Do a step unless it is done; "busy" where another process does it, or what it needs."""
     if step.result.exists():
         return {"state": "done", "message": "from an earlier call"}
-    needed = {"data": None, "train": "data"}.get(step.kind, f"train {step.variant} seed {step.seed}")
-    if needed is not None and states[needed]["state"] != "done":
-        state = "busy" if states[needed]["state"] == "busy" else "pending"
-        return {"state": state, "message": f"needs {needed}"}
+    for needed in step.needs:
+        if states[needed]["state"] != "done":
+            state = "busy" if states[needed]["state"] == "busy" else "pending"
+            return {"state": state, "message": f"needs {needed}"}
     with claim(work.folder / "locks" / step.lock) as mine:
         if not mine:
             return {"state": "busy", "message": "another process is at it"}

@@ -14,10 +14,11 @@ from torch import Tensor
 from farspan.data import Shards, TextTokenizer, load_tokenizer, prepare
 from farspan.errors import require
 from farspan.evaluation import as_trained, passkey, perplexity
+from farspan.evaluation.laws import give_law
 from farspan.files import write_whole
 from farspan.models import FarspanConfig, FarspanForCausalLM
-from farspan.reproduce.plan import Step
 from farspan.reproduce.preset import Preset
+from farspan.reproduce.step import Step
 from farspan.results import write_result
 from farspan.tasks import TASKS, Material, Task, attention_of, make_task
 from farspan.training import Progress, TrainConfig, train
@@ -47,8 +48,7 @@ class Work:
         write_whole(step.result, json.dumps(done))
 
     def _prepare_corpus(self) -> None:
-        corpus, tokenizer = self.preset.corpus, self.preset.corpus.tokenizer
-        made: int | str | TextTokenizer = int(tokenizer) if tokenizer.isdigit() else tokenizer
+        corpus, made = self.preset.corpus, self._vocabulary()
         for i, source in enumerate(corpus.train):
             share = 0.0 if corpus.held_out else 0.05
             prepare([source], self._tokens(i), tokenizer=made, valid_share=share, progress=self._preparing)
@@ -56,6 +56,11 @@ class Work:
         if corpus.held_out:
             held_out = self.folder / "data" / "held-out"
             prepare(corpus.held_out, held_out, tokenizer=made, valid_share=0.0, progress=self._preparing)
+
+    def _vocabulary(self) -> int | str | TextTokenizer:
+        """A tokenizer, its name, or the size of one to make."""
+        tokenizer = self.preset.corpus.tokenizer
+        return int(tokenizer) if tokenizer.isdigit() else tokenizer
 
     def _preparing(self, what: str, done: int, total: int) -> None:
         self.say(what, done / max(total, 1))
@@ -159,9 +164,7 @@ class Work:
 
     def _model(self, step: Step) -> FarspanForCausalLM:
         model = FarspanForCausalLM.from_pretrained(self._run(step) / "model").eval().to(self.device)
-        if step.scaling != "none":
-            factor, _, mode = step.scaling.removeprefix("ntk-").partition("/")
-            model.set_rope_parameters(rope_type="dynamic", factor=float(factor), mode=mode or "per_query")
+        give_law(model, step.scaling)
         return model
 
     def _texts(self) -> list[Tensor]:
@@ -174,27 +177,41 @@ class Work:
         )
         return [torch.from_numpy(shards.document(i)[: evaluation.text_tokens].astype(np.int64)) for i in long]
 
+    def _subject(self, step: Step) -> dict[str, Any]:
+        """What a row of a measurement begins with."""
+        return {"variant": step.variant, "seed": step.seed, "scaling": step.scaling}
+
+    def _windows(self, step: Step, model: FarspanForCausalLM) -> list[tuple[int, int, str]]:
+        """Length, stride and mode of each perplexity."""
+        evaluation, trained = self.preset.evaluation, self.preset.training.length
+        windows = [(length, evaluation.stride, "sliding") for length in evaluation.perplexity_lengths]
+        return windows + ([(trained, trained // 4, "truncated")] if step.scaling == "none" else [])
+
+    def _prompts(self, step: Step) -> list[int]:
+        """Lengths of the passkey prompts."""
+        return self.preset.evaluation.passkey_lengths
+
+    def _tokenizer(self, step: Step) -> TextTokenizer:
+        return load_tokenizer(self._run(step) / "model")
+
     def _ppl(self, step: Step) -> None:
         evaluation, model, texts = self.preset.evaluation, self._model(step), self._texts()
         rows: list[dict[str, Any]] = []
-        trained = self.preset.training.length
-        tasks = [(length, evaluation.stride, "sliding") for length in evaluation.perplexity_lengths]
-        if step.scaling == "none":
-            tasks.append((trained, trained // 4, "truncated"))
-        for done, (length, stride, mode) in enumerate(tasks):
+        windows = self._windows(step, model)
+        for done, (length, stride, mode) in enumerate(windows):
             with as_trained(self.device):
                 row = perplexity(
                     model, texts, length=length, stride=stride, mode=mode, tokens_at_once=evaluation.tokens_at_once
                 )
-            rows.append({"variant": step.variant, "seed": step.seed, "scaling": step.scaling, **row})
-            self.say(f"{mode} {length}: {row['ppl']:.2f}", (done + 1) / len(tasks))
+            rows.append({**self._subject(step), **row})
+            self.say(f"{mode} {length}: {row['ppl']:.2f}", (done + 1) / len(windows))
         write_result(step.result, rows, device=self.device, seed=step.seed)
 
     def _passkey(self, step: Step) -> None:
-        evaluation, model = self.preset.evaluation, self._model(step)
-        tokenizer = load_tokenizer(self._run(step) / "model")
+        evaluation, model, tokenizer = self.preset.evaluation, self._model(step), self._tokenizer(step)
         rows: list[dict[str, Any]] = []
-        for done, length in enumerate(evaluation.passkey_lengths):
+        prompts = self._prompts(step)
+        for done, length in enumerate(prompts):
             with as_trained(self.device):
                 row = passkey(
                     model,
@@ -204,8 +221,8 @@ class Work:
                     new_tokens=evaluation.new_tokens,
                     tokens_at_once=evaluation.tokens_at_once,
                 )
-            rows.append({"variant": step.variant, "seed": step.seed, "scaling": step.scaling, **row})
-            self.say(f"passkey {length}: {row['accuracy']:.2f}", (done + 1) / len(evaluation.passkey_lengths))
+            rows.append({**self._subject(step), **row})
+            self.say(f"passkey {length}: {row['accuracy']:.2f}", (done + 1) / len(prompts))
         write_result(step.result, rows, device=self.device, seed=step.seed)
 
 

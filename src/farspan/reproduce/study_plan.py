@@ -1,0 +1,56 @@
+"""The steps of a drop-in study: models first, those that others wait for before the rest, then what is measured."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from farspan.reproduce.preset import Preset
+from farspan.reproduce.step import Step
+from farspan.reproduce.study import Member
+
+
+def study_steps(preset: Preset, folder: Path, only: list[str] | None) -> list[Step]:
+    """Conversions, the longest first, text, trainings, and then measurements, in the order of ``[study.measures]``.
+
+    A process takes the first step that is ready, so that a measurement is made only where no training could begin.
+    """
+    study, results = preset.study, folder / "results"
+    wanted, made = study.chosen(only)
+    data = Step("data", folder / "data" / "done.json")
+    makes = {m.name: _making(m, data, results) for m in made}
+    starts = [m.name for m in made if not m.stages]
+    starts.sort(key=lambda name: -study.conversion(name).calibrate_tokens)
+    steps = [makes[name] for name in starts]
+    steps += [data, *(makes[m.name] for m in made if m.stages)]
+    for group in study.measures:
+        for member in wanted:
+            if member.measures == group:
+                steps += _measuring(preset, member, results)
+    return steps
+
+
+def _making(member: Member, data: Step, results: Path) -> Step:
+    path = results / f"model-{member.name}.json"
+    if not member.stages:
+        return Step("convert", path, model=member.name)
+    kind = "convert" if member.before == member.start else "finetune"
+    return Step("finetune", path, model=member.name, needs=(data.name, f"{kind} {member.before}"))
+
+
+def _measuring(preset: Preset, member: Member, results: Path) -> Iterator[Step]:
+    """What is measured of a model: what takes seconds first."""
+    name, measures = member.name, preset.study.measured(member.measures)
+    model = f"{'finetune' if member.stages else 'convert'} {name}"
+    text = (model, "data")
+    if not member.stages:
+        yield Step("cache", results / f"cache-{name}.json", model=name, needs=(model,))
+    yield Step("bits", results / f"bits-{name}.json", model=name, needs=(model,))
+    yield Step("pairs", results / f"pairs-{name}.json", model=name, needs=(model,))
+    laws = preset.study.conversion(member.start).scalings if not member.stages else []
+    for law in laws or preset.evaluation.scalings:
+        file = f"{name}-{law.replace('/', '-')}.json"
+        if measures.near and not law.startswith("ntk-"):
+            yield Step("ppl", results / f"ppl-near-{file}", scaling=law, model=name, part="near", needs=text)
+        if measures.far:
+            yield Step("ppl", results / f"ppl-far-{file}", scaling=law, model=name, part="far", needs=text)
+        if measures.passkey if law == "none" else measures.scaled_passkey:
+            yield Step("passkey", results / f"passkey-{file}", scaling=law, model=name, needs=(model,))

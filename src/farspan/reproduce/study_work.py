@@ -1,0 +1,209 @@
+"""What each step of a drop-in study does."""
+
+import json
+import shutil
+import time
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from farspan.convert import CalibrationConfig, convert_folder, from_pretrained
+from farspan.convert.sources import open_source
+from farspan.convert.text import text_tokenizer
+from farspan.data import TextTokenizer, documents
+from farspan.data.sources import resolve
+from farspan.errors import require
+from farspan.evaluation import as_trained, bits_per_byte, minimal_pairs, read_pairs, start_token
+from farspan.evaluation.bits import first_bytes
+from farspan.evaluation.laws import give_law, scaling_name
+from farspan.finetune import Recipe, open_origin, run_stage, stage_model, stage_row
+from farspan.models import FarspanCache, FarspanConfig, FarspanForCausalLM
+from farspan.reproduce.preset import Corpus
+from farspan.reproduce.step import Step
+from farspan.reproduce.work import Work
+from farspan.results import write_result
+from farspan.training import Progress
+from farspan.training.config import RunSection
+
+
+def check_study(corpus: Corpus) -> None:
+    """Refuse what is missing or misspelt before anything is made."""
+    for option, value, example in (
+        ("checkpoint", corpus.checkpoint, "SmolLM2.gguf"),
+        ("pairs", corpus.pairs, "blimp.jsonl.xz"),
+        ("held-out", corpus.held_out, "test.jsonl.xz"),
+    ):
+        require(bool(value), f"--{option} must be given for a preset with a study, got none; try --{option} {example}")
+    open_source(Path(corpus.checkpoint))
+    text_tokenizer(corpus.checkpoint)
+    for source in [*corpus.train, *corpus.held_out]:
+        resolve(source)
+    for path in corpus.pairs:
+        for _ in read_pairs(path):
+            pass
+
+
+class StudyWork(Work):
+    """The steps of one study in one folder: conversions in ``models``, trained stages in ``runs``."""
+
+    def do(self, step: Step) -> None:
+        """Do one step; several processes share a GPU, so that what it held is given back."""
+        try:
+            super().do(step)
+        finally:
+            if self.device == "cuda":
+                torch.cuda.empty_cache()
+
+    def _vocabulary(self) -> TextTokenizer:
+        return text_tokenizer(self.preset.corpus.checkpoint)
+
+    def _path(self, name: str) -> Path:
+        """The folder of a model."""
+        member = self.preset.study.members[name]
+        if not member.stages:
+            return self.folder / "models" / name
+        return stage_model(self.folder / "runs" / name, member.stages[-1])
+
+    def _convert(self, step: Step) -> None:
+        corpus, settings, place = self.preset.corpus, self.preset.study.conversion(step.model), self._path(step.model)
+        fitted, seconds = settings.calibrate_tokens > 0, None
+        if not place.exists():
+            for litter in place.parent.glob(
+                f".{place.name}-????????.part"
+            ):  # of a call that was killed: the lock is ours
+                shutil.rmtree(litter)
+            began = time.perf_counter()
+            convert_folder(
+                corpus.checkpoint,
+                place,
+                settings.attention,
+                text=list(corpus.train) if fitted else (),
+                tokens=settings.calibrate_tokens,
+                calibration_config=CalibrationConfig(steps=settings.calibrate_steps),
+                device=self.device if fitted else "cpu",
+                progress=self._preparing,
+            )
+            seconds = time.perf_counter() - began
+        spent = {"tokens": settings.calibrate_tokens, "seconds": seconds}
+        self._write_model_row(step, spent, calibrated=fitted)
+
+    def _finetune(self, step: Step) -> None:
+        """Train one stage: its run is a folder of its own, so that other runs can begin where it ends."""
+        study = self.preset.study
+        member, place = study.members[step.model], self.folder / "runs" / step.model
+        data = {str(self._tokens(i)): weight for i, weight in enumerate(self.preset.corpus.train.values())}
+        recipe, stage = Recipe("", member.stages), member.stages[-1]
+        origin = open_origin(self._path(member.start), data, recipe, teacher=self.preset.corpus.checkpoint)
+        if not place.exists():
+            origin.check(recipe)
+        torch.compiler.reset()  # blocks of other shapes, compiled for other stages, would make these shapes dynamic
+        seed = len(member.stages) - 1  # as `farspan finetune` counts
+        run = RunSection(seed=seed, compile=study.compile, checkpoint_every=study.checkpoint_every)
+        looks: list[Progress] = []
+        run_stage(stage, self._path(member.before), origin, place, run, report=self._telling(looks))
+        row = stage_row(place, stage)
+        before = _row(step.result.with_name(f"model-{member.before}.json"))
+        spent = {
+            "tokens": before["tokens"] + row["tokens"],
+            "seconds": None if before["seconds"] is None else before["seconds"] + row["seconds"],
+        }
+        self._write_model_row(step, spent, stage=row)
+
+    def _write_model_row(self, step: Step, spent: dict[str, Any], **more: Any) -> None:
+        """A model of the study: what it is, and all that it and those before it took."""
+        config = FarspanConfig.from_pretrained(self._path(step.model))
+        member = self.preset.study.members[step.model]
+        row = {
+            "model": step.model,
+            "start": member.start,
+            "attention": self.preset.study.conversion(member.start).attention,
+            "stages": len(member.stages),
+            **spent,
+            "train_length": config.train_length,
+            "own_scaling": scaling_name(config.rotary().scaling),
+            "passkey_share": max((stage.passkey_share for stage in member.stages), default=0.0),
+            **more,
+        }
+        write_result(step.result, [row], device=self.device, seed=step.seed)
+
+    def _subject(self, step: Step) -> dict[str, Any]:
+        return {"variant": step.model, "seed": step.seed, "scaling": step.scaling}
+
+    def _model(self, step: Step) -> FarspanForCausalLM:
+        """The model under the step's law; a law of its own is dropped for "none"."""
+        model = from_pretrained(self._path(step.model), attention=None, dtype=torch.float32, device=self.device)
+        give_law(model, step.scaling)
+        return model
+
+    def _tokenizer(self, step: Step) -> TextTokenizer:
+        return text_tokenizer(self._path(step.model))
+
+    def _windows(self, step: Step, model: FarspanForCausalLM) -> list[tuple[int, int, str]]:
+        """Near windows come with the control: the context cut to the model's own training length."""
+        measures = self.preset.study.measured(self.preset.study.members[step.model].measures)
+        if step.part == "far":
+            return [(length, measures.far_stride, "sliding") for length in measures.far]
+        trained = model.config.train_length
+        control = [(trained, max(1, trained // 4), "truncated")]
+        windows = [(length, measures.near_stride, "sliding") for length in measures.near]
+        return windows + (control if trained <= self.preset.evaluation.text_tokens else [])
+
+    def _prompts(self, step: Step) -> list[int]:
+        measures = self.preset.study.measured(self.preset.study.members[step.model].measures)
+        return measures.passkey if step.scaling == "none" else measures.scaled_passkey
+
+    def _bits(self, step: Step) -> None:
+        found = (document.text for source in self.preset.corpus.held_out for document in documents(source))
+        size, count = self.preset.study.text_bytes, self.preset.evaluation.texts
+        texts = [first_bytes(text, size) for text in islice(found, count)]
+        model, tokenizer = self._model(step), self._tokenizer(step)
+        start, total = start_token(model, tokenizer.end), sum(len(text.encode()) for text in texts)
+        with as_trained(self.device):
+            row = bits_per_byte(
+                model,
+                texts,
+                tokenizer.encode,
+                start=start,
+                length=self.preset.study.window,
+                progress=self._counter("bits a byte", total),
+            )
+        write_result(step.result, [{**self._subject(step), **row}], device=self.device, seed=step.seed)
+
+    def _pairs(self, step: Step) -> None:
+        most = self.preset.study.pairs or None
+        pairs = [pair for path in self.preset.corpus.pairs for pair in islice(read_pairs(path), most)]
+        model, tokenizer = self._model(step), self._tokenizer(step)
+        start, tell = start_token(model, tokenizer.end), self._counter("pairs", 2 * len(pairs))
+        with as_trained(self.device):
+            rows = minimal_pairs(model, pairs, tokenizer.encode, start=start, progress=tell)
+        rows = [{**self._subject(step), **row} for row in rows]
+        write_result(step.result, rows, device=self.device, seed=step.seed)
+
+    @torch.no_grad()
+    def _cache(self, step: Step) -> None:
+        """The bytes that reading a window leaves in memory."""
+        model, window = self._model(step), self.preset.study.window
+        cache = FarspanCache(model.config)
+        ids = torch.zeros(1, window, dtype=torch.long, device=self.device)
+        model.model(ids, past_key_values=cache)
+        row = {**self._subject(step), "length": window, "bytes": cache.nbytes, "dtype": "float32"}
+        write_result(step.result, [row], device=self.device, seed=step.seed)
+
+    def _counter(self, what: str, total: int) -> Callable[[int], None]:
+        """Turns "so many more" into how far the step is."""
+        done = 0
+
+        def more(count: int) -> None:
+            nonlocal done
+            done += count
+            self.say(what, done / max(total, 1))
+
+        return more
+
+
+def _row(path: Path) -> dict[str, Any]:
+    row: dict[str, Any] = json.loads(path.read_text())["rows"][0]
+    return row
