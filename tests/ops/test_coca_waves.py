@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from farspan.layers import Attention, LayerCache
 from farspan.models import FarspanCache, FarspanConfig, FarspanForCausalLM
@@ -16,7 +17,7 @@ from farspan.ops import (
 )
 from farspan.ops.coca import waves
 from farspan.ops.coca.waves import Waves, takes_waves
-from farspan.ops.positions import resolve
+from farspan.ops.positions import Positions, resolve
 from tests.helpers import coca_inputs, eager, masks
 
 FORMS = ["exact", "slack"]
@@ -173,3 +174,34 @@ def test_decoding_makes_no_keys_of_width_d(spec: object, monkeypatch: pytest.Mon
         monkeypatch.setattr(Attention, "features", lambda *_: pytest.fail("ready keys were made"))
         assert (model(ids[:, -1:], past_key_values=cache).logits[:, -1] - logits).abs().max() <= 1e-12
         assert (layer(x[:, -1:], cache=memory)[:, -1] - out).abs().max() <= 1e-12
+
+
+def test_ready_waves_that_do_not_fit_the_call_are_refused() -> None:
+    q, t, v = torch.randn(1, 2, 1, 8), torch.rand(1, 2, 5, 4), torch.randn(1, 2, 5, 8)
+    places = Positions(1, 5, torch.device("cpu"), 0, None, True)
+    ready = Waves.of(Rotary(8), places, form="exact", dtype=torch.float32)
+    with pytest.raises(ValueError, match="ready waves are for one query, got 2"):
+        coca_attention(q.expand(-1, -1, 2, -1), t, v, rotary=ready)
+    with pytest.raises(ValueError, match="ready waves must have the keys and width of t"):
+        coca_attention(q, t[:, :, :3], v[:, :, :3], rotary=ready)
+    with pytest.raises(ValueError, match="ready waves were made for form 'exact', got 'slack'"):
+        coca_attention(q, t, v, rotary=ready, form="slack")
+
+
+def test_a_trace_without_numbers_leaves_nothing_behind() -> None:
+    def call() -> torch.Tensor:
+        q, t, v = torch.ones(1, 2, 1, 8), torch.ones(1, 2, 77, 4), torch.ones(1, 2, 77, 8)
+        return coca_attention(q, t, v, rotary=Rotary(8, base=1234.0))
+
+    with FakeTensorMode(), torch.no_grad():
+        call()
+    with torch.no_grad():
+        assert (call() - 1).abs().max() <= 1e-6
+
+
+def test_autocast_does_not_round_the_scores() -> None:
+    q, t, v = torch.randn(1, 2, 1, 64) * 2, torch.rand(1, 2, 500, 32), torch.randn(1, 2, 500, 64)
+    q, t, v = (x.bfloat16() for x in (q, t, v))
+    plain = coca_attention(q, t, v, rotary=Rotary(64))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert (coca_attention(q, t, v, rotary=Rotary(64)) - plain).abs().max() == 0

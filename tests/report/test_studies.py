@@ -21,10 +21,10 @@ def model_row(name: str, attention: str, stages: int, length: int, **more: Any) 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     write(tmp_path, "model-original", [model_row("original", "rope", 0, 8192)])
-    tuned = model_row("distill-long-3-long", "coca-exact", 3, 2048, own_scaling="ntk-4", passkey_share=0.05)
-    write(tmp_path, "model-distill-long-3-long", [tuned])
+    tuned = model_row("distill-long-4-long", "coca-exact", 3, 2048, own_scaling="ntk-4", passkey_share=0.05)
+    write(tmp_path, "model-distill-long-4-long", [tuned])
     write(tmp_path, "model-mine", [model_row("mine", "coca-exact", 1, 2048, seconds=None)])
-    values = {"original": (30.0, 29.0, 400.0, 28.5), "distill-long-3-long": (31.5, 34.0, 40.0, 31.4)}
+    values = {"original": (30.0, 29.0, 400.0, 28.5), "distill-long-4-long": (31.5, 34.0, 40.0, 31.4)}
     for name, (near, middle, far, cut) in values.items():
         length = 8192 if name == "original" else 2048
         rows = [ppl_row(name, 0, "none", 2048, near), ppl_row(name, 0, "none", length, cut, "truncated")]
@@ -35,11 +35,11 @@ def folder(tmp_path: Path) -> Path:
             [ppl_row(name, 0, "none", n, p) for n, p in ((8192, middle), (32768, far))],
         )
     write(tmp_path, "ppl-far-original-ntk-4", [ppl_row("original", 0, "ntk-4", 32768, 60.0)])
-    scaled = [ppl_row("distill-long-3-long", 0, "ntk-4", n, p) for n, p in ((8192, 32.0), (32768, 33.075))]
-    write(tmp_path, "ppl-far-distill-long-3-long-ntk-4", scaled)
+    scaled = [ppl_row("distill-long-4-long", 0, "ntk-4", n, p) for n, p in ((8192, 32.0), (32768, 33.075))]
+    write(tmp_path, "ppl-far-distill-long-4-long-ntk-4", scaled)
     found = [(100, True)] * 9 + [(30_000, False)]
-    rows = [passkey_row("distill-long-3-long", 0, "ntk-4", 32768, found, 2048)]
-    write(tmp_path, "passkey-distill-long-3-long-ntk-4", rows)
+    rows = [passkey_row("distill-long-4-long", 0, "ntk-4", 32768, found, 2048)]
+    write(tmp_path, "passkey-distill-long-4-long-ntk-4", rows)
     write(
         tmp_path,
         "bits-original",
@@ -60,7 +60,7 @@ def line(folder: Path, label: str, source: str) -> list[str]:
     return [cell.text for cell in found.cells]
 
 
-LONG = "Distilled, 3: and text of 8,192 tokens under dynamic NTK"
+LONG = "Distilled, 4: and longer rows under dynamic NTK"
 
 
 def test_a_line_has_windows_their_ratio_the_control_and_skills(folder: Path) -> None:
@@ -105,8 +105,8 @@ def test_the_headline_names_cost_and_reach(folder: Path) -> None:
 
 def test_notes_say_who_saw_passkeys_and_who_has_a_law_of_its_own(folder: Path) -> None:
     said = " ".join(study_notes(collect(folder)))
-    assert "Passkey texts were among the training rows of distill-long-3-long (5%), and of no other model" in said
-    assert "takes away: distill-long-3-long (dynamic NTK 4)" in said
+    assert "Passkey texts were among the training rows of distill-long-4-long (5%), and of no other model" in said
+    assert "takes away: distill-long-4-long (dynamic NTK 4)" in said
 
 
 def test_a_cache_is_given_as_a_share_of_the_original_s(folder: Path) -> None:

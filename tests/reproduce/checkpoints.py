@@ -65,7 +65,7 @@ optimizer = {{ steps = 4, peak_lr = 1e-3, accumulation = 1 }}
 
 
 def made(folder: Path) -> Path:
-    """Everything a study needs; returns its preset, whose two recipes share their first two stages."""
+    """Everything a study needs; returns its preset, whose second recipe is the first and one stage more."""
     shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = LlamaConfig(vocab_size=257, max_position_embeddings=32, bos_token_id=None, eos_token_id=0, **shape)
     LlamaForCausalLM(config).save_pretrained(folder / "llama")
@@ -78,7 +78,8 @@ def made(folder: Path) -> Path:
     law = 'rope_parameters = { rope_type = "dynamic", factor = 4.0 }'
     first = STAGE.format(name="attention", objective="attention-output", more="train_length = 16")
     first += STAGE.format(name="logits", objective="logit-kl", more="")
-    (folder / "distill.toml").write_text(first + STAGE.format(name="text", objective="next-token", more=""))
+    first += STAGE.format(name="text", objective="next-token", more="")
+    (folder / "distill.toml").write_text(first)
     (folder / "long.toml").write_text(first + STAGE.format(name="long", objective="next-token", more=law))
     (folder / "preset.toml").write_text(STUDY.format(folder=folder))
     return folder / "preset.toml"

@@ -19,7 +19,7 @@ from farspan.reproduce.step import Step
 from farspan.reproduce.study_work import StudyWork
 from tests.reproduce.checkpoints import made
 
-STAGES = ["distill-1-attention", "distill-2-logits", "distill-3-text", "distill-long-3-long"]
+STAGES = ["distill-1-attention", "distill-2-logits", "distill-3-text", "distill-long-4-long"]
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def test_every_model_is_made_and_measured_and_shown(whole: Path) -> None:
     assert rows(whole, "bits-calibrated")[0]["bytes"] == 2 * 300
     assert rows(whole, "pairs-calibrated")[0]["cases"] == 3
     text = (whole / "report" / "tables" / "dropin.md").read_text()
-    assert "| Distilled, 3: and text of 8,192 tokens under dynamic NTK | dynamic NTK 4 (" in text
+    assert "| Distilled, 4: and longer rows under dynamic NTK | dynamic NTK 4 (" in text
     assert "ppl at 256 (paper 32,768)" in text
     assert "Table 1" not in (whole / "report" / "index.html").read_text()
 
@@ -66,14 +66,34 @@ def test_stages_that_two_recipes_share_are_trained_once(whole: Path) -> None:
     trained = [name for name in states(whole) if name.startswith("finetune")]
     assert trained == [f"finetune {name}" for name in STAGES]
     spent = {name: rows(whole, f"model-{name}")[0]["tokens"] for name in ("calibrated", *STAGES)}
-    assert list(spent.values()) == [1024 + 4 * 2 * 16 * stages for stages in (0, 1, 2, 3, 3)]
-    first = json.loads((whole / "runs" / "distill-long-3-long" / "model" / "trainer.json").read_text())
-    assert first["config"]["run"]["seed"] == 2  # as `farspan finetune` counts its stages
+    assert list(spent.values()) == [1024 + 4 * 2 * 16 * stages for stages in (0, 1, 2, 3, 4)]
+    first = json.loads((whole / "runs" / "distill-long-4-long" / "model" / "trainer.json").read_text())
+    assert first["config"]["run"]["seed"] == 3  # as `farspan finetune` counts its stages
+
+
+def test_a_folder_belongs_to_its_recipes_and_not_to_their_names(tmp_path: Path) -> None:
+    toml = made(tmp_path)
+    reproduce(Preset.load(toml), tmp_path / "out", only=["calibrated"])
+    recipe = tmp_path / "long.toml"
+    recipe.write_text(recipe.read_text().replace("1e-3", "2e-3"))
+    with pytest.raises(ValueError, match="holds a reproduction with other settings"):
+        reproduce(Preset.load(toml), tmp_path / "out", only=["calibrated"])
+
+
+def test_a_checkpoint_with_a_law_of_its_own_is_refused(tmp_path: Path) -> None:
+    toml = made(tmp_path)
+    config = tmp_path / "llama" / "config.json"
+    values = json.loads(config.read_text())
+    values["rope_parameters"] = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
+    config.write_text(json.dumps(values))
+    with pytest.raises(ValueError, match="--checkpoint must have plain rotary angles for a study, got pi-4"):
+        reproduce(Preset.load(toml), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_law_of_its_own_is_dropped_where_none_is_asked_for(whole: Path) -> None:
-    assert rows(whole, "model-distill-long-3-long")[0]["own_scaling"] == "ntk-4"
-    plain, own = (rows(whole, f"ppl-far-distill-long-3-long-{law}") for law in ("none", "ntk-4"))
+    assert rows(whole, "model-distill-long-4-long")[0]["own_scaling"] == "ntk-4"
+    plain, own = (rows(whole, f"ppl-far-distill-long-4-long-{law}") for law in ("none", "ntk-4"))
     assert [row["scaling"] for row in plain + own] == ["none", "none", "ntk-4", "ntk-4"]
     assert all(a["nll"] != b["nll"] for a, b in zip(plain, own, strict=True))
 
@@ -129,7 +149,7 @@ def test_of_two_processes_one_may_be_killed(toml: Path, whole: Path, tmp_path: P
     assert both[1].returncode == 0, printed[1]
     assert set(states(tmp_path).values()) == {"done"}
     assert {p.name for p in (tmp_path / "results").glob("*.json")} == {p.name for p in (whole / "results").iterdir()}
-    for name in ("ppl-far-distill-long-3-long-ntk-4", "bits-distill-3-text"):
+    for name in ("ppl-far-distill-long-4-long-ntk-4", "bits-distill-3-text"):
         for row, expected in zip(rows(tmp_path, name), rows(whole, name), strict=True):
             assert row["nll"] == pytest.approx(expected["nll"])
 
@@ -201,7 +221,7 @@ def test_the_shipped_studies_train_their_common_stages_once_and_calibrate_first(
 def test_only_takes_a_run_with_all_it_comes_from(toml: Path, tmp_path: Path) -> None:
     steps = plan(Preset.load(toml), tmp_path, ["distill-long"])
     made = [step.name for step in steps if step.kind in ("convert", "finetune")]
-    assert made == ["convert calibrated", *(f"finetune {STAGES[i]}" for i in (0, 1, 3))]
+    assert made == ["convert calibrated", *(f"finetune {name}" for name in STAGES)]
     assert not any(step.model == "calibrated" and step.kind == "bits" for step in steps)
     with pytest.raises(ValueError, match=r"--only must name some of original, calibrated, distill, .* got 'table1'"):
         plan(Preset.load(toml), tmp_path, ["table1"])
@@ -272,6 +292,14 @@ CONVERSION = "[study.conversions.a]\n"
             r"models of a study must have names of their own, got \['x-1-t'\] twice",
         ),
         ("[study.conversions.'a/b']", "names in study must be letters, digits, - and _, got 'a/b'"),
+        (CONVERSION + "calibrate_tokens = -5", "calibrate_tokens of a study must be at least 0, got -5"),
+        (CONVERSION + "[study.runs.x]\nstart = 'a'\ntokens = -1", "tokens of a study must be at least 0, got -1"),
+        ("[study]\nwindow = 0\n" + CONVERSION, "window of a study must be at least 2, got 0"),
+        (
+            CONVERSION + "[study.measures.m]\nnear = [16]\nfar = [16]",
+            r"near and far of study.measures must not share a length, got \[16\]",
+        ),
+        (CONVERSION + "[study.measures.m]\npasskey = [0]", "lengths in study.measures must be at least 2, got 0"),
         (CONVERSION + "attention = 'coca-exat'", "must be one of .* got 'coca-exat'; did you mean 'coca-exact'"),
     ],
 )

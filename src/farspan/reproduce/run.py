@@ -132,7 +132,8 @@ def _attempt(work: Work, step: Step, states: dict[str, dict[str, str]]) -> dict[
 
 def _keep_preset(preset: Preset, folder: Path) -> None:
     """A folder belongs to one preset: results made under another must not be mixed in."""
-    path, text = folder / "preset.txt", repr(preset)
+    stages = [(m.name, m.stages) for m in preset.study.members.values()]  # a recipe's name does not say what it is
+    path, text = folder / "preset.txt", repr((preset, stages) if stages else preset)
     with claim(folder / "locks" / "preset", wait=True):
         if not path.exists():
             write_whole(path, text)

@@ -28,6 +28,7 @@ class Conversion:
 
     def __post_init__(self) -> None:
         AttentionSpec.parse(self.attention)  # refuses an unknown one before anything is made
+        _require_least(self, calibrate_tokens=0, calibrate_steps=0)
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,9 @@ class Tuning:
     middle: str = ""
     """Of the models of the stages before."""
 
+    def __post_init__(self) -> None:
+        _require_least(self, tokens=0, length=0)
+
 
 @dataclass(frozen=True)
 class Measures:
@@ -64,6 +68,13 @@ class Measures:
     """Prompts under every other scaling."""
     near_stride: int = 512
     far_stride: int = 4096
+
+    def __post_init__(self) -> None:
+        _require_least(self, near_stride=1, far_stride=1)
+        for length in (*self.near, *self.far, *self.passkey, *self.scaled_passkey):
+            require(length >= 2, f"lengths in study.measures must be at least 2, got {length}; leave it out")
+        both = sorted({*self.near} & {*self.far})
+        require(not both, f"near and far of study.measures must not share a length, got {both}; keep it in one")
 
 
 @dataclass(frozen=True)
@@ -109,6 +120,9 @@ class Study:
             bool(self.conversions) or not self.runs,
             f"study.runs need a conversion to start from, got none for {list(self.runs)}; add [study.conversions.NAME]",
         )
+        _require_least(self, checkpoint_every=1, window=2, text_bytes=1, pairs=0)
+        for name in self.measures:
+            self.measured(name)
         for name in (*self.conversions, *self.runs):
             good = bool(name) and all(c.isalnum() or c in "-_" for c in name)
             require(good, f"names in study must be letters, digits, - and _, got {name!r}; they name folders")
@@ -140,6 +154,12 @@ class Study:
         made = Recipe.load(run.recipe)
         made = made.capped(run.length) if run.length else made
         return made.scaled(run.tokens) if run.tokens else made
+
+    def recipes_of(self, member: Member) -> list[Recipe]:
+        """Of every run that a stage belongs to."""
+        starting = [name for name in self.runs if self.run(name).start == member.start]
+        recipes = [self.recipe(name) for name in starting]
+        return [recipe for recipe in recipes if recipe.stages[: len(member.stages)] == member.stages]
 
     @cached_property
     def members(self) -> dict[str, Member]:
@@ -190,6 +210,12 @@ class Study:
                 made.add(name)
                 name = members[name].before
         return [m for m in members.values() if m.name in wanted], [m for m in members.values() if m.name in made]
+
+
+def _require_least(section: object, **least: int) -> None:
+    for key, value in least.items():
+        given = getattr(section, key)
+        require(given >= value, f"{key} of a study must be at least {value}, got {given}; leave it out for its default")
 
 
 def _section(kind: type[T], tables: Mapping[str, Any], what: str, name: str) -> T:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from farspan.convert import CalibrationConfig, convert_folder, from_pretrained
+from farspan.convert.configuration import read_config
 from farspan.convert.sources import open_source
 from farspan.convert.text import text_tokenizer
 from farspan.data import TextTokenizer, documents
@@ -19,7 +20,7 @@ from farspan.errors import require
 from farspan.evaluation import as_trained, bits_per_byte, minimal_pairs, read_pairs, start_token
 from farspan.evaluation.bits import first_bytes
 from farspan.evaluation.laws import give_law, scaling_name
-from farspan.finetune import Recipe, open_origin, run_stage, stage_model, stage_row
+from farspan.finetune import open_origin, run_stage, stage_model, stage_row
 from farspan.models import FarspanCache, FarspanConfig, FarspanForCausalLM
 from farspan.reproduce.preset import Corpus
 from farspan.reproduce.step import Step
@@ -37,7 +38,12 @@ def check_study(corpus: Corpus) -> None:
         ("held-out", corpus.held_out, "test.jsonl.xz"),
     ):
         require(bool(value), f"--{option} must be given for a preset with a study, got none; try --{option} {example}")
-    open_source(Path(corpus.checkpoint))
+    law = read_config(open_source(Path(corpus.checkpoint)).config).rotary().scaling
+    require(
+        law is None,
+        f"--checkpoint must have plain rotary angles for a study, got {scaling_name(law)}: 'none' would not be the "
+        "original; use farspan convert, finetune and eval by themselves",
+    )
     text_tokenizer(corpus.checkpoint)
     for source in [*corpus.train, *corpus.held_out]:
         resolve(source)
@@ -95,10 +101,11 @@ class StudyWork(Work):
         study = self.preset.study
         member, place = study.members[step.model], self.folder / "runs" / step.model
         data = {str(self._tokens(i)): weight for i, weight in enumerate(self.preset.corpus.train.values())}
-        recipe, stage = Recipe("", member.stages), member.stages[-1]
-        origin = open_origin(self._path(member.start), data, recipe, teacher=self.preset.corpus.checkpoint)
+        recipes, stage = study.recipes_of(member), member.stages[-1]
+        origin = open_origin(self._path(member.start), data, recipes[0], teacher=self.preset.corpus.checkpoint)
         if not place.exists():
-            origin.check(recipe)
+            for recipe in recipes:  # whole, so that a later stage is refused before the first is trained
+                origin.check(recipe)
         torch.compiler.reset()  # blocks of other shapes, compiled for other stages, would make these shapes dynamic
         seed = len(member.stages) - 1  # as `farspan finetune` counts
         run = RunSection(seed=seed, compile=study.compile, checkpoint_every=study.checkpoint_every)

@@ -82,6 +82,7 @@ def coca_attention(
     )
     if isinstance(rotary, Waves):
         require(backend == "auto", f"ready waves are for backend='auto', got {backend!r}; pass the Rotary")
+        rotary.check(q, t, form)
         return attend_waves(q, t, v, rotary, form=form, sight=call.sight, scale=call.scale)
     if backend == "triton" or (backend == "auto" and auto_takes_triton(q, t, v, rotary, documents)):
         return triton_attention(q, t, v, rotary=rotary, form=form, call=call)

@@ -11,6 +11,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from farspan.errors import require
 from farspan.ops.positions import Positions
 from farspan.ops.rotary import Angles, Rotary, table, working_dtype
 from farspan.ops.softmax.core import Sight, Span
@@ -48,6 +49,19 @@ class Waves:
         query = table(places.query, rotary.frequencies(run.length, places.device), factor, dtype)
         return cls(_key_waves(rotary, run.length, places, causal, dtype, sines=True), query)
 
+    def check(self, q: Tensor, t: Tensor, form: str) -> None:
+        """Refuse a call that these waves were not made for."""
+        require(q.shape[2] == 1, f"ready waves are for one query, got {q.shape[2]}; pass the Rotary")
+        if self.key is None:
+            return
+        require(
+            self.key.shape[3:] == t.shape[2:],
+            f"ready waves must have the keys and width of t {tuple(t.shape[2:])}, got {tuple(self.key.shape[3:])}; "
+            "make them for this call",
+        )
+        made_for = "exact" if self.query is None else "slack"
+        require(form == made_for, f"ready waves were made for form {made_for!r}, got {form!r}; make them for this call")
+
 
 def takes_waves(n: int, device: torch.device, *, gradient: bool, documents: bool) -> bool:
     """Whether backend="auto" runs a CoCA call here: one query on a CPU, with nothing to differentiate or compile.
@@ -64,14 +78,16 @@ def attend_waves(q: Tensor, t: Tensor, v: Tensor, waves: Waves, *, form: str, si
     low, high = sight.key_range(0, 1)
     keys = slice(low, high)
     wave = None if waves.key is None else waves.key[:, :, :, keys]
-    scores = _scores(_amplitudes(q, waves, form) * scale, t[:, :, keys], wave)
+    with torch.autocast("cpu", enabled=False):  # it would round squares and waves
+        scores = _scores(_amplitudes(q, waves, form) * scale, t[:, :, keys], wave)
     blind = None
     if not sight.everything:
         mask = sight.mask(Span(0, 1, low, high), q.device)
         blind = ~mask.any(dim=-1, keepdim=True)
         scores = scores.masked_fill(~(mask | blind), -torch.inf)
-    out = torch.softmax(scores, dim=-1).to(v.dtype) @ v[:, :, keys]  # b g h/g dv
-    out = out.reshape(*q.shape[:3], v.shape[-1])
+    weights = (scores - scores.amax(dim=-1, keepdim=True)).exp()  # divided later: small shares would lose their digits
+    out = (weights.to(v.dtype) @ v[:, :, keys]) / weights.sum(dim=-1, keepdim=True)  # b g h/g dv
+    out = out.to(v.dtype).reshape(*q.shape[:3], v.shape[-1])
     return out if blind is None else out.masked_fill(blind, 0.0)
 
 
@@ -116,11 +132,12 @@ def _key_waves(
         phases = phases.clamp(max=0) if causal else phases  # what lies ahead (a static cache's empty slots) is hidden
     least, most = (int(phases.min()), int(phases.max())) if low is None else (low, low + m - 1)
     ahead, behind = (most + 1, least) if sines else (1 - least, -most)
-    if behind < 0 or ahead > 2 * m or isinstance(length, Tensor) or rotary.follows_length:  # would not pay, or last
+    fake = type(phases) is not Tensor  # of a trace without numbers; what is kept must be real
+    if behind < 0 or ahead > 2 * m or isinstance(length, Tensor) or rotary.follows_length or fake:
         return _made(rotary, length, phases, dtype, sines)[:, :, None]
     room = 1 << (ahead - 1).bit_length()
     start = 0 if sines else 1 - room
-    lasting = _lasting(rotary, length, start, room, dtype, sines)
+    lasting = _lasting(rotary, length, start, room, working_dtype(dtype), sines)
     chosen = lasting[:, :, least - start : most + 1 - start] if low is not None else lasting[:, 0, phases - start]
     return chosen[:, :, None]
 
