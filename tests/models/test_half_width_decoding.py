@@ -247,11 +247,23 @@ def test_generate_gives_the_same_tokens(options: dict, cache: str) -> None:
     assert torch.equal(*expected_of(model, lambda: model.generate(x, attention_mask=mask, **settings)))
 
 
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(
+    ("attention", "padded"),
+    [
+        ([LOCAL, "coca-exact"], False),
+        ([LOCAL, "coca-exact"], True),
+        ([LOCAL, LOCAL], True),
+        (["linear-coca"], True),
+        (["linear-coca", LOCAL], True),
+    ],
+    ids=str,
+)
 @torch.no_grad()
-def test_generate_hands_every_static_step_the_same_shapes(padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generate_hands_every_static_step_the_same_shapes(
+    attention: list[Any], padded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Or transformers, which compiles the step on a GPU, would record a graph for each token."""
-    model, x = model_of(attention=[LOCAL, "coca-exact"]), tokens(2, 13).to(DEVICE)
+    model, x = model_of(attention=attention), tokens(2, 13).to(DEVICE)
     forward, masks = model.forward, []
     monkeypatch.setattr(
         model, "forward", lambda **inputs: masks.append(inputs.get("attention_mask")) or forward(**inputs)
@@ -259,10 +271,11 @@ def test_generate_hands_every_static_step_the_same_shapes(padded: bool, monkeypa
     mask = left_padding(2, 13, 3) if padded else torch.ones_like(x)
     settings = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "cache_implementation": "static"}
     with decoding_on(model, "sdpa"):
-        model.generate(x, attention_mask=mask, disable_compile=True, **settings)
-    assert len(masks) == 5
-    shapes = {None if given is None else tuple(given.shape) for given in masks[1:]}
-    assert shapes == ({(2, 18)} if padded else {None})
+        static = model.generate(x, attention_mask=mask, disable_compile=True, **settings)
+        shapes = [None if given is None else tuple(given.shape) for given in masks[1:]]
+        growing = model.generate(x, attention_mask=mask, **(settings | {"cache_implementation": "dynamic"}))
+    assert shapes == [(2, 18) if padded else None] * 4
+    assert torch.equal(static, growing)
 
 
 @torch.no_grad()
