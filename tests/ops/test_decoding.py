@@ -77,7 +77,7 @@ def test_without_the_interpreter_a_cpu_is_refused_with_the_remedy(monkeypatch: p
     from farspan.ops.coca.kernels import narrow
 
     monkeypatch.setattr(narrow, "INTERPRETED", False)
-    with pytest.raises(ValueError, match="needs CUDA tensors, got cpu; or set TRITON_INTERPRET=1 before the start"):
+    with pytest.raises(ValueError, match=r"^backend='triton' needs CUDA tensors, got cpu; use backend='sdpa', or set"):
         takes_half_width(STEP._replace(device=torch.device("cpu")), "triton")
 
 
@@ -87,7 +87,7 @@ def test_the_op_follows_the_same_choice(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(decoding, "AUTO_DECODES", True)
     q, t, v = (x.detach().float().to(DEVICE) for x in coca_inputs(1, 20))
     assert auto_takes_triton(q, t, v, Rotary(8), None) is (DEVICE == "cuda")
-    monkeypatch.setattr(decoding, "_not_chosen", lambda case, backend: None)
+    monkeypatch.setattr(decoding, "_not_chosen", lambda *_: None)
     assert auto_takes_triton(q, t, v, Rotary(8), None)
     assert auto_takes_triton(q, t, v, None, None)
     assert not auto_takes_triton(q, t, v, Rotary(8).plan(0, 1, 20), None)

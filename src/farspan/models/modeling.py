@@ -275,7 +275,7 @@ class FarspanModel(FarspanPreTrainedModel):
             attention: FarspanAttention | FarspanLinearAttention = block.self_attn  # type: ignore[assignment]
             hidden = block(
                 hidden,
-                view=frame.view(attention, attention.layer_idx, rotated_cache=attention.rotates_before_cache),
+                view=frame.view(attention, attention.layer_idx, hidden, rotated_cache=attention.rotates_before_cache),
                 attention_mask=masks.get(attention.sliding_window),
                 past_key_values=past_key_values,
                 **kwargs,
