@@ -115,7 +115,7 @@ class Frame:
         if not torch.is_grad_enabled():  # every step of `generate`: spare it the weights
             return False
         held = [] if self.cache is None else self.cache.layers[layer_idx : layer_idx + 1]
-        cached = (x for memory in held for x in (memory.keys, memory.values))
+        cached = (getattr(memory, name, None) for memory in held for name in ("keys", "values"))
         return wants_gradient(hidden, *layer.parameters(), *cached)
 
     def _extent(self, layer_idx: int) -> tuple[int | Tensor, int, int, bool]:
