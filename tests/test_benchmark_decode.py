@@ -51,6 +51,7 @@ def test_every_step_at_toy_size() -> None:
     for row in found:
         assert row["cache_over_rope"] == (0.75 if row["attention"] == "coca-exact" else 1.0)
         assert row["decodes_on"] == "SDPA"
+        assert row["reads"] == ("text" if row["mode"] == "eager" else "all 128 slots, masked")
         assert row["tokens_per_second"] == pytest.approx(2e3 / row["milliseconds_a_step"]["median"])
         assert row["greedy_equal"] == 1.0
         assert row["peak_bytes"] >= row["cache_bytes"] + row["weight_bytes"]
@@ -58,6 +59,7 @@ def test_every_step_at_toy_size() -> None:
     for name, chosen in fastest.items():
         speeds = [row["tokens_per_second"] for row in found if row["attention"] == name]
         assert chosen["tokens_per_second"] == max(speeds)
+        assert (chosen["reads"] == "text") is (chosen["mode"] == "eager")
     assert fastest["rope"]["speed_over_rope"] == 1.0
     console = Console(file=io.StringIO(), width=300)
     show_decode(console, rows, absolute=True)
@@ -112,7 +114,7 @@ def test_every_cache_gives_the_same_logits_on_the_kernel(on_the_kernel: FarspanF
     eager: decode.Eager = {}
     for mode in ("eager", "graph"):  # a static cache; a graph of it is captured by `settle`
         decoder = decode.Decoder(on_the_kernel, mode, 40, 1, room=20, seed=0)
-        assert decoder.decodes_on == "half-width kernel"
+        assert (decoder.decodes_on, decoder.reads) == ("half-width kernel", "text")
         found = decode.check(decoder, "coca-exact", mode, 1, 0, eager)
         assert decoder.cache.get_seq_length() == 40 + decode.CHECKED
         assert found["logit_error"] <= 1e-5
@@ -139,6 +141,29 @@ def test_the_fastest_order_of_kernels_is_kept(monkeypatch: pytest.MonkeyPatch) -
     assert decoder.decodes_on == "SDPA, cudnn first"
     assert decoder.cache.get_seq_length() == 40
     decoder.step()
+
+
+def test_the_peak_is_that_of_the_step_that_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the order of kernels that was chosen, and, as at first, without room in the growing cache."""
+    monkeypatch.setattr(decode, "orders_for", lambda decoder, device: ["flash", "cudnn"])
+    settle, measure, found = decode.Decoder.settle, decode.measure, []
+
+    def settle_on_cudnn(self: decode.Decoder, *args, **options) -> str:
+        settle(self, *args, **options)
+        self.order = "cudnn"
+        return self.order
+
+    def look(call, **options):
+        decoder = call.__self__
+        found.append((decoder.order, decoder.cache.get_seq_length(), decoder.cache.layers[0]._grown[0].room))
+        return measure(call, **options)
+
+    monkeypatch.setattr(decode.Decoder, "settle", settle_on_cudnn)
+    monkeypatch.setattr(decode, "measure", look)
+    models = {"rope": decode.make_model("tiny", "rope", "cpu", 0)}
+    [row] = decode.decode(models, "eager", 40, 1, repeats=1, device="cpu", seed=0, eager={}, orders={})
+    assert found == [("cudnn", 40, None)]
+    assert row["decodes_on"] == "SDPA, cudnn first"
 
 
 def test_greedy_tokens_go_on_from_each_other() -> None:

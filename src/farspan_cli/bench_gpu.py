@@ -61,8 +61,11 @@ def bench_decode(
 
     CoCA with its half-width cache, on a GPU read by the kernel, and with a cache of ready keys. The context is random
     numbers, written into the cache. Decoding runs plainly with a growing cache (eager), with a static cache and a CUDA
-    graph (graph), and compiled; each mode's logits are compared before its clock starts. Where SDPA runs on a GPU, the
-    faster of its flash and cuDNN kernels is taken.
+    graph (graph), and compiled; each mode's logits are compared before the times that are reported. Where SDPA runs on
+    a GPU, the faster of its flash and cuDNN kernels is taken.
+
+    Of a static cache SDPA, and so RoPE, reads every slot with a mask, while CoCA's kernel stops where the text ends
+    (each row says what it "reads"). To quote one ratio, take "best", where each model has its best mode.
 
     Example: `farspan bench decode --contexts 8192,32768 --batch 1 --device cuda --out results/decode.json`
     """
@@ -123,8 +126,10 @@ def show_layer(console: Console, rows: list[Row]) -> None:
 
 def show_decode(console: Console, rows: list[Row], *, absolute: bool) -> None:
     """Ratios to RoPE; tokens a second only from a GPU, as those of a shared CPU mean little."""
-    table = Table("after", "texts", "mode", "attention", "on", "tokens/s", "speed / RoPE", "cache / RoPE", "peak")
-    for column in table.columns[5:]:
+    table = Table(
+        "after", "texts", "mode", "attention", "on", "reads", "tokens/s", "speed / RoPE", "cache / RoPE", "peak"
+    )
+    for column in table.columns[6:]:
         column.justify = "right"
     for row in (row for row in rows if row["kind"] == "decode"):
         table.add_row(
@@ -133,6 +138,7 @@ def show_decode(console: Console, rows: list[Row], *, absolute: bool) -> None:
             row["mode"],
             row["attention"],
             row["decodes_on"],
+            row["reads"],
             f"{row['tokens_per_second']:,.0f}" if absolute else "–",
             _ratio(row["speed_over_rope"]),
             f"{row['cache_over_rope']:.2f}",

@@ -89,6 +89,26 @@ def test_gradients_and_other_kinds_go_on_as_before() -> None:
         assert rope(x).shape == (1, 3, 32)
 
 
+def test_frozen_weights_decode_on_the_kernel_in_grad_mode_too() -> None:
+    """Grad mode alone is no wish for gradients; an input or a weight that requires one is."""
+    without, kernel = (layer.requires_grad_(False) for layer in pair(num_key_heads=1))
+    x = torch.randn(1, 3, 32, device=DEVICE)
+    assert not torch.equal(without(x), kernel(x))
+    assert torch.equal(without(x), kernel(x.clone().requires_grad_()))
+    kernel.t_proj.requires_grad_()
+    assert torch.equal(without(x), kernel(x))
+
+
+@torch.no_grad()
+def test_a_cpu_is_refused_by_the_name_of_the_argument(monkeypatch: pytest.MonkeyPatch) -> None:
+    from farspan.ops.coca.kernels import narrow
+
+    monkeypatch.setattr(narrow, "INTERPRETED", False)
+    layer = CocaAttention(32, 4, decode_backend="triton")
+    with pytest.raises(ValueError, match=r"^decode_backend='triton' needs CUDA .* use decode_backend='sdpa', or"):
+        layer(torch.randn(1, 3, 32))
+
+
 def test_an_unknown_backend_is_refused() -> None:
     with pytest.raises(ValueError, match="decode_backend must be one of 'auto', 'sdpa', 'triton', got 'cuda'"):
         CocaAttention(32, 4, decode_backend="cuda")

@@ -1,5 +1,6 @@
 """A model that decodes on the half-width kernel gives the numbers it gives without, and turns no cached key."""
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -203,16 +204,48 @@ def test_what_the_kernel_is_not_for_goes_on_as_before(monkeypatch: pytest.Monkey
 @torch.no_grad()
 def test_what_cannot_run_is_refused_with_the_reason() -> None:
     model, x = make(decode_backend="triton"), tokens(1, 3)
-    with pytest.raises(ValueError, match=r"takes float32, bfloat16 or float16, got torch\.float64; use backend='sdpa'"):
+    with pytest.raises(
+        ValueError, match=r"^decode_backend='triton' takes .*, got torch\.float64; use decode_backend='sdpa'"
+    ):
         model(x)
     with pytest.raises(ValueError, match="decode_backend must be one of 'auto', 'sdpa', 'triton', got 'tritn'"):
         make(decode_backend="tritn")
 
 
-def test_the_choice_is_saved_and_can_be_overridden(tmp_path) -> None:
-    make(decode_backend="triton").save_pretrained(tmp_path)
-    assert FarspanForCausalLM.from_pretrained(tmp_path).config.decode_backend == "triton"
-    assert FarspanForCausalLM.from_pretrained(tmp_path, decode_backend="sdpa").config.decode_backend == "sdpa"
+def test_the_choice_is_of_this_machine_and_never_saved(tmp_path) -> None:
+    model = make(decode_backend="triton")
+    model.save_pretrained(tmp_path)
+    assert "decode_backend" not in (tmp_path / "config.json").read_text()
+    assert FarspanForCausalLM.from_pretrained(tmp_path).config.decode_backend == "auto"
+    assert FarspanForCausalLM.from_pretrained(tmp_path, decode_backend="triton").config.decode_backend == "triton"
+    model.set_rope_parameters(rope_type="ntk", factor=2.0)
+    assert model.config.decode_backend == copy.deepcopy(model.config).decode_backend == "triton"
+
+
+def test_a_frozen_model_decodes_on_the_kernel_in_grad_mode_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless a gradient is wanted: of a weight before or in the layer, of the input, or of what is cached."""
+    model, x = model_of(attention=[NOPE, "coca-exact"], decode_backend="triton"), tokens(1, 1).to(DEVICE)
+    ran, decode = [], Attention.decode
+    monkeypatch.setattr(Attention, "decode", lambda self, *a, **o: ran.append(self.layer_idx) or decode(self, *a, **o))
+
+    def taken(**options: Any) -> list[int]:
+        ran.clear()
+        model(x, **options)
+        return list(ran)
+
+    assert taken() == []
+    model.requires_grad_(False)
+    assert taken() == [0, 1]
+    model.model.layers[0].mlp.requires_grad_()
+    assert taken() == [0]
+    model.requires_grad_(False).model.layers[1].self_attn.t_proj.requires_grad_()
+    assert taken() == [0]
+    model.requires_grad_(False)
+    cache = FarspanCache(model.config)
+    for layer in range(2):
+        cache.update(*(torch.rand(1, 1, 5, d, device=DEVICE, requires_grad=layer == 0) for d in (4, 8)), layer)
+    assert taken(past_key_values=cache) == []
+    assert taken() == [0, 1]
 
 
 @pytest.mark.parametrize("attention", ["coca-exact", "coca-slack"])
@@ -247,11 +280,23 @@ def test_generate_gives_the_same_tokens(options: dict, cache: str) -> None:
     assert torch.equal(*expected_of(model, lambda: model.generate(x, attention_mask=mask, **settings)))
 
 
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(
+    ("attention", "padded"),
+    [
+        ([LOCAL, "coca-exact"], False),
+        ([LOCAL, "coca-exact"], True),
+        ([LOCAL, LOCAL], True),
+        (["linear-coca"], True),
+        (["linear-coca", LOCAL], True),
+    ],
+    ids=str,
+)
 @torch.no_grad()
-def test_generate_hands_every_static_step_the_same_shapes(padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generate_hands_every_static_step_the_same_shapes(
+    attention: list[Any], padded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Or transformers, which compiles the step on a GPU, would record a graph for each token."""
-    model, x = model_of(attention=[LOCAL, "coca-exact"]), tokens(2, 13).to(DEVICE)
+    model, x = model_of(attention=attention), tokens(2, 13).to(DEVICE)
     forward, masks = model.forward, []
     monkeypatch.setattr(
         model, "forward", lambda **inputs: masks.append(inputs.get("attention_mask")) or forward(**inputs)
@@ -259,10 +304,11 @@ def test_generate_hands_every_static_step_the_same_shapes(padded: bool, monkeypa
     mask = left_padding(2, 13, 3) if padded else torch.ones_like(x)
     settings = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "cache_implementation": "static"}
     with decoding_on(model, "sdpa"):
-        model.generate(x, attention_mask=mask, disable_compile=True, **settings)
-    assert len(masks) == 5
-    shapes = {None if given is None else tuple(given.shape) for given in masks[1:]}
-    assert shapes == ({(2, 18)} if padded else {None})
+        static = model.generate(x, attention_mask=mask, disable_compile=True, **settings)
+        shapes = [None if given is None else tuple(given.shape) for given in masks[1:]]
+        growing = model.generate(x, attention_mask=mask, **(settings | {"cache_implementation": "dynamic"}))
+    assert shapes == [(2, 18) if padded else None] * 4
+    assert torch.equal(static, growing)
 
 
 @torch.no_grad()

@@ -26,6 +26,20 @@ def test_generation_holds_the_same_bytes_however_far_it_has_come() -> None:
 
 
 @torch.no_grad()
+def test_a_compiled_model_continues_a_padded_text_in_a_growing_cache() -> None:
+    """While it is traced, positions are tensors as for a static cache; the mask is of the new tokens all the same."""
+    model, x = make("linear-coca", num_hidden_layers=1), tokens(2, 12)
+    mask = (torch.arange(12)[None] >= torch.tensor([[0], [3]])).long()
+    torch.compiler.reset()
+    compiled, cache, parts, seen = torch.compile(model, backend="eager"), FarspanCache(model.config), [], 0
+    for piece in x.split([9, 1, 2], dim=1):
+        seen += piece.shape[1]
+        parts.append(compiled(piece, attention_mask=mask[:, :seen], past_key_values=cache).logits)
+    difference = torch.cat(parts, dim=1) - model(x, attention_mask=mask).logits
+    assert difference[mask.bool()].abs().max() <= TIGHT
+
+
+@torch.no_grad()
 def test_beam_search_does_not_depend_on_the_cache() -> None:
     model, x = make(["linear-coca", LOCAL], num_hidden_layers=2), tokens(2, 10)
     options = {"max_new_tokens": 8, "num_beams": 2, "do_sample": False, "pad_token_id": 0}

@@ -77,7 +77,7 @@ def test_without_the_interpreter_a_cpu_is_refused_with_the_remedy(monkeypatch: p
     from farspan.ops.coca.kernels import narrow
 
     monkeypatch.setattr(narrow, "INTERPRETED", False)
-    with pytest.raises(ValueError, match="needs CUDA tensors, got cpu; or set TRITON_INTERPRET=1 before the start"):
+    with pytest.raises(ValueError, match=r"^backend='triton' needs CUDA tensors, got cpu; use backend='sdpa', or set"):
         takes_half_width(STEP._replace(device=torch.device("cpu")), "triton")
 
 
@@ -87,7 +87,7 @@ def test_the_op_follows_the_same_choice(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(decoding, "AUTO_DECODES", True)
     q, t, v = (x.detach().float().to(DEVICE) for x in coca_inputs(1, 20))
     assert auto_takes_triton(q, t, v, Rotary(8), None) is (DEVICE == "cuda")
-    monkeypatch.setattr(decoding, "_not_chosen", lambda case, backend: None)
+    monkeypatch.setattr(decoding, "_not_chosen", lambda *_: None)
     assert auto_takes_triton(q, t, v, Rotary(8), None)
     assert auto_takes_triton(q, t, v, None, None)
     assert not auto_takes_triton(q, t, v, Rotary(8).plan(0, 1, 20), None)
@@ -107,6 +107,7 @@ def caches(b: int, m: int) -> dict[str, dict[str, Any]]:
         "padding": {"padding_mask": padding},
         "padding, lengths, first": {"padding_mask": padding, "lengths": lengths, "first": -3 * torch.arange(b)},
         "positions": {"positions": (key[:, -1:], key), "padding_mask": holes},
+        "positions, queries beyond": {"positions": (key[:, -1:] + 13, key), "padding_mask": holes, "window": 6},
         "positions, lengths, window": {
             "positions": (key.gather(1, ends), key),
             "padding_mask": holes,
@@ -130,6 +131,27 @@ def test_a_cache_with_padding_and_positions_equals_each_row_alone(name: str, rot
     want = half_width_attention_reference(q.double(), t.double(), v.double(), **options)
     assert (half_width_attention(q, t, v, **options) - want).abs().max() <= 1e-5
     assert (want - half_width_attention_reference(q.double(), t.double(), v.double(), rotary=rotary)).abs().max() > 1e-3
+
+
+@needs_triton
+@pytest.mark.parametrize("rows", [1, 2])
+def test_positions_beyond_the_lengths_may_be_anything(rows: int) -> None:
+    """A server writes them as texts grow; those before are still checked, in each row as far as it goes."""
+    q, t, v = (x.detach().float().to(DEVICE) for x in coca_inputs(1, 6, b=2))
+    lengths = torch.tensor([3, 4])
+    key = torch.tensor([[0, 1, 2, 2, 0, -(2**40)], [3, 5, 7, 9, 0, 0]][:rows])
+    places = key.gather(1, lengths[:rows, None] - 1)
+    options = {"rotary": Rotary(8), "form": "slack", "lengths": lengths.to(DEVICE)}
+    for op in (half_width_attention, half_width_attention_reference):
+        got = op(q, t, v, positions=_to_device((places, key)), **options)
+        ready = key.clone()
+        ready[:, 4:] = 10
+        assert torch.equal(got, op(q, t, v, positions=_to_device((places, ready)), **options))
+        if DEVICE == "cpu":
+            key[0, 2] = 0
+            with pytest.raises(ValueError, match="positions must not decrease, got 1 then 0 in row 0"):
+                op(q, t, v, positions=(places, key), **options)
+            key[0, 2] = 2
 
 
 def _to_device(value: Any) -> Any:

@@ -94,10 +94,9 @@ class Decoder:
 
     def __init__(self, model: FarspanForCausalLM, mode: str, context: int, batch: int, *, room: int, seed: int) -> None:
         weight = model.lm_head.weight
-        self.model, self.context = model, context
-        slots = -(-(context + room) // 128) * 128
-        self.cache = FarspanCache(model.config, max_length=None if mode == "eager" else slots)
-        fill(self.cache, model.config, batch, context, seed, weight)
+        self.model, self.context, self.batch, self.seed = model, context, batch, seed
+        self.slots = None if mode == "eager" else -(-(context + room) // 128) * 128
+        self.renew()
         self.token = torch.zeros(batch, 1, dtype=torch.long, device=weight.device)
         self.logits = torch.zeros(batch, model.config.vocab_size, dtype=weight.dtype, device=weight.device)
         self.forward: Callable[..., Any] = model
@@ -105,10 +104,16 @@ class Decoder:
             options: dict[str, Any] = {"mode": "reduce-overhead"} if weight.is_cuda else {"backend": "aot_eager"}
             self.forward = torch.compile(model, fullgraph=True, dynamic=False, **options)
         self.order: str | None = None
-        self.step: Callable[[], Any] = self._step
+        self.step: Callable[[], Any] = self.plain_step
+
+    def renew(self) -> None:
+        """Begin again with a new cache: one that grows makes room at its first step, and keeps it."""
+        self.cache = FarspanCache(self.model.config, max_length=self.slots)
+        fill(self.cache, self.model.config, self.batch, self.context, self.seed, self.model.lm_head.weight)
 
     @torch.no_grad()
-    def _step(self) -> None:
+    def plain_step(self) -> None:
+        """The step by its calls, as a graph captures it."""
         with nullcontext() if self.order is None else sdpa_kernel(ORDERS[self.order], set_priority=True):
             self.logits.copy_(self.forward(self.token, past_key_values=self.cache).logits[:, -1])
             self.token.copy_(self.logits.argmax(dim=-1, keepdim=True))
@@ -120,13 +125,21 @@ class Decoder:
             return KERNEL
         return "SDPA" if self.order is None else f"SDPA, {self.order} first"
 
+    @property
+    def reads(self) -> str:
+        """Which keys a step reads: where a text in a static cache ends, a mask tells SDPA, and lengths the kernel."""
+        return "text" if self.slots is None or self.decodes_on == KERNEL else f"all {self.slots} slots, masked"
+
     def settle(self, device: str, orders: Sequence[str | None], *, graph: bool) -> str | None:
-        """Take the fastest order of SDPA's kernels, and capture the step if a `graph` of it is wanted."""
+        """Take the fastest order of SDPA's kernels, and capture the step if a `graph` of it is wanted.
+
+        Times here only choose; none is reported.
+        """
         seconds: dict[str | None, float] = {}
         steps: dict[str | None, Callable[[], Any]] = {}
         for order in orders:
             self.order = order
-            self.step = steps[order] = captured(self._step) if graph else self._step
+            self.step = steps[order] = captured(self.plain_step) if graph else self.plain_step
             seconds[order] = min(in_turn({"": self.several}, repeats=3, device=device)[""]) if len(orders) > 1 else 0.0
             self.rewind()
         self.order = min(seconds, key=lambda order: seconds[order])

@@ -104,7 +104,8 @@ class Distillation(nn.Module):
         wanted = LOGIT_KL in self.weights
         with torch.no_grad():
             hidden = teacher.model.embed_tokens(ids)
-            views, own = _views(teacher, hidden), _views(self.model, hidden)
+            views = _views(teacher, hidden)
+        own = _views(self.model, hidden)  # with gradients, which a step on the half-width kernel would not have
         errors, last = [], len(views) if wanted else max(self.layers) + 1
         for i, (block, student) in enumerate(zip(teacher.model.layers[:last], self.model.model.layers, strict=False)):
             with torch.no_grad():
@@ -123,7 +124,7 @@ def _views(model: FarspanForCausalLM, hidden: Tensor) -> list[View]:
     options: dict[str, Any] = {"attention_mask": None, "position_ids": None, "cache": None, "whole_cache": False}
     frame = Frame(hidden, rotary=model.config.rotary(), causal=True, **options)
     attentions = [block.self_attn for block in model.model.layers]
-    return [frame.view(a, i, rotated_cache=a.rotates_before_cache) for i, a in enumerate(attentions)]
+    return [frame.view(a, i, hidden, rotated_cache=a.rotates_before_cache) for i, a in enumerate(attentions)]
 
 
 def _narrow(hidden: Tensor) -> Tensor:

@@ -45,7 +45,8 @@ class Attention(nn.Module):
         coca_activation: what keeps t ≥ 0, "relu" (the paper) or "softplus".
         causal: a query sees keys up to itself.
         decode_backend: what CoCA's decoding steps run on: "sdpa" turns the cached t anew each time; "triton" reads it
-            as it is (:mod:`farspan.ops.coca.decoding`) and raises where that cannot be; "auto" chooses.
+            as it is (:mod:`farspan.ops.coca.decoding`) and raises where device, dtype or width forbid it; prompts,
+            gradients and documents still go to SDPA; "auto" chooses. Other kinds of attention do not ask.
     """
 
     def __init__(
@@ -104,13 +105,15 @@ class Attention(nn.Module):
         """What decoding steps run on."""
         return self._decode_backend
 
-    def takes_half_width(self, n: int, dtype: torch.dtype, device: torch.device, *, documents: bool) -> bool:
+    def takes_half_width(
+        self, n: int, dtype: torch.dtype, device: torch.device, *, gradient: bool, documents: bool
+    ) -> bool:
         """Whether a call with n tokens is a decoding step on the half-width kernel."""
         if self.spec.kind != "coca":
             return False
-        group, gradient = self.num_heads // self.num_key_heads, torch.is_grad_enabled()
+        group = self.num_heads // self.num_key_heads
         case = decoding.Case(n, group, self.head_dim, dtype, device, gradient, documents)
-        return decoding.takes_half_width(case, self.decode_backend)
+        return decoding.takes_half_width(case, self.decode_backend, "decode_backend")
 
     def takes_waves(self, n: int, device: torch.device, *, documents: bool) -> bool:
         """Whether a call with n tokens reads un-rotated t through :class:`Waves`; decode_backend="sdpa" never does."""
@@ -193,7 +196,8 @@ class Attention(nn.Module):
             seen = cache.get_seq_length() + x.shape[1]
             k, v = cache.update(k, v)
             positions = seen - k.shape[2] if positions is None else positions
-        if self.takes_half_width(q.shape[2], q.dtype, x.device, documents=documents is not None):
+        gradient = decoding.wants_gradient(q, k, v)
+        if self.takes_half_width(q.shape[2], q.dtype, x.device, gradient=gradient, documents=documents is not None):
             options = self._options(positions, padding_mask, documents)
             out = coca_attention(q, k, v, rotary=self.rotary, form=self.form, backend="triton", **options)
         else:

@@ -159,6 +159,7 @@ class FarspanCache(Cache):
             return StaticLayer(max_length) if spec.window is None else StaticSlidingWindowLayer(max_length, spec.window)
 
         super().__init__(layers=[layer(spec) for spec in config.attention_specs])
+        self.max_length = max_length
 
     @property
     def nbytes(self) -> int:

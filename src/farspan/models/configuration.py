@@ -57,7 +57,9 @@ class FarspanConfig(PreTrainedConfig):
         cache_layout: "half" keeps un-rotated t, d/2 numbers a head; "rotated" keeps ready keys of width d: RoPE's
             bytes, and nothing to re-rotate when decoding without a fused kernel.
         decode_backend: what decoding steps of CoCA layers with a "half" cache run on: "sdpa" re-rotates the cached t at
-            each token; "triton" reads it as it is, and raises where that cannot be; "auto" chooses.
+            each token; "triton" reads it as it is, and raises where device, dtype or width forbid it (prompts,
+            gradients, documents and other attention implementations still go to SDPA); "auto" chooses. A choice
+            for this machine, so it is never saved: say it again to `from_pretrained`.
         train_length: the length of training, which dynamic NTK and YaRN measure against.
         rope_parameters: as in transformers; for ``"rope_type": "dynamic"`` also ``"mode"``, "per_query" (default)
             or "per_request". A linear CoCA layer keeps turned sums, so it takes every law but "dynamic".
@@ -181,6 +183,12 @@ class FarspanConfig(PreTrainedConfig):
         }
         assert self.head_dim is not None
         return Rotary(self.head_dim, rope.get("rope_theta", 10_000.0), laws[kind]())
+
+    def to_dict(self) -> dict[str, Any]:
+        """All that makes the model; not `decode_backend`, or a checkpoint made on a GPU would fail on a CPU."""
+        values = super().to_dict()
+        del values["decode_backend"]
+        return values
 
     def _normalised_attention(self) -> str | list[Any] | dict[str, Any]:
         """Only what JSON can hold, each entry checked."""

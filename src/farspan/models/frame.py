@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache
 
 from farspan.errors import require
 from farspan.layers.attention import Attention
-from farspan.ops.coca.decoding import Slots, Steps
+from farspan.ops.coca.decoding import Slots, Steps, wants_gradient
 from farspan.ops.coca.waves import Waves
 from farspan.ops.positions import PositionsArgument, resolve
 from farspan.ops.rotary import Plan, Rotary
@@ -89,10 +89,14 @@ class Frame:
                 "pad on the left",
             )
 
-    def view(self, layer: Attention, layer_idx: int, *, rotated_cache: bool) -> View:
-        """What `layer` needs to attend; layers that cache alike share angles."""
+    def view(self, layer: Attention, layer_idx: int, hidden: Tensor, *, rotated_cache: bool) -> View:
+        """What `layer` needs to attend to its input; layers that cache alike share angles."""
         if not (rotated_cache or self.whole_cache) and layer.takes_half_width(
-            self.n, self.dtype, self.device, documents=self.documents is not None
+            self.n,
+            self.dtype,
+            self.device,
+            gradient=self._wants_gradient(layer, layer_idx, hidden),
+            documents=self.documents is not None,
         ):
             key = layer.spec.window, layer.rotary is None
             if key not in self._halves:
@@ -111,6 +115,14 @@ class Frame:
                 self._plans[key_of_plan] = self._plan(positions, length, rotated_cache)
             plan = self._plans[key_of_plan]
         return View(length, positions, self._keep(offset, length), self.documents, plan)
+
+    def _wants_gradient(self, layer: Attention, layer_idx: int, hidden: Tensor) -> bool:
+        """Whether what the layer will make of its input, or finds in its cache, wants a gradient."""
+        if not torch.is_grad_enabled():  # every step of `generate`: spare it the weights
+            return False
+        held = [] if self.cache is None else self.cache.layers[layer_idx : layer_idx + 1]
+        cached = (getattr(memory, name, None) for memory in held for name in ("keys", "values"))
+        return wants_gradient(hidden, *layer.parameters(), *cached)
 
     def _extent(self, layer_idx: int) -> tuple[int | Tensor, int, int, bool]:
         """Tokens in a layer's cache, the first slot and the number of slots that attention gets, and whether the new

@@ -32,9 +32,9 @@ class FarspanLinearAttention(LinearAttention):
     ) -> tuple[Tensor, None]:
         memory = None if past_key_values is None else self._memory(past_key_values)
         positions, padding = view.positions, view.padding_mask
-        if isinstance(positions, tuple):  # slots of a static cache: of these the new tokens are ours
+        if isinstance(positions, tuple):  # of these the new tokens are ours
             positions = positions[0]
-            if padding is not None and memory is not None:
+            if padding is not None and memory is not None and memory.max_length is not None:  # a mask of all slots
                 slots = memory.get_seq_length() + torch.arange(hidden_states.shape[1], device=padding.device)
                 padding = padding.index_select(1, slots)
         out, state = self.mix(

@@ -277,7 +277,7 @@ class FarspanModel(FarspanPreTrainedModel):
             attention: FarspanAttention | FarspanLinearAttention = block.self_attn  # type: ignore[assignment]
             hidden = block(
                 hidden,
-                view=frame.view(attention, attention.layer_idx, rotated_cache=attention.rotates_before_cache),
+                view=frame.view(attention, attention.layer_idx, hidden, rotated_cache=attention.rotates_before_cache),
                 attention_mask=masks.get(attention.sliding_window),
                 past_key_values=past_key_values,
                 **kwargs,
@@ -400,7 +400,10 @@ class FarspanForCausalLM(FarspanPreTrainedModel, GenerationMixin):
         """
         if attention_mask is None or attention_mask.all():
             return None
-        slots = max(getattr(layer, "max_cache_len", 0) for layer in past_key_values.layers)
+        if isinstance(past_key_values, FarspanCache):
+            slots = past_key_values.max_length or 0  # its layers may hold less: a window, or sums
+        else:
+            slots = max((getattr(layer, "max_cache_len", 0) for layer in past_key_values.layers), default=0)
         first = attention_mask.shape[1] == inputs_embeds.shape[1]
         return attention_mask if first else F.pad(attention_mask, (0, max(0, slots - attention_mask.shape[1])))
 

@@ -6,14 +6,17 @@ import torch
 from torch import Tensor
 
 
-def cannot_launch(device: str) -> str | None:
-    """Why backend="triton" cannot run on a device, and what to do about it; None when it can."""
+def cannot_launch(device: str, argument: str = "backend", other: str = "sdpa") -> str | None:
+    """Why "triton", asked for by an argument, cannot run on a device, and what to do about it; None when it can."""
     if find_spec("triton") is None:
-        return "backend='triton' needs triton; install farspan[gpu]"
+        return f"{argument}='triton' needs triton; install farspan[gpu], or use {argument}='{other}'"
     from farspan.ops.coca.kernels.narrow import INTERPRETED
 
     if device != "cuda" and not INTERPRETED:
-        return f"backend='triton' needs CUDA tensors, got {device}; or set TRITON_INTERPRET=1 before the start, to test"
+        return (
+            f"{argument}='triton' needs CUDA tensors, got {device}; use {argument}='{other}', "
+            "or set TRITON_INTERPRET=1 before the start, to test"
+        )
     return None
 
 

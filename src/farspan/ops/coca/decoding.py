@@ -39,50 +39,54 @@ class Case(NamedTuple):
     documents: bool
 
 
-def takes_half_width(case: Case, backend: str) -> bool:
+def takes_half_width(case: Case, backend: str, argument: str = "backend") -> bool:
     """Whether a CoCA call runs on the half-width kernel; the one place where that is decided.
 
-    "triton" takes every call with few queries and no gradient, and raises where the machine or the dtype forbids it;
-    "auto" takes them on a GPU, if it is faster there; the rest is for SDPA.
+    "triton" takes every call with few queries, no documents and no gradient, and raises where device, dtype or width
+    forbid it; "auto" takes them on a GPU, if it is faster there; the rest is for SDPA. `argument` is what the caller
+    chose the backend by, for the message.
 
     >>> case = Case(1, 4, 64, torch.float32, torch.device("cpu"), gradient=False, documents=False)
     >>> takes_half_width(case, "sdpa"), takes_half_width(case._replace(n=9), "triton")
     (False, False)
     """
-    require_choice("backend", backend, BACKENDS)
-    if _not_chosen(case, backend) or _not_decoding(case):
-        return False
-    reason = kernel_refusal(case.dtype, case.width, case.device)
-    require(reason is None or backend == "auto", str(reason))
+    require_choice(argument, backend, BACKENDS)
+    reason = half_width_refusal(case, backend, argument)
+    require(reason is None or backend != "triton" or _not_decoding(case) is not None, str(reason))
     return reason is None
 
 
-def half_width_refusal(case: Case, backend: str) -> str | None:
+def half_width_refusal(case: Case, backend: str, argument: str = "backend") -> str | None:
     """Why :func:`takes_half_width` says no, or would raise; None when it says yes.
 
     >>> half_width_refusal(Case(1, 4, 64, torch.float32, torch.device("cpu"), gradient=False, documents=False), "auto")
     "backend='auto' decodes on the half-width kernel on CUDA alone, got cpu"
     """
-    machine = kernel_refusal(case.dtype, case.width, case.device)
-    return _not_chosen(case, backend) or _not_decoding(case) or machine
+    not_asked = _not_chosen(case, backend, argument) or _not_decoding(case)
+    return not_asked or kernel_refusal(case.dtype, case.width, case.device, argument)
 
 
-def kernel_refusal(dtype: torch.dtype, width: int, device: torch.device) -> str | None:
+def kernel_refusal(dtype: torch.dtype, width: int, device: torch.device, argument: str = "backend") -> str | None:
     """Why no kernel can run such tensors, and what to do about it; None when one can."""
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return f"backend='triton' takes float32, bfloat16 or float16, got {dtype}; use backend='sdpa'"
+        return f"{argument}='triton' takes float32, bfloat16 or float16, got {dtype}; use {argument}='sdpa'"
     if width > WIDEST:
-        return f"backend='triton' takes heads up to {WIDEST} wide, got {width}; use backend='sdpa'"
-    return cannot_launch(device.type)
+        return f"{argument}='triton' takes heads up to {WIDEST} wide, got {width}; use {argument}='sdpa'"
+    return cannot_launch(device.type, argument)
 
 
-def _not_chosen(case: Case, backend: str) -> str | None:
+def wants_gradient(*inputs: Tensor | None) -> bool:
+    """Whether a gradient is wanted of some input, which the kernel has not: grad mode alone is no wish."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+
+
+def _not_chosen(case: Case, backend: str, argument: str) -> str | None:
     if backend == "sdpa":
-        return "backend='sdpa' asks for ready keys"
+        return f"{argument}='sdpa' asks for ready keys"
     if backend == "auto" and case.device.type != "cuda":
-        return f"backend='auto' decodes on the half-width kernel on CUDA alone, got {case.device.type}"
+        return f"{argument}='auto' decodes on the half-width kernel on CUDA alone, got {case.device.type}"
     if backend == "auto" and not AUTO_DECODES:
-        return "backend='auto' does not yet decode on the half-width kernel; ask for it with backend='triton'"
+        return f"{argument}='auto' does not yet decode on the half-width kernel; ask for it with {argument}='triton'"
     return None
 
 

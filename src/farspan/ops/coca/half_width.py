@@ -6,11 +6,14 @@ from torch import Tensor
 from farspan.errors import require, require_choice
 from farspan.ops.call import check_mask
 from farspan.ops.coca.decoding import Slots, Steps, attend_half_width
-from farspan.ops.coca.interface import FORMS, coca_attention_reference
+from farspan.ops.coca.interface import FORMS
+from farspan.ops.coca.reference import scores_exact, scores_slack
 from farspan.ops.coca.triton_backend import triton_refusal
-from farspan.ops.positions import LIMIT, resolve
+from farspan.ops.positions import LIMIT, Positions, resolve
 from farspan.ops.rotary import Rotary
+from farspan.ops.rotary_reference import turns
 from farspan.ops.segments import check_dim
+from farspan.ops.softmax.reference import attend, visible
 
 
 def half_width_attention(
@@ -44,7 +47,8 @@ def half_width_attention(
         lengths: (b) int, keys of each row that count; the rest of the cache is never read. None = all, as is a length
             beyond m.
         first: position of key 0, for all rows or (b) int, from which the others count on.
-        positions: of queries (b, n) and keys (b, m), where they do not count on; then without `first`.
+        positions: of queries (b, n) and keys (b, m), where they do not count on; then without `first`. They turn
+            queries and keys; what a query sees goes by the index, as everywhere here.
         padding_mask: (b, m) bool, True = keep.
         block_table: (b, blocks) int, the page that holds keys i·(page length) … of each row.
         causal, window, scale: as in :func:`farspan.ops.coca_attention`.
@@ -61,7 +65,7 @@ def half_width_attention(
     """
     _check(q, t, v, form, lengths, first, block_table, window, splits)
     m = t.shape[2] * (1 if block_table is None else block_table.shape[1])
-    _check_keys(q, m, first, positions, padding_mask)
+    _check_keys(q, m, lengths, first, positions, padding_mask)
     reason = triton_refusal(q, t, v, rotary, None)
     require(reason is None, str(reason))
     slots, steps = Slots(lengths, first, positions, padding_mask, block_table), None
@@ -91,23 +95,28 @@ def half_width_attention_reference(
 ) -> Tensor:
     """:func:`half_width_attention` by its definition: each row alone, its keys laid out, by the equations."""
     _check(q, t, v, form, lengths, first, block_table, window, splits)
-    _check_keys(q, t.shape[2] * (1 if block_table is None else block_table.shape[1]), first, positions, padding_mask)
-    options = {"rotary": rotary, "form": form, "causal": causal, "window": window, "scale": scale}
+    m = t.shape[2] * (1 if block_table is None else block_table.shape[1])
+    _check_keys(q, m, lengths, first, positions, padding_mask)
+    scores = scores_exact if form == "exact" else scores_slack
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
     out = q.new_zeros(*q.shape[:3], v.shape[-1])
     for row in range(q.shape[0]):
         keys, values = t[row], v[row]
         if block_table is not None:
             keys, values = (x[block_table[row]].transpose(0, 1).flatten(1, 2) for x in (t, v))
-        held = keys.shape[1] if lengths is None else min(keys.shape[1], int(lengths[row]))
+        held = m if lengths is None else min(m, int(lengths[row]))
         n = min(q.shape[2], held)
         if n:
-            places: int | Tensor = int(first[row]) if isinstance(first, Tensor) else first
+            begin = int(first[row]) if isinstance(first, Tensor) else first
+            places = Positions(n, held, q.device, begin, None, True)
             if positions is not None:
-                places = positions[1].expand(q.shape[0], -1)[row, :held]
-            mask = None if padding_mask is None else padding_mask[row : row + 1, :held]
-            alone = (x[None] for x in (q[row, :, -n:], keys[:, :held], values[:, :held]))
-            last = coca_attention_reference(*alone, positions=places, padding_mask=mask, **options)  # type: ignore[arg-type]
-            out[row, :, -n:] = last[0]
+                query, key = (x.expand(q.shape[0], -1)[row : row + 1] for x in positions)
+                places = Positions(n, held, q.device, None, (query[:, -n:], key[:, :held]), True)
+            last, keys, values = (x[None] for x in (q[row, :, -n:], keys[:, :held], values[:, :held]))
+            weights = scores(last, keys, *turns(rotary, places, q.shape[-1], q.dtype)) * scale
+            keep = None if padding_mask is None else padding_mask[row : row + 1, :held]
+            seen = visible(places, causal=causal, window=window, padding_mask=keep, documents=None)
+            out[row, :, -n:] = attend(weights, values, seen)[0]
     return out
 
 
@@ -157,6 +166,7 @@ def _check(
 def _check_keys(
     q: Tensor,
     m: int,
+    lengths: Tensor | None,
     first: int | Tensor,
     positions: tuple[Tensor, Tensor] | None,
     padding_mask: Tensor | None,
@@ -167,7 +177,17 @@ def _check_keys(
     if positions is not None:
         plain = not isinstance(first, Tensor) and first == 0
         require(plain, "first and positions both say where keys stand; give one of them")
-        resolve(positions, q.shape[2], m, q.device)
+        query, key = positions
+        resolve((query, key if lengths is None else _held(key, lengths)), q.shape[2], m, q.device)
+
+
+def _held(key: Tensor, lengths: Tensor) -> Tensor:
+    """Key positions (b|1, m) where each row's tail, which is never read, repeats its last one: any will do there."""
+    read = key.device.type == lengths.device.type == "cpu" and not torch.compiler.is_compiling()
+    if not read or key.ndim > 2 or key.shape[-1] == 0:
+        return key
+    last = lengths.clamp(1, key.shape[-1])[:, None] - 1
+    return key.expand(len(lengths), -1).gather(1, torch.arange(key.shape[-1])[None].minimum(last))
 
 
 def _check_first(first: int | Tensor, m: int) -> None:

@@ -19,6 +19,7 @@ from farspan.ops.coca.decoding import (
     kernel_refusal,
     rotary_factor,
     takes_half_width,
+    wants_gradient,
 )
 from farspan.ops.coca.fused import coca_features
 from farspan.ops.phases import rotary_steps
@@ -37,7 +38,7 @@ def auto_takes_triton(q: Tensor, t: Tensor, v: Tensor, rotary: Rotary | Plan | N
         width=max(q.shape[-1], v.shape[-1]),
         dtype=q.dtype,
         device=q.device,
-        gradient=_needs_gradient(q, t, v),
+        gradient=wants_gradient(q, t, v),
         documents=documents is not None,
     )
     return takes_half_width(case, "auto")
@@ -51,7 +52,7 @@ def triton_refusal(
         return "backend='triton' computes its angles in the kernel: pass the Rotary, not a plan of angles"
     if documents is not None:
         return "backend='triton' does not see documents; use backend='sdpa'"
-    if q.dtype == torch.float16 and _needs_gradient(q, t, v):
+    if q.dtype == torch.float16 and wants_gradient(q, t, v):
         return "backend='triton' has no gradients in float16, whose range squares leave; use bfloat16 or backend='sdpa'"
     return kernel_refusal(q.dtype, max(q.shape[-1], v.shape[-1]), q.device)
 
@@ -63,7 +64,7 @@ def triton_attention(q: Tensor, t: Tensor, v: Tensor, *, rotary: Rotary | Plan |
     assert rotary is None or isinstance(rotary, Rotary)
     if rotary is not None:
         check_dim(rotary, q)
-    if not _needs_gradient(q, t, v):
+    if not wants_gradient(q, t, v):
         return _half_width(q, t, v, rotary, form, call)
     runs = [Run(0, q.shape[2], None)] if rotary is None else list(rotary.runs(call.places))
     return join(runs, [_prepared(q, t, v, rotary, form, call, run) for run in runs])
@@ -101,7 +102,3 @@ def _prepared(q: Tensor, t: Tensor, v: Tensor, rotary: Rotary | None, form: str,
         begin = first + places.m - places.n + run.start
         q_, k_ = prepare_op(q, t, step, query, key, begin, first, form, rotary_factor(rotary))
     return softmax_attention(q_, k_, v, sight=call.sight.narrow(run.start, run.stop, keys), scale=call.scale)
-
-
-def _needs_gradient(*tensors: Tensor) -> bool:
-    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)

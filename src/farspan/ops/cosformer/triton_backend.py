@@ -44,7 +44,7 @@ def triton_refusal(
         return "backend='triton' takes queries that are the last keys; for free positions use backend='chunked'"
     if not causal and documents is not None:
         return "backend='triton' sees documents only with causal=True; use backend='chunked'"
-    return cannot_launch(q.device.type)
+    return cannot_launch(q.device.type, "backend", "chunked")
 
 
 def triton_run(
