@@ -2,11 +2,11 @@
 
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from farspan.errors import require, require_choice
 from farspan.ops.call import BACKENDS, check_call, reference_twin
+from farspan.ops.coca.decoding import wants_gradient
 from farspan.ops.coca.fused import coca_features
 from farspan.ops.coca.reference import scores_exact, scores_slack
 from farspan.ops.coca.triton_backend import auto_takes_triton, triton_attention
@@ -59,6 +59,7 @@ def coca_attention(
         (b, h, n, dv) in q's dtype.
 
     >>> import torch
+    >>> import torch
     >>> q, t, v = torch.randn(1, 4, 6, 8), torch.rand(1, 2, 6, 4), torch.randn(1, 2, 6, 8)
     >>> coca_attention(q, t, v, rotary=Rotary(8)).shape
     torch.Size([1, 4, 6, 8])
@@ -110,8 +111,7 @@ coca_attention_reference = reference_twin(coca_attention)
 
 
 def _takes_waves(q: Tensor, t: Tensor, v: Tensor, documents: Tensor | None) -> bool:
-    gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (q, t, v))
-    return takes_waves(q.shape[2], q.device, gradient=gradient, documents=documents is not None)
+    return takes_waves(q.shape[2], q.device, gradient=wants_gradient(q, t, v), documents=documents is not None)
 
 
 def _check_width(q: Tensor) -> None:
