@@ -103,8 +103,9 @@ def _bench_linear(lengths: list[int] | None, repeats: int, quick: bool, seed: in
 def _tune_linear(repeats: int, seed: int, out: Path | None) -> None:
     from farspan.benchmark import linear_tuning
 
-    console, total = Console(), 12 * 2 + 12 * 3
-    rows = collect(linear_tuning.run(device="cuda", repeats=repeats), total, console)
+    console, widths = Console(), (64, 128)
+    total = sum(len(linear_tuning.variants(d)) for d in widths)
+    rows = collect(linear_tuning.run(device="cuda", repeats=repeats, widths=widths), total, console)
     for row in sorted(rows, key=lambda row: (row["d"], row["passes"], row["milliseconds"]["median"])):
         console.print(f"{row['d']}  {row['passes']}  {row['cut']}  {row['milliseconds']['median']:.3f} ms")
     write(out, rows, "cuda", seed, console)

@@ -1,59 +1,98 @@
-"""Which tiles are fastest for decoding on this device: the source of the table in ops.coca.kernels.attention."""
+"""Which tiles are fastest for decoding on this device: the source of the tables in ops.coca.kernels.attention."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import product
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from farspan.benchmark.agree import ResultsDifferError
+from farspan.benchmark.ahead import compile_ahead
 from farspan.benchmark.clock import clock, copy_speed
 from farspan.benchmark.kernel_checks import error_row
 from farspan.benchmark.kernels import NOTED, TOY, Shape, random_inputs
 from farspan.ops import Rotary, coca_attention, coca_attention_reference
 from farspan.ops.phases import rotary_steps
 
-KEYS, WARPS, STAGES, SPLITS = (32, 64, 128), (4, 8), (2, 3, 4), (1.0, 0.25)
-SHAPES = [NOTED[0], NOTED[1], NOTED[3]]
+SPLITS = (1.0, 0.5, 0.25)
+"""Parts of the usual number of splits."""
+ALONE = [(1, *rest) for rest in product((16, 32, 64), (1, 2, 4), (2, 3, 4))]
+TOGETHER = [(16, *rest) for rest in product((32, 64, 128), (4, 8), (2, 3))]
+SHAPES = [NOTED[0], NOTED[3], NOTED[4], NOTED[5]]
+
+Numbers = tuple[int, int, int, int]
+"""Those of a Cut, which this module cannot name before triton is there."""
+
+
+def variants(shape: Shape, toy: bool = False) -> list[Numbers]:
+    """The cuts to try: a query alone has its own kernel, and may take the one for several."""
+    if toy:
+        return [(16, 32, 4, 2)]
+    few = [cut for cut in ALONE if cut[1] * shape.d <= 4096 * cut[2]]  # others spill their registers
+    return [*few, *TOGETHER] if shape.h == shape.g else list(TOGETHER)
 
 
 def run(*, device: str, repeats: int, toy: bool = False) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Yield the six fastest cuts of each shape, fastest first; raises ResultsDifferError if any cut is wrong."""
+    """Yield the cuts of each shape, fastest first; raises ResultsDifferError if any cut is wrong."""
     speed = copy_speed(device, 2**20 if toy else 2**31)
+    if not toy:
+        prepare(device)
     for shape in TOY if toy else SHAPES:
         rows = sorted(
             _sweep(shape, device, repeats, speed, toy), key=lambda row: row["milliseconds"]["exact"]["median"]
         )
-        for row in rows[:6]:
+        for row in rows:
             yield f"{tuple(shape)} {row['cut']} splits {row['splits']}", [row]
+
+
+def prepare(device: str) -> int:
+    """Compile all variants."""
+    return compile_ahead(_try, [(shape, cut, device) for shape in SHAPES for cut in variants(shape)])
+
+
+def _try(shape: Shape, numbers: Numbers, device: str) -> None:
+    """A call of a variant with one split and one with several, for a single text."""
+    q, t, _, v = random_inputs(shape._replace(b=1), device)
+    for splits in (1, 6):
+        _launcher(q, t, v)(numbers, splits)
+
+
+def _launcher(q: Tensor, t: Tensor, v: Tensor) -> Callable[[Numbers, int], Tensor]:
+    from farspan.ops.coca.kernels.attention import Cut, launch
+
+    d = q.shape[-1]
+    step = rotary_steps(Rotary(d), None, q.device)
+    places = (None, None, None, None, None, None, 0, 0)
+    return lambda numbers, splits: launch(
+        q, t, v, step, *places, "exact", False, True, None, d**-0.5, splits, Cut(*numbers)
+    )
 
 
 @torch.no_grad()
 def _sweep(shape: Shape, device: str, repeats: int, copy: float, toy: bool) -> Iterator[dict[str, Any]]:
     from triton.runtime.errors import OutOfResources
 
-    from farspan.ops.coca.kernels.attention import Cut, choose_splits, launch, processors
+    from farspan.ops.coca.kernels.attention import Cut, choose_splits, processors
 
     q, t, _, v = random_inputs(shape, device)
-    step, scale = rotary_steps(Rotary(shape.d), None, q.device), shape.d**-0.5
+    launch = _launcher(q, t, v)
     one = [x[:1] for x in (q, t, v)]  # of one sequence, the float64 equations fit into memory
     truth = coca_attention_reference(*(x.double() for x in one), rotary=Rotary(shape.d))
     plain = coca_attention(*one, rotary=Rotary(shape.d), backend="sdpa")
-    places = (None, None, None, None, None, None, 0, 0)
-    for keys, warps, stages, part in [(32, 4, 2, 1.0)] if toy else product(KEYS, WARPS, STAGES, SPLITS):
-        cut = Cut(16, keys, warps, stages)
-        splits = max(1, int(choose_splits(shape.b * shape.g, shape.m, cut, processors(q.device)) * part))
-
-        def call(cut: Cut = cut, splits: int = splits) -> torch.Tensor:
-            return launch(q, t, v, step, *places, "exact", False, True, None, scale, splits, cut)
-
+    usual = {
+        cut: choose_splits(shape.b * shape.g, shape.m, Cut(*cut), processors(q.device)) for cut in variants(shape, toy)
+    }
+    for cut, splits in dict.fromkeys((cut, max(1, int(n * part))) for cut, n in usual.items() for part in SPLITS):
+        call = partial(launch, cut, splits)
         try:
             check = error_row("tuning", call()[:1], truth, plain)
         except OutOfResources:  # more shared memory than a processor has
             continue
         if not check["error"] <= check["allowed"]:
             raise ResultsDifferError(
-                f"cut {tuple(cut)}, splits {splits}, is wrong on {tuple(shape)}: {check['error']:.1e} "
+                f"cut {cut}, splits {splits}, is wrong on {tuple(shape)}: {check['error']:.1e} "
                 f"(allowed: {check['allowed']:.1e})"
             )
         times = clock(call, device=device, repeats=repeats)
@@ -61,7 +100,7 @@ def _sweep(shape: Shape, device: str, repeats: int, copy: float, toy: bool) -> I
         yield {
             "kind": "tuning",
             **shape._asdict(),
-            "cut": tuple(cut),
+            "cut": cut,
             "splits": splits,
             "error": check["error"],
             "allowed": check["allowed"],

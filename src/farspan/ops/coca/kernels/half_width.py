@@ -17,14 +17,14 @@ ANCHOR = tl.constexpr(1024)
 """Tiles from one exact base angle to the next."""
 
 
-@triton.jit(do_not_specialize=["n", "m", "first", "behind", "window", "splits"])
+@triton.jit(do_not_specialize=["n", "m", "first", "behind", "window", "splits", "lse_b", "lse_h", "lse_n"])
 def half_width_kernel(
     q, t, v, out, lse, step, lengths, firsts, query_positions, key_positions, padding, pages,
     scale, n, m, first, behind, window, splits,
     q_b, q_h, q_n, t_b, t_g, t_m, v_b, v_g, v_m, out_b, out_h, out_n, out_s, lse_b, lse_h, lse_n,
     step_b, query_positions_b, key_positions_b, padding_b, pages_b,
     EXACT: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BY_POSITION: tl.constexpr, FOLD: tl.constexpr,
-    DIRECT: tl.constexpr,    GROUP: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
+    DIRECT: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_M rows (query × head of a group) of one key head against one split of the keys.
@@ -235,7 +235,7 @@ def key_range(
     return low, high
 
 
-@triton.jit(do_not_specialize=["n", "splits"])
+@triton.jit(do_not_specialize=["n", "splits", "lse_b", "lse_h", "lse_n"])
 def merge_kernel(
     parts, lse, out, n, splits, part_b, part_h, part_n, part_s, lse_b, lse_h, lse_n, out_b, out_h, out_n,
     WIDTH: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_V: tl.constexpr,

@@ -13,7 +13,7 @@ from farspan.ops.coca.kernels.half_width import anchored, key_range, key_slots, 
 from farspan.ops.coca.kernels.narrow import narrow
 
 
-@triton.jit(do_not_specialize=["m", "first", "behind", "window", "splits"])
+@triton.jit(do_not_specialize=["m", "first", "behind", "window", "splits", "lse_b", "lse_h"])
 def one_query_kernel(
     q, t, v, out, lse, step, lengths, firsts, query_positions, key_positions, padding, pages,
     scale, m, first, behind, window, splits,
