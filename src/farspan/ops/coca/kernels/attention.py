@@ -8,6 +8,7 @@ import triton
 from torch import Tensor
 
 from farspan.ops.coca.decoding import FOLD_ROWS
+from farspan.ops.coca.kernels.few_queries import few_queries_kernel
 from farspan.ops.coca.kernels.half_width import half_width_kernel, merge_kernel
 from farspan.ops.coca.kernels.one_query import one_query_kernel
 
@@ -112,25 +113,29 @@ def launch(
     rows = [_row_stride(x) for x in (step, query_positions, key_positions, padding, pages)]
     places = (step, lengths, firsts, query_positions, key_positions, padding, pages)
     out_b, out_h, out_n, out_s = parts.stride()[:4]
-    free = key_positions is not None
     options = {
         "EXACT": form == "exact", "CAUSAL": causal, "WINDOW": window is not None, "BY_POSITION": by_position,
+        "DIRECT": key_positions is not None or q.dtype == torch.float32,
         "HALF": d // 2, "WIDTH": width, "PAGE": 0 if pages is None else t.shape[2],
         "BLOCK_N": cut.keys, "BLOCK_D": padded(d // 2), "BLOCK_V": padded(width), "num_warps": cut.warps,
     }  # fmt: skip
+    several = (scale * LOG2_E, n, m, first, behind, window or 0, splits, *q.stride()[:3], *t.stride()[:3])
+    several = (*several, *v.stride()[:3], *parts.stride()[:4], lse_b, lse_h, lse_n, *rows)
     with torch.cuda.device_of(q):
         if cut.rows == 1:
             one_query_kernel[(1, g * splits, b)](
                 q, t, v, parts, lse, *places, scale * LOG2_E, m, first, behind, window or 0, splits,
                 *q.stride()[:2], *t.stride()[:3], *v.stride()[:3], out_b, out_h, out_s, lse_b, lse_h, *rows,
-                **options, DIRECT=free or q.dtype == torch.float32, STAGES=cut.stages,
+                **options, STAGES=cut.stages,
             )  # fmt: skip
+        elif cut.rows <= FOLD_ROWS:
+            few_queries_kernel[(1, g * splits, b)](
+                q, t, v, parts, lse, *places, *several, **options, GROUP=h // g, ROWS=cut.rows, num_stages=cut.stages
+            )
         else:
             half_width_kernel[(blocks, g * splits, b)](
-                q, t, v, parts, lse, *places, scale * LOG2_E, n, m, first, behind, window or 0, splits,
-                *q.stride()[:3], *t.stride()[:3], *v.stride()[:3], out_b, out_h, out_n, out_s, lse_b, lse_h, lse_n,
-                *rows, **options, DIRECT=free or q.dtype == torch.float32, FOLD=cut.rows <= FOLD_ROWS, GROUP=h // g,
-                BLOCK_M=cut.rows, num_stages=cut.stages,
+                q, t, v, parts, lse, *places, *several, **options, GROUP=h // g, BLOCK_M=cut.rows,
+                num_stages=cut.stages,
             )  # fmt: skip
         if lse is not None:
             merge_kernel[(h * n, b)](

@@ -1,0 +1,169 @@
+"""Decoding with a few queries a key head (grouped heads, several new tokens): keys on the long side of the products.
+
+A tensor core takes its first operand, 64 rows or more of it, from registers: t is loaded there, multiplied by the waves
+of r = 0 … BLOCK_N-1, which are the same in every tile n = n₀ + r, and used where it is. The queries, few, take the turn
+by n₀θ themselves. All that crosses shared memory is they, one maximum a tile and row, and the weights.
+"""
+
+import triton
+import triton.language as tl
+
+from farspan.ops.coca.kernels.angles import cos_sin, places, waves
+from farspan.ops.coca.kernels.half_width import anchored, key_range, key_slots, sees, tile, turned
+from farspan.ops.coca.kernels.narrow import narrow, product
+
+
+@triton.jit(do_not_specialize=["n", "m", "first", "behind", "window", "splits", "lse_b", "lse_h", "lse_n"])
+def few_queries_kernel(
+    q, t, v, out, lse, step, lengths, firsts, query_positions, key_positions, padding, pages,
+    scale, n, m, first, behind, window, splits,
+    q_b, q_h, q_n, t_b, t_g, t_m, v_b, v_g, v_m, out_b, out_h, out_n, out_s, lse_b, lse_h, lse_n,
+    step_b, query_positions_b, key_positions_b, padding_b, pages_b,
+    EXACT: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BY_POSITION: tl.constexpr, DIRECT: tl.constexpr,
+    GROUP: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """One program: all rows (query × head of a group) of one key head against one split of the keys.
+
+    Arguments are those of `half_width_kernel`; tiles are its tiles transposed, keys or width first and rows second.
+    """
+    rows = tl.arange(0, ROWS)
+    split = tl.program_id(1) % splits
+    key_head = (tl.program_id(1) // splits).to(tl.int64)
+    row = tl.program_id(2).to(tl.int64)
+    query = rows // GROUP
+    head = key_head * GROUP + rows % GROUP
+    live = query < n
+    pair = tl.arange(0, BLOCK_D)
+    column = tl.arange(0, BLOCK_V)
+    near = tl.arange(0, BLOCK_N)
+
+    length = m
+    if lengths is not None:
+        length = tl.minimum(tl.load(lengths + row), m).to(tl.int32)  # beyond m lies another row's cache
+    if firsts is not None:
+        first = tl.load(firsts + row).to(tl.int64)
+    lead = length - n - behind  # index of query 0 among the keys
+    index = lead + query
+    asks = live
+    if not BY_POSITION:
+        asks = live & (index >= 0)  # a query before the first key is written, as zeros
+    low, high = key_range(lead, n, length, window, 0, CAUSAL, WINDOW, BY_POSITION, GROUP, ROWS)
+    tiles = tl.cdiv(tl.cdiv(tl.maximum(high - low, 0), BLOCK_N), splits)
+    begin = low + split * tiles * BLOCK_N
+    end = tl.minimum(high, begin + tiles * BLOCK_N)
+
+    where_q = q + row * q_b + head * q_h + query.to(tl.int64) * q_n
+    inside = (pair < HALF)[:, None] & live[None, :]
+    a = tl.load(where_q[None, :] + pair[:, None], mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(where_q[None, :] + HALF + pair[:, None], mask=inside, other=0.0).to(tl.float32)
+    left = a * a + b * b
+    right = left
+    if step is not None:
+        turn = tl.load(step + row * step_b + pair, mask=pair < HALF, other=0)
+        if query_positions is None:
+            at = (first + index).to(tl.int64)
+        else:
+            at = places(query_positions, query_positions_b, row, query, live, first)
+        query_cos, query_sin = cos_sin(turn[:, None] * at[None, :])
+        left, right = waves(a, b, query_cos, query_sin, EXACT)
+    left = left * scale
+    right = right * scale
+    if q.dtype.element_ty == tl.float16:  # squares leave float16's range: give each row a size of its own
+        largest = tl.maximum(tl.max(tl.maximum(tl.abs(left), tl.abs(right)), axis=0), 1e-30)
+        left = left * (1024.0 / largest)[None, :]
+        right = right * (1024.0 / largest)[None, :]
+    now_left = left
+    now_right = right
+    if step is not None and not DIRECT:
+        near_cos, near_sin = near_waves(turn, splits < 0, t.dtype.element_ty, BLOCK_N, BLOCK_D)
+        base_cos, base_sin = cos_sin((first + begin).to(tl.int64) * turn)
+        on_cos, on_sin = cos_sin(BLOCK_N * turn)
+        now_left, now_right = turned(left, right, base_cos[:, None], base_sin[:, None])
+
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_N, ROWS], tl.float32)  # sums over keys stay apart until the end
+    mixed = tl.zeros([BLOCK_V, ROWS], tl.float32)
+    nothing = tl.zeros([BLOCK_N, ROWS], tl.float32)
+    for start in range(begin, end, BLOCK_N):
+        key = start + near
+        keep = key < end
+        if padding is not None:
+            keep = keep & (tl.load(padding + row * padding_b + key, mask=keep, other=0) != 0)
+        block, slot = key_slots(pages, pages_b, row, key, end, PAGE)
+        coefficient = tile(t, block * t_b + key_head * t_g + slot * t_m, pair, keep, HALF)
+        value = tile(v, block * v_b + key_head * v_g + slot * v_m, column, keep, WIDTH)
+
+        fixed_left = narrow(now_left, t.dtype.element_ty)
+        if step is None:
+            score = product(coefficient, fixed_left, nothing)
+        else:
+            fixed_right = narrow(now_right, t.dtype.element_ty)
+            wide = coefficient.to(tl.float32)
+            if q.dtype.element_ty == tl.float16:  # and each tile of t
+                ceiling = tl.maximum(tl.max(tl.max(tl.abs(wide), axis=1), axis=0), 1e-30)
+                wide = wide * (1024.0 / ceiling)
+            if DIRECT:
+                key_at = places(key_positions, key_positions_b, row, key, keep, first)
+                near_cos, near_sin = cos_sin(key_at[:, None] * turn[None, :])
+            even = narrow(wide * near_cos, t.dtype.element_ty)
+            odd = narrow(wide * near_sin, t.dtype.element_ty)
+            score = product(even, fixed_left, nothing)
+            score = product(odd, fixed_right, score)
+            if not DIRECT:  # what rounding the queries lost: they are few, and waiting for memory anyway
+                lost_left = narrow(now_left - fixed_left.to(tl.float32), t.dtype.element_ty)
+                lost_right = narrow(now_right - fixed_right.to(tl.float32), t.dtype.element_ty)
+                score = product(even, lost_left, score)
+                score = product(odd, lost_right, score)
+                if anchored(start + BLOCK_N - begin, BLOCK_N):
+                    base_cos, base_sin = cos_sin((first + start + BLOCK_N).to(tl.int64) * turn)
+                    now_left, now_right = turned(left, right, base_cos[:, None], base_sin[:, None])
+                else:
+                    now_left, now_right = turned(now_left, now_right, on_cos[:, None], on_sin[:, None])
+            if q.dtype.element_ty == tl.float16:
+                score = score * (ceiling * (1.0 / 1024.0))
+        if q.dtype.element_ty == tl.float16:
+            score = score * (largest * (1.0 / 1024.0))[None, :]
+
+        if BY_POSITION:
+            asker = places(query_positions, query_positions_b, row, query, live, first)
+            asked = places(key_positions, key_positions_b, row, key, keep, first)
+            seen = sees(asker[None, :] - asked[:, None], window, CAUSAL, WINDOW)
+        else:
+            seen = sees(index[None, :] - key[:, None], window, CAUSAL, WINDOW)
+        score = tl.where(seen & asks[None, :] & keep[:, None], score, float("-inf"))
+
+        peak = tl.maximum(top, tl.max(score, axis=0))
+        safe = tl.where(peak == float("-inf"), 0.0, peak)  # a row that has seen nothing yet
+        weight = tl.exp2(score - safe[None, :])
+        fade = tl.exp2(top - safe)[None, :]
+        total = total * fade + weight
+        mixed = product(tl.trans(value), narrow(weight, v.dtype.element_ty), mixed * fade)
+        top = peak
+
+    whole = tl.sum(total, axis=0)
+    sighted = whole > 0
+    whole = tl.where(sighted, whole, 1.0)
+    where_out = out + row * out_b + head * out_h + query.to(tl.int64) * out_n + split * out_s
+    tl.store(
+        where_out[None, :] + column[:, None],
+        narrow(mixed / whole[None, :], out.dtype.element_ty),
+        mask=(column < WIDTH)[:, None] & live[None, :],
+    )
+    if lse is not None:
+        logarithm = tl.where(sighted, top + tl.log2(whole), float("-inf"))
+        tl.store(lse + row * lse_b + head * lse_h + query.to(tl.int64) * lse_n + split, logarithm, mask=live)
+
+
+@triton.jit
+def near_waves(turn, never, dtype: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
+    """cos and sin (BLOCK_N, BLOCK_D) of the keys of a tile, lying in registers as a product leaves its result.
+
+    So they fit t as the next product takes it. Made from nothing, they would wait in shared memory and be read again
+    for each tile; hence the product, of zeros that the compiler cannot know to be zeros.
+    """
+    zeros = tl.full([BLOCK_N, 16], 0.0, tl.float32) + tl.where(never, 1.0, 0.0)
+    ones = tl.full([16, BLOCK_D], 1.0, tl.float32)
+    zero = product(zeros.to(dtype), ones.to(dtype), tl.zeros([BLOCK_N, BLOCK_D], tl.float32))
+    near = tl.arange(0, BLOCK_N)[:, None] + zero.to(tl.int32)
+    return cos_sin(near.to(tl.int64) * turn[None, :])
