@@ -46,7 +46,7 @@ def choose_cut(rows: int, half: int, width: int, dtype: torch.dtype) -> Cut:
     cut = (DECODE if rows <= FOLD_ROWS else PREFILL)[size]
     if dtype == torch.float32:
         cut = Cut(min(cut.rows, 64), min(cut.keys, 32), cut.warps, 2)
-    return cut._replace(rows=max(16, triton.next_power_of_2(rows))) if rows < cut.rows or rows <= FOLD_ROWS else cut
+    return cut._replace(rows=max(8, triton.next_power_of_2(rows))) if rows < cut.rows or rows <= FOLD_ROWS else cut
 
 
 def padded(width: int) -> int:

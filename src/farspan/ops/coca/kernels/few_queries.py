@@ -83,7 +83,7 @@ def few_queries_kernel(
 
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_N, ROWS], tl.float32)  # sums over keys stay apart until the end
-    mixed = tl.zeros([BLOCK_V, ROWS], tl.float32)
+    mixed = tl.zeros([BLOCK_V, 2 * ROWS], tl.float32)
     nothing = tl.zeros([BLOCK_N, ROWS], tl.float32)
     for start in range(begin, end, BLOCK_N):
         key = start + near
@@ -94,11 +94,9 @@ def few_queries_kernel(
         coefficient = tile(t, block * t_b + key_head * t_g + slot * t_m, pair, keep, HALF)
         value = tile(v, block * v_b + key_head * v_g + slot * v_m, column, keep, WIDTH)
 
-        fixed_left = narrow(now_left, t.dtype.element_ty)
         if step is None:
-            score = product(coefficient, fixed_left, nothing)
+            score = product(coefficient, narrow(left, t.dtype.element_ty), nothing)
         else:
-            fixed_right = narrow(now_right, t.dtype.element_ty)
             wide = coefficient.to(tl.float32)
             if q.dtype.element_ty == tl.float16:  # and each tile of t
                 ceiling = tl.maximum(tl.max(tl.max(tl.abs(wide), axis=1), axis=0), 1e-30)
@@ -106,15 +104,15 @@ def few_queries_kernel(
             if DIRECT:
                 key_at = places(key_positions, key_positions_b, row, key, keep, first)
                 near_cos, near_sin = cos_sin(key_at[:, None] * turn[None, :])
-            even = narrow(wide * near_cos, t.dtype.element_ty)
-            odd = narrow(wide * near_sin, t.dtype.element_ty)
-            score = product(even, fixed_left, nothing)
-            score = product(odd, fixed_right, score)
-            if not DIRECT:  # what rounding the queries lost: they are few, and waiting for memory anyway
-                lost_left = narrow(now_left - fixed_left.to(tl.float32), t.dtype.element_ty)
-                lost_right = narrow(now_right - fixed_right.to(tl.float32), t.dtype.element_ty)
-                score = product(even, lost_left, score)
-                score = product(odd, lost_right, score)
+            turned_t = beside(narrow(wide * near_cos, t.dtype.element_ty), narrow(wide * near_sin, t.dtype.element_ty))
+            wave = above(now_left, now_right)
+            fixed = narrow(wave, t.dtype.element_ty)
+            if DIRECT:
+                score = product(turned_t, fixed, nothing)
+            else:
+                lost = narrow(wave - fixed.to(tl.float32), t.dtype.element_ty)
+                both = product(turned_t, beside(fixed, lost), tl.zeros([BLOCK_N, 2 * ROWS], tl.float32))
+                score = tl.sum(tl.reshape(both, [BLOCK_N, 2, ROWS]), axis=1)
                 if anchored(start + BLOCK_N - begin, BLOCK_N):
                     base_cos, base_sin = cos_sin((first + start + BLOCK_N).to(tl.int64) * turn)
                     now_left, now_right = turned(left, right, base_cos[:, None], base_sin[:, None])
@@ -138,12 +136,16 @@ def few_queries_kernel(
         weight = tl.exp2(score - safe[None, :])
         fade = tl.exp2(top - safe)[None, :]
         total = total * fade + weight
-        mixed = product(tl.trans(value), narrow(weight, v.dtype.element_ty), mixed * fade)
+        faded = tl.reshape(tl.reshape(mixed, [BLOCK_V, 2, ROWS]) * fade[:, None, :], [BLOCK_V, 2 * ROWS])
+        near_weight = narrow(weight, v.dtype.element_ty)
+        lost_weight = narrow(weight - near_weight.to(tl.float32), v.dtype.element_ty)
+        mixed = product(tl.trans(value), beside(near_weight, lost_weight), faded)
         top = peak
 
     whole = tl.sum(total, axis=0)
     sighted = whole > 0
     whole = tl.where(sighted, whole, 1.0)
+    mixed = tl.sum(tl.reshape(mixed, [BLOCK_V, 2, ROWS]), axis=1)
     where_out = out + row * out_b + head * out_h + query.to(tl.int64) * out_n + split * out_s
     tl.store(
         where_out[None, :] + column[:, None],
@@ -167,3 +169,15 @@ def near_waves(turn, never, dtype: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D:
     zero = product(zeros.to(dtype), ones.to(dtype), tl.zeros([BLOCK_N, BLOCK_D], tl.float32))
     near = tl.arange(0, BLOCK_N)[:, None] + zero.to(tl.int32)
     return cos_sin(near.to(tl.int64) * turn[None, :])
+
+
+@triton.jit
+def beside(x, y):
+    """[x y]: two tiles (r, c) as one (r, 2c)."""
+    return tl.reshape(tl.permute(tl.join(x, y), (0, 2, 1)), [x.shape[0], 2 * x.shape[1]])
+
+
+@triton.jit
+def above(x, y):
+    """Two tiles (r, c) as one (2r, c), x on top."""
+    return tl.reshape(tl.permute(tl.join(x, y), (2, 0, 1)), [2 * x.shape[0], x.shape[1]])
