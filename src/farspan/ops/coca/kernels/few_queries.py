@@ -1,15 +1,17 @@
 """Decoding with a few queries a key head (grouped heads, several new tokens): keys on the long side of the products.
 
-A tensor core takes its first operand, 64 rows or more of it, from registers: t is loaded there, multiplied by the waves
-of r = 0 … BLOCK_N-1, which are the same in every tile n = n₀ + r, and used where it is. The queries, few, take the turn
-by n₀θ themselves. All that crosses shared memory is they, one maximum a tile and row, and the weights.
+A tensor core takes its first operand, 64 rows of it, from registers: t is read there, multiplied by the waves of
+r = 0 … BLOCK_N-1, which are the same in every tile n = n₀ + r, and used where it is. The queries, few, take the turn by
+n₀θ themselves. All that crosses shared memory on the way is they, one maximum a tile and row, and the weights. The
+products have sixteen columns at least and the queries leave some free, so both go in as two numbers of t's dtype, which
+together hold what float32 holds.
 """
 
 import triton
 import triton.language as tl
 
 from farspan.ops.coca.kernels.angles import cos_sin, places, waves
-from farspan.ops.coca.kernels.half_width import anchored, key_range, key_slots, sees, tile, turned
+from farspan.ops.coca.kernels.half_width import ANCHOR, key_range, key_slots, sees, tile, turned
 from farspan.ops.coca.kernels.narrow import narrow, product
 
 
@@ -25,7 +27,7 @@ def few_queries_kernel(
 ):  # fmt: skip
     """One program: all rows (query × head of a group) of one key head against one split of the keys.
 
-    Arguments are those of `half_width_kernel`; tiles are its tiles transposed, keys or width first and rows second.
+    Arguments are those of `half_width_kernel`; its tiles stand transposed, keys or width first and rows second.
     """
     rows = tl.arange(0, ROWS)
     split = tl.program_id(1) % splits
@@ -67,89 +69,69 @@ def few_queries_kernel(
             at = places(query_positions, query_positions_b, row, query, live, first)
         query_cos, query_sin = cos_sin(turn[:, None] * at[None, :])
         left, right = waves(a, b, query_cos, query_sin, EXACT)
+        if not DIRECT:
+            near_cos, near_sin = near_waves(turn, splits < 0, t.dtype.element_ty, BLOCK_N)
+            on_cos, on_sin = cos_sin(BLOCK_N * turn)
     left = left * scale
     right = right * scale
     if q.dtype.element_ty == tl.float16:  # squares leave float16's range: give each row a size of its own
         largest = tl.maximum(tl.max(tl.maximum(tl.abs(left), tl.abs(right)), axis=0), 1e-30)
         left = left * (1024.0 / largest)[None, :]
         right = right * (1024.0 / largest)[None, :]
-    now_left = left
-    now_right = right
-    if step is not None and not DIRECT:
-        near_cos, near_sin = near_waves(turn, splits < 0, t.dtype.element_ty, BLOCK_N, BLOCK_D)
-        base_cos, base_sin = cos_sin((first + begin).to(tl.int64) * turn)
-        on_cos, on_sin = cos_sin(BLOCK_N * turn)
-        now_left, now_right = turned(left, right, base_cos[:, None], base_sin[:, None])
 
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_N, ROWS], tl.float32)  # sums over keys stay apart until the end
-    mixed = tl.zeros([BLOCK_V, 2 * ROWS], tl.float32)
-    nothing = tl.zeros([BLOCK_N, ROWS], tl.float32)
-    for start in range(begin, end, BLOCK_N):
-        key = start + near
-        keep = key < end
-        if padding is not None:
-            keep = keep & (tl.load(padding + row * padding_b + key, mask=keep, other=0) != 0)
-        block, slot = key_slots(pages, pages_b, row, key, end, PAGE)
-        coefficient = tile(t, block * t_b + key_head * t_g + slot * t_m, pair, keep, HALF)
-        value = tile(v, block * v_b + key_head * v_g + slot * v_m, column, keep, WIDTH)
+    mixed = tl.zeros([BLOCK_V, ROWS if v.dtype.element_ty == tl.float32 else 2 * ROWS], tl.float32)
+    for base in range(begin, end, ANCHOR * BLOCK_N):
+        now_left = left
+        now_right = right
+        if step is not None and not DIRECT:
+            base_cos, base_sin = cos_sin((first + base).to(tl.int64) * turn)
+            now_left, now_right = turned(left, right, base_cos[:, None], base_sin[:, None])
+        for start in range(base, tl.minimum(end, base + ANCHOR * BLOCK_N), BLOCK_N):
+            key = start + near
+            keep = key < end
+            if padding is not None:
+                keep = keep & (tl.load(padding + row * padding_b + key, mask=keep, other=0) != 0)
+            block, slot = key_slots(pages, pages_b, row, key, end, PAGE)
+            coefficient = tile(t, block * t_b + key_head * t_g + slot * t_m, pair, keep, HALF)
+            value = tile(v, block * v_b + key_head * v_g + slot * v_m, column, keep, WIDTH)
 
-        if step is None:
-            score = product(coefficient, narrow(left, t.dtype.element_ty), nothing)
-        else:
-            wide = coefficient.to(tl.float32)
-            if q.dtype.element_ty == tl.float16:  # and each tile of t
-                ceiling = tl.maximum(tl.max(tl.max(tl.abs(wide), axis=1), axis=0), 1e-30)
-                wide = wide * (1024.0 / ceiling)
-            if DIRECT:
+            if step is None:
+                score = joined(split_product(coefficient, left, None), ROWS)
+            elif DIRECT:
                 key_at = places(key_positions, key_positions_b, row, key, keep, first)
-                near_cos, near_sin = cos_sin(key_at[:, None] * turn[None, :])
-            turned_t = beside(narrow(wide * near_cos, t.dtype.element_ty), narrow(wide * near_sin, t.dtype.element_ty))
-            wave = above(now_left, now_right)
-            fixed = narrow(wave, t.dtype.element_ty)
-            if DIRECT:
-                score = product(turned_t, fixed, nothing)
+                key_cos, key_sin = cos_sin(key_at[:, None] * turn[None, :])
+                score = turned_scores(coefficient, key_cos, key_sin, left, right)
             else:
-                lost = narrow(wave - fixed.to(tl.float32), t.dtype.element_ty)
-                both = product(turned_t, beside(fixed, lost), tl.zeros([BLOCK_N, 2 * ROWS], tl.float32))
-                score = tl.sum(tl.reshape(both, [BLOCK_N, 2, ROWS]), axis=1)
-                if anchored(start + BLOCK_N - begin, BLOCK_N):
-                    base_cos, base_sin = cos_sin((first + start + BLOCK_N).to(tl.int64) * turn)
-                    now_left, now_right = turned(left, right, base_cos[:, None], base_sin[:, None])
-                else:
-                    now_left, now_right = turned(now_left, now_right, on_cos[:, None], on_sin[:, None])
+                score = turned_scores(coefficient, near_cos, near_sin, now_left, now_right)
+                now_left, now_right = turned(now_left, now_right, on_cos[:, None], on_sin[:, None])
             if q.dtype.element_ty == tl.float16:
-                score = score * (ceiling * (1.0 / 1024.0))
-        if q.dtype.element_ty == tl.float16:
-            score = score * (largest * (1.0 / 1024.0))[None, :]
+                score = score * (largest * (1.0 / 1024.0))[None, :]
 
-        if BY_POSITION:
-            asker = places(query_positions, query_positions_b, row, query, live, first)
-            asked = places(key_positions, key_positions_b, row, key, keep, first)
-            seen = sees(asker[None, :] - asked[:, None], window, CAUSAL, WINDOW)
-        else:
-            seen = sees(index[None, :] - key[:, None], window, CAUSAL, WINDOW)
-        score = tl.where(seen & asks[None, :] & keep[:, None], score, float("-inf"))
+            if BY_POSITION:
+                asker = places(query_positions, query_positions_b, row, query, live, first)
+                asked = places(key_positions, key_positions_b, row, key, keep, first)
+                seen = sees(asker[None, :] - asked[:, None], window, CAUSAL, WINDOW)
+            else:
+                seen = sees(index[None, :] - key[:, None], window, CAUSAL, WINDOW)
+            score = tl.where(seen & asks[None, :] & keep[:, None], score, float("-inf"))
 
-        peak = tl.maximum(top, tl.max(score, axis=0))
-        safe = tl.where(peak == float("-inf"), 0.0, peak)  # a row that has seen nothing yet
-        weight = tl.exp2(score - safe[None, :])
-        fade = tl.exp2(top - safe)[None, :]
-        total = total * fade + weight
-        faded = tl.reshape(tl.reshape(mixed, [BLOCK_V, 2, ROWS]) * fade[:, None, :], [BLOCK_V, 2 * ROWS])
-        near_weight = narrow(weight, v.dtype.element_ty)
-        lost_weight = narrow(weight - near_weight.to(tl.float32), v.dtype.element_ty)
-        mixed = product(tl.trans(value), beside(near_weight, lost_weight), faded)
-        top = peak
+            peak = tl.maximum(top, tl.max(score, axis=0))
+            safe = tl.where(peak == float("-inf"), 0.0, peak)  # a row that has seen nothing yet
+            weight = tl.exp2(score - safe[None, :])
+            fade = tl.exp2(top - safe)
+            total = total * fade[None, :] + weight
+            mixed = split_product(tl.trans(value), weight, scaled(mixed, fade))
+            top = peak
 
     whole = tl.sum(total, axis=0)
     sighted = whole > 0
     whole = tl.where(sighted, whole, 1.0)
-    mixed = tl.sum(tl.reshape(mixed, [BLOCK_V, 2, ROWS]), axis=1)
     where_out = out + row * out_b + head * out_h + query.to(tl.int64) * out_n + split * out_s
     tl.store(
         where_out[None, :] + column[:, None],
-        narrow(mixed / whole[None, :], out.dtype.element_ty),
+        narrow(joined(mixed, ROWS) / whole[None, :], out.dtype.element_ty),
         mask=(column < WIDTH)[:, None] & live[None, :],
     )
     if lse is not None:
@@ -158,22 +140,64 @@ def few_queries_kernel(
 
 
 @triton.jit
-def near_waves(turn, never, dtype: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
-    """cos and sin (BLOCK_N, BLOCK_D) of the keys of a tile, lying in registers as a product leaves its result.
+def near_waves(turn, never, dtype: tl.constexpr, BLOCK_N: tl.constexpr):
+    """cos and sin (BLOCK_N, d/2) of the keys of a tile, lying in registers as a product leaves its result.
 
-    So they fit t as the next product takes it. Made from nothing, they would wait in shared memory and be read again
-    for each tile; hence the product, of zeros that the compiler cannot know to be zeros.
+    That is how the next product takes t. Made from nothing, they would wait in shared memory and be read again for
+    each tile; hence a product, of zeros that the compiler cannot know to be zeros.
     """
     zeros = tl.full([BLOCK_N, 16], 0.0, tl.float32) + tl.where(never, 1.0, 0.0)
-    ones = tl.full([16, BLOCK_D], 1.0, tl.float32)
-    zero = product(zeros.to(dtype), ones.to(dtype), tl.zeros([BLOCK_N, BLOCK_D], tl.float32))
+    ones = tl.full([16, turn.shape[0]], 1.0, tl.float32)
+    zero = product(zeros.to(dtype), ones.to(dtype), tl.zeros([BLOCK_N, turn.shape[0]], tl.float32))
     near = tl.arange(0, BLOCK_N)[:, None] + zero.to(tl.int32)
     return cos_sin(near.to(tl.int64) * turn[None, :])
 
 
 @triton.jit
+def turned_scores(coefficient, cos, sin, left, right):
+    """Scores (keys, rows) of keys t (keys, d/2) that stand at (cos, sin), and waves (d/2, rows) of queries."""
+    wide = coefficient.to(tl.float32)
+    if coefficient.dtype == tl.float16:  # as with the queries: each tile has a size of its own
+        ceiling = tl.maximum(tl.max(tl.max(tl.abs(wide), axis=1), axis=0), 1e-30)
+        wide = wide * (1024.0 / ceiling)
+    keys = beside(narrow(wide * cos, coefficient.dtype), narrow(wide * sin, coefficient.dtype))
+    score = joined(split_product(keys, above(left, right), None), left.shape[1])
+    if coefficient.dtype == tl.float16:
+        score = score * (ceiling * (1.0 / 1024.0))
+    return score
+
+
+@triton.jit
+def split_product(x, y, add):
+    """add + x·[y, what rounding it lost] for float32 y (·, rows), twice as wide; `joined` adds the two halves.
+
+    Only where x is narrow: float32 loses nothing, and add + x·y is all.
+    """
+    near = narrow(y, x.dtype)
+    if x.dtype != tl.float32:
+        near = beside(near, narrow(y - near.to(tl.float32), x.dtype))
+    if add is None:
+        add = tl.zeros([x.shape[0], near.shape[1]], tl.float32)
+    return product(x, near, add)
+
+
+@triton.jit
+def joined(x, ROWS: tl.constexpr):
+    """(·, rows) from a split product."""
+    return tl.sum(tl.reshape(x, [x.shape[0], x.shape[1] // ROWS, ROWS]), axis=1)
+
+
+@triton.jit
+def scaled(x, by):
+    """A split product, each row of queries times a number of its own."""
+    rows: tl.constexpr = by.shape[0]
+    parts = tl.reshape(x, [x.shape[0], x.shape[1] // rows, rows])
+    return tl.reshape(parts * by[None, None, :], [x.shape[0], x.shape[1]])
+
+
+@triton.jit
 def beside(x, y):
-    """[x y]: two tiles (r, c) as one (r, 2c)."""
+    """Two tiles (r, c) as one (r, 2c)."""
     return tl.reshape(tl.permute(tl.join(x, y), (0, 2, 1)), [x.shape[0], 2 * x.shape[1]])
 
 
