@@ -15,7 +15,7 @@ pytest.importorskip("triton", reason="needs triton (pip install farspan[gpu])")
 
 from farspan.ops import NTK, DynamicNTK, Rotary, YaRN, coca_attention, coca_attention_reference, coca_features
 from farspan.ops.coca.half_width import half_width_attention, half_width_attention_reference
-from farspan.ops.coca.kernels import attention, half_width, one_query
+from farspan.ops.coca.kernels import attention, few_queries, half_width, one_query
 from farspan.ops.coca.kernels.attention import Cut, choose_splits, half_width_op
 from farspan.ops.coca.kernels.prepare import prepare_op
 from farspan.ops.coca.triton_backend import triton_refusal
@@ -504,17 +504,19 @@ def test_steps_made_in_a_cuda_graph_are_not_kept(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="only the interpreter lets a kernel be changed")
 @pytest.mark.parametrize(("anchor", "drift"), [(1, 1.05), (4, 1.0)])
-@pytest.mark.parametrize(("n", "cut"), [(1, Cut(1, 16, 1, 1)), (2, Cut(16, 16, 4, 1)), (40, Cut(64, 16, 4, 1))])
+@pytest.mark.parametrize(
+    ("n", "cut", "turn"), [(1, Cut(1, 16, 1, 1), 3), (2, Cut(8, 16, 4, 1), 2), (40, Cut(64, 16, 4, 1), 3)]
+)
 def test_angles_start_afresh_after_some_tiles(
-    n: int, cut: Cut, anchor: int, drift: float, monkeypatch: pytest.MonkeyPatch
+    n: int, cut: Cut, turn: int, anchor: int, drift: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A turn from tile to tile that is too long by `drift` shows nowhere once it is replaced by the angle itself."""
     import triton.language as tl
 
     calls = iter(range(100))
 
-    def cos_sin(phase: Any) -> list[Any]:  # the fourth is the turn by a tile
-        return [x * drift if number == 3 else x for number in [next(calls)] for x in angles(phase)]
+    def cos_sin(phase: Any) -> list[Any]:  # number `turn` is the turn by a tile
+        return [x * drift if number == turn else x for number in [next(calls)] for x in angles(phase)]
 
     class Turning:
         """A kernel that turns in float32 too, so that nothing else is rounded."""
@@ -526,10 +528,11 @@ def test_angles_start_afresh_after_some_tiles(
             return lambda *arguments, **options: self.kernel[grid](*arguments, **{**options, "DIRECT": False})
 
     angles = half_width.cos_sin
-    monkeypatch.setattr(half_width, "ANCHOR", tl.constexpr(anchor), raising=False)
-    for module in (half_width, one_query):
+    for module in (half_width, few_queries):
+        monkeypatch.setattr(module, "ANCHOR", tl.constexpr(anchor))
+    for module in (half_width, few_queries, one_query):
         monkeypatch.setattr(module, "cos_sin", cos_sin)
-    for name in ("half_width_kernel", "one_query_kernel"):
+    for name in ("half_width_kernel", "few_queries_kernel", "one_query_kernel"):
         monkeypatch.setattr(attention, name, Turning(getattr(attention, name)))
     q, t, v = inputs(n, 150, h=1, g=1, d=8)
     step = rotary_steps(Rotary(8), None, q.device)

@@ -2,9 +2,9 @@
 
 A tensor core takes its first operand, 64 rows of it, from registers: t is read there, multiplied by the waves of
 r = 0 … BLOCK_N-1, which are the same in every tile n = n₀ + r, and used where it is. The queries, few, take the turn by
-n₀θ themselves. All that crosses shared memory on the way is they, one maximum a tile and row, and the weights. The
-products have sixteen columns at least and the queries leave some free, so both go in as two numbers of t's dtype, which
-together hold what float32 holds.
+n₀θ themselves. All that crosses shared memory on the way is they, one maximum a tile and row, and the weights. So
+that rounding them costs nothing, queries go in as two numbers of t's dtype; and so do weights, where that is free: a
+product has sixteen columns at least.
 """
 
 import triton
@@ -23,13 +23,13 @@ def few_queries_kernel(
     step_b, query_positions_b, key_positions_b, padding_b, pages_b,
     EXACT: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BY_POSITION: tl.constexpr, DIRECT: tl.constexpr,
     GROUP: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """One program: all rows (query × head of a group) of one key head against one split of the keys.
+    """One program: BLOCK_M rows (query × head of a group) of one key head against one split of the keys.
 
     Arguments are those of `half_width_kernel`; its tiles stand transposed, keys or width first and rows second.
     """
-    rows = tl.arange(0, ROWS)
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     split = tl.program_id(1) % splits
     key_head = (tl.program_id(1) // splits).to(tl.int64)
     row = tl.program_id(2).to(tl.int64)
@@ -50,7 +50,7 @@ def few_queries_kernel(
     asks = live
     if not BY_POSITION:
         asks = live & (index >= 0)  # a query before the first key is written, as zeros
-    low, high = key_range(lead, n, length, window, 0, CAUSAL, WINDOW, BY_POSITION, GROUP, ROWS)
+    low, high = key_range(lead, n, length, window, tl.program_id(0), CAUSAL, WINDOW, BY_POSITION, GROUP, BLOCK_M)
     tiles = tl.cdiv(tl.cdiv(tl.maximum(high - low, 0), BLOCK_N), splits)
     begin = low + split * tiles * BLOCK_N
     end = tl.minimum(high, begin + tiles * BLOCK_N)
@@ -79,9 +79,10 @@ def few_queries_kernel(
         left = left * (1024.0 / largest)[None, :]
         right = right * (1024.0 / largest)[None, :]
 
-    top = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_N, ROWS], tl.float32)  # sums over keys stay apart until the end
-    mixed = tl.zeros([BLOCK_V, ROWS if v.dtype.element_ty == tl.float32 else 2 * ROWS], tl.float32)
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)  # sums over keys stay apart until the end
+    spare: tl.constexpr = BLOCK_M < 16 and v.dtype.element_ty != tl.float32
+    mixed = tl.zeros([BLOCK_V, 2 * BLOCK_M if spare else BLOCK_M], tl.float32)
     for base in range(begin, end, ANCHOR * BLOCK_N):
         now_left = left
         now_right = right
@@ -98,7 +99,7 @@ def few_queries_kernel(
             value = tile(v, block * v_b + key_head * v_g + slot * v_m, column, keep, WIDTH)
 
             if step is None:
-                score = joined(split_product(coefficient, left, None), ROWS)
+                score = score_product(coefficient, left)
             elif DIRECT:
                 key_at = places(key_positions, key_positions_b, row, key, keep, first)
                 key_cos, key_sin = cos_sin(key_at[:, None] * turn[None, :])
@@ -122,7 +123,7 @@ def few_queries_kernel(
             weight = tl.exp2(score - safe[None, :])
             fade = tl.exp2(top - safe)
             total = total * fade[None, :] + weight
-            mixed = split_product(tl.trans(value), weight, scaled(mixed, fade))
+            mixed = split_product(tl.trans(value), weight, scaled(mixed, fade), spare)
             top = peak
 
     whole = tl.sum(total, axis=0)
@@ -131,7 +132,7 @@ def few_queries_kernel(
     where_out = out + row * out_b + head * out_h + query.to(tl.int64) * out_n + split * out_s
     tl.store(
         where_out[None, :] + column[:, None],
-        narrow(joined(mixed, ROWS) / whole[None, :], out.dtype.element_ty),
+        narrow(joined(mixed, BLOCK_M) / whole[None, :], out.dtype.element_ty),
         mask=(column < WIDTH)[:, None] & live[None, :],
     )
     if lse is not None:
@@ -161,23 +162,27 @@ def turned_scores(coefficient, cos, sin, left, right):
         ceiling = tl.maximum(tl.max(tl.max(tl.abs(wide), axis=1), axis=0), 1e-30)
         wide = wide * (1024.0 / ceiling)
     keys = beside(narrow(wide * cos, coefficient.dtype), narrow(wide * sin, coefficient.dtype))
-    score = joined(split_product(keys, above(left, right), None), left.shape[1])
+    score = score_product(keys, above(left, right))
     if coefficient.dtype == tl.float16:
         score = score * (ceiling * (1.0 / 1024.0))
     return score
 
 
 @triton.jit
-def split_product(x, y, add):
-    """add + x·[y, what rounding it lost] for float32 y (·, rows), twice as wide; `joined` adds the two halves.
+def score_product(keys, wave):
+    """keys (·, d)·wave (d, rows) for float32 waves: they count as exactly as two numbers of the keys' dtype can."""
+    split: tl.constexpr = keys.dtype != tl.float32
+    rows: tl.constexpr = wave.shape[1]
+    nothing = tl.zeros([keys.shape[0], 2 * rows if split else rows], tl.float32)
+    return joined(split_product(keys, wave, nothing, split), rows)
 
-    Only where x is narrow: float32 loses nothing, and add + x·y is all.
-    """
+
+@triton.jit
+def split_product(x, y, add, SPLIT: tl.constexpr):
+    """add + x·y for float32 y (·, rows), or with SPLIT add + x·[y, what rounding it lost], which `joined` adds up."""
     near = narrow(y, x.dtype)
-    if x.dtype != tl.float32:
+    if SPLIT:
         near = beside(near, narrow(y - near.to(tl.float32), x.dtype))
-    if add is None:
-        add = tl.zeros([x.shape[0], near.shape[1]], tl.float32)
     return product(x, near, add)
 
 
