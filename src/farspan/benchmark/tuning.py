@@ -20,10 +20,12 @@ SPLITS = (1.0, 0.5, 0.25)
 """Parts of the usual number of splits."""
 ALONE = [(1, *rest) for rest in product((16, 32, 64), (1, 2, 4), (2, 3, 4))]
 TOGETHER = [
-    *((8, 64, 4, *rest) for rest in product((2, 3, 4), (0, 96, 128, 168))),
-    *((8, 128, 4, *rest) for rest in product((2, 3), (0, 128, 168))),
-    *((8, 128, 8, *rest) for rest in product((2, 3), (0, 80, 128))),
+    *((8, 64, 4, *rest) for rest in product((2, 3, 4), (0, 128, 168))),
+    *((8, 128, 4, *rest) for rest in product((2, 3), (0, 168))),
+    *((8, 128, 8, *rest) for rest in product((2, 3), (0, 128))),
+    (8, 64, 4, 3, 96),
 ]
+"""With the registers that let three, four or five programs share a processor, or as many as the compiler takes."""
 SHAPES = [NOTED[0], NOTED[3], NOTED[4], NOTED[5]]
 
 Numbers = tuple[int, ...]
