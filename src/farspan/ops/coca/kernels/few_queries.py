@@ -27,7 +27,7 @@ def few_queries_kernel(
 ):  # fmt: skip
     """One program: BLOCK_M rows (query × head of a group) of one key head against one split of the keys.
 
-    Arguments are those of `half_width_kernel`; its tiles stand transposed, keys or width first and rows second.
+    Arguments are those of `half_width_kernel`. Scores and results stand transposed: keys or width first, rows second.
     """
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     split = tl.program_id(1) % splits
@@ -56,9 +56,9 @@ def few_queries_kernel(
     end = tl.minimum(high, begin + tiles * BLOCK_N)
 
     where_q = q + row * q_b + head * q_h + query.to(tl.int64) * q_n
-    inside = (pair < HALF)[:, None] & live[None, :]
-    a = tl.load(where_q[None, :] + pair[:, None], mask=inside, other=0.0).to(tl.float32)
-    b = tl.load(where_q[None, :] + HALF + pair[:, None], mask=inside, other=0.0).to(tl.float32)
+    inside = live[:, None] & (pair < HALF)[None, :]
+    a = tl.load(where_q[:, None] + pair[None, :], mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(where_q[:, None] + HALF + pair[None, :], mask=inside, other=0.0).to(tl.float32)
     left = a * a + b * b
     right = left
     if step is not None:
@@ -67,7 +67,7 @@ def few_queries_kernel(
             at = (first + index).to(tl.int64)
         else:
             at = places(query_positions, query_positions_b, row, query, live, first)
-        query_cos, query_sin = cos_sin(turn[:, None] * at[None, :])
+        query_cos, query_sin = cos_sin(at[:, None] * turn[None, :])
         left, right = waves(a, b, query_cos, query_sin, EXACT)
         if not DIRECT:
             near_cos, near_sin = near_waves(turn, splits < 0, t.dtype.element_ty, BLOCK_N)
@@ -75,9 +75,9 @@ def few_queries_kernel(
     left = left * scale
     right = right * scale
     if q.dtype.element_ty == tl.float16:  # squares leave float16's range: give each row a size of its own
-        largest = tl.maximum(tl.max(tl.maximum(tl.abs(left), tl.abs(right)), axis=0), 1e-30)
-        left = left * (1024.0 / largest)[None, :]
-        right = right * (1024.0 / largest)[None, :]
+        largest = tl.maximum(tl.max(tl.maximum(tl.abs(left), tl.abs(right)), axis=1), 1e-30)
+        left = left * (1024.0 / largest)[:, None]
+        right = right * (1024.0 / largest)[:, None]
 
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)  # sums over keys stay apart until the end
@@ -88,7 +88,7 @@ def few_queries_kernel(
         now_right = right
         if step is not None and not DIRECT:
             base_cos, base_sin = cos_sin((first + base).to(tl.int64) * turn)
-            now_left, now_right = turned(left, right, base_cos[:, None], base_sin[:, None])
+            now_left, now_right = turned(left, right, base_cos[None, :], base_sin[None, :])
         for start in range(base, tl.minimum(end, base + ANCHOR * BLOCK_N), BLOCK_N):
             key = start + near
             keep = key < end
@@ -99,14 +99,14 @@ def few_queries_kernel(
             value = tile(v, block * v_b + key_head * v_g + slot * v_m, column, keep, WIDTH)
 
             if step is None:
-                score = score_product(coefficient, left)
+                score = score_product(coefficient, two_parts(left, t.dtype.element_ty), BLOCK_M)
             elif DIRECT:
                 key_at = places(key_positions, key_positions_b, row, key, keep, first)
                 key_cos, key_sin = cos_sin(key_at[:, None] * turn[None, :])
                 score = turned_scores(coefficient, key_cos, key_sin, left, right)
             else:
                 score = turned_scores(coefficient, near_cos, near_sin, now_left, now_right)
-                now_left, now_right = turned(now_left, now_right, on_cos[:, None], on_sin[:, None])
+                now_left, now_right = turned(now_left, now_right, on_cos[None, :], on_sin[None, :])
             if q.dtype.element_ty == tl.float16:
                 score = score * (largest * (1.0 / 1024.0))[None, :]
 
@@ -156,25 +156,32 @@ def near_waves(turn, never, dtype: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def turned_scores(coefficient, cos, sin, left, right):
-    """Scores (keys, rows) of keys t (keys, d/2) that stand at (cos, sin), and waves (d/2, rows) of queries."""
+    """Scores (keys, rows) of keys t (keys, d/2) that stand at (cos, sin), and waves (rows, d/2) of queries."""
     wide = coefficient.to(tl.float32)
     if coefficient.dtype == tl.float16:  # as with the queries: each tile has a size of its own
         ceiling = tl.maximum(tl.max(tl.max(tl.abs(wide), axis=1), axis=0), 1e-30)
         wide = wide * (1024.0 / ceiling)
     keys = beside(narrow(wide * cos, coefficient.dtype), narrow(wide * sin, coefficient.dtype))
-    score = score_product(keys, above(left, right))
+    # Side by side last: then they are stored, and read by the product, along the width.
+    score = score_product(keys, beside(two_parts(left, keys.dtype), two_parts(right, keys.dtype)), left.shape[0])
     if coefficient.dtype == tl.float16:
         score = score * (ceiling * (1.0 / 1024.0))
     return score
 
 
 @triton.jit
-def score_product(keys, wave):
-    """keys (·, d)·wave (d, rows) for float32 waves: they count as exactly as two numbers of the keys' dtype can."""
-    split: tl.constexpr = keys.dtype != tl.float32
-    rows: tl.constexpr = wave.shape[1]
-    nothing = tl.zeros([keys.shape[0], 2 * rows if split else rows], tl.float32)
-    return joined(split_product(keys, wave, nothing, split), rows)
+def two_parts(wave, dtype: tl.constexpr):
+    """float32 waves (rows, ·) in a dtype: rounded, and below them (2·rows, ·) what rounding lost, if anything."""
+    near = narrow(wave, dtype)
+    if dtype != tl.float32:
+        near = above(near, narrow(wave - near.to(tl.float32), dtype))
+    return near
+
+
+@triton.jit
+def score_product(keys, wave, ROWS: tl.constexpr):
+    """Scores (keys, rows) of keys (·, d) and waves in two parts."""
+    return joined(product(keys, tl.trans(wave), tl.zeros([keys.shape[0], wave.shape[0]], tl.float32)), ROWS)
 
 
 @triton.jit
