@@ -30,8 +30,8 @@ def _poison() -> Iterator[None]:
 
 @pytest.fixture
 def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two chunks a segment, so that a short text has several."""
-    monkeypatch.setattr(op, "chosen", lambda q, v: 2)
+    """So that a short text has several, of more than one block each."""
+    monkeypatch.setattr(op, "chosen", lambda q, v, causal: 64)
 
 
 def inputs(n: int, m: int | None = None, *, dtype: torch.dtype = torch.float32, **shape: int) -> list[Tensor]:
@@ -122,7 +122,7 @@ def options_by_name(n: int) -> dict[str, dict[str, Any]]:
         "short documents": {"documents": (index // 7).expand(2, n), "beyond": "raised-cosine"},
         "documents and padding": {"documents": (index // 33).expand(2, n), "padding_mask": index[None] >= rows},
         "positions a row": {"positions": index * 2 + rows},
-        "far positions": {"positions": 2**31 - 1000},
+        "far positions": {"positions": 2**31 - 1001 - n},
         "proportional": {"causal": False, "positions": "proportional"},
     }
 
@@ -244,9 +244,18 @@ def test_segments_do_not_show() -> None:
     angles = torch.stack([f(torch.arange(130, device=DEVICE) * 0.01) for f in (torch.cos, torch.sin)])[None]
     results = [
         op.linear_attention_op(q, k, v, None, None, angles, angles, None, None, *numbers, segment, False)[0]
-        for segment in (1, 2, 3, 9)
+        for segment in (64, 128, 192, 640)
     ]
     assert max(float((x - results[0]).abs().max()) for x in results) <= 1e-6
+
+
+@pytest.mark.parametrize("cut", [(64, 32, 4, 2), (64, 128, 4, 2), (128, 64, 8, 2)])
+@pytest.mark.parametrize("segment", [64, 192])
+def test_no_cut_shows(cut: tuple[int, ...], segment: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks smaller and larger than each other, and than a segment."""
+    monkeypatch.setitem(attention.PAIRS, 64, attention.Cut(*cut))
+    monkeypatch.setattr(op, "chosen", lambda q, v, causal: segment)
+    check_against_eager(250, torch.bfloat16, b=1, h=2, g=1, d=16)
 
 
 @pytest.mark.parametrize(("n", "m"), [(1, 32_768), (100, 32_768), (32_768, 32_768), (32_768, 100)])
@@ -255,7 +264,7 @@ def test_the_sums_of_all_segments_stay_small(n: int, m: int, monkeypatch: pytest
     monkeypatch.setattr(attention, "processors", lambda device: 132)
     for b, h in ((32, 16), (1, 16), (1, 1)):
         q, k, v = (torch.empty(b, h, x, 128, dtype=torch.bfloat16, device="meta") for x in (n, m, m))
-        segments = attention.count_segments(k, v, attention.chosen(q, v))
+        segments = attention.count_segments(k, attention.chosen(q, v, causal=False))
         sums = attention.Weight(0.0, 1.0, True, True, 1e-6).like(k, v, segments)
         assert sums.states.nbytes <= max(b * h, 132 * attention.WAVES) * 2 * 128 * 128 * 4
 
@@ -272,7 +281,7 @@ def test_no_launch_grows_where_cuda_counts_to_65_535(monkeypatch: pytest.MonkeyP
             grids[self.name] = grid
             return self.kernel[grid]
 
-    names = ("walk_kernel", "totals_kernel", "prefix_kernel", "delta_kernel")
+    names = ("pairs_kernel", "totals_kernel", "prefix_kernel", "delta_kernel")
     for name in names:
         monkeypatch.setattr(attention, name, Noted(name))
     assert compare(meeting(inputs(70, b=3, h=4, g=2, d=8))) <= 2e-6
@@ -305,7 +314,7 @@ def test_operators_pass_torchs_own_check() -> None:
             True,
             1e-6,
             causal,
-            1,
+            64,
             remember,
         )
         torch.library.opcheck(torch.ops.farspan.linear_attention.default, arguments, test_utils=tests)
@@ -326,12 +335,12 @@ def test_it_compiles_in_one_graph() -> None:
         assert torch.allclose(got, want, atol=1e-6)
 
 
-@pytest.mark.parametrize("segment", [1, 2])
+@pytest.mark.parametrize("segment", [64, 128])
 def test_the_backward_pass_keeps_inputs_outputs_and_a_state_a_segment(
     segment: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     leaves = inputs(128, h=1, g=1, d=16, dtype=torch.bfloat16)
-    monkeypatch.setattr(op, "chosen", lambda q, v: segment)
+    monkeypatch.setattr(op, "chosen", lambda q, v, causal: segment)
     saved: dict[int, int] = {}
 
     def note(x: Tensor) -> Tensor:
@@ -341,7 +350,7 @@ def test_the_backward_pass_keeps_inputs_outputs_and_a_state_a_segment(
     with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
         out = cosformer_attention(*leaves, max_length=128, backend="triton")
     denominators, angles = 4 * 128, 2 * 4 * 128
-    states = 0 if segment == 2 else 2 * 2 * 4 * (16 * 16 + 16)  # the text has two chunks
+    states = 0 if segment == 128 else 2 * 2 * (2 * 16 * 16 + 4 * 16)  # of two segments, with values in bfloat16
     assert sum(saved.values()) == sum(x.nbytes for x in (*leaves, out)) + denominators + angles + states
 
 
