@@ -253,7 +253,8 @@ def test_segments_do_not_show() -> None:
 @pytest.mark.parametrize("segment", [64, 192])
 def test_no_cut_shows(cut: tuple[int, ...], segment: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks smaller and larger than each other, and than a segment."""
-    monkeypatch.setitem(attention.PAIRS, 64, attention.Cut(*cut))
+    for table in (attention.PAIRS, attention.QUERY_PAIRS):
+        monkeypatch.setitem(table, 64, attention.Cut(*cut))
     monkeypatch.setattr(op, "chosen", lambda q, v, causal: segment)
     check_against_eager(250, torch.bfloat16, b=1, h=2, g=1, d=16)
 

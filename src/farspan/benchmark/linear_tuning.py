@@ -27,7 +27,7 @@ def variants(d: int) -> list[Change]:
         for rows, columns, warps, stages in product((64, 128), (64, 128), (4, 8), (2, 3))
         if columns <= d and rows * columns <= 2048 * warps
     ]
-    tables = {"PAIRS": pairs, "TOTALS": totals, "SEGMENT": (128, 256, 512, 1024)}
+    tables = {"PAIRS": pairs, "QUERY_PAIRS": pairs, "TOTALS": totals, "SEGMENT": (128, 256, 512, 1024)}
     return [(name, change) for name, changes in tables.items() for change in changes]
 
 

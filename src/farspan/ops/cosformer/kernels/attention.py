@@ -94,9 +94,11 @@ class Cut(NamedTuple):
     stages: int
 
 
-PAIRS = {64: Cut(64, 64, 4, 2), 128: Cut(128, 64, 8, 2)}
-TOTALS = {64: Cut(64, 64, 4, 2), 128: Cut(64, 64, 8, 2)}
-"""In bfloat16, by the widest head that it is for."""
+PAIRS = {64: Cut(64, 64, 4, 1), 128: Cut(64, 64, 4, 2)}
+QUERY_PAIRS = {64: Cut(64, 64, 4, 2), 128: Cut(128, 64, 8, 3)}
+"""For the gradient of the queries, which needs more registers."""
+TOTALS = {64: Cut(128, 64, 4, 3), 128: Cut(128, 128, 8, 2)}
+"""In bfloat16, by the widest head that it is for: the fastest of `farspan bench cosformer --tune` on an H200."""
 PRECISE_PAIRS = {64: Cut(32, 32, 4, 1), 128: Cut(32, 32, 8, 1)}
 PRECISE_TOTALS = {64: Cut(32, 64, 8, 1), 128: Cut(32, 32, 8, 1)}
 """In float16 and float32, whose tiles are twice as large."""
@@ -104,11 +106,9 @@ SEGMENT = {64: 256, 128: 512}
 """Tokens of a segment of causal attention: the fewer, the fewer pairs; the more, the less memory for its sums."""
 
 
-def choose_cuts(d: int, width: int, dtype: torch.dtype) -> tuple[Cut, Cut]:
-    """Those of pairs and of totals, for features of width d and values of `width`."""
-    tables = (PAIRS, TOTALS) if dtype == torch.bfloat16 else (PRECISE_PAIRS, PRECISE_TOTALS)
-    pairs, totals = (table[widest(d, width)] for table in tables)
-    return pairs, totals
+def choose_cut(table: dict[int, Cut], precise: dict[int, Cut], d: int, width: int, dtype: torch.dtype) -> Cut:
+    """A table's entry for features of width d and values of `width`."""
+    return (table if dtype == torch.bfloat16 else precise)[widest(d, width)]
 
 
 def widest(d: int, width: int) -> int:
@@ -136,7 +136,7 @@ def chosen(q: Tensor, v: Tensor, causal: bool) -> int:
     (b, h, n, d), (m, width) = q.shape, v.shape[2:]
     if causal:
         return SEGMENT[widest(d, width)]
-    _, cut = choose_cuts(d, width, q.dtype)
+    cut = choose_cut(TOTALS, PRECISE_TOTALS, d, width, q.dtype)
     return choose_segment(max(n, m), b * h * triton.cdiv(width, cut.columns), processors(q.device), cut.rows)
 
 
@@ -177,7 +177,8 @@ def mix(
     """Fill `out` with Σ κ (x·y) z (see :mod:`farspan.ops.cosformer.kernels.pairs`), or a gradient, that of `source`."""
     (b, heads, n, width), into = x.shape, z.shape[-1]
     group = y.shape[1] // heads if reverse else heads // y.shape[1]
-    cut, _ = choose_cuts(width, into, x.dtype)
+    table = QUERY_PAIRS if source is not None and not reverse else PAIRS
+    cut = choose_cut(table, PRECISE_PAIRS, width, into, x.dtype)
     rows = math.gcd(cut.rows, segment)  # a block lies in one segment
     origin = x if source is None else source
     strides = [s for tensor in (x, y, z, origin, out) for s in tensor.stride()[:3]]
@@ -213,7 +214,7 @@ def add_up(
     g, queries = heads // groups, denominators is not None
     if not queries:  # a key's factors are 1, cos, sin
         weight = weight._replace(still=float(weight.still != 0), wave=float(weight.wave != 0))
-    (_, cut), parts = choose_cuts(d, dv, y.dtype), count_segments(y, segment)
+    cut, parts = choose_cut(TOTALS, PRECISE_TOTALS, d, dv, y.dtype), count_segments(y, segment)
     columns = min(cut.columns, padded(dv))
     totals, finals = (weight.like(y[:, :g], z, held) for held in (parts, 1))
     before = weight.like(y[:, :g], z, parts, held_dtype(y.dtype)) if causal else NOTHING

@@ -77,24 +77,23 @@ def pairs_kernel(
     document, enters = _entering(documents, documents_b, row, index, live, part, segment, n, REVERSE)
     mixed = tl.zeros([BLOCK_M, BLOCK_Z], tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
+    at = (row * heads + y_head) * held + tl.minimum(part, held - 1)
+    if sums is not None and (OUT or GRADED):
+        feature = into if GRADED else column
+        D: tl.constexpr = OUT_WIDTH if GRADED else WIDTH
+        sum_0, sum_c, sum_s = _load_sums(sums, at, feature, STILL, WAVE, SHARED, D)
+        if OUT:
+            total = _recalled(left, x_0, x_c, x_s, sum_0, sum_c, sum_s, STILL, WAVE, SHARED) * enters
+        else:
+            mixed = _shifted(delta * enters, x_0, x_c, x_s, x_d, sum_0, sum_c, sum_s, STILL, WAVE, SHARED)
     if states is not None:
         PARTS: tl.constexpr = STILL + 2 * WAVE
-        at = (row * heads + y_head) * held + tl.minimum(part, held - 1)
         for wave_part in range(PARTS):  # a loop, so that one after the other goes from memory to the tensor cores
             factor = x_0
             if WAVE:
                 factor = tl.where(wave_part == STILL, x_c, tl.where(wave_part == STILL + 1, x_s, x_0))
             state = _load_state(states, at * PARTS + wave_part, column, into, GRADED, WIDTH, OUT_WIDTH)
             mixed += multiply(left, state, PRECISION) * (factor * enters)[:, None]
-    if sums is not None and (OUT or GRADED):
-        feature = into if GRADED else column
-        D: tl.constexpr = OUT_WIDTH if GRADED else WIDTH
-        at = (row * heads + y_head) * held + tl.minimum(part, held - 1)
-        sum_0, sum_c, sum_s = _load_sums(sums, at, feature, STILL, WAVE, SHARED, D)
-        if OUT:
-            total = _recalled(left, x_0, x_c, x_s, sum_0, sum_c, sum_s, STILL, WAVE, SHARED) * enters
-        else:
-            mixed += _shifted(delta * enters, x_0, x_c, x_s, x_d, sum_0, sum_c, sum_s, STILL, WAVE, SHARED)
 
     # Pairs within the segment.
     if CAUSAL:
