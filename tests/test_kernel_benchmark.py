@@ -68,7 +68,7 @@ def test_tuning_checks_each_cut(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     with pytest.raises(SystemExit) as exit_:
         runpy.run_path(str(SCRIPT), run_name="__main__")
     assert exit_.value.code == 1
-    assert "no figures: cut (8, 32, 4, 2), splits 1, is wrong on (2, 2, 1, 1, 70, 16)" in capsys.readouterr().err
+    assert "no figures: cut (16, 32, 4, 2), splits 1, is wrong on (2, 2, 1, 1, 70, 16)" in capsys.readouterr().err
 
 
 @interpreted

@@ -14,10 +14,9 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 pytest.importorskip("triton", reason="needs triton (pip install farspan[gpu])")
 
 from farspan.ops import NTK, DynamicNTK, Rotary, YaRN, coca_attention, coca_attention_reference, coca_features
-from farspan.ops.coca.decoding import FOLD_ROWS
 from farspan.ops.coca.half_width import half_width_attention, half_width_attention_reference
-from farspan.ops.coca.kernels import attention, few_queries, half_width, one_query
-from farspan.ops.coca.kernels.attention import Cut, choose_cut, choose_splits, half_width_op
+from farspan.ops.coca.kernels import attention, half_width, one_query
+from farspan.ops.coca.kernels.attention import Cut, choose_splits, half_width_op
 from farspan.ops.coca.kernels.prepare import prepare_op
 from farspan.ops.coca.triton_backend import triton_refusal
 from farspan.ops.phases import _cached_steps, rotary_steps, steps_of
@@ -104,57 +103,6 @@ def test_one_query_a_key_head_rounds_its_result_alone(form: str, dtype: torch.dt
     out = coca_attention(q, t, v, **options, backend="triton")
     error, rounding = float((out.double() - truth).abs().max()), float(truth.abs().max()) * torch.finfo(dtype).eps
     assert error <= max(rounding, 4e-6)  # nothing is rounded but the result
-
-
-FEW = {
-    "plain": {},
-    "far": {"positions": 2**20},
-    "window": {"window": 33},
-    "bidirectional window": {"causal": False, "window": 40},
-    "padding": {"padding_mask": torch.arange(150)[None] >= torch.tensor([[0], [47]])},
-    "free positions": {"positions": 3 * torch.arange(150)[None] + torch.tensor([[0], [40_000]])},
-    "dynamic NTK": {"rotary": Rotary(32, scaling=DynamicNTK(4, 50))},
-    "YaRN": {"rotary": Rotary(32, scaling=YaRN(4, 50))},
-    "NoPE": {"rotary": None},
-}
-
-
-@pytest.mark.parametrize(
-    ("dtype", "h", "n"),
-    [(torch.bfloat16, h, n) for h, n in [(4, 1), (8, 1), (4, 3), (8, 4)]]
-    + [(torch.float16, 4, 3), (torch.float32, 8, 1), (torch.float32, 4, 3)],
-    ids=str,
-)
-@pytest.mark.parametrize("name", FEW)
-def test_few_queries_err_no_more_than_on_ready_keys(name: str, dtype: torch.dtype, h: int, n: int) -> None:
-    q, t, v = inputs(n, 150, b=2, h=h, g=1, d=32, dtype=dtype)
-    options = {"rotary": Rotary(32), "form": FORMS[(h + n + len(name)) % 2], **FEW[name]}
-    options = {key: x.to(DEVICE) if isinstance(x, Tensor) else x for key, x in options.items()}
-    truth = coca_attention_reference(q.double(), t.double(), v.double(), **options)
-    out = coca_attention(q, t, v, **options, backend="triton")
-    if dtype == torch.float32:  # of which the angles have a bit less
-        assert (out - truth).abs().max() <= 4e-6
-    else:
-        assert_as_good_as_eager(out, truth, coca_attention(q, t, v, **options, backend="sdpa"))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_few_queries_and_their_weights_are_not_rounded(dtype: torch.dtype) -> None:
-    """Where t is not turned either, nothing is but the result."""
-    q, t, v = inputs(2, 150, b=2, h=8, g=2, d=32, dtype=dtype)
-    truth = coca_attention_reference(q.double(), t.double(), v.double(), rotary=None)
-    out = coca_attention(q, t, v, rotary=None, backend="triton").double()
-    assert ((out - truth).abs() <= truth.abs() * torch.finfo(dtype).eps / 2 + 1e-4 * truth.abs().max()).all()
-
-
-@pytest.mark.parametrize("rows", [8, 16, 64])
-def test_tiles_with_fewer_rows_than_there_are_queries(rows: int) -> None:
-    q, t, v = inputs(9, 70, h=4, g=1, d=16)
-    step = rotary_steps(Rotary(16), None, q.device)
-    places = (None, None, None, None, None, None, 0, 0)
-    out = attention.launch(q, t, v, step, *places, "exact", False, True, 30, 0.25, 2, Cut(rows, 16, 4, 2))
-    truth = coca_attention_reference(q.double(), t.double(), v.double(), rotary=Rotary(16), window=30)
-    assert (out - truth).abs().max() <= 1e-5
 
 
 @pytest.mark.parametrize(("h", "g", "d"), [(1, 1, 8), (6, 2, 128), (8, 1, 64), (3, 3, 6), (2, 1, 96)])
@@ -556,19 +504,17 @@ def test_steps_made_in_a_cuda_graph_are_not_kept(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="only the interpreter lets a kernel be changed")
 @pytest.mark.parametrize(("anchor", "drift"), [(1, 1.05), (4, 1.0)])
-@pytest.mark.parametrize(
-    ("n", "cut", "turn"), [(1, Cut(1, 16, 1, 1), 3), (2, Cut(8, 16, 4, 1), 2), (40, Cut(64, 16, 4, 1), 3)]
-)
+@pytest.mark.parametrize(("n", "cut"), [(1, Cut(1, 16, 1, 1)), (2, Cut(16, 16, 4, 1)), (40, Cut(64, 16, 4, 1))])
 def test_angles_start_afresh_after_some_tiles(
-    n: int, cut: Cut, turn: int, anchor: int, drift: float, monkeypatch: pytest.MonkeyPatch
+    n: int, cut: Cut, anchor: int, drift: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A turn from tile to tile that is too long by `drift` shows nowhere once it is replaced by the angle itself."""
     import triton.language as tl
 
     calls = iter(range(100))
 
-    def cos_sin(phase: Any) -> list[Any]:  # number `turn` is the turn by a tile
-        return [x * drift if number == turn else x for number in [next(calls)] for x in angles(phase)]
+    def cos_sin(phase: Any) -> list[Any]:  # the fourth is the turn by a tile
+        return [x * drift if number == 3 else x for number in [next(calls)] for x in angles(phase)]
 
     class Turning:
         """A kernel that turns in float32 too, so that nothing else is rounded."""
@@ -580,11 +526,10 @@ def test_angles_start_afresh_after_some_tiles(
             return lambda *arguments, **options: self.kernel[grid](*arguments, **{**options, "DIRECT": False})
 
     angles = half_width.cos_sin
-    for module in (half_width, few_queries):
-        monkeypatch.setattr(module, "ANCHOR", tl.constexpr(anchor))
-    for module in (half_width, few_queries, one_query):
+    monkeypatch.setattr(half_width, "ANCHOR", tl.constexpr(anchor), raising=False)
+    for module in (half_width, one_query):
         monkeypatch.setattr(module, "cos_sin", cos_sin)
-    for name in ("half_width_kernel", "few_queries_kernel", "one_query_kernel"):
+    for name in ("half_width_kernel", "one_query_kernel"):
         monkeypatch.setattr(attention, name, Turning(getattr(attention, name)))
     q, t, v = inputs(n, 150, h=1, g=1, d=8)
     step = rotary_steps(Rotary(8), None, q.device)
@@ -597,16 +542,6 @@ def test_angles_start_afresh_after_some_tiles(
 
 def test_examples_in_the_kernels_run() -> None:
     assert doctest.testmod(sys.modules[choose_splits.__module__]) == (0, 2)
-
-
-def test_one_query_few_and_many_get_tiles_of_their_kernels() -> None:
-    for rows in range(1, 200):
-        for half in (4, 32, 64, 128):
-            for dtype in (torch.bfloat16, torch.float32):
-                taken = choose_cut(rows, half, 2 * half, dtype).rows
-                assert (taken == 1) == (rows == 1)
-                assert (taken <= FOLD_ROWS) == (rows <= FOLD_ROWS)
-                assert taken >= min(rows, 64)
 
 
 def test_splits_grow_with_the_keys_and_stop_when_the_device_is_full() -> None:

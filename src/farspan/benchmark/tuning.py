@@ -19,25 +19,19 @@ from farspan.ops.phases import rotary_steps
 SPLITS = (1.0, 0.5, 0.25)
 """Parts of the usual number of splits."""
 ALONE = [(1, *rest) for rest in product((16, 32, 64), (1, 2, 4), (2, 3, 4))]
-TOGETHER = [
-    *((8, 64, 4, *rest) for rest in product((2, 3, 4), (0, 128, 168))),
-    *((8, 128, 4, *rest) for rest in product((2, 3), (0, 168))),
-    *((8, 128, 8, *rest) for rest in product((2, 3), (0, 128))),
-    (8, 64, 4, 3, 96),
-]
-"""With the registers that let three, four or five programs share a processor, or as many as the compiler takes."""
+TOGETHER = [(16, *rest) for rest in product((32, 64, 128), (4, 8), (2, 3))]
 SHAPES = [NOTED[0], NOTED[3], NOTED[4], NOTED[5]]
 
-Numbers = tuple[int, ...]
+Numbers = tuple[int, int, int, int]
 """Those of a Cut, which this module cannot name before triton is there."""
 
 
 def variants(shape: Shape, toy: bool = False) -> list[Numbers]:
-    """The cuts to try: a query alone has a kernel of its own."""
+    """The cuts to try: a query alone has its own kernel, and may take the one for several."""
     if toy:
-        return [(8, 32, 4, 2)]
+        return [(16, 32, 4, 2)]
     few = [cut for cut in ALONE if cut[1] * shape.d <= 4096 * cut[2]]  # others spill their registers
-    return few if shape.h == shape.g else list(TOGETHER)
+    return [*few, *TOGETHER] if shape.h == shape.g else list(TOGETHER)
 
 
 def run(*, device: str, repeats: int, toy: bool = False) -> Iterator[tuple[str, list[dict[str, Any]]]]:

@@ -1,4 +1,4 @@
-"""Launching the half-width kernels: how the work is cut, and its registration with torch."""
+"""Launching the half-width kernel: how the work is cut, and its registration with torch."""
 
 from functools import lru_cache
 from typing import NamedTuple
@@ -8,12 +8,11 @@ import triton
 from torch import Tensor
 
 from farspan.ops.coca.decoding import FOLD_ROWS
-from farspan.ops.coca.kernels.few_queries import few_queries_kernel
 from farspan.ops.coca.kernels.half_width import half_width_kernel, merge_kernel
 from farspan.ops.coca.kernels.one_query import one_query_kernel
 
 LOG2_E = 1.4426950408889634
-WAVES = 8
+WAVES = 32
 """Programs a processor that splitting the keys aims at while decoding: enough to even out their ends."""
 PREFILL_WAVES = 2
 """The same for many queries, whose partial results are not small."""
@@ -29,13 +28,11 @@ class Cut(NamedTuple):
     keys: int
     warps: int
     stages: int
-    registers: int = 0
-    """The most a thread may have, where fewer than the compiler would take let more programs run; 0 = its choice."""
 
 
-DECODE = {16: Cut(8, 64, 4, 3), 32: Cut(8, 64, 4, 3, 128), 64: Cut(8, 64, 4, 3, 168), 128: Cut(8, 32, 4, 2)}
+DECODE = {16: Cut(16, 128, 4, 3), 32: Cut(16, 128, 4, 3), 64: Cut(16, 64, 4, 3), 128: Cut(16, 32, 4, 2)}
 """For few queries, by d/2 rounded up to a power of two."""
-ALONE = {16: Cut(1, 64, 1, 2), 32: Cut(1, 16, 1, 4), 64: Cut(1, 16, 1, 3), 128: Cut(1, 16, 2, 2)}
+ALONE = {16: Cut(1, 64, 1, 2), 32: Cut(1, 32, 1, 2), 64: Cut(1, 16, 1, 2), 128: Cut(1, 16, 2, 2)}
 """For one query a key head."""
 PREFILL = {16: Cut(128, 64, 8, 3), 32: Cut(128, 64, 8, 3), 64: Cut(128, 64, 8, 3), 128: Cut(64, 32, 8, 2)}
 
@@ -48,10 +45,7 @@ def choose_cut(rows: int, half: int, width: int, dtype: torch.dtype) -> Cut:
     cut = (DECODE if rows <= FOLD_ROWS else PREFILL)[size]
     if dtype == torch.float32:
         cut = Cut(min(cut.rows, 64), min(cut.keys, 32), cut.warps, 2)
-    fitting = triton.next_power_of_2(rows)
-    if rows > FOLD_ROWS:
-        return cut._replace(rows=min(cut.rows, fitting))
-    return cut if rows <= cut.rows else cut._replace(rows=fitting, registers=0)
+    return cut._replace(rows=max(16, triton.next_power_of_2(rows))) if rows < cut.rows or rows <= FOLD_ROWS else cut
 
 
 def padded(width: int) -> int:
@@ -118,26 +112,25 @@ def launch(
     rows = [_row_stride(x) for x in (step, query_positions, key_positions, padding, pages)]
     places = (step, lengths, firsts, query_positions, key_positions, padding, pages)
     out_b, out_h, out_n, out_s = parts.stride()[:4]
+    free = key_positions is not None
     options = {
         "EXACT": form == "exact", "CAUSAL": causal, "WINDOW": window is not None, "BY_POSITION": by_position,
-        "DIRECT": key_positions is not None or q.dtype == torch.float32,
         "HALF": d // 2, "WIDTH": width, "PAGE": 0 if pages is None else t.shape[2],
         "BLOCK_N": cut.keys, "BLOCK_D": padded(d // 2), "BLOCK_V": padded(width), "num_warps": cut.warps,
-        **({"maxnreg": cut.registers} if cut.registers else {}),
     }  # fmt: skip
     with torch.cuda.device_of(q):
         if cut.rows == 1:
             one_query_kernel[(1, g * splits, b)](
                 q, t, v, parts, lse, *places, scale * LOG2_E, m, first, behind, window or 0, splits,
                 *q.stride()[:2], *t.stride()[:3], *v.stride()[:3], out_b, out_h, out_s, lse_b, lse_h, *rows,
-                **options, STAGES=cut.stages,
+                **options, DIRECT=free or q.dtype == torch.float32, STAGES=cut.stages,
             )  # fmt: skip
         else:
-            few = cut.rows <= FOLD_ROWS
-            (few_queries_kernel if few else half_width_kernel)[(blocks, g * splits, b)](
+            half_width_kernel[(blocks, g * splits, b)](
                 q, t, v, parts, lse, *places, scale * LOG2_E, n, m, first, behind, window or 0, splits,
                 *q.stride()[:3], *t.stride()[:3], *v.stride()[:3], out_b, out_h, out_n, out_s, lse_b, lse_h, lse_n,
-                *rows, **options, GROUP=h // g, BLOCK_M=cut.rows, num_stages=cut.stages,
+                *rows, **options, DIRECT=free or q.dtype == torch.float32, FOLD=cut.rows <= FOLD_ROWS, GROUP=h // g,
+                BLOCK_M=cut.rows, num_stages=cut.stages,
             )  # fmt: skip
         if lse is not None:
             merge_kernel[(h * n, b)](

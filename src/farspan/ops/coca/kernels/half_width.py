@@ -1,9 +1,9 @@
-"""Prefill on un-rotated t, read once at half width; and what the kernels for decoding share with it.
+"""Attention on un-rotated t, read once at half width: decoding and prefill in one kernel.
 
 score(n) = Σ_j t_j (A_j cos nθ_j + B_j sin nθ_j). Keys come in tiles, n = n₀ + r. The waves of r = 0 … BLOCK_N-1 are the
 same in every tile and stay in registers; those of n₀ turn on by BLOCK_N·θ from tile to tile. That rounds a little each
-time (4e-5 after a thousand tiles), so every ANCHOR tiles they are found from the position again. Many queries leave the
-turn by n₀θ to the keys; few (decoding) take it themselves. Where that would show (DIRECT: keys placed freely, or
+time (4e-5 after a thousand tiles), so every ANCHOR tiles they are found from the position again. Few queries (decoding)
+take the turn by n₀θ themselves (FOLD); many leave it to the keys. Where that would show (DIRECT: keys placed freely, or
 float32), each key's waves are found from its own position.
 """
 
@@ -23,8 +23,8 @@ def half_width_kernel(
     scale, n, m, first, behind, window, splits,
     q_b, q_h, q_n, t_b, t_g, t_m, v_b, v_g, v_m, out_b, out_h, out_n, out_s, lse_b, lse_h, lse_n,
     step_b, query_positions_b, key_positions_b, padding_b, pages_b,
-    EXACT: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BY_POSITION: tl.constexpr, DIRECT: tl.constexpr,
-    GROUP: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
+    EXACT: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BY_POSITION: tl.constexpr, FOLD: tl.constexpr,
+    DIRECT: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_M rows (query × head of a group) of one key head against one split of the keys.
@@ -85,6 +85,8 @@ def half_width_kernel(
     if step is not None and not DIRECT:
         base_cos, base_sin = cos_sin((first + begin).to(tl.int64) * turn)
         on_cos, on_sin = cos_sin(BLOCK_N * turn)
+        if FOLD:
+            turned_left, turned_right = turned(left, right, base_cos[None, :], base_sin[None, :])
 
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -111,14 +113,33 @@ def half_width_kernel(
             if DIRECT:
                 key_at = places(key_positions, key_positions_b, row, key, keep, first)
                 key_cos, key_sin = cos_sin(key_at[:, None] * turn[None, :])
+                now_left = fixed_left
+                now_right = fixed_right
+            elif FOLD:
+                key_cos = near_cos
+                key_sin = near_sin
+                now_left = narrow(turned_left, t.dtype.element_ty)
+                now_right = narrow(turned_right, t.dtype.element_ty)
             else:
                 key_cos = base_cos[None, :] * near_cos - base_sin[None, :] * near_sin
                 key_sin = base_sin[None, :] * near_cos + base_cos[None, :] * near_sin
+                now_left = fixed_left
+                now_right = fixed_right
             even = narrow(wide * key_cos, t.dtype.element_ty)
             odd = narrow(wide * key_sin, t.dtype.element_ty)
-            score = product(fixed_left, tl.trans(even), nothing)
-            score = product(fixed_right, tl.trans(odd), score)
-            if not DIRECT:
+            score = product(now_left, tl.trans(even), nothing)
+            score = product(now_right, tl.trans(odd), score)
+            if FOLD and not DIRECT:  # what rounding the queries lost: they are few, and waiting for memory anyway
+                lost_left = narrow(turned_left - now_left.to(tl.float32), t.dtype.element_ty)
+                lost_right = narrow(turned_right - now_right.to(tl.float32), t.dtype.element_ty)
+                score = product(lost_left, tl.trans(even), score)
+                score = product(lost_right, tl.trans(odd), score)
+                if anchored(start + BLOCK_N - begin, BLOCK_N):
+                    base_cos, base_sin = cos_sin((first + start + BLOCK_N).to(tl.int64) * turn)
+                    turned_left, turned_right = turned(left, right, base_cos[None, :], base_sin[None, :])
+                else:
+                    turned_left, turned_right = turned(turned_left, turned_right, on_cos[None, :], on_sin[None, :])
+            elif not DIRECT:
                 if anchored(start + BLOCK_N - begin, BLOCK_N):
                     base_cos, base_sin = cos_sin((first + start + BLOCK_N).to(tl.int64) * turn)
                 else:
