@@ -27,11 +27,11 @@ Numbers = tuple[int, int, int, int]
 
 
 def variants(shape: Shape, toy: bool = False) -> list[Numbers]:
-    """The cuts to try: a query alone has its own kernel, and may take the one for several."""
+    """The cuts to try: a query alone has a kernel of its own."""
     if toy:
         return [(16, 32, 4, 2)]
     few = [cut for cut in ALONE if cut[1] * shape.d <= 4096 * cut[2]]  # others spill their registers
-    return [*few, *TOGETHER] if shape.h == shape.g else list(TOGETHER)
+    return few if shape.h == shape.g else list(TOGETHER)
 
 
 def run(*, device: str, repeats: int, toy: bool = False) -> Iterator[tuple[str, list[dict[str, Any]]]]:
