@@ -48,7 +48,7 @@ def main() -> int:
     try:
         for name, new in steps:
             rows += new
-            print(f"{time.perf_counter() - begun:6.1f} s  {name}  {summary(new[-1])}", flush=True)
+            print(f"{time.perf_counter() - begun:6.1f} s  {name}  {summary(new[-1]) if new else ''}", flush=True)
             if arguments.out is not None:  # after each step, so that a run cut short keeps what it has
                 write_result(arguments.out, rows, device=device, seed=arguments.seed)
     except ResultsDifferError as error:

@@ -64,14 +64,14 @@ def test_no_figures_when_a_contestant_is_wrong(monkeypatch: pytest.MonkeyPatch) 
 
 @interpreted
 def test_tuning_checks_each_cut_and_puts_the_table_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    table = dict(attention.CUTS)
+    table = dict(attention.PAIRS)
     rows = [row for _, new in linear_tuning.run(device="cpu", repeats=1, toy=True) for row in new]
     assert [row["passes"] for row in rows] == list(linear.PASSES)
     right = linear.cosformer_attention
     monkeypatch.setattr(linear, "cosformer_attention", lambda *x, **options: 1.1 * right(*x, **options))
     with pytest.raises(ResultsDifferError):
         list(linear_tuning.run(device="cpu", repeats=1, toy=True))
-    assert table == attention.CUTS
+    assert table == attention.PAIRS
 
 
 @interpreted

@@ -104,10 +104,11 @@ def _tune_linear(repeats: int, seed: int, out: Path | None) -> None:
     from farspan.benchmark import linear_tuning
 
     console, widths = Console(), (64, 128)
-    total = sum(len(linear_tuning.variants(d)) for d in widths)
+    total = 1 + sum(len(linear_tuning.variants(d)) for d in widths)
     rows = collect(linear_tuning.run(device="cuda", repeats=repeats, widths=widths), total, console)
-    for row in sorted(rows, key=lambda row: (row["d"], row["passes"], row["milliseconds"]["median"])):
-        console.print(f"{row['d']}  {row['passes']}  {row['cut']}  {row['milliseconds']['median']:.3f} ms")
+    found = [row for row in rows if row["kind"] == "tuning"]
+    for row in sorted(found, key=lambda row: (row["d"], row["passes"], row["milliseconds"]["median"])):
+        console.print(f"{row['d']}  {row['passes']}  {row['change']}  {row['milliseconds']['median']:.3f} ms")
     write(out, rows, "cuda", seed, console)
 
 

@@ -1,29 +1,35 @@
-"""Compiling many variants of a kernel at once, one process each, before a device's time is spent on any of them."""
+"""Compiling many variants of a kernel at once, before a device's time is spent on any of them."""
 
 import multiprocessing
 import os
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+Call = TypeVar("Call", bound=tuple[Any, ...])
 
 
-def compile_ahead(function: Callable[..., Any], calls: Iterable[tuple[Any, ...]], *, workers: int | None = None) -> int:
-    """Make every call in some other process, so that Triton's cache on disk has its kernels; how many went through.
+def compile_ahead(
+    function: Callable[..., Any], calls: Sequence[Call], *, workers: int | None = None
+) -> tuple[list[Call], dict[Call, str]]:
+    """Make every call of a module's function in a process of its own, so that Triton's cache on disk has its kernels.
 
-    `function` is a module's, and calls are what its arguments are; a variant that cannot run is passed over here and
-    reported where it is timed.
+    The calls that went through, and why the others did not: a kernel that reads beyond its memory takes nothing down
+    but its own process.
 
     >>> compile_ahead(divmod, [(7, 2), (7, 0)], workers=1)
-    1
+    ([(7, 2)], {(7, 0): 'ZeroDivisionError: integer division or modulo by zero'})
     """
     context = multiprocessing.get_context("spawn")  # a forked process cannot use CUDA
-    with context.Pool(workers or max(1, (os.cpu_count() or 2) - 2)) as pool:
-        return sum(pool.imap_unordered(_goes_through, [(function, call) for call in calls]))
+    with context.Pool(workers or max(1, (os.cpu_count() or 2) - 2), maxtasksperchild=1) as pool:
+        reasons = pool.map(_reason, [(function, call) for call in calls], chunksize=1)
+    found = list(zip(calls, reasons, strict=True))
+    return [call for call, why in found if why is None], {call: why for call, why in found if why is not None}
 
 
-def _goes_through(task: tuple[Callable[..., Any], tuple[Any, ...]]) -> bool:
+def _reason(task: tuple[Callable[..., Any], tuple[Any, ...]]) -> str | None:
     function, call = task
     try:
         function(*call)
-    except Exception:
-        return False
-    return True
+    except Exception as error:
+        return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+    return None

@@ -12,70 +12,71 @@ from farspan.benchmark.ahead import compile_ahead
 from farspan.benchmark.clock import clock
 from farspan.benchmark.linear import OURS, PASSES, Shape, as_call, check, contestants, random_inputs
 
-BLOCKS, COLUMNS, WARPS, STAGES = (32, 64), (32, 64, 128), (4, 8), (1, 2, 3)
-KERNELS = ("totals_kernel", "prefix_kernel", "walk_kernel", "delta_kernel")
+KERNELS = ("totals_kernel", "prefix_kernel", "pairs_kernel", "delta_kernel")
 
-Numbers = tuple[int, int, int, int]
-"""Those of a Cut, which this module cannot name before triton is there."""
+Change = tuple[str, Any]
+"""A table of ops.cosformer.kernels.attention, and what to try in it."""
 
 
-def variants(d: int) -> list[Numbers]:
-    """The cuts to try for heads of width d; 128 columns in four warps would leave no registers."""
-    every = product(BLOCKS, COLUMNS, WARPS, STAGES)
-    return [cut for cut in every if cut[1] <= min(d, 16 * cut[2])]
+def variants(d: int) -> list[Change]:
+    """One change at a time, from what the tables hold; four warps have no registers for more than 64 rows."""
+    shapes = ((64, 64, 4), (64, 32, 4), (128, 64, 8), (128, 32, 8), (128, 128, 8))
+    pairs = [(*shape, stages) for shape in shapes for stages in (1, 2, 3) if shape[1] == 64 or stages == 2]
+    totals = [
+        (rows, columns, warps, stages)
+        for rows, columns, warps, stages in product((64, 128), (64, 128), (4, 8), (2, 3))
+        if columns <= d and rows * columns <= 2048 * warps
+    ]
+    tables = {"PAIRS": pairs, "QUERY_PAIRS": pairs, "TOTALS": totals, "SEGMENT": (128, 256, 512, 1024)}
+    return [(name, change) for name, changes in tables.items() for change in changes]
 
 
 def run(
     *, device: str, repeats: int, widths: tuple[int, ...] = (64, 128), toy: bool = False
 ) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Yield a row for each cut and pass, at 16 384 tokens; raises ResultsDifferError where a cut is wrong."""
+    """Yield a row for each variant and pass, at 16 384 tokens; raises ResultsDifferError where one is wrong."""
+    shapes = [Shape(1, 1, 66, 16)] if toy else [Shape(4, 16, 16_384, d) for d in widths]
+    calls = [(shape, ("PAIRS", (64, 64, 4, 2)), device) for shape in shapes]
     if not toy:
-        prepare(device, widths)
-    for d in (16,) if toy else widths:
-        shape = Shape(1, 1, 66, d) if toy else Shape(4, 16, 16_384, d)
-        for cut in [(64, 64, 4, 2)] if toy else variants(d):
-            yield f"width {d}, cut {cut}", _measure(shape, cut, device, repeats, toy)
+        calls, bad = compile_ahead(_try, [(shape, x, device) for shape in shapes for x in variants(shape.d)])
+        yield (
+            "variants that cannot run",
+            [{"kind": "refused", "call": call[:2], "why": why} for call, why in bad.items()],
+        )
+    for shape, change, _ in calls:
+        with _changed(shape.d, change):
+            yield f"width {shape.d}, {change}", _measure(shape, change, device, repeats, toy)
 
 
-def prepare(device: str, widths: tuple[int, ...] = (64, 128)) -> int:
-    """Compile all variants."""
-    return compile_ahead(_try, [(Shape(4, 16, 16_384, d), cut, device) for d in widths for cut in variants(d)])
-
-
-def _try(shape: Shape, cut: Numbers, device: str) -> None:
-    with _cut(shape.d, cut):
+def _try(shape: Shape, change: Change, device: str) -> None:
+    with _changed(shape.d, change):
         as_call(contestants(shape.n, device, None)[OURS], random_inputs(shape, device), True)()
+        torch.cuda.synchronize()
 
 
 @contextmanager
-def _cut(d: int, numbers: Numbers) -> Iterator[None]:
-    """The table, with one cut in it to try."""
-    from farspan.ops.cosformer.kernels.attention import CUTS, Cut
+def _changed(d: int, change: Change) -> Iterator[None]:
+    """The tables, with one change to try."""
+    from farspan.ops.cosformer.kernels import attention
 
-    size = 64 if d <= 64 else 128
-    usual = CUTS[size]
-    CUTS[size] = Cut(*numbers)
+    (name, value), size = change, attention.widest(d, d)
+    table = getattr(attention, name)
+    usual = table[size]
+    table[size] = attention.Cut(*value) if isinstance(value, tuple) else value
     try:
         yield
     finally:
-        CUTS[size] = usual
+        table[size] = usual
 
 
-def _measure(shape: Shape, cut: Numbers, device: str, repeats: int, toy: bool) -> list[dict[str, Any]]:
-    from triton.runtime.errors import OutOfResources
-
-    rows = []
-    try:
-        with _cut(shape.d, cut):
-            check(Shape(1, 1, 66, shape.d) if toy else Shape(1, 4, 1000, shape.d), device, None)
-            attend, inputs = contestants(shape.n, device, None)[OURS], random_inputs(shape, device)
-            for passes in PASSES:
-                call = as_call(attend, inputs, passes != "forward")
-                times = clock(call, device=device, repeats=repeats, graph=False)
-                row = {"kind": "tuning", **shape._asdict(), "cut": cut, "passes": passes}
-                rows.append(row | {"milliseconds": times.milliseconds, "kernels": kernel_times(call, device)})
-    except OutOfResources:  # more shared memory or registers than a processor has
-        return []
+def _measure(shape: Shape, change: Change, device: str, repeats: int, toy: bool) -> list[dict[str, Any]]:
+    check(shape if toy else Shape(1, 4, 1000, shape.d), device, None)
+    attend, inputs, rows = contestants(shape.n, device, None)[OURS], random_inputs(shape, device), []
+    for passes in PASSES:
+        call = as_call(attend, inputs, passes != "forward")
+        times = clock(call, device=device, repeats=repeats, graph=False)
+        row = {"kind": "tuning", **shape._asdict(), "change": change, "passes": passes}
+        rows.append(row | {"milliseconds": times.milliseconds, "kernels": kernel_times(call, device)})
     return rows
 
 

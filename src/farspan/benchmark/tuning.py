@@ -33,29 +33,30 @@ Numbers = tuple[int, ...]
 
 
 def variants(shape: Shape, toy: bool = False) -> list[Numbers]:
-    """The cuts to try: a query alone has its own kernel, and may take the one for several."""
+    """The cuts to try: a query alone has a kernel of its own."""
     if toy:
         return [(8, 32, 4, 2)]
     few = [cut for cut in ALONE if cut[1] * shape.d <= 4096 * cut[2]]  # others spill their registers
-    return [*few, *TOGETHER] if shape.h == shape.g else list(TOGETHER)
+    return few if shape.h == shape.g else list(TOGETHER)
 
 
 def run(*, device: str, repeats: int, toy: bool = False) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """Yield the cuts of each shape, fastest first; raises ResultsDifferError if any cut is wrong."""
     speed = copy_speed(device, 2**20 if toy else 2**31)
+    cuts = {shape: variants(shape, toy) for shape in (TOY if toy else SHAPES)}
     if not toy:
-        prepare(device)
-    for shape in TOY if toy else SHAPES:
+        good, bad = compile_ahead(_try, [(shape, cut, device) for shape, each in cuts.items() for cut in each])
+        yield (
+            "variants that cannot run",
+            [{"kind": "refused", "call": call[:2], "why": why} for call, why in bad.items()],
+        )
+        cuts = {shape: [cut for of, cut, _ in good if of == shape] for shape in cuts}
+    for shape, each in cuts.items():
         rows = sorted(
-            _sweep(shape, device, repeats, speed, toy), key=lambda row: row["milliseconds"]["exact"]["median"]
+            _sweep(shape, each, device, repeats, speed), key=lambda row: row["milliseconds"]["exact"]["median"]
         )
         for row in rows:
             yield f"{tuple(shape)} {row['cut']} splits {row['splits']}", [row]
-
-
-def prepare(device: str) -> int:
-    """Compile all variants."""
-    return compile_ahead(_try, [(shape, cut, device) for shape in SHAPES for cut in variants(shape)])
 
 
 def _try(shape: Shape, numbers: Numbers, device: str) -> None:
@@ -77,9 +78,7 @@ def _launcher(q: Tensor, t: Tensor, v: Tensor) -> Callable[[Numbers, int], Tenso
 
 
 @torch.no_grad()
-def _sweep(shape: Shape, device: str, repeats: int, copy: float, toy: bool) -> Iterator[dict[str, Any]]:
-    from triton.runtime.errors import OutOfResources
-
+def _sweep(shape: Shape, cuts: list[Numbers], device: str, repeats: int, copy: float) -> Iterator[dict[str, Any]]:
     from farspan.ops.coca.kernels.attention import Cut, choose_splits, processors
 
     q, t, _, v = random_inputs(shape, device)
@@ -87,15 +86,10 @@ def _sweep(shape: Shape, device: str, repeats: int, copy: float, toy: bool) -> I
     one = [x[:1] for x in (q, t, v)]  # of one sequence, the float64 equations fit into memory
     truth = coca_attention_reference(*(x.double() for x in one), rotary=Rotary(shape.d))
     plain = coca_attention(*one, rotary=Rotary(shape.d), backend="sdpa")
-    usual = {
-        cut: choose_splits(shape.b * shape.g, shape.m, Cut(*cut), processors(q.device)) for cut in variants(shape, toy)
-    }
+    usual = {cut: choose_splits(shape.b * shape.g, shape.m, Cut(*cut), processors(q.device)) for cut in cuts}
     for cut, splits in dict.fromkeys((cut, max(1, int(n * part))) for cut, n in usual.items() for part in SPLITS):
         call = partial(launch, cut, splits)
-        try:
-            check = error_row("tuning", call()[:1], truth, plain)
-        except OutOfResources:  # more shared memory than a processor has
-            continue
+        check = error_row("tuning", call()[:1], truth, plain)
         if not check["error"] <= check["allowed"]:
             raise ResultsDifferError(
                 f"cut {cut}, splits {splits}, is wrong on {tuple(shape)}: {check['error']:.1e} "

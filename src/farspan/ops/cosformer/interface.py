@@ -102,9 +102,9 @@ def cosformer_attention(
         reweight: False leaves the cosine out (linear attention, the paper's ablation).
         state: what an earlier call returned: this call continues its text, and q, k, v are the new tokens only.
         return_state: also return the state after the last key. Any cutting into calls gives the same outputs.
-        backend: "auto" or "chunked" (O(N) time and memory), "triton" (the same in kernels, see
-            :mod:`farspan.ops.cosformer.triton_backend`; refuses with the reason where they cannot run), or "reference"
-            (the definition, N×N).
+        backend: "chunked" (O(N) time and memory, plain torch), "triton" (the same in kernels, see
+            :mod:`farspan.ops.cosformer.triton_backend`; refuses with the reason where they cannot run), "reference"
+            (the definition, N×N), or "auto": the kernels where they are measured to be faster, else "chunked".
 
     Returns:
         (b, h, n, dv) in q's dtype; with `return_state` a pair of it and a :class:`LinearState` of constant size.
@@ -155,7 +155,8 @@ def cosformer_attention(
         return silenced(weigh(*weights, seen_only(v, mask), mask), places, padding_mask)
     kernel = cosformer_kernel(max_length, beyond, activation, reweight)
     options: dict[str, Any] = {"causal": causal, "padding_mask": padding_mask, "documents": documents, "state": state}
-    if backend == "triton" or (backend == "auto" and auto_takes_triton()):
+    fused = backend == "auto" and auto_takes_triton(kernel, q, v, places, causal, documents)
+    if fused or backend == "triton":
         out, after = triton_run(kernel, q, k, v, places, **options, return_state=return_state)
     else:
         out, after = run(kernel, q, k, v, places, **options)

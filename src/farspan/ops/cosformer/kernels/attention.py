@@ -1,5 +1,6 @@
 """Launching the kernels of linear attention, forward and backward, and their registration with torch."""
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -8,11 +9,11 @@ import triton.language as tl
 from torch import Tensor
 
 from farspan.ops.coca.kernels.attention import padded, processors, row_major
+from farspan.ops.cosformer.kernels.pairs import delta_kernel, pairs_kernel
 from farspan.ops.cosformer.kernels.sums import prefix_kernel, totals_kernel
-from farspan.ops.cosformer.kernels.walk import delta_kernel, walk_kernel
 
 WAVES = 4
-"""Programs a processor that cutting a text into segments aims at."""
+"""Programs a processor that cutting the keys of bidirectional attention aims at."""
 PREFIX = 512
 """Numbers of the sums that a program adds up over segments."""
 
@@ -39,11 +40,11 @@ class Weight(NamedTuple):
         """How many sums Σ y there are."""
         return self.parts if self.shared else 1
 
-    def like(self, k: Tensor, v: Tensor, held: int) -> "Sums":
-        """Room for `held` sums of keys k (b, g, m, d) and values v (b, g, m, dv)."""
+    def like(self, k: Tensor, v: Tensor, held: int, dtype: torch.dtype = torch.float32) -> "Sums":
+        """Room for `held` sums of keys k (b, g, m, d) and values v (b, g, m, dv), those with values in `dtype`."""
         (b, g, _, d), dv = k.shape, v.shape[-1]
-        shapes = (b, g, held, self.parts, dv, d), (b, g, held, self.sums, d)
-        return Sums(*(k.new_empty(shape, dtype=torch.float32) for shape in shapes))
+        states = k.new_empty((b, g, held, self.parts, dv, d), dtype=dtype)
+        return Sums(states, k.new_empty((b, g, held, self.sums, d), dtype=torch.float32))
 
     def flags(self) -> dict[str, Any]:
         return {"RELU": self.relu, "STILL": self.still != 0, "WAVE": self.wave != 0, "SHARED": self.shared}
@@ -71,7 +72,7 @@ class Text(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Running sums (b, g, held, parts, dv, d) and (b, g, held, sums, d) in float32; None: nothing yet."""
+    """Sums before segments, (b, g, held, parts, dv, d) and (b, g, held, sums, d); None: nothing yet."""
 
     states: Tensor | None
     sums: Tensor | None
@@ -85,66 +86,79 @@ NOTHING = Sums(None, None)
 
 
 class Cut(NamedTuple):
-    """How a launch is cut into tiles: tokens of a chunk, columns of the sums in a program's registers, its threads."""
+    """How a launch is cut: tokens of x and of y a tile (of sums: tokens, and columns of values), threads, stages."""
 
-    block: int
+    rows: int
     columns: int
     warps: int
     stages: int
 
 
-CUTS = {64: Cut(64, 64, 4, 2), 128: Cut(64, 64, 8, 2)}
-"""In bfloat16, by the widest head that it is for."""
-PRECISE = {64: Cut(32, 64, 8, 1), 128: Cut(32, 32, 8, 1)}
+PAIRS = {64: Cut(64, 64, 4, 1), 128: Cut(64, 64, 4, 2)}
+QUERY_PAIRS = {64: Cut(64, 64, 4, 2), 128: Cut(128, 64, 8, 3)}
+"""For the gradient of the queries, which needs more registers."""
+TOTALS = {64: Cut(128, 64, 4, 3), 128: Cut(128, 128, 8, 2)}
+"""In bfloat16, by the widest head that it is for: the fastest of `farspan bench cosformer --tune` on an H200."""
+PRECISE_PAIRS = {64: Cut(32, 32, 4, 1), 128: Cut(32, 32, 8, 1)}
+PRECISE_TOTALS = {64: Cut(32, 64, 8, 1), 128: Cut(32, 32, 8, 1)}
 """In float16 and float32, whose tiles are twice as large."""
+SEGMENT = {64: 256, 128: 512}
+"""Tokens of a segment of causal attention: the fewer, the fewer pairs; the more, the less memory for its sums."""
 
 
-def choose_cut(d: int, width: int, dtype: torch.dtype) -> Cut:
-    """The cut for features of width d and values of `width`; the same for all passes over a text."""
-    return (CUTS if dtype == torch.bfloat16 else PRECISE)[64 if max(d, width) <= 64 else 128]
+def choose_cut(table: dict[int, Cut], precise: dict[int, Cut], d: int, width: int, dtype: torch.dtype) -> Cut:
+    """A table's entry for features of width d and values of `width`."""
+    return (table if dtype == torch.bfloat16 else precise)[widest(d, width)]
+
+
+def widest(d: int, width: int) -> int:
+    """The entry of the tables for features of width d and values of `width`."""
+    return 64 if max(d, width) <= 64 else 128
 
 
 def choose_segment(n: int, programs: int, processors: int, block: int) -> int:
-    """Chunks of a segment, for a text of n tokens of which `programs` are walked at once.
+    """Tokens of a segment of n keys of which all are summed, `programs` heads at once, in blocks.
 
     >>> choose_segment(65_536, 16, 132, 64), choose_segment(2048, 16, 132, 64), choose_segment(2048, 1024, 132, 64)
-    (32, 1, 32)
+    (2048, 64, 2048)
     """
-    chunks = triton.cdiv(n, block)
+    blocks = triton.cdiv(n, block)
     parts = max(1, processors * WAVES // programs)
-    return triton.cdiv(chunks, min(parts, chunks))
+    return triton.cdiv(blocks, min(parts, blocks)) * block
 
 
-def chosen(q: Tensor, v: Tensor) -> int:
-    """Chunks of a segment for queries (b, h, n, d) and values (b, g, m, dv) on their device.
+def chosen(q: Tensor, v: Tensor, causal: bool) -> int:
+    """Tokens of a segment for queries (b, h, n, d) and values (b, g, m, dv) on their device.
 
-    By the longer of the two: sums are held for each segment of the keys, and one query may meet very many of them.
+    Causal queries need the sums before each segment. Others need one sum of all: segments only share the work, and are
+    chosen by the longer side, as the backward pass sums over the queries.
     """
-    (b, h, n, d), m = q.shape, v.shape[2]
-    cut = choose_cut(d, v.shape[-1], q.dtype)
-    return choose_segment(max(n, m), b * h * triton.cdiv(v.shape[-1], cut.columns), processors(q.device), cut.block)
+    (b, h, n, d), (m, width) = q.shape, v.shape[2:]
+    if causal:
+        return SEGMENT[widest(d, width)]
+    cut = choose_cut(TOTALS, PRECISE_TOTALS, d, width, q.dtype)
+    return choose_segment(max(n, m), b * h * triton.cdiv(width, cut.columns), processors(q.device), cut.rows)
 
 
-def count_segments(k: Tensor, v: Tensor, segment: int) -> int:
-    """How many segments of so many chunks the keys have."""
-    block = choose_cut(k.shape[-1], v.shape[-1], k.dtype).block
-    return -(-k.shape[2] // (segment * block))
+def count_segments(k: Tensor, segment: int) -> int:
+    """How many segments of so many tokens the keys (b, g, m, d) have."""
+    return -(-k.shape[2] // segment)
 
 
-def settings(x: Tensor, d: int, width: int, columns: int) -> dict[str, Any]:
-    """Tiles and products: bfloat16 as it is; float16 as float32 of 10 bits, as sums leave its range; float32 in 3."""
-    cut = choose_cut(d, width, x.dtype)
+def products(dtype: torch.dtype) -> dict[str, Any]:
+    """bfloat16 as it is; float16 as float32 of 10 bits, as sums leave its range; float32 in three such products."""
     return {
-        "DOT": tl.bfloat16 if x.dtype == torch.bfloat16 else tl.float32,
-        "PRECISION": "tf32" if x.dtype == torch.float16 else "tf32x3",
-        "BLOCK": cut.block,
-        "BLOCK_Z": min(cut.columns, padded(columns)),
-        "num_warps": cut.warps,
-        "num_stages": cut.stages,
+        "DOT": tl.bfloat16 if dtype == torch.bfloat16 else tl.float32,
+        "PRECISION": "tf32" if dtype == torch.float16 else "tf32x3",
     }
 
 
-def walk(
+def held_dtype(dtype: torch.dtype) -> torch.dtype:
+    """In what the sums before segments are kept: in what they are multiplied in."""
+    return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+
+
+def mix(
     x: Tensor,
     y: Tensor,
     z: Tensor,
@@ -160,20 +174,22 @@ def walk(
     reverse: bool = False,
     source: Tensor | None = None,
 ) -> None:
-    """Fill `out` with Σ κ (x·y) z (see :mod:`farspan.ops.cosformer.kernels.walk`), or with the gradient of `source`."""
+    """Fill `out` with Σ κ (x·y) z (see :mod:`farspan.ops.cosformer.kernels.pairs`), or a gradient, that of `source`."""
     (b, heads, n, width), into = x.shape, z.shape[-1]
     group = y.shape[1] // heads if reverse else heads // y.shape[1]
-    options = settings(x, width, into, into)
-    parts = count_segments(x, z, segment)
+    table = QUERY_PAIRS if source is not None and not reverse else PAIRS
+    cut = choose_cut(table, PRECISE_PAIRS, width, into, x.dtype)
+    rows = math.gcd(cut.rows, segment)  # a block lies in one segment
     origin = x if source is None else source
     strides = [s for tensor in (x, y, z, origin, out) for s in tensor.stride()[:3]]
     with torch.cuda.device_of(x):
-        walk_kernel[(parts * triton.cdiv(into, options["BLOCK_Z"]) * heads * b,)](
+        pairs_kernel[(triton.cdiv(n, rows) * heads * b,)](
             x, y, z, source, out, before.states, before.sums, denominators, deltas, *text,
-            weight.still, weight.wave, weight.epsilon, n, heads, segment, parts, before.held,
+            weight.still, weight.wave, weight.epsilon, n, heads, segment, before.held,
             *strides, *text.strides,
-            CAUSAL=causal, REVERSE=reverse, GRADED=source is not None, **weight.flags(), GROUP=group,
-            WIDTH=width, OUT_WIDTH=into, BLOCK_X=padded(width), **options,
+            CAUSAL=causal, REVERSE=reverse, GRADED=source is not None, **weight.flags(), **products(x.dtype),
+            GROUP=group, WIDTH=width, OUT_WIDTH=into, BLOCK_M=rows, BLOCK_N=cut.columns,
+            BLOCK_X=padded(width), BLOCK_Z=padded(into), num_warps=cut.warps, num_stages=cut.stages,
         )  # fmt: skip
 
 
@@ -187,8 +203,10 @@ def add_up(
     segment: int,
     groups: int,
     initial: Sums,
+    *,
+    causal: bool,
 ) -> tuple[Sums, Sums]:
-    """The sums before each segment, and those of everything (held once).
+    """The sums before each segment (if `causal`), and those of everything (held once, float32).
 
     Of keys and values; or, given `denominators` and `deltas`, of queries and gradients, from the end of the text.
     """
@@ -196,25 +214,26 @@ def add_up(
     g, queries = heads // groups, denominators is not None
     if not queries:  # a key's factors are 1, cos, sin
         weight = weight._replace(still=float(weight.still != 0), wave=float(weight.wave != 0))
-    options, parts = settings(y, d, dv, dv), count_segments(y, z, segment)
+    cut, parts = choose_cut(TOTALS, PRECISE_TOTALS, d, dv, y.dtype), count_segments(y, segment)
+    columns = min(cut.columns, padded(dv))
     totals, finals = (weight.like(y[:, :g], z, held) for held in (parts, 1))
-    documents, stretch = text.documents, segment * options["BLOCK"]
+    before = weight.like(y[:, :g], z, parts, held_dtype(y.dtype)) if causal else NOTHING
     with torch.cuda.device_of(y):
-        totals_kernel[(parts * triton.cdiv(dv, options["BLOCK_Z"]) * g * b,)](
+        totals_kernel[(parts * triton.cdiv(dv, columns) * g * b,)](
             y, z, *totals, denominators, deltas, *text,
             weight.still, weight.wave, weight.epsilon, n, g, segment, parts,
             *y.stride()[:3], *z.stride()[:3], *text.strides,
-            QUERIES=queries, **weight.flags(), TIMES=groups, D=d, DV=dv,
-            BLOCK_D=padded(d), **options,
+            QUERIES=queries, **weight.flags(), **products(y.dtype), TIMES=groups, D=d, DV=dv,
+            BLOCK=cut.rows, BLOCK_D=padded(d), BLOCK_Z=columns, num_warps=cut.warps, num_stages=cut.stages,
         )  # fmt: skip
-        for total, start, final in zip(totals, initial, finals, strict=True):
+        for total, start, left, final in zip(totals, initial, before, finals, strict=True):
             assert total is not None
             size = total[0, 0, 0].numel()
             prefix_kernel[(triton.cdiv(size, PREFIX) * g * b,)](
-                total, start, final, documents, n, stretch, parts, size, g, text.strides[3],
+                total, start, left, final, text.documents, n, segment, parts, size, g, text.strides[3],
                 REVERSE=queries, BLOCK=PREFIX,
             )  # fmt: skip
-    return totals, finals
+    return before, finals
 
 
 def find_deltas(out: Tensor, gradient: Tensor, denominators: Tensor, weight: Weight) -> Tensor:

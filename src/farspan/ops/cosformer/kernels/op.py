@@ -15,8 +15,9 @@ from farspan.ops.cosformer.kernels.attention import (
     chosen,
     count_segments,
     find_deltas,
+    held_dtype,
     like,
-    walk,
+    mix,
 )
 
 
@@ -41,24 +42,24 @@ def linear_attention_op(
     remember: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """q (b, h, n, d), k (b, g, m, d), v (b, g, m, dv) → output (b, h, n, dv), denominators (b, h, n), the sums before
-    each segment (of so many chunks; for the backward pass), and the sums of the whole text (if `remember`).
+    each segment (of so many tokens; for the backward pass), and the sums of the whole text (if `remember`).
 
     `causal` needs n = m, and goes on from the sums `initial` (b, g, parts·d, dv) and `initial_sum` (b, g, sums·d).
     The angles (b|1, 2, ·), cos and sin, are those of the sums; None without a wave. What there is none of comes back
-    empty.    `segment` 0 leaves the choice to :func:`farspan.ops.cosformer.kernels.attention.choose_segment`.
+    empty. `segment` is a multiple of 64; 0 leaves it to :func:`farspan.ops.cosformer.kernels.attention.chosen`.
     """
-    weight, segment = Weight(still, wave, shared, relu, epsilon), segment or chosen(q, v)
+    weight, segment = Weight(still, wave, shared, relu, epsilon), segment or chosen(q, v, causal)
     q, k, v = (row_major(x) for x in (q, k, v))
     text = Text.of(key_angles, padding, documents)
     before, total, kept = _held(initial, initial_sum, weight, k, v), NOTHING, NOTHING
-    if remember or not causal or count_segments(k, v, segment) > 1:
-        before, total = add_up(k, v, weight, text, None, None, segment, 1, before)
+    if remember or not causal or count_segments(k, segment) > 1:
+        before, total = add_up(k, v, weight, text, None, None, segment, 1, before, causal=causal)
         kept = before if causal else total
     if not causal:
         before, text = total, Text.of(query_angles, None, None)
     out = like(q, (*q.shape[:3], v.shape[-1]))
     denominators = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    walk(q, k, v, out, weight, text, before, denominators, None, segment, causal=causal)
+    mix(q, k, v, out, weight, text, before, denominators, None, segment, causal=causal)
     return out, denominators, *_or_empty(kept, q), *_flat(total if remember else NOTHING, q)
 
 
@@ -89,20 +90,22 @@ def linear_attention_backward_op(
     segment: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gradients of q, k, v and of the initial sums, given those of the output and of the sums after the text."""
-    weight, segment = Weight(still, wave, shared, relu, epsilon), segment or chosen(q, v)
+    weight, segment = Weight(still, wave, shared, relu, epsilon), segment or chosen(q, v, causal)
     q, k, v, out, gradient = (row_major(x) for x in (q, k, v, out, gradient))
     queries, keys = Text.of(query_angles, None, documents), Text.of(key_angles, padding, documents)
     deltas = find_deltas(out, gradient, denominators, weight)
-    dq, dk, dv = (like(x, x.shape) for x in (q, k, v))
     rest = (denominators, deltas, segment)
     before = Sums(states, sums) if states.numel() else _held(initial, initial_sum, weight, k, v)
-    walk(gradient, v, k, dq, weight, keys if causal else queries, before, *rest, causal=causal, source=q)
+    dq = like(q, q.shape)
+    mix(gradient, v, k, dq, weight, keys if causal else queries, before, *rest, causal=causal, source=q)
     after, total = _held(final, final_sum, weight, k, v), NOTHING
-    if initial is not None or not causal or count_segments(k, v, segment) > 1:
-        after, total = add_up(q, gradient, weight, queries, *rest, q.shape[1] // k.shape[1], after)
+    if initial is not None or not causal or count_segments(k, segment) > 1:
+        groups = q.shape[1] // k.shape[1]
+        after, total = add_up(q, gradient, weight, queries, *rest, groups, after, causal=causal)
     after = after if causal else total
-    walk(v, gradient, q, dk, weight, keys, after, *rest, causal=causal, reverse=True, source=k)
-    walk(k, q, gradient, dv, weight, keys, after, *rest, causal=causal, reverse=True)
+    dk, dv = (like(x, x.shape) for x in (k, v))  # only now: the totals that add_up held are free again
+    mix(v, gradient, q, dk, weight, keys, after, *rest, causal=causal, reverse=True, source=k)
+    mix(k, q, gradient, dv, weight, keys, after, *rest, causal=causal, reverse=True)
     return dq, dk, dv, *_flat(total if initial is not None else NOTHING, q)
 
 
@@ -135,9 +138,11 @@ def _(
 ) -> tuple[Any, ...]:
     *_, still, wave, shared, relu, epsilon, causal, segment, remember = rest
     weight = Weight(still, wave, shared, relu, epsilon)
-    segments = count_segments(k, v, segment or chosen(q, v))
+    segments = count_segments(k, segment or chosen(q, v, causal))
     made = remember or not causal or segments > 1
-    kept = weight.like(k, v, segments if causal else 1) if made else NOTHING
+    kept = NOTHING
+    if made:
+        kept = weight.like(k, v, segments, held_dtype(q.dtype)) if causal else weight.like(k, v, 1)
     final = weight.like(k, v, 1) if remember else NOTHING
     out = like(q, (*q.shape[:3], v.shape[-1]))
     return out, q.new_empty(q.shape[:3], dtype=torch.float32), *_or_empty(kept, q), *_flat(final, q)

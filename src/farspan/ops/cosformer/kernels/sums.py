@@ -1,8 +1,9 @@
-"""Sums over a stretch of text: Σ φ_j⊗z_j and Σ ψ_j for each segment, then the running totals before each of them."""
+"""Sums over a stretch of text: Σ φ_j⊗z_j and Σ ψ_j of each segment, then the sums of all before each of them."""
 
 import triton
 import triton.language as tl
 
+from farspan.ops.coca.kernels.narrow import narrow
 from farspan.ops.cosformer.kernels.tiles import (
     column_sums,
     load_angles,
@@ -42,13 +43,13 @@ def totals_kernel(
     sum_c = tl.zeros([BLOCK_D], tl.float32)
     sum_s = tl.zeros([BLOCK_D], tl.float32)
     begin = part * segment
-    end = tl.minimum(begin + segment, tl.cdiv(n, BLOCK))
-    last = tl.minimum(end * BLOCK, n) - 1
+    end = tl.minimum(begin + segment, n)
+    last = end - 1
     if QUERIES:
-        last = begin * BLOCK
-    for chunk in range(begin, end):
-        index = chunk * BLOCK + tl.arange(0, BLOCK)
-        live = index < n
+        last = begin
+    for start in range(begin, end, BLOCK):
+        index = start + tl.arange(0, BLOCK)
+        live = index < end
         wide = index.to(tl.int64)
         if padding is not None and not QUERIES:
             live = live & (tl.load(padding + row * padding_b + index, mask=live, other=0) != 0)
@@ -104,13 +105,13 @@ def _outer(feature, value, weight, PRECISION: tl.constexpr):
     return multiply(tl.trans(value), weighed(feature, weight), PRECISION)
 
 
-@triton.jit(do_not_specialize=["n", "stretch", "parts", "size", "heads"])
+@triton.jit(do_not_specialize=["n", "segment", "parts", "size", "heads"])
 def prefix_kernel(
-    totals, initial, final, documents, n, stretch, parts, size, heads, documents_b,
+    totals, initial, before, final, documents, n, segment, parts, size, heads, documents_b,
     REVERSE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK numbers of one row and head. Each segment's total (`stretch` tokens) gives way to the sum of
-    all before it (REVERSE: after it), from `initial` on; the sum of all goes to `final`."""
+    """One program: BLOCK numbers of one row and head. From the totals of segments to the sum of all before each of them
+    (REVERSE: after it), from `initial` on, and to the sum of all."""
     block, head, row = locate(tl.cdiv(size, BLOCK), heads)
     at = block * BLOCK + tl.arange(0, BLOCK)
     head += row * heads
@@ -122,18 +123,18 @@ def prefix_kernel(
         part = step
         if REVERSE:
             part = parts - 1 - step
-        where = totals + (head * parts + part) * size + at
-        total = tl.load(where, mask=inside, other=0.0)
-        tl.store(where, running, mask=inside)
+        where = (head * parts + part) * size + at
+        if before is not None:
+            tl.store(before + where, narrow(running, before.dtype.element_ty), mask=inside)
         if documents is not None:
             if REVERSE:
-                near = tl.minimum((part + 1) * stretch, n - 1)
-                far = part * stretch
+                near = tl.minimum((part + 1) * segment, n - 1)
+                far = part * segment
             else:
-                near = tl.maximum(part * stretch - 1, 0)
-                far = tl.minimum((part + 1) * stretch, n) - 1
+                near = tl.maximum(part * segment - 1, 0)
+                far = tl.minimum((part + 1) * segment, n) - 1
             of = documents + row * documents_b
             running = tl.where(tl.load(of + near) == tl.load(of + far), running, 0.0)
-        running += total
+        running += tl.load(totals + where, mask=inside, other=0.0)
     if final is not None:
         tl.store(final + head * size + at, running, mask=inside)
