@@ -580,7 +580,7 @@ def test_angles_start_afresh_after_some_tiles(
             return lambda *arguments, **options: self.kernel[grid](*arguments, **{**options, "DIRECT": False})
 
     angles = half_width.cos_sin
-    for module in (half_width, few_queries):
+    for module in (half_width, attention):
         monkeypatch.setattr(module, "ANCHOR", tl.constexpr(anchor))
     for module in (half_width, few_queries, one_query):
         monkeypatch.setattr(module, "cos_sin", cos_sin)

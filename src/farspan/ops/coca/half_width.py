@@ -52,7 +52,7 @@ def half_width_attention(
         padding_mask: (b, m) bool, True = keep.
         block_table: (b, blocks) int, the page that holds keys i·(page length) … of each row.
         causal, window, scale: as in :func:`farspan.ops.coca_attention`.
-        splits: into how many parts the keys are cut; None chooses.
+        splits: into how many parts, at least, the keys are cut; None chooses.
 
     Returns:
         (b, h, n, dv); zeros for a query before the first key.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from farspan.ops.coca.decoding import FOLD_ROWS
 from farspan.ops.coca.kernels.few_queries import few_queries_kernel
-from farspan.ops.coca.kernels.half_width import half_width_kernel, merge_kernel
+from farspan.ops.coca.kernels.half_width import ANCHOR, half_width_kernel, merge_kernel
 from farspan.ops.coca.kernels.one_query import one_query_kernel
 
 LOG2_E = 1.4426950408889634
@@ -104,8 +104,11 @@ def launch(
     m = t.shape[2] if pages is None else t.shape[2] * pages.shape[1]
     cut = cut or choose_cut(n * (h // g), d // 2, width, q.dtype)
     blocks = triton.cdiv(n * (h // g), cut.rows)
-    seen = m if window is None else min(m, n + 2 * window)
+    seen = m if window is None or by_position else min(m, n + 2 * window)
     splits = splits or choose_splits(blocks * b * g, seen, cut, processors(q.device))
+    few = 1 < cut.rows <= FOLD_ROWS
+    if few:  # its kernel finds one base angle a split
+        splits = max(splits, triton.cdiv(triton.cdiv(seen, cut.keys), ANCHOR.value))
     out = torch.empty((b, n, h, width), dtype=q.dtype, device=q.device).transpose(1, 2)
     parts: Tensor = out.unsqueeze(3)
     lse: Tensor | None = None
@@ -133,7 +136,6 @@ def launch(
                 **options, STAGES=cut.stages,
             )  # fmt: skip
         else:
-            few = cut.rows <= FOLD_ROWS
             (few_queries_kernel if few else half_width_kernel)[(blocks, g * splits, b)](
                 q, t, v, parts, lse, *places, scale * LOG2_E, n, m, first, behind, window or 0, splits,
                 *q.stride()[:3], *t.stride()[:3], *v.stride()[:3], out_b, out_h, out_n, out_s, lse_b, lse_h, lse_n,

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from farspan.ops.coca.kernels.angles import cos_sin, places, waves
-from farspan.ops.coca.kernels.half_width import ANCHOR, key_range, key_slots, sees, tile, turned
+from farspan.ops.coca.kernels.half_width import key_range, key_slots, sees, tile, turned
 from farspan.ops.coca.kernels.narrow import narrow, product
 
 
@@ -72,59 +72,58 @@ def few_queries_kernel(
         if not DIRECT:
             near_cos, near_sin = near_waves(turn, splits < 0, t.dtype.element_ty, BLOCK_N)
             on_cos, on_sin = cos_sin(BLOCK_N * turn)
+            base_cos, base_sin = cos_sin((first + begin).to(tl.int64) * turn)
     left = left * scale
     right = right * scale
     if q.dtype.element_ty == tl.float16:  # squares leave float16's range: give each row a size of its own
         largest = tl.maximum(tl.max(tl.maximum(tl.abs(left), tl.abs(right)), axis=1), 1e-30)
         left = left * (1024.0 / largest)[:, None]
         right = right * (1024.0 / largest)[:, None]
+    now_left = left
+    now_right = right
+    if step is not None and not DIRECT:  # a split has at most ANCHOR tiles: turned on from here, they stay exact
+        now_left, now_right = turned(left, right, base_cos[None, :], base_sin[None, :])
 
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)  # sums over keys stay apart until the end
     spare: tl.constexpr = BLOCK_M < 16 and v.dtype.element_ty != tl.float32
     mixed = tl.zeros([BLOCK_V, 2 * BLOCK_M if spare else BLOCK_M], tl.float32)
-    for base in range(begin, end, ANCHOR * BLOCK_N):
-        now_left = left
-        now_right = right
-        if step is not None and not DIRECT:
-            base_cos, base_sin = cos_sin((first + base).to(tl.int64) * turn)
-            now_left, now_right = turned(left, right, base_cos[None, :], base_sin[None, :])
-        for start in range(base, tl.minimum(end, base + ANCHOR * BLOCK_N), BLOCK_N):
-            key = start + near
-            keep = key < end
-            if padding is not None:
-                keep = keep & (tl.load(padding + row * padding_b + key, mask=keep, other=0) != 0)
-            block, slot = key_slots(pages, pages_b, row, key, end, PAGE)
-            coefficient = tile(t, block * t_b + key_head * t_g + slot * t_m, pair, keep, HALF)
-            value = tile(v, block * v_b + key_head * v_g + slot * v_m, column, keep, WIDTH)
+    for start in range(begin, end, BLOCK_N):
+        key = start + near
+        keep = key < end
+        if padding is not None:
+            keep = keep & (tl.load(padding + row * padding_b + key, mask=keep, other=0) != 0)
+        block, slot = key_slots(pages, pages_b, row, key, end, PAGE)
+        coefficient = tile(t, block * t_b + key_head * t_g + slot * t_m, pair, keep, HALF)
+        value = tile(v, block * v_b + key_head * v_g + slot * v_m, column, keep, WIDTH)
 
-            if step is None:
-                score = score_product(coefficient, two_parts(left, t.dtype.element_ty), BLOCK_M)
-            elif DIRECT:
-                key_at = places(key_positions, key_positions_b, row, key, keep, first)
-                key_cos, key_sin = cos_sin(key_at[:, None] * turn[None, :])
-                score = turned_scores(coefficient, key_cos, key_sin, left, right)
-            else:
-                score = turned_scores(coefficient, near_cos, near_sin, now_left, now_right)
-                now_left, now_right = turned(now_left, now_right, on_cos[None, :], on_sin[None, :])
-            if q.dtype.element_ty == tl.float16:
-                score = score * (largest * (1.0 / 1024.0))[None, :]
+        if step is None:
+            score = score_product(coefficient, two_parts(left, t.dtype.element_ty), BLOCK_M)
+        elif DIRECT:
+            key_at = places(key_positions, key_positions_b, row, key, keep, first)
+            key_cos, key_sin = cos_sin(key_at[:, None] * turn[None, :])
+            score = turned_scores(coefficient, key_cos, key_sin, left, right)
+        else:
+            score = turned_scores(coefficient, near_cos, near_sin, now_left, now_right)
+            now_left, now_right = turned(now_left, now_right, on_cos[None, :], on_sin[None, :])
+        if q.dtype.element_ty == tl.float16:
+            score = score * (largest * (1.0 / 1024.0))[None, :]
 
-            if BY_POSITION:
-                asker = places(query_positions, query_positions_b, row, query, live, first)
-                asked = places(key_positions, key_positions_b, row, key, keep, first)
-                seen = sees(asker[None, :] - asked[:, None], window, CAUSAL, WINDOW)
-            else:
-                seen = sees(index[None, :] - key[:, None], window, CAUSAL, WINDOW)
-            score = tl.where(seen & asks[None, :] & keep[:, None], score, float("-inf"))
+        if BY_POSITION:
+            asker = places(query_positions, query_positions_b, row, query, live, first)
+            asked = places(key_positions, key_positions_b, row, key, keep, first)
+            seen = sees(asker[None, :] - asked[:, None], window, CAUSAL, WINDOW)
+        else:
+            seen = sees(index[None, :] - key[:, None], window, CAUSAL, WINDOW)
+        score = tl.where(seen & asks[None, :] & keep[:, None], score, float("-inf"))
 
-            peak = tl.maximum(top, tl.max(score, axis=0))
-            safe = tl.where(peak == float("-inf"), 0.0, peak)  # a row that has seen nothing yet
-            weight = tl.exp2(score - safe[None, :])
-            fade = tl.exp2(top - safe)
-            total = total * fade[None, :] + weight
-            mixed = split_product(tl.trans(value), weight, scaled(mixed, fade), spare)
-            top = peak
+        peak = tl.maximum(top, tl.max(score, axis=0))
+        safe = tl.where(peak == float("-inf"), 0.0, peak)  # a row that has seen nothing yet
+        weight = tl.exp2(score - safe[None, :])
+        fade = tl.exp2(top - safe)
+        total = total * fade[None, :] + weight
+        mixed = split_product(tl.trans(value), weight, scaled(mixed, fade), spare)
+        top = peak
 
     whole = tl.sum(total, axis=0)
     sighted = whole > 0

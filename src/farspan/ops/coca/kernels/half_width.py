@@ -2,9 +2,9 @@
 
 score(n) = Σ_j t_j (A_j cos nθ_j + B_j sin nθ_j). Keys come in tiles, n = n₀ + r. The waves of r = 0 … BLOCK_N-1 are the
 same in every tile and stay in registers; those of n₀ turn on by BLOCK_N·θ from tile to tile. That rounds a little each
-time (4e-5 after a thousand tiles), so every ANCHOR tiles they are found from the position again. Many queries leave the
-turn by n₀θ to the keys; few (decoding) take it themselves. Where that would show (DIRECT: keys placed freely, or
-float32), each key's waves are found from its own position.
+time (4e-5 after a thousand tiles), so every ANCHOR tiles they are found from the position again, or another program
+goes on. Many queries leave the turn by n₀θ to the keys; few (decoding) take it themselves. Where that would show
+(DIRECT: keys placed freely, or float32), each key's waves are found from its own position.
 """
 
 import triton
