@@ -20,6 +20,7 @@ SPLITS = (1.0, 0.5, 0.25)
 """Parts of the usual number of splits."""
 ALONE = [(1, *rest) for rest in product((16, 32, 64), (1, 2, 4), (2, 3, 4))]
 TOGETHER = [
+    *((8, *rest) for rest in product((16, 32), (1, 2), (2, 3, 4))),
     *((8, 64, 4, *rest) for rest in product((2, 3, 4), (0, 128, 168))),
     *((8, 128, 4, *rest) for rest in product((2, 3), (0, 168))),
     *((8, 128, 8, *rest) for rest in product((2, 3), (0, 128))),
@@ -36,7 +37,7 @@ def variants(shape: Shape, toy: bool = False) -> list[Numbers]:
     """The cuts to try: a query alone has a kernel of its own."""
     if toy:
         return [(8, 32, 4, 2)]
-    few = [cut for cut in ALONE if cut[1] * shape.d <= 4096 * cut[2]]  # others spill their registers
+    few: list[Numbers] = [cut for cut in ALONE if cut[1] * shape.d <= 4096 * cut[2]]  # others spill their registers
     return few if shape.h == shape.g else list(TOGETHER)
 
 

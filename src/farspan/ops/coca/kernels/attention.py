@@ -33,8 +33,9 @@ class Cut(NamedTuple):
     """The most a thread may have, where fewer than the compiler would take let more programs run; 0 = its choice."""
 
 
-DECODE = {16: Cut(8, 64, 4, 3), 32: Cut(8, 64, 4, 3, 128), 64: Cut(8, 64, 4, 3, 168), 128: Cut(8, 32, 4, 2)}
-"""For few queries, by d/2 rounded up to a power of two."""
+DECODE = {16: Cut(8, 32, 2, 3), 32: Cut(8, 32, 2, 3), 64: Cut(8, 16, 2, 3), 128: Cut(8, 16, 2, 2)}
+"""For few queries, by d/2 rounded up to a power of two. With fewer than four warps Triton keeps to mma.sync: the ptxas
+that Triton 3.6 brings along makes the descriptors of this kernel's wgmma from registers that hold something else."""
 ALONE = {16: Cut(1, 64, 1, 2), 32: Cut(1, 16, 1, 4), 64: Cut(1, 16, 1, 3), 128: Cut(1, 16, 2, 2)}
 """For one query a key head; 32 and 64 are the fastest of a sweep on an H200."""
 PREFILL = {16: Cut(128, 64, 8, 3), 32: Cut(128, 64, 8, 3), 64: Cut(128, 64, 8, 3), 128: Cut(64, 32, 8, 2)}
