@@ -43,6 +43,14 @@ def test_an_even_attention_cannot_tell_left_from_right_without_learned_positions
 
 
 @torch.no_grad()
+def test_without_re_weighting_there_is_no_order_at_all_but_the_learned_one() -> None:
+    x, order = tokens(2, 20), torch.randperm(20)
+    blind, sighted = encoder(attention=PLAIN, learned=0), encoder(attention=PLAIN)
+    assert (blind(x[:, order]).logits - blind(x).logits[:, order]).abs().max() <= TIGHT
+    assert (sighted(x[:, order]).logits - sighted(x).logits[:, order]).abs().max() > 0.1
+
+
+@torch.no_grad()
 def test_a_label_is_that_of_the_reversed_text_without_learned_positions() -> None:
     x = tokens(2, 20)
     blind, sighted = (encoder(FarspanForSequenceClassification, learned=learned) for learned in (0, 24))
