@@ -70,7 +70,7 @@ def _changed(d: int, change: Change) -> Iterator[None]:
 
 
 def _measure(shape: Shape, change: Change, device: str, repeats: int, toy: bool) -> list[dict[str, Any]]:
-    check(shape if toy else Shape(1, 4, 1000, shape.d), device, None)
+    check(shape if toy else Shape(1, 4, 2500, shape.d), device, None)  # more than two of the longest segments
     attend, inputs, rows = contestants(shape.n, device, None)[OURS], random_inputs(shape, device), []
     for passes in PASSES:
         call = as_call(attend, inputs, passes != "forward")

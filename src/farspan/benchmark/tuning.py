@@ -58,6 +58,7 @@ def _try(shape: Shape, numbers: Numbers, device: str) -> None:
     q, t, _, v = random_inputs(shape._replace(b=1), device)
     for splits in (1, 6):
         _launcher(q, t, v)(numbers, splits)
+    torch.cuda.synchronize()  # what went wrong shows only now
 
 
 def _launcher(q: Tensor, t: Tensor, v: Tensor) -> Callable[[Numbers, int], Tensor]:

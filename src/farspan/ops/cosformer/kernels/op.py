@@ -138,11 +138,12 @@ def _(
 ) -> tuple[Any, ...]:
     *_, still, wave, shared, relu, epsilon, causal, segment, remember = rest
     weight = Weight(still, wave, shared, relu, epsilon)
+    q, k, v = (row_major(x) for x in (q, k, v))
     segments = count_segments(k, segment or chosen(q, v, causal))
     made = remember or not causal or segments > 1
     kept = NOTHING
     if made:
-        kept = weight.like(k, v, segments, held_dtype(q.dtype)) if causal else weight.like(k, v, 1)
+        kept = weight.like(k, v, segments, held_dtype(weight.dtype(q.dtype))) if causal else weight.like(k, v, 1)
     final = weight.like(k, v, 1) if remember else NOTHING
     out = like(q, (*q.shape[:3], v.shape[-1]))
     return out, q.new_empty(q.shape[:3], dtype=torch.float32), *_or_empty(kept, q), *_flat(final, q)
@@ -152,6 +153,7 @@ def _(
 def _(gradient: Tensor, final: Any, final_sum: Any, *saved: Any) -> tuple[Any, ...]:
     _, _, _, _, q, k, v, initial, *_, still, wave, shared, relu, epsilon, _, _ = saved
     weight = Weight(still, wave, shared, relu, epsilon)
+    q, k, v = (row_major(x) for x in (q, k, v))
     start = NOTHING if initial is None else weight.like(k, v, 1)
     return *(like(x, x.shape) for x in (q, k, v)), *_flat(start, q)
 
