@@ -11,7 +11,6 @@ from functools import lru_cache
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from farspan.errors import require
 from farspan.ops.call import drop_trivial
@@ -20,7 +19,7 @@ from farspan.ops.cosformer.chunked import Keys
 from farspan.ops.cosformer.kernel import ACTIVATIONS, EPSILON, Kernel, Shape
 from farspan.ops.cosformer.run import check_state, run, silenced
 from farspan.ops.cosformer.state import LinearState
-from farspan.ops.launch import cannot_launch, may_keep
+from farspan.ops.launch import cannot_derive_forwards, cannot_launch, may_keep
 from farspan.ops.positions import Positions
 
 WIDEST = 128
@@ -63,11 +62,9 @@ def triton_refusal(
         return "backend='triton' has no decay: its sums would have to fade from token to token; use backend='chunked'"
     if causal and not places.aligned:
         return "backend='triton' takes queries that are the last keys; for free positions use backend='chunked'"
-    if forward_ad._current_level >= 0:
-        return "backend='triton' has no forward-mode derivatives; use backend='chunked'"
     if not causal and documents is not None:
         return "backend='triton' sees documents only with causal=True; use backend='chunked'"
-    return cannot_launch(q.device.type, "backend", "chunked")
+    return cannot_derive_forwards("backend", "chunked") or cannot_launch(q.device.type, "backend", "chunked")
 
 
 def triton_run(

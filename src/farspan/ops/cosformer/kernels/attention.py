@@ -212,8 +212,9 @@ def add_up(
     initial: Sums,
     *,
     causal: bool,
+    whole: bool,
 ) -> tuple[Sums, Sums]:
-    """The sums before each segment (if `causal`), and those of everything (held once, float32).
+    """The sums before each segment (if `causal`), and those of everything (if `whole`; held once, float32).
 
     Of keys and values; or, given `denominators` and `deltas`, of queries and gradients, from the end of the text.
     """
@@ -224,7 +225,8 @@ def add_up(
     dtype = weight.dtype(y.dtype)
     cut, parts = choose_cut(TOTALS, PRECISE_TOTALS, d, dv, dtype), count_segments(y, segment)
     columns = min(cut.columns, padded(dv))
-    totals, finals = (weight.like(y[:, :g], z, held) for held in (parts, 1))
+    totals = weight.like(y[:, :g], z, parts)
+    finals = weight.like(y[:, :g], z, 1) if whole else NOTHING
     before = weight.like(y[:, :g], z, parts, held_dtype(dtype)) if causal else NOTHING
     with torch.cuda.device_of(y):
         totals_kernel[(parts * triton.cdiv(dv, columns) * g * b,)](

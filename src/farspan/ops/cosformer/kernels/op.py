@@ -53,7 +53,8 @@ def linear_attention_op(
     text = Text.of(key_angles, padding, documents)
     before, total, kept = _held(initial, initial_sum, weight, k, v), NOTHING, NOTHING
     if remember or not causal or count_segments(k, segment) > 1:
-        before, total = add_up(k, v, weight, text, None, None, segment, 1, before, causal=causal)
+        whole = remember or not causal
+        before, total = add_up(k, v, weight, text, None, None, segment, 1, before, causal=causal, whole=whole)
         kept = before if causal else total
     if not causal:
         before, text = total, Text.of(query_angles, None, None)
@@ -101,7 +102,8 @@ def linear_attention_backward_op(
     after, total = _held(final, final_sum, weight, k, v), NOTHING
     if initial is not None or not causal or count_segments(k, segment) > 1:
         groups = q.shape[1] // k.shape[1]
-        after, total = add_up(q, gradient, weight, queries, *rest, groups, after, causal=causal)
+        whole = initial is not None or not causal
+        after, total = add_up(q, gradient, weight, queries, *rest, groups, after, causal=causal, whole=whole)
     after = after if causal else total
     dk, dv = (like(x, x.shape) for x in (k, v))  # only now: the totals that add_up held are free again
     mix(v, gradient, q, dk, weight, keys, after, *rest, causal=causal, reverse=True, source=k)
