@@ -11,6 +11,7 @@ from farspan.report import write_report
 from farspan.report.speeds import load_speed_table, speed_tables, speed_verdicts
 from farspan.report.timings import parse_timings
 from farspan.reproduce import Preset, reproduce
+from farspan.results import write_result
 
 
 def linear(length: int, softmax: float, fla: float, **more: Any) -> dict[str, Any]:
@@ -81,3 +82,11 @@ def test_a_reproduction_times_attention_and_shows_it(tmp_path: Path, monkeypatch
     assert "Table 1" not in html
     assert [path.name for path in (page.parent / "figures").glob("*.png")] == ["speed-64-forward.png"]
     assert write_report(tmp_path / "run") == page
+
+
+def test_two_runs_are_not_compared(tmp_path: Path) -> None:
+    (tmp_path / "results").mkdir()
+    for name in ("cpu", "gpu"):
+        write_result(tmp_path / "results" / f"speed-{name}.json", ROWS, device=name, seed=0)
+    with pytest.raises(ValueError, match=r"one speed-\*.json, got speed-cpu.json, speed-gpu.json"):
+        write_report(tmp_path)

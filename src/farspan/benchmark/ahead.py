@@ -2,7 +2,7 @@
 
 import multiprocessing
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from multiprocessing.connection import Connection
@@ -27,6 +27,15 @@ def compile_ahead(
     with ThreadPoolExecutor(workers or max(1, (os.cpu_count() or 2) - 2)) as pool:
         found = list(zip(calls, pool.map(partial(_alone, function), calls), strict=True))
     return [call for call, why in found if why is None], {call: why for call, why in found if why is not None}
+
+
+def refused(bad: Mapping[tuple[Any, ...], str]) -> list[dict[str, Any]]:
+    """Rows of a result about calls that did not go through, without their last argument, the device.
+
+    >>> refused({("shape", "cut", "cuda"): "too large"})
+    [{'kind': 'refused', 'call': ('shape', 'cut'), 'why': 'too large'}]
+    """
+    return [{"kind": "refused", "call": call[:-1], "why": why} for call, why in bad.items()]
 
 
 def _alone(function: Callable[..., Any], call: tuple[Any, ...]) -> str | None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from farspan.benchmark.ahead import compile_ahead
+from farspan.benchmark.ahead import compile_ahead, refused
 from farspan.benchmark.clock import clock
 from farspan.benchmark.linear import OURS, PASSES, Shape, as_call, check, contestants, random_inputs
 
@@ -39,10 +39,7 @@ def run(
     calls = [(shape, ("PAIRS", (64, 64, 4, 2)), device) for shape in shapes]
     if not toy:
         calls, bad = compile_ahead(_try, [(shape, x, device) for shape in shapes for x in variants(shape.d)])
-        yield (
-            "variants that cannot run",
-            [{"kind": "refused", "call": call[:2], "why": why} for call, why in bad.items()],
-        )
+        yield "variants that cannot run", refused(bad)
     for shape, change, _ in calls:
         with _changed(shape.d, change):
             yield f"width {shape.d}, {change}", _measure(shape, change, device, repeats, toy)

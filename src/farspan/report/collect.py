@@ -86,6 +86,11 @@ def collect(folder: Path) -> Run:
     tasks = _rows(TaskResult, results, "task", sources)
     looks = _looks(results, sources)
     speeds = sorted(results.glob("speed-*.json"))
+    require(
+        len(speeds) <= 1,
+        f"{results} must hold one speed-*.json, got {', '.join(path.name for path in speeds)}: times of two runs "
+        "do not compare; report them separately",
+    )
     timings = tuple(timing for path in speeds for timing in parse_timings(_result(path, sources), path))
     study = _records(StudyModel, results, "model", sources)
     bits, pairs = _records(Bits, results, "bits", sources), _records(Pairs, results, "pairs", sources)

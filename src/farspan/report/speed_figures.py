@@ -1,6 +1,7 @@
 """Time against length: each contestant's in multiples of cosFormer's."""
 
 from collections.abc import Sequence
+from itertools import cycle
 
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
@@ -23,7 +24,7 @@ def speed_figures(timings: Sequence[Timing], table: SpeedTable) -> list[Figure]:
             (row, [(x.length, x.times[row.contestant]) for x in found if row.contestant in x.times])
             for row in table.rows
         ]
-        for (row, points), colour, marker in zip(lines, COLOURS, MARKERS, strict=True):
+        for (row, points), colour, marker in zip(lines, cycle(COLOURS), cycle(MARKERS), strict=False):
             if points:
                 axes.plot(*zip(*points, strict=True), color=colour, marker=marker, label=row.label, linewidth=1.6)
         axes.axhline(1.0, color=INK, linewidth=1.2, linestyle=":")

@@ -7,8 +7,8 @@ from typing import Any
 
 from farspan.errors import require
 
-OURS = ("triton", "chunked")
-"""What cosFormer runs on, the better first: the others are measured against the first that is there."""
+OURS = "triton"
+"""What a GPU's times are multiples of."""
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,8 @@ class Timing:
 
     def joined(self, other: "Timing") -> "Timing":
         """Both of one length: the times of both, and whichever knows the memory."""
-        milliseconds = self.milliseconds if self.milliseconds is not None else other.milliseconds
         memory = self.memory if self.memory is not None else other.memory
-        return replace(self, times={**other.times, **self.times}, milliseconds=milliseconds, memory=memory)
+        return replace(self, times={**other.times, **self.times}, memory=memory)
 
 
 def parse_timings(raw: Sequence[Any], where: Path) -> list[Timing]:
@@ -49,10 +48,9 @@ def parse_timings(raw: Sequence[Any], where: Path) -> list[Timing]:
 
 
 def _of_kernels(row: Mapping[str, Any]) -> Timing:
-    ours = next(name for name in OURS if name in row["milliseconds"])
     times = {name: spread["median"] for name, spread in row["speedup"].items()}
-    mean = row["milliseconds"][ours]["median"]
-    return Timing(row["passes"], row["d"], row["n"], times, mean, row["memory_over_least"].get(ours))
+    ours, memory = row["milliseconds"][OURS]["median"], row["memory_over_least"][OURS]
+    return Timing(row["passes"], row["d"], row["n"], times, ours, memory)
 
 
 def _against_softmax(row: Mapping[str, Any]) -> Timing:
