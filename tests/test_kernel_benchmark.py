@@ -1,6 +1,7 @@
 """The kernels' benchmark takes every step at toy size, and keeps silent when a kernel is wrong."""
 
 import json
+import os
 import runpy
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 pytest.importorskip("triton", reason="needs triton (pip install farspan[gpu])")
 
 from farspan.benchmark import kernel_checks, kernels, tuning
+from farspan.benchmark.ahead import compile_ahead
 from farspan.benchmark.clock import UNFAIR, Times, clock
 from farspan.ops.coca.kernels import attention
 
@@ -123,3 +125,9 @@ def test_recorded_shapes_cover_the_grid_that_fits() -> None:
 def test_clock_gives_the_median_and_its_surroundings() -> None:
     times = clock(lambda: torch.ones(1000).sum(), device="cpu", repeats=10)
     assert 0 < times.low <= times.median <= times.high
+
+
+def test_a_process_that_dies_is_reported_and_holds_nothing_up() -> None:
+    good, bad = compile_ahead(os._exit, [(3,)], workers=1)
+    assert good == []
+    assert bad == {(3,): "its process ended with code 3"}

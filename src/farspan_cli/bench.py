@@ -215,9 +215,10 @@ def _show_cosformer(console: Console, rows: list[Row]) -> None:
     console.print("slower than softmax at the longest text" if length is None else f"faster from {length:,} tokens on")
     console.print(f"chunked = definition: largest difference {by_kind['check'][0]['max_difference']:.1e} in float64")
     for row in by_kind["published"]:
+        memory = "memory not seen" if row["memory_ratio"] is None else f"{row['memory_ratio']:.0f}× less memory"
         console.print(
             f"against cosFormer as published, {row['passes']}, {row['length']:,} tokens: {row['speedup']:.1f}× faster, "
-            f"{row['memory_ratio']:.0f}× less memory, largest difference {row['max_difference']:.1e}"
+            f"{memory}, largest difference {row['max_difference']:.1e}"
         )
 
 

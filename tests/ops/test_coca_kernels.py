@@ -614,3 +614,15 @@ def test_splits_grow_with_the_keys_and_stop_when_the_device_is_full() -> None:
     assert choose_splits(1, 100, cut, 132) == 1
     assert choose_splits(32, 32_768, cut, 132) > choose_splits(256, 32_768, cut, 132) > 1
     assert choose_splits(10**6, 10**6, cut, 132) == 1
+
+
+def test_forward_derivatives_are_refused_rather_than_zero() -> None:
+    leaves = inputs(20, d=8)
+
+    def attend(backend: str) -> Any:
+        return lambda *leaves: coca_attention(*leaves, rotary=Rotary(8), backend=backend)
+
+    _, tangent = torch.func.jvp(attend("reference"), leaves, leaves)
+    assert tangent.abs().sum() > 0
+    with pytest.raises(ValueError, match="no forward-mode derivatives; use backend='sdpa'"):
+        torch.func.jvp(attend("triton"), leaves, leaves)

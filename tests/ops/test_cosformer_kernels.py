@@ -14,9 +14,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 pytest.importorskip("triton", reason="needs triton (pip install farspan[gpu])")
 
 from farspan.ops import cosformer_attention, cosformer_attention_reference
+from farspan.ops.cosformer import triton_backend
 from farspan.ops.cosformer.kernel import cosformer_kernel
 from farspan.ops.cosformer.kernels import attention, op
-from farspan.ops.cosformer.triton_backend import _cached, auto_takes_triton
+from farspan.ops.cosformer.triton_backend import _cached
 from farspan.ops.positions import resolve
 from tests.helpers import softmax_inputs
 
@@ -105,8 +106,22 @@ def test_errors_are_at_most_twice_those_of_eager(dtype: torch.dtype, n: int) -> 
     check_against_eager(n, dtype, h=1, d=64 if n == 65 else 16)
 
 
+@pytest.mark.usefixtures("short_segments")
 def test_a_head_wider_than_a_programs_share_of_columns() -> None:
     check_against_eager(65, torch.bfloat16, h=1, d=128)
+    assert attention.PRECISE_TOTALS[128].columns < 96
+    assert compare(meeting(inputs(130, b=1, h=1, g=1, d=96))) <= 2e-6
+
+
+@pytest.mark.usefixtures("short_segments")
+def test_weights_that_nearly_cancel_keep_their_digits_in_bfloat16() -> None:
+    """At distance 2M the raised cosine is 2^-16 of its two parts: sums in bfloat16 would have none of it."""
+    q, k, v = (x.detach() for x in inputs(530, b=1, h=1, g=1, d=16, dtype=torch.bfloat16))
+    k = torch.where((torch.arange(530, device=DEVICE) == 7)[:, None], k.abs() + 1, -1.0)  # one live key
+    options: dict[str, Any] = {"max_length": 256, "beyond": "raised-cosine"}
+    out = cosformer_attention(q + 1, k, v, backend="triton", **options)[:, :, 519]
+    want = cosformer_attention_reference(q.double() + 1, k.double(), v.double(), **options)[:, :, 519]
+    assert float((out - want).abs().max()) <= 0.02 * float(want.abs().max())
 
 
 def options_by_name(n: int) -> dict[str, dict[str, Any]]:
@@ -300,12 +315,18 @@ def test_no_launch_grows_where_cuda_counts_to_65_535(monkeypatch: pytest.MonkeyP
 def test_operators_pass_torchs_own_check() -> None:
     q, k, v = inputs(40, h=2, d=8)
     folded = q.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
+    crossed = q.detach().permute(0, 3, 2, 1).contiguous().permute(0, 3, 2, 1).requires_grad_()
     angles = torch.rand(1, 2, 40, device=DEVICE)
     state = (torch.rand(1, 1, 16, 8, device=DEVICE), torch.rand(1, 1, 16, device=DEVICE))
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
-    for initial, causal, remember in ((state, True, True), ((None, None), False, False)):
+    nothing = (None, None)
+    for given, initial, causal, remember in (
+        (folded, state, True, True),
+        (folded, nothing, False, False),
+        (crossed, nothing, True, False),
+    ):
         arguments = (
-            folded,
+            given,
             k,
             v,
             *initial,
@@ -401,26 +422,50 @@ def test_what_the_kernels_cannot_do_is_refused_with_the_reason(
         cosformer_attention(*inputs(5, dtype=dtype), max_length=8, backend="triton", **options)
 
 
+AUTO: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16, "causal": True, "n": 64, "d": 16, "hopper": True}
+PAPER: dict[str, Any] = {"beyond": "raise", "activation": "relu", "reweight": True}
+
+
 @pytest.mark.parametrize(
-    ("device", "dtype", "causal", "n", "d", "taken"),
+    ("changed", "taken"),
     [
-        ("cuda", torch.bfloat16, True, 64, 16, True),
-        ("cuda", torch.float32, True, 64, 16, False),
-        ("cuda", torch.bfloat16, False, 64, 16, False),
-        ("cuda", torch.bfloat16, True, 1, 16, False),
-        ("cuda", torch.bfloat16, True, 64, 256, False),
-        ("cpu", torch.bfloat16, True, 64, 16, False),
+        ({}, True),
+        ({"hopper": False}, False),
+        ({"device": "cpu"}, False),
+        ({"dtype": torch.float32}, False),
+        ({"causal": False}, False),
+        ({"n": 1}, False),
+        ({"n": 63}, False),
+        ({"d": 256}, False),
+        ({"beyond": "raised-cosine"}, False),
+        ({"beyond": "decoupled"}, False),
+        ({"beyond": "decay"}, False),
+        ({"activation": "elu"}, False),
+        ({"reweight": False}, False),
     ],
 )
 def test_auto_takes_the_kernels_where_they_were_timed(
-    device: str, dtype: torch.dtype, causal: bool, n: int, d: int, taken: bool
+    changed: dict[str, Any], taken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kernel = cosformer_kernel(150, "raise", "relu", True)
+    case = {**AUTO, **PAPER, **changed}
+    monkeypatch.setattr(triton_backend, "is_hopper", lambda index: case["hopper"])
+    kernel = cosformer_kernel(150, case["beyond"], case["activation"], case["reweight"])
     with FakeTensorMode():  # has CUDA tensors on any machine
-        q = torch.empty(1, 2, n, d, dtype=dtype, device=device)
-        places = resolve(None, n, 64, q.device)
-        assert auto_takes_triton(kernel, q, q, places, causal, None) is taken
-        assert not auto_takes_triton(cosformer_kernel(150, "decay", "relu", True), q, q, places, causal, None)
+        q = torch.empty(1, 2, case["n"], case["d"], dtype=case["dtype"], device=case["device"])
+        places = resolve(None, case["n"], 64, q.device)
+        assert triton_backend.auto_takes_triton(kernel, q, q, places, case["causal"], None) is taken
+
+
+def test_forward_derivatives_are_refused_rather_than_zero() -> None:
+    leaves = tuple(x.detach() for x in inputs(40, h=1, d=8))
+
+    def attend(backend: str) -> Any:
+        return lambda *leaves: cosformer_attention(*leaves, max_length=40, backend=backend)
+
+    _, tangent = torch.func.jvp(attend("chunked"), leaves, leaves)
+    assert tangent.abs().sum() > 0
+    with pytest.raises(ValueError, match="no forward-mode derivatives; use backend='chunked'"):
+        torch.func.jvp(attend("triton"), leaves, leaves)
 
 
 def test_heads_that_do_not_fit_are_refused() -> None:

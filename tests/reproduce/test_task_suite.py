@@ -13,6 +13,7 @@ from farspan.reproduce import Preset, reproduce
 from farspan.reproduce.plan import plan
 from farspan.reproduce.run import _attempt
 from farspan.reproduce.work import Work
+from farspan.tasks import TASKS
 
 TOML = """
 variants = ["rope", "cosformer", "cosformer-plain", "linear-coca"]
@@ -111,6 +112,14 @@ def test_tables_choose_their_tasks(tmp_path: Path) -> None:
     assert list(dict.fromkeys(step.task for step in steps if step.task)) == ["lm", "mqar"]
     with pytest.raises(ValueError, match=r"--only must name some of cosformer-finetuning, .* got 'table1'"):
         plan(Preset.load("cosformer-gpu"), tmp_path, ["table1"])
+
+
+@pytest.mark.parametrize("name", ["cosformer-cpu", "cosformer-gpu"])
+def test_every_encoder_of_a_shipped_preset_learns_as_many_positions_as_its_texts_have(name: str) -> None:
+    preset = Preset.load(name)
+    learned = {task: preset.task(task).options.get("learned_positions", 0) for task in preset.tasks}
+    assert learned == {task: preset.task(task).length if TASKS[task].encoder else 0 for task in preset.tasks}
+    assert [task for task in learned if learned[task]] == ["listops", "text", "finetuning", "pathfinder"]
 
 
 def test_every_table_of_tasks_has_the_four_attentions() -> None:

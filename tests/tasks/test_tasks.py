@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from farspan.models import FarspanForSequenceClassification
+from farspan.models import FarspanForMaskedLM, FarspanForSequenceClassification
 from farspan.tasks import TASKS, make_task
 from farspan.training import Progress, run
-from tests.tasks.small import SIZES, losses, material, settings, task
+from tests.tasks.small import MODEL, SIZES, losses, material, settings, task
 
 
 def quiet(what: str, part: float) -> None:
@@ -141,6 +141,43 @@ def test_padding_changes_no_answer(tmp_path: Path) -> None:
 def test_what_cannot_be_meant_is_refused(name: str, changes: dict, message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
         task(name, tmp_path, **changes)
+
+
+@pytest.mark.parametrize(
+    ("name", "learned", "message"),
+    [
+        (
+            "listops",
+            23,
+            "tasks.listops.options.learned_positions must be 0 or at least the length 24, got 23; leave",
+        ),
+        ("finetuning", 31, "learned_positions must be 0 or at least the length 32, got 31"),
+        (
+            "mqar",
+            16,
+            "tasks.mqar.options.learned_positions must be 0 for a causal model, got 16; leave it out",
+        ),
+        ("lm", 32, "tasks.lm.options.learned_positions must be 0 for a causal model, got 32"),
+    ],
+)
+def test_positions_that_a_model_cannot_learn_are_refused_before_any_work(
+    name: str, learned: int, message: str, tmp_path: Path
+) -> None:
+    made = make_task(name, settings(name, options={**MODEL, "learned_positions": learned}), material(tmp_path))
+    with pytest.raises(ValueError, match=message):
+        made.check(["cosformer"])
+
+
+def test_learned_positions_go_from_pretraining_to_fine_tuning(tmp_path: Path) -> None:
+    made = task("finetuning", tmp_path, steps=1, options={**MODEL, "learned_positions": 32})
+    model = made.train("cosformer", 0, tmp_path / "run")
+    pretrained = FarspanForMaskedLM.from_pretrained(tmp_path / "run" / "pretraining" / "model")
+    started = made.continued(tmp_path / "run" / "pretraining" / "model")
+    learned = pretrained.model.embed_positions.weight
+    assert learned.shape == (32, 32)
+    assert torch.equal(started.model.embed_positions.weight, learned)
+    tuned = FarspanForSequenceClassification.from_pretrained(model).model.embed_positions.weight
+    assert not torch.equal(tuned, learned)
 
 
 def test_a_language_model_may_have_an_odd_batch(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from farspan.benchmark.ahead import compile_ahead
+from farspan.benchmark.ahead import compile_ahead, refused
 from farspan.benchmark.clock import clock
 from farspan.benchmark.linear import OURS, PASSES, Shape, as_call, check, contestants, random_inputs
 
@@ -39,10 +39,7 @@ def run(
     calls = [(shape, ("PAIRS", (64, 64, 4, 2)), device) for shape in shapes]
     if not toy:
         calls, bad = compile_ahead(_try, [(shape, x, device) for shape in shapes for x in variants(shape.d)])
-        yield (
-            "variants that cannot run",
-            [{"kind": "refused", "call": call[:2], "why": why} for call, why in bad.items()],
-        )
+        yield "variants that cannot run", refused(bad)
     for shape, change, _ in calls:
         with _changed(shape.d, change):
             yield f"width {shape.d}, {change}", _measure(shape, change, device, repeats, toy)
@@ -70,7 +67,7 @@ def _changed(d: int, change: Change) -> Iterator[None]:
 
 
 def _measure(shape: Shape, change: Change, device: str, repeats: int, toy: bool) -> list[dict[str, Any]]:
-    check(shape if toy else Shape(1, 4, 1000, shape.d), device, None)
+    check(shape if toy else Shape(1, 4, 2500, shape.d), device, None)  # more than two of the longest segments
     attend, inputs, rows = contestants(shape.n, device, None)[OURS], random_inputs(shape, device), []
     for passes in PASSES:
         call = as_call(attend, inputs, passes != "forward")

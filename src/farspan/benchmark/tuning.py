@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from farspan.benchmark.agree import ResultsDifferError
-from farspan.benchmark.ahead import compile_ahead
+from farspan.benchmark.ahead import compile_ahead, refused
 from farspan.benchmark.clock import clock, copy_speed
 from farspan.benchmark.kernel_checks import error_row
 from farspan.benchmark.kernels import NOTED, TOY, Shape, random_inputs
@@ -47,10 +47,7 @@ def run(*, device: str, repeats: int, toy: bool = False) -> Iterator[tuple[str, 
     cuts = {shape: variants(shape, toy) for shape in (TOY if toy else SHAPES)}
     if not toy:
         good, bad = compile_ahead(_try, [(shape, cut, device) for shape, each in cuts.items() for cut in each])
-        yield (
-            "variants that cannot run",
-            [{"kind": "refused", "call": call[:2], "why": why} for call, why in bad.items()],
-        )
+        yield "variants that cannot run", refused(bad)
         cuts = {shape: [cut for of, cut, _ in good if of == shape] for shape in cuts}
     for shape, each in cuts.items():
         rows = sorted(
@@ -65,6 +62,7 @@ def _try(shape: Shape, numbers: Numbers, device: str) -> None:
     q, t, _, v = random_inputs(shape._replace(b=1), device)
     for splits in (1, 6):
         _launcher(q, t, v)(numbers, splits)
+    torch.cuda.synchronize()  # what went wrong shows only now
 
 
 def _launcher(q: Tensor, t: Tensor, v: Tensor) -> Callable[[Numbers, int], Tensor]:

@@ -64,6 +64,9 @@ class FarspanConfig(PreTrainedConfig):
         rope_parameters: as in transformers; for ``"rope_type": "dynamic"`` also ``"mode"``, "per_query" (default)
             or "per_request". A linear CoCA layer keeps turned sums, so it takes every law but "dynamic".
         causal: False makes a bidirectional encoder.
+        learned_positions: for an encoder, how many positions have an embedding of their own, added to the tokens'; no
+            text may be longer. 0 = none: the order of tokens is what attention makes of it, and the weights of
+            cosFormer, exact CoCA and ALiBi are the same to the left and to the right.
 
     >>> FarspanConfig.preset("tiny", attention="rope").num_hidden_layers
     4
@@ -88,6 +91,7 @@ class FarspanConfig(PreTrainedConfig):
     cache_layout: str = "half"
     decode_backend: str = "auto"
     causal: bool = True
+    learned_positions: int = 0
     train_length: int = 512
     max_position_embeddings: int = 32_768
     rope_parameters: dict | None = None  # type: ignore[type-arg]
@@ -212,6 +216,10 @@ class FarspanConfig(PreTrainedConfig):
         require(
             self.cosformer_max_length is None or self.cosformer_max_length >= 1,
             f"cosformer_max_length must be at least 1 or None, got {self.cosformer_max_length}; None is train_length",
+        )
+        require(
+            self.learned_positions >= 0,
+            f"learned_positions must be at least 0, got {self.learned_positions}; 0 is none",
         )
         require_choice("cache_layout", self.cache_layout, ("half", "rotated"))
         require_choice("decode_backend", self.decode_backend, decoding.BACKENDS)

@@ -116,6 +116,31 @@ class Frame:
             plan = self._plans[key_of_plan]
         return View(length, positions, self._keep(offset, length), self.documents, plan)
 
+    def places(self, table: int) -> Tensor:
+        """Rows of an encoder's table of learned positions for its tokens, (1 or b, n).
+
+        They count real tokens, unless `position_ids` say otherwise; padding gets row 0. Texts that leave the table
+        are refused; while tracing, by the look-up itself.
+        """
+        require(
+            self.cache is None, "past_key_values must be None where learned_positions are used, got a cache; drop it"
+        )
+        positions = self._positions(0, 0, self.n, aligned=True)
+        if isinstance(positions, int):
+            positions = torch.arange(self.n, device=self.device)[None]
+        assert isinstance(positions, Tensor)
+        # Ranks are below n: only longer texts and given positions are worth a look at the values.
+        if (self.n > table or self.position_ids is not None) and not torch.compiler.is_compiling():
+            real = positions if self.padding is None else positions.expand(self.batch, -1)[self.padding]
+            for position in (int(real.min()), int(real.max())) if real.numel() else ():
+                require(
+                    0 <= position < table,
+                    f"learned_positions is {table} and a token stands at position {position}, counted from 0; "
+                    "shorten the text, or train with more of them",
+                )
+        # Padding before a row's first token counts as -1, which no table has.
+        return positions if self.padding is None else positions.masked_fill(~self.padding, 0)
+
     def _wants_gradient(self, layer: Attention, layer_idx: int, hidden: Tensor) -> bool:
         """Whether what the layer will make of its input, or finds in its cache, wants a gradient."""
         if not torch.is_grad_enabled():  # every step of `generate`: spare it the weights

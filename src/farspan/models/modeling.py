@@ -227,8 +227,16 @@ class FarspanModel(FarspanPreTrainedModel):
     """Embedding, blocks, final norm."""
 
     def __init__(self, config: FarspanConfig) -> None:
+        require(
+            not (config.causal and config.learned_positions),
+            f"learned_positions must be 0 in a causal model, got {config.learned_positions}: its text goes on past any "
+            "table; leave it out, or make an encoder with FarspanForMaskedLM or FarspanForSequenceClassification",
+        )
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        self.embed_positions = (
+            nn.Embedding(config.learned_positions, config.hidden_size) if config.learned_positions else None
+        )
         self.layers = nn.ModuleList(FarspanBlock(config, i) for i in range(config.num_hidden_layers))
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.gradient_checkpointing = False
@@ -251,7 +259,7 @@ class FarspanModel(FarspanPreTrainedModel):
 
         Args:
             attention_mask: (b, tokens so far) 1 = real, 0 = padding, on either side.
-            position_ids: (b, n); positions that restart mark packed documents.
+            position_ids: (b, n); positions that restart mark packed documents. Learned positions follow them too.
             rotary_length: for `per_request` dynamic NTK, the length whose base to use for this whole request
                 (`generate` sets it to prompt + new tokens). Default: the tokens so far.
         """
@@ -272,6 +280,8 @@ class FarspanModel(FarspanPreTrainedModel):
             cache=past_key_values,
             whole_cache=self.config._attn_implementation != "farspan",
         )
+        if self.embed_positions is not None:
+            hidden = hidden + self.embed_positions(frame.places(self.embed_positions.num_embeddings))
         masks = self._dense_masks(hidden, attention_mask, position_ids, past_key_values)
         for block in self.layers:
             attention: FarspanAttention | FarspanLinearAttention = block.self_attn  # type: ignore[assignment]

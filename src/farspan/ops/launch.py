@@ -4,6 +4,7 @@ from importlib.util import find_spec
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 
 def cannot_launch(device: str, argument: str = "backend", other: str = "sdpa") -> str | None:
@@ -22,6 +23,13 @@ def cannot_launch(device: str, argument: str = "backend", other: str = "sdpa") -
 
 # What torch.compiler.assume_constant_result does, without its import of the whole compiler.
 cannot_launch._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def cannot_derive_forwards(argument: str = "backend", other: str = "sdpa") -> str | None:
+    """Why "triton" cannot run just now: forward-mode derivatives are being taken, and its own would be zeros."""
+    if forward_ad._current_level >= 0:
+        return f"{argument}='triton' has no forward-mode derivatives; use {argument}='{other}'"
+    return None
 
 
 def may_keep() -> bool:

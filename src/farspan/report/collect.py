@@ -27,6 +27,7 @@ from farspan.report.records import (
     parse_source,
     parse_step,
 )
+from farspan.report.timings import Timing, parse_timings
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,8 @@ class Run:
     bits: tuple[Bits, ...] = ()
     pairs: tuple[Pairs, ...] = ()
     caches: tuple[CacheBytes, ...] = ()
+    timings: tuple[Timing, ...] = ()
+    """Attention alone against length."""
 
     @property
     def is_study(self) -> bool:
@@ -67,7 +70,7 @@ class Run:
 
 
 def collect(folder: Path) -> Run:
-    """Read `results/ppl-*`, `passkey-*`, `train-*`, `task-*` and `analysis-*.json` and, if there, `status.json`.
+    """Read `results/ppl-*`, `passkey-*`, `train-*`, `task-*`, `speed-*`, `analysis-*.json`; if there, `status.json`.
 
     Of a drop-in study `model-*`, `bits-*`, `pairs-*` and `cache-*.json` as well.
     """
@@ -82,20 +85,27 @@ def collect(folder: Path) -> Run:
     training = _rows(Training, results, "train", sources)
     tasks = _rows(TaskResult, results, "task", sources)
     looks = _looks(results, sources)
+    speeds = sorted(results.glob("speed-*.json"))
+    require(
+        len(speeds) <= 1,
+        f"{results} must hold one speed-*.json, got {', '.join(path.name for path in speeds)}: times of two runs "
+        "do not compare; report them separately",
+    )
+    timings = tuple(timing for path in speeds for timing in parse_timings(_result(path, sources), path))
     study = _records(StudyModel, results, "model", sources)
     bits, pairs = _records(Bits, results, "bits", sources), _records(Pairs, results, "pairs", sources)
     caches = _records(CacheBytes, results, "cache", sources)
     steps = _steps(folder / "status.json")
     require(
         bool(sources or steps),
-        f"{results} must hold ppl-, passkey-, train-, task- or analysis-*.json; run `farspan reproduce` first",
+        f"{results} must hold ppl-, passkey-, train-, task-, speed- or analysis-*.json; run `farspan reproduce` first",
     )
     lengths = sorted({row.length for row in training})
     require(
         len(lengths) <= 1,
         f"{results}/train-*.json: length must be the same for every variant, got {lengths}; report them separately",
     )
-    return Run(perplexity, passkey, training, tuple(sources), steps, looks, tasks, study, bits, pairs, caches)
+    return Run(perplexity, passkey, training, tuple(sources), steps, looks, tasks, study, bits, pairs, caches, timings)
 
 
 def collect_files(paths: Sequence[Path], variant: str) -> Run:

@@ -10,6 +10,7 @@ from farspan.report.build import control_table, experiment_tables, measured_tabl
 from farspan.report.collect import Run, collect
 from farspan.report.experiment import Experiment, load_experiments
 from farspan.report.look_section import TEXTS, look_notes, look_table, look_verdicts
+from farspan.report.speeds import load_speed_table, speed_tables, speed_verdicts
 from farspan.report.studies import cache_table, study_notes, study_table, study_verdicts
 from farspan.report.study_table import load_study_table
 from farspan.report.summary import notes, summary, training_text
@@ -51,8 +52,10 @@ def write_report(folder: str | os.PathLike[str], out: str | os.PathLike[str] | N
     run, experiments = collect(folder), load_experiments()
     from farspan.report.figures import all_figures  # loads matplotlib
     from farspan.report.look_figures import look_figures
+    from farspan.report.speed_figures import speed_figures
 
     figures = ([] if run.is_study else all_figures(run, experiments)) + look_figures(run.looks)
+    figures += speed_figures(run.timings, load_speed_table())
     sections = make_sections(run, experiments, figures)
     for name in ("tables", "figures"):
         (target / name).mkdir(parents=True, exist_ok=True)
@@ -73,6 +76,10 @@ def make_sections(run: Run, experiments: list[Experiment], figures: list[Any]) -
         return tuple(figure for figure in figures if figure.group == group)
 
     made = task_sections(run, load_task_tables(), drawn("task-training")) + study_sections(run)
+    if run.timings:
+        speeds = load_speed_table()
+        tables = tuple(speed_tables(run.timings, speeds))
+        made.append(Section("speed", speeds.title, speeds.caption, drawn("speed"), tables, folded=True))
     groups = {"figure1": "perplexity", "table2": "passkey", "figure4": "near-far", "figure5": "distance"}
     by_name = {experiment.name: experiment for experiment in experiments}
     for name in () if not measures_lengths(run) else ("table1", "figure1", "table2", "figure4", "figure5", "table3"):
@@ -99,8 +106,8 @@ def measures_lengths(run: Run) -> bool:
     """Whether this is a run past the training length: otherwise the tables about it would have nothing of ours."""
     if run.is_study:
         return False
-    tasks = {task for table in load_task_tables() for task in table.columns}
-    about_tasks = bool(run.tasks) or any(tasks & set(step.step.split()) for step in run.steps)
+    tasks = {"speed"} | {task for table in load_task_tables() for task in table.columns}
+    about_tasks = bool(run.tasks or run.timings) or any(tasks & set(step.step.split()) for step in run.steps)
     return bool(run.rows) or (bool(run.steps) and not about_tasks)
 
 
@@ -160,9 +167,10 @@ def render(run: Run, experiments: list[Experiment], sections: list[Section]) -> 
     lengths = not run.is_study and (bool(run.rows) or (measures_lengths(run) and not run.looks))
     verdicts = (summary(run) if lengths else []) + task_verdicts(run, load_task_tables()) + look_verdicts(run.looks)
     verdicts += study_verdicts(run, load_study_table()) if run.is_study else []
+    verdicts += speed_verdicts(run.timings, load_speed_table())
     verdicts = verdicts or ["No task is finished yet."]
     return environment.from_string(text).render(
-        title=TITLES[2 if run.is_study else bool(run.tasks) and not run.rows],
+        title=TITLES[2 if run.is_study else bool(run.tasks or run.timings) and not run.rows],
         headline=verdicts[0],
         verdicts=verdicts[1:],
         notes=(notes(run, experiments) if lengths else []) + task_notes(run) + look_notes(run.looks) + study_notes(run),

@@ -51,10 +51,16 @@ def _stretches(variant: str) -> bool:
 
 
 def _task_steps(preset: Preset, folder: Path, only: list[str] | None) -> list[Step]:
-    """A model for each task, variant and seed; tasks in the preset's order, the most wanted first."""
+    """A model for each task, variant and seed; tasks in the preset's order, the most wanted first; then speed."""
     tables = {table.name: set(table.columns) for table in load_task_tables()}
     known = {**tables, **{name: {name} for name in preset.tasks}}
+    if preset.speed.lengths:
+        known["speed"] = {"speed"}
     wanted = set().union(*(known[name] for name in _chosen(only, list(known))))
+    results = folder / "results"
+    timed = [Step("speed", results / "speed-cosformer.json")] if "speed" in wanted else []
+    if wanted == {"speed"}:
+        return timed
     labelled = preset.corpus.labelled
     for path in labelled:
         require(Path(path).is_file(), f"--labelled must name a JSON-lines file, got {path!r}, which does not exist")
@@ -66,13 +72,12 @@ def _task_steps(preset: Preset, folder: Path, only: list[str] | None) -> list[St
         if left_out
         else f"--only must name something this preset has a task for ({', '.join(preset.tasks)}), got {only}",
     )
-    results = folder / "results"
     steps = [Step("data", folder / "data" / f"done-{'-'.join(tasks)}.json", tasks=tasks)]
     for task in tasks:
         for v, s in preset.runs:
             result = results / f"task-{task}-{v}-s{s}.json"
             steps.append(Step("train", result, v, s, task=task, needs=(steps[0].name,)))
-    return steps
+    return steps + timed
 
 
 def _chosen(only: list[str] | None, known: list[str]) -> list[str]:

@@ -68,6 +68,14 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
+class Speed:
+    """``[speed]``: cosFormer alone against length, beside the tasks; without lengths it is left out."""
+
+    lengths: list[int] = field(default_factory=list)
+    repeats: int = 5
+
+
+@dataclass(frozen=True)
 class Preset:
     """A whole reproduction: models measured past their training length (CoCA), a model for each task (cosFormer), or
     CoCA dropped into a checkpoint.
@@ -88,6 +96,7 @@ class Preset:
     """Seeds a variant, where more than one."""
     tasks: dict[str, Any] = field(default_factory=dict)
     """``[tasks.NAME]``: with tasks, these are trained and tested in this order, and nothing else is."""
+    speed: Speed = field(default_factory=Speed)
     study: Study = field(default_factory=Study)
     """``[study]``: with conversions, the study of a checkpoint, and nothing else."""
 

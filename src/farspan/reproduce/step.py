@@ -12,8 +12,8 @@ MEASURED_UNDER_A_LAW = ("ppl", "passkey")
 class Step:
     """One piece of work: its kind, its subject and its result.
 
-    Kinds are "data", "train", "ppl", "passkey"; of a drop-in study also "convert", "finetune", "bits", "pairs" and
-    "cache". Training for a task includes its test.
+    Kinds are "data", "train", "ppl", "passkey", "speed"; of a drop-in study also "convert", "finetune", "bits",
+    "pairs" and "cache". Training for a task includes its test.
     """
 
     kind: str

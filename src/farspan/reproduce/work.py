@@ -11,6 +11,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from farspan.benchmark import cosformer, linear
 from farspan.data import Shards, TextTokenizer, load_tokenizer, prepare
 from farspan.errors import require
 from farspan.evaluation import as_trained, passkey, perplexity
@@ -121,6 +122,19 @@ class Work:
             **task.score(model_folder, self.device, self.say),
         }
         write_result(step.result, [row], device=self.device, seed=step.seed)
+
+    def _speed(self, step: Step) -> None:
+        """Attention alone against length: the kernels and their peers on a GPU, else plain torch and softmax."""
+        lengths, repeats, rows = self.preset.speed.lengths, self.preset.speed.repeats, list[dict[str, Any]]()
+        if self.device == "cuda":
+            total, done = 2 + 4 * len(lengths), linear.run(lengths, repeats=repeats, device="cuda", seed=0, quick=True)
+        else:
+            total = 5 + 2 * len(lengths)
+            done = cosformer.run(lengths, lengths, min(lengths), repeats=repeats, device="cpu", seed=0)
+        for i, (what, new) in enumerate(done, 1):
+            rows += new
+            self.say(what, i / total)
+        write_result(step.result, rows, device=self.device, seed=0)
 
     def _task(self, name: str) -> Task:
         corpus = self.preset.corpus

@@ -35,6 +35,7 @@ def nothing_beside(folder: Path) -> None:
 class Classification(Task):
     """A label for each row, by a bidirectional encoder trained from scratch."""
 
+    encoder = True
     vocabulary: int
     labels: int
     pad: int | None
@@ -260,6 +261,8 @@ class LanguageModelTask(Task):
     needs_text = True
 
     def check(self, variants: Iterable[str]) -> None:
+        variants = list(variants)
+        super().check(variants)
         for variant in variants:
             self.job(variant, 0)  # refuses what a pre-training could not be
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from farspan.errors import require
 from farspan.evaluation import as_trained
 from farspan.models import FarspanConfig
 from farspan.tasks.settings import TaskSettings, attention_of
@@ -38,6 +39,8 @@ class Task:
     """One task at one size. A subclass says what is asked; all share how it is trained and reported."""
 
     name: str
+    encoder = False
+    """Whether its model looks both ways, and so may have learned positions."""
     needs_text = False
     """Whether it uses running text."""
     needs_labelled = False
@@ -49,8 +52,13 @@ class Task:
 
     def check(self, variants: Iterable[str]) -> None:
         """Refuse settings that could not be made or trained, before anything is."""
+        wanted = f"0 or at least the length {self.settings.length}" if self.encoder else "0 for a causal model"
         for variant in variants:
-            self.config(variant)
+            learned = self.config(variant).learned_positions
+            require(
+                learned == 0 or (self.encoder and learned >= self.settings.length),
+                f"tasks.{self.name}.options.learned_positions must be {wanted}, got {learned}; leave it out for none",
+            )
             self.sections(variant, 0)
 
     def prepare(self, say: Say) -> None:

@@ -12,7 +12,7 @@ def flops_per_token(model: PreTrainedModel, length: int) -> float:
     A causal token sees length/2 others on average; a window layer sees its window. Recomputation does not count.
     """
     config = model.config
-    weights = sum(p.numel() for name, p in model.named_parameters() if "embed_tokens" not in name)
+    weights = sum(p.numel() for name, p in model.named_parameters() if ".embed_" not in name)
     if config.tie_word_embeddings:  # the embedding works as the head
         weights += config.vocab_size * config.hidden_size
     seen = sum(min(length / 2, spec.window or length) for spec in config.attention_specs)

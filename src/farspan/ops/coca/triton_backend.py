@@ -22,6 +22,7 @@ from farspan.ops.coca.decoding import (
     wants_gradient,
 )
 from farspan.ops.coca.fused import coca_features
+from farspan.ops.launch import cannot_derive_forwards
 from farspan.ops.phases import rotary_steps
 from farspan.ops.rotary import Plan, Rotary, Run
 from farspan.ops.segments import check_dim, join
@@ -54,7 +55,7 @@ def triton_refusal(
         return "backend='triton' does not see documents; use backend='sdpa'"
     if q.dtype == torch.float16 and wants_gradient(q, t, v):
         return "backend='triton' has no gradients in float16, whose range squares leave; use bfloat16 or backend='sdpa'"
-    return kernel_refusal(q.dtype, max(q.shape[-1], v.shape[-1]), q.device)
+    return cannot_derive_forwards() or kernel_refusal(q.dtype, max(q.shape[-1], v.shape[-1]), q.device)
 
 
 def triton_attention(q: Tensor, t: Tensor, v: Tensor, *, rotary: Rotary | Plan | None, form: str, call: Call) -> Tensor:

@@ -46,6 +46,10 @@ class Weight(NamedTuple):
         states = k.new_empty((b, g, held, self.parts, dv, d), dtype=dtype)
         return Sums(states, k.new_empty((b, g, held, self.sums, d), dtype=torch.float32))
 
+    def dtype(self, given: torch.dtype) -> torch.dtype:
+        """In what products are made: still + wave·cos θΔ nearly cancels at the far end, and needs float32's digits."""
+        return torch.float32 if self.still and self.wave else given
+
     def flags(self) -> dict[str, Any]:
         return {"RELU": self.relu, "STILL": self.still != 0, "WAVE": self.wave != 0, "SHARED": self.shared}
 
@@ -98,12 +102,14 @@ PAIRS = {64: Cut(64, 64, 4, 1), 128: Cut(64, 64, 4, 2)}
 QUERY_PAIRS = {64: Cut(64, 64, 4, 2), 128: Cut(128, 64, 8, 3)}
 """For the gradient of the queries, which needs more registers."""
 TOTALS = {64: Cut(128, 64, 4, 3), 128: Cut(128, 128, 8, 2)}
-"""In bfloat16, by the widest head that it is for: the fastest of `farspan bench cosformer --tune` on an H200."""
+"""In bfloat16, by the widest head that it is for: the fastest of `farspan bench cosformer --tune` on an H200, kernel by
+kernel, or near it."""
 PRECISE_PAIRS = {64: Cut(32, 32, 4, 1), 128: Cut(32, 32, 8, 1)}
 PRECISE_TOTALS = {64: Cut(32, 64, 8, 1), 128: Cut(32, 32, 8, 1)}
 """In float16 and float32, whose tiles are twice as large."""
 SEGMENT = {64: 256, 128: 512}
-"""Tokens of a segment of causal attention: the fewer, the fewer pairs; the more, the less memory for its sums."""
+"""Tokens of a segment of causal attention: the fewer, the fewer pairs; the more, the less memory for its sums. In width
+128, 256 would be 10% faster and need 1.25 times the memory of inputs, outputs and gradients."""
 
 
 def choose_cut(table: dict[int, Cut], precise: dict[int, Cut], d: int, width: int, dtype: torch.dtype) -> Cut:
@@ -178,7 +184,8 @@ def mix(
     (b, heads, n, width), into = x.shape, z.shape[-1]
     group = y.shape[1] // heads if reverse else heads // y.shape[1]
     table = QUERY_PAIRS if source is not None and not reverse else PAIRS
-    cut = choose_cut(table, PRECISE_PAIRS, width, into, x.dtype)
+    dtype = weight.dtype(x.dtype)
+    cut = choose_cut(table, PRECISE_PAIRS, width, into, dtype)
     rows = math.gcd(cut.rows, segment)  # a block lies in one segment
     origin = x if source is None else source
     strides = [s for tensor in (x, y, z, origin, out) for s in tensor.stride()[:3]]
@@ -187,7 +194,7 @@ def mix(
             x, y, z, source, out, before.states, before.sums, denominators, deltas, *text,
             weight.still, weight.wave, weight.epsilon, n, heads, segment, before.held,
             *strides, *text.strides,
-            CAUSAL=causal, REVERSE=reverse, GRADED=source is not None, **weight.flags(), **products(x.dtype),
+            CAUSAL=causal, REVERSE=reverse, GRADED=source is not None, **weight.flags(), **products(dtype),
             GROUP=group, WIDTH=width, OUT_WIDTH=into, BLOCK_M=rows, BLOCK_N=cut.columns,
             BLOCK_X=padded(width), BLOCK_Z=padded(into), num_warps=cut.warps, num_stages=cut.stages,
         )  # fmt: skip
@@ -205,8 +212,9 @@ def add_up(
     initial: Sums,
     *,
     causal: bool,
+    whole: bool,
 ) -> tuple[Sums, Sums]:
-    """The sums before each segment (if `causal`), and those of everything (held once, float32).
+    """The sums before each segment (if `causal`), and those of everything (if `whole`; held once, float32).
 
     Of keys and values; or, given `denominators` and `deltas`, of queries and gradients, from the end of the text.
     """
@@ -214,16 +222,18 @@ def add_up(
     g, queries = heads // groups, denominators is not None
     if not queries:  # a key's factors are 1, cos, sin
         weight = weight._replace(still=float(weight.still != 0), wave=float(weight.wave != 0))
-    cut, parts = choose_cut(TOTALS, PRECISE_TOTALS, d, dv, y.dtype), count_segments(y, segment)
+    dtype = weight.dtype(y.dtype)
+    cut, parts = choose_cut(TOTALS, PRECISE_TOTALS, d, dv, dtype), count_segments(y, segment)
     columns = min(cut.columns, padded(dv))
-    totals, finals = (weight.like(y[:, :g], z, held) for held in (parts, 1))
-    before = weight.like(y[:, :g], z, parts, held_dtype(y.dtype)) if causal else NOTHING
+    totals = weight.like(y[:, :g], z, parts)
+    finals = weight.like(y[:, :g], z, 1) if whole else NOTHING
+    before = weight.like(y[:, :g], z, parts, held_dtype(dtype)) if causal else NOTHING
     with torch.cuda.device_of(y):
         totals_kernel[(parts * triton.cdiv(dv, columns) * g * b,)](
             y, z, *totals, denominators, deltas, *text,
             weight.still, weight.wave, weight.epsilon, n, g, segment, parts,
             *y.stride()[:3], *z.stride()[:3], *text.strides,
-            QUERIES=queries, **weight.flags(), **products(y.dtype), TIMES=groups, D=d, DV=dv,
+            QUERIES=queries, **weight.flags(), **products(dtype), TIMES=groups, D=d, DV=dv,
             BLOCK=cut.rows, BLOCK_D=padded(d), BLOCK_Z=columns, num_warps=cut.warps, num_stages=cut.stages,
         )  # fmt: skip
         for total, start, left, final in zip(totals, initial, before, finals, strict=True):

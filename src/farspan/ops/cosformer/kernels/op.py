@@ -53,7 +53,8 @@ def linear_attention_op(
     text = Text.of(key_angles, padding, documents)
     before, total, kept = _held(initial, initial_sum, weight, k, v), NOTHING, NOTHING
     if remember or not causal or count_segments(k, segment) > 1:
-        before, total = add_up(k, v, weight, text, None, None, segment, 1, before, causal=causal)
+        whole = remember or not causal
+        before, total = add_up(k, v, weight, text, None, None, segment, 1, before, causal=causal, whole=whole)
         kept = before if causal else total
     if not causal:
         before, text = total, Text.of(query_angles, None, None)
@@ -101,7 +102,8 @@ def linear_attention_backward_op(
     after, total = _held(final, final_sum, weight, k, v), NOTHING
     if initial is not None or not causal or count_segments(k, segment) > 1:
         groups = q.shape[1] // k.shape[1]
-        after, total = add_up(q, gradient, weight, queries, *rest, groups, after, causal=causal)
+        whole = initial is not None or not causal
+        after, total = add_up(q, gradient, weight, queries, *rest, groups, after, causal=causal, whole=whole)
     after = after if causal else total
     dk, dv = (like(x, x.shape) for x in (k, v))  # only now: the totals that add_up held are free again
     mix(v, gradient, q, dk, weight, keys, after, *rest, causal=causal, reverse=True, source=k)
@@ -138,11 +140,12 @@ def _(
 ) -> tuple[Any, ...]:
     *_, still, wave, shared, relu, epsilon, causal, segment, remember = rest
     weight = Weight(still, wave, shared, relu, epsilon)
+    q, k, v = (row_major(x) for x in (q, k, v))
     segments = count_segments(k, segment or chosen(q, v, causal))
     made = remember or not causal or segments > 1
     kept = NOTHING
     if made:
-        kept = weight.like(k, v, segments, held_dtype(q.dtype)) if causal else weight.like(k, v, 1)
+        kept = weight.like(k, v, segments, held_dtype(weight.dtype(q.dtype))) if causal else weight.like(k, v, 1)
     final = weight.like(k, v, 1) if remember else NOTHING
     out = like(q, (*q.shape[:3], v.shape[-1]))
     return out, q.new_empty(q.shape[:3], dtype=torch.float32), *_or_empty(kept, q), *_flat(final, q)
@@ -152,6 +155,7 @@ def _(
 def _(gradient: Tensor, final: Any, final_sum: Any, *saved: Any) -> tuple[Any, ...]:
     _, _, _, _, q, k, v, initial, *_, still, wave, shared, relu, epsilon, _, _ = saved
     weight = Weight(still, wave, shared, relu, epsilon)
+    q, k, v = (row_major(x) for x in (q, k, v))
     start = NOTHING if initial is None else weight.like(k, v, 1)
     return *(like(x, x.shape) for x in (q, k, v)), *_flat(start, q)
 

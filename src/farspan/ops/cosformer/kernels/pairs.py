@@ -238,7 +238,7 @@ def _shifted(
 def _kappa(
     x_0, x_c, x_s, x_d, y_0, y_c, y_s, y_d, STILL: tl.constexpr, WAVE: tl.constexpr, SHARED: tl.constexpr
 ):  # fmt: skip
-    """κ of all pairs of a chunk, above and below the fraction."""
+    """κ of all pairs of two blocks, above and below the fraction."""
     if STILL and WAVE:
         kappa = x_0[:, None] * y_0[None, :] + x_c[:, None] * y_c[None, :] + x_s[:, None] * y_s[None, :]
     elif WAVE:
@@ -253,7 +253,7 @@ def _kappa(
 
 @triton.jit
 def _recalled(left, x_0, x_c, x_s, sum_0, sum_c, sum_s, STILL: tl.constexpr, WAVE: tl.constexpr, SHARED: tl.constexpr):
-    """The part of the denominators that the running sums hold."""
+    """The part of the denominators that the sums before the segment hold."""
     left = left.to(tl.float32)
     total = x_0 * 0.0
     if not SHARED:
