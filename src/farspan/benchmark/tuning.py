@@ -14,19 +14,20 @@ from farspan.benchmark.clock import clock, copy_speed
 from farspan.benchmark.kernel_checks import error_row
 from farspan.benchmark.kernels import NOTED, TOY, Shape, random_inputs
 from farspan.ops import Rotary, coca_attention, coca_attention_reference
+from farspan.ops.launch import has_sound_wgmma
 from farspan.ops.phases import rotary_steps
 
-SPLITS = (1.0, 0.5, 0.25)
+SPLITS = (1.0, 2.0, 0.5)
 """Parts of the usual number of splits."""
 ALONE = [(1, *rest) for rest in product((16, 32, 64), (1, 2, 4), (2, 3, 4))]
 TOGETHER = [
-    *((8, *rest) for rest in product((16, 32), (1, 2), (2, 3, 4))),
     *((8, 64, 4, *rest) for rest in product((2, 3, 4), (0, 128, 168))),
     *((8, 128, 4, *rest) for rest in product((2, 3), (0, 168))),
     *((8, 128, 8, *rest) for rest in product((2, 3), (0, 128))),
-    (8, 64, 4, 3, 96),
 ]
-"""With the registers that let three, four or five programs share a processor, or as many as the compiler takes."""
+"""With the registers that let three or four programs share a processor, or as many as the compiler takes."""
+BY_WARPS = [*((8, *rest) for rest in product((16, 32), (1, 2), (2, 3, 4))), (8, 64, 2, 2), (8, 64, 2, 3)]
+"""Instead of them, where ptxas cannot be trusted with wgmma."""
 SHAPES = [NOTED[0], NOTED[3], NOTED[4], NOTED[5]]
 
 Numbers = tuple[int, ...]
@@ -38,7 +39,7 @@ def variants(shape: Shape, toy: bool = False) -> list[Numbers]:
     if toy:
         return [(8, 32, 4, 2)]
     few: list[Numbers] = [cut for cut in ALONE if cut[1] * shape.d <= 4096 * cut[2]]  # others spill their registers
-    return few if shape.h == shape.g else list(TOGETHER)
+    return few if shape.h == shape.g else list(TOGETHER if has_sound_wgmma() else BY_WARPS)
 
 
 def run(*, device: str, repeats: int, toy: bool = False) -> Iterator[tuple[str, list[dict[str, Any]]]]:

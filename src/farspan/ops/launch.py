@@ -1,5 +1,6 @@
 """Whether Triton kernels can run at all, and whether what is made for them may be kept."""
 
+from functools import cache
 from importlib.util import find_spec
 
 import torch
@@ -23,6 +24,18 @@ def cannot_launch(device: str, argument: str = "backend", other: str = "sdpa") -
 
 # What torch.compiler.assume_constant_result does, without its import of the whole compiler.
 cannot_launch._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@cache
+def has_sound_wgmma() -> bool:
+    """Whether the ptxas that Triton calls can be trusted with every wgmma: 12.9 or later.
+
+    That of Triton 3.6 is 12.8; TRITON_PTXAS_PATH names another, such as the `ptxas-blackwell` in the same folder.
+    """
+    import triton
+
+    major, minor = triton.knobs.nvidia.ptxas.version.split(".")[:2]
+    return (int(major), int(minor)) >= (12, 9)
 
 
 def cannot_derive_forwards(argument: str = "backend", other: str = "sdpa") -> str | None:

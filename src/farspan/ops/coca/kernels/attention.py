@@ -11,10 +11,13 @@ from farspan.ops.coca.decoding import FOLD_ROWS
 from farspan.ops.coca.kernels.few_queries import few_queries_kernel
 from farspan.ops.coca.kernels.half_width import ANCHOR, half_width_kernel, merge_kernel
 from farspan.ops.coca.kernels.one_query import one_query_kernel
+from farspan.ops.launch import has_sound_wgmma
 
 LOG2_E = 1.4426950408889634
 WAVES = 8
-"""Programs a processor that splitting the keys aims at while decoding: enough to even out their ends."""
+"""Programs a processor that splitting the keys aims at for one query: enough to even out their ends."""
+FEW_WAVES = 4
+"""The same for few queries, whose programs have four warps each."""
 PREFILL_WAVES = 2
 """The same for many queries, whose partial results are not small."""
 MOST_SPLITS = 128
@@ -33,9 +36,11 @@ class Cut(NamedTuple):
     """The most a thread may have, where fewer than the compiler would take let more programs run; 0 = its choice."""
 
 
-DECODE = {16: Cut(8, 32, 2, 3), 32: Cut(8, 32, 2, 3), 64: Cut(8, 16, 2, 3), 128: Cut(8, 16, 2, 2)}
-"""For few queries, by d/2 rounded up to a power of two. With fewer than four warps Triton keeps to mma.sync: the ptxas
-that Triton 3.6 brings along makes the descriptors of this kernel's wgmma from registers that hold something else."""
+FEW = {16: Cut(8, 64, 4, 3), 32: Cut(8, 64, 4, 3), 64: Cut(8, 64, 4, 3), 128: Cut(8, 64, 4, 2)}
+"""For few queries, by d/2 rounded up to a power of two; 32 and 64 are the fastest of a sweep on an H200."""
+FEW_BY_WARPS = {16: Cut(8, 32, 2, 3), 32: Cut(8, 32, 2, 3), 64: Cut(8, 32, 2, 3), 128: Cut(8, 16, 2, 2)}
+"""The same where ptxas is older than 12.9: it makes the descriptors of this kernel's wgmma from registers that hold
+something else, and with fewer than four warps Triton keeps to mma.sync (little more than half as fast on an H200)."""
 ALONE = {16: Cut(1, 64, 1, 2), 32: Cut(1, 16, 1, 4), 64: Cut(1, 16, 1, 3), 128: Cut(1, 16, 2, 2)}
 """For one query a key head; 32 and 64 are the fastest of a sweep on an H200."""
 PREFILL = {16: Cut(128, 64, 8, 3), 32: Cut(128, 64, 8, 3), 64: Cut(128, 64, 8, 3), 128: Cut(64, 32, 8, 2)}
@@ -46,7 +51,8 @@ def choose_cut(rows: int, half: int, width: int, dtype: torch.dtype) -> Cut:
     size = max(padded(half), padded(width) // 2)
     if rows == 1:
         return ALONE[size]
-    cut = (DECODE if rows <= FOLD_ROWS else PREFILL)[size]
+    few = FEW if has_sound_wgmma() else FEW_BY_WARPS
+    cut = (few if rows <= FOLD_ROWS else PREFILL)[size]
     if dtype == torch.float32:
         cut = Cut(min(cut.rows, 64), min(cut.keys, 32), cut.warps, 2)
     fitting = triton.next_power_of_2(rows)
@@ -68,7 +74,8 @@ def choose_splits(programs: int, keys: int, cut: Cut, processors: int) -> int:
     (64, 1, 1)
     """
     useful = max(1, triton.cdiv(keys, cut.keys) // SPLIT_TILES)
-    wanted = processors * (WAVES if cut.rows <= FOLD_ROWS else PREFILL_WAVES) // programs
+    waves = WAVES if cut.rows == 1 else FEW_WAVES if cut.rows <= FOLD_ROWS else PREFILL_WAVES
+    wanted = processors * waves // programs
     return max(1, min(wanted, useful, MOST_SPLITS))
 
 
