@@ -1,5 +1,6 @@
 """How long a call takes on a device: medians with quantiles, caches cold, launches out of the picture."""
 
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -52,7 +53,9 @@ def clock(call: Callable[[], Any], *, device: str, repeats: int, graph: bool = T
 def clock_in_turn(calls: dict[str, Callable[[], Any]], *, device: str, repeats: int) -> dict[str, list[float]]:
     """Seconds of each call, `repeats` of them, taken in turn after one round that warms up; no CUDA graphs.
 
-    The i-th figures of two calls were taken next to each other, so that the ratios of pairs are free of drift.
+    The i-th figures of two calls come from one round, so that the ratios of pairs are free of drift. Each round has an
+    order of its own, drawn from the same seed each time: a GPU at its limit of power is slower right after a call that
+    asked much of it, and no call should always have the same one before it.
 
     >>> found = clock_in_turn({"one": lambda: sum(range(10)), "other": lambda: None}, device="cpu", repeats=3)
     >>> {name: len(seconds) for name, seconds in found.items()}
@@ -60,18 +63,20 @@ def clock_in_turn(calls: dict[str, Callable[[], Any]], *, device: str, repeats: 
     """
     for call in calls.values():
         call()
+    drawn = random.Random(0)
+    orders = [drawn.sample(list(calls), len(calls)) for _ in range(repeats)]
     if not device.startswith("cuda"):
-        rounds = [{name: _once(call) for name, call in calls.items()} for _ in range(repeats)]
+        rounds = [{name: _once(calls[name]) for name in order} for order in orders]
         return {name: [found[name] for found in rounds] for name in calls}
     torch.cuda.synchronize()
     waste = torch.empty(FLUSH, dtype=torch.int8, device=device)
     events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in calls}
-    for _ in range(repeats):
-        for name, call in calls.items():
+    for order in orders:
+        for name in order:
             start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             waste.zero_()
             start.record()
-            call()
+            calls[name]()
             stop.record()
             events[name].append((start, stop))
     torch.cuda.synchronize()
