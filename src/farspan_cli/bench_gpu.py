@@ -13,10 +13,14 @@ from farspan_cli.bench import Row, bench, check_device, collect, write
 
 @bench.command("layer")
 def bench_layer(
-    lengths: Annotated[str, typer.Option(help="Tokens, separated by commas.")] = "512,2048,16384,32768",
+    lengths: Annotated[
+        str | None, typer.Option(help="Tokens, separated by commas; 512,2048,16384,32768 if not given.")
+    ] = None,
     groups: Annotated[str, typer.Option(help="Query heads a key head: 1, 2, 4 or 8, by commas.")] = "1",
     repeats: Annotated[int, typer.Option(help="Timed rounds; the median counts.", min=1)] = 20,
-    quick: Annotated[bool, typer.Option("--quick", help="2048 and 32768 tokens, and the main contestants.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="The main contestants, at 2048 and 32768 tokens if no lengths are given.")
+    ] = False,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     seed: Annotated[int, typer.Option(help="Seed of weights and inputs.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Write the result as JSON.")] = None,
@@ -29,7 +33,8 @@ def bench_layer(
     Example: `farspan bench layer --lengths 2048 --groups 1,4 --device cuda --out results/layer-2048.json`
     """
     check_device(device)
-    chosen = ([2048, 32_768] if device == "cuda" else [64]) if quick else whole_numbers(lengths)
+    usual = ("2048,32768" if device == "cuda" else "64") if quick else "512,2048,16384,32768"
+    chosen = whole_numbers(lengths or usual)
     from farspan.benchmark import layer
 
     shapes = layer.shapes(chosen, whole_numbers(groups, "--groups"), device)
