@@ -4,6 +4,7 @@ import doctest
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from farspan.ops.coca.kernels import attention, few_queries, half_width, one_que
 from farspan.ops.coca.kernels.attention import Cut, choose_cut, choose_splits, half_width_op
 from farspan.ops.coca.kernels.prepare import prepare_op
 from farspan.ops.coca.triton_backend import triton_refusal
+from farspan.ops.launch import has_sound_wgmma
 from farspan.ops.phases import _cached_steps, rotary_steps, steps_of
 from tests.helpers import coca_inputs
 
@@ -607,6 +609,18 @@ def test_one_query_few_and_many_get_tiles_of_their_kernels() -> None:
                 assert (taken == 1) == (rows == 1)
                 assert (taken <= FOLD_ROWS) == (rows <= FOLD_ROWS)
                 assert taken >= min(rows, 64)
+
+
+@pytest.mark.parametrize(("release", "sound"), [("12.8", False), ("12.9", True), ("13.0", True)])
+def test_few_queries_have_four_warps_where_the_assembler_is_sound(
+    release: str, sound: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import triton
+
+    tool = SimpleNamespace(version=release)
+    monkeypatch.setattr(triton.knobs, "nvidia", SimpleNamespace(ptxas=tool))
+    monkeypatch.setattr(attention, "has_sound_wgmma", has_sound_wgmma.__wrapped__)  # not what was found before
+    assert (choose_cut(4, 64, 128, torch.bfloat16).warps == 4) is sound
 
 
 def test_splits_grow_with_the_keys_and_stop_when_the_device_is_full() -> None:

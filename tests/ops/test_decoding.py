@@ -20,16 +20,42 @@ needs_triton = pytest.mark.skipif(
 )
 
 
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU, and an assembler, as they were when the kernels were timed."""
+    for name in ("is_hopper", "has_sound_wgmma"):
+        monkeypatch.setattr(decoding, name, lambda *_: True)
+
+
 @needs_triton
-@pytest.mark.parametrize("auto", [True, False])
-def test_auto_takes_a_step_on_a_gpu_once_that_is_switched_on(auto: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoding, "AUTO_DECODES", auto)
-    assert takes_half_width(STEP, "auto") is auto
-    assert takes_half_width(STEP, "triton")
+@pytest.mark.usefixtures("hopper")
+def test_auto_takes_a_step_on_a_gpu() -> None:
+    for backend in ("auto", "triton"):
+        assert takes_half_width(STEP, backend)
+        assert half_width_refusal(STEP, backend) is None
     assert not takes_half_width(STEP, "sdpa")
     assert not takes_half_width(STEP._replace(device=torch.device("cpu")), "auto")
-    assert (half_width_refusal(STEP, "auto") is None) is auto
-    assert half_width_refusal(STEP, "triton") is None
+
+
+@needs_triton
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("change", [{"dtype": torch.float16}, {"width": 96}, {"n": 3}], ids=str)
+def test_auto_leaves_what_was_not_timed_to_those_who_ask(change: dict) -> None:
+    case = STEP._replace(**change)
+    assert not takes_half_width(case, "auto")
+    assert "ask for" in str(half_width_refusal(case, "auto"))
+    assert takes_half_width(case, "triton")
+
+
+@needs_triton
+@pytest.mark.parametrize(("missing", "alone"), [("is_hopper", False), ("has_sound_wgmma", True)])
+@pytest.mark.usefixtures("hopper")
+def test_auto_asks_for_the_gpu_and_the_assembler(missing: str, alone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One query a key head needs no tensor cores, hence no particular assembler."""
+    monkeypatch.setattr(decoding, missing, lambda *_: False)
+    assert not takes_half_width(STEP, "auto")
+    assert takes_half_width(STEP._replace(group=1), "auto") is alone
+    assert takes_half_width(STEP, "triton")
 
 
 @needs_triton
@@ -42,12 +68,12 @@ def test_auto_takes_a_step_on_a_gpu_once_that_is_switched_on(auto: bool, monkeyp
         ({"documents": True}, "does not see documents"),
     ],
 )
-def test_what_is_no_decoding_step_is_left_to_sdpa(change: dict, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoding, "AUTO_DECODES", True)
+@pytest.mark.usefixtures("hopper")
+def test_what_is_no_decoding_step_is_left_to_sdpa(change: dict, reason: str) -> None:
     case = STEP._replace(**change)
-    for backend in ("auto", "triton"):
-        assert not takes_half_width(case, backend)
-        assert reason in str(half_width_refusal(case, backend))
+    assert not takes_half_width(case, "auto")
+    assert not takes_half_width(case, "triton")
+    assert reason in str(half_width_refusal(case, "triton"))
     assert takes_half_width(STEP._replace(n=FOLD_ROWS // 4), "triton")
 
 
@@ -58,10 +84,8 @@ def test_what_is_no_decoding_step_is_left_to_sdpa(change: dict, reason: str, mon
         ({"width": 257}, "takes heads up to 256 wide, got 257; use backend='sdpa'"),
     ],
 )
-def test_what_no_kernel_can_run_is_refused_by_triton_alone(
-    change: dict, reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(decoding, "AUTO_DECODES", True)
+@pytest.mark.usefixtures("hopper")
+def test_what_no_kernel_can_run_is_refused_by_triton_alone(change: dict, reason: str) -> None:
     assert not takes_half_width(STEP._replace(**change), "auto")
     with pytest.raises(ValueError, match=reason):
         takes_half_width(STEP._replace(**change), "triton")
@@ -83,10 +107,8 @@ def test_without_the_interpreter_a_cpu_is_refused_with_the_remedy(monkeypatch: p
 
 @needs_triton
 def test_the_op_follows_the_same_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a machine without a GPU the device is all that is left to say no."""
-    monkeypatch.setattr(decoding, "AUTO_DECODES", True)
     q, t, v = (x.detach().float().to(DEVICE) for x in coca_inputs(1, 20))
-    assert auto_takes_triton(q, t, v, Rotary(8), None) is (DEVICE == "cuda")
+    assert not auto_takes_triton(q, t, v, Rotary(8), None)
     monkeypatch.setattr(decoding, "_not_chosen", lambda *_: None)
     assert auto_takes_triton(q, t, v, Rotary(8), None)
     assert auto_takes_triton(q, t, v, None, None)

@@ -27,15 +27,29 @@ cannot_launch._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @cache
+def is_hopper(index: int | None) -> bool:
+    """Whether a CUDA device has what the kernels' cuts were chosen for: others may have less shared memory."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability(index) == (9, 0)
+
+
+is_hopper._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@cache
 def has_sound_wgmma() -> bool:
     """Whether the ptxas that Triton calls can be trusted with every wgmma: 12.9 or later.
 
     That of Triton 3.6 is 12.8; TRITON_PTXAS_PATH names another, such as the `ptxas-blackwell` in the same folder.
     """
+    if find_spec("triton") is None:
+        return False
     import triton
 
     major, minor = triton.knobs.nvidia.ptxas.version.split(".")[:2]
     return (int(major), int(minor)) >= (12, 9)
+
+
+has_sound_wgmma._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def cannot_derive_forwards(argument: str = "backend", other: str = "sdpa") -> str | None:

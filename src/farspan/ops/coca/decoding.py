@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from farspan.errors import require, require_choice
-from farspan.ops.launch import cannot_launch
+from farspan.ops.launch import cannot_launch, has_sound_wgmma, is_hopper
 from farspan.ops.phases import rotary_steps
 from farspan.ops.positions import Positions
 from farspan.ops.rotary import Rotary, Run
@@ -18,8 +18,10 @@ from farspan.ops.segments import join
 
 BACKENDS = ("auto", "sdpa", "triton")
 """What a layer can be told to decode on."""
-AUTO_DECODES = False
-"""Whether "auto" decodes on the kernel where there is a GPU: not before whole models are measured to be faster."""
+TIMED_WIDTHS = (64, 128)
+"""Of heads that "auto" decodes on the kernel: those with which it was measured to be faster (docs/reproducing.md)."""
+TIMED_ROWS = 8
+"""Queries a key head, likewise: what one tile of the kernel holds."""
 FOLD_ROWS = 32
 """Up to this many queries a key head (those of its group counted apart) the kernel turns queries instead of keys."""
 WIDEST = 256
@@ -43,7 +45,7 @@ def takes_half_width(case: Case, backend: str, argument: str = "backend") -> boo
     """Whether a CoCA call runs on the half-width kernel; the one place where that is decided.
 
     "triton" takes every call with few queries, no documents and no gradient, and raises where device, dtype or width
-    forbid it; "auto" takes them on a GPU, if it is faster there; the rest is for SDPA. `argument` is what the caller
+    forbid it; "auto" takes those that were timed and faster; the rest is for SDPA. `argument` is what the caller
     chose the backend by, for the message.
 
     >>> case = Case(1, 4, 64, torch.float32, torch.device("cpu"), gradient=False, documents=False)
@@ -85,8 +87,22 @@ def _not_chosen(case: Case, backend: str, argument: str) -> str | None:
         return f"{argument}='sdpa' asks for ready keys"
     if backend == "auto" and case.device.type != "cuda":
         return f"{argument}='auto' decodes on the half-width kernel on CUDA alone, got {case.device.type}"
-    if backend == "auto" and not AUTO_DECODES:
-        return f"{argument}='auto' does not yet decode on the half-width kernel; ask for it with {argument}='triton'"
+    return _not_timed(case, argument) if backend == "auto" else None
+
+
+def _not_timed(case: Case, argument: str) -> str | None:
+    if case.dtype != torch.bfloat16 or case.width not in TIMED_WIDTHS or not is_hopper(case.device.index):
+        return (
+            f"{argument}='auto' decodes on the half-width kernel where that was timed, bfloat16 heads of width 64 or "
+            f"128 on a Hopper GPU; elsewhere ask for it with {argument}='triton'"
+        )
+    if case.n * case.group > TIMED_ROWS:
+        return f"{argument}='auto' decodes up to {TIMED_ROWS} queries a key head; ask for more with {argument}='triton'"
+    if case.n * case.group > 1 and not has_sound_wgmma():
+        return (
+            f"{argument}='auto' decodes several queries a key head with ptxas 12.9 or later; set TRITON_PTXAS_PATH to "
+            "one, such as triton's own ptxas-blackwell"
+        )
     return None
 
 

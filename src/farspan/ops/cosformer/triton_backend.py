@@ -19,7 +19,7 @@ from farspan.ops.cosformer.chunked import Keys
 from farspan.ops.cosformer.kernel import ACTIVATIONS, EPSILON, Kernel, Shape
 from farspan.ops.cosformer.run import check_state, run, silenced
 from farspan.ops.cosformer.state import LinearState
-from farspan.ops.launch import cannot_derive_forwards, cannot_launch, may_keep
+from farspan.ops.launch import cannot_derive_forwards, cannot_launch, is_hopper, may_keep
 from farspan.ops.positions import Positions
 
 WIDEST = 128
@@ -38,15 +38,6 @@ def auto_takes_triton(
     if not (timed and q.is_cuda and is_hopper(q.device.index)):
         return False
     return triton_refusal(kernel, q, v, places, causal, documents) is None
-
-
-@lru_cache
-def is_hopper(index: int | None) -> bool:
-    """Whether a CUDA device has what the kernels' cuts were chosen for: others may have less shared memory."""
-    return torch.cuda.is_available() and torch.cuda.get_device_capability(index) == (9, 0)
-
-
-is_hopper._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def triton_refusal(
