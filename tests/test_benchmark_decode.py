@@ -1,9 +1,11 @@
 """The benchmark of decoding takes every step at toy size, and keeps silent when a mode computes something else."""
 
+import gc
 import io
 import json
 import sys
 import time
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -141,6 +143,20 @@ def test_the_fastest_order_of_kernels_is_kept(monkeypatch: pytest.MonkeyPatch) -
     assert decoder.decodes_on == "SDPA, cudnn first"
     assert decoder.cache.get_seq_length() == 40
     decoder.step()
+
+
+def test_a_decoder_takes_its_cache_along() -> None:
+    """At once: the next mode's would not fit beside it."""
+    decoder = decode.Decoder(decode.make_model("tiny", "rope", "cpu", 0), "eager", 40, 1, room=60, seed=0)
+    decoder.settle("cpu", [None], graph=False)
+    decoder.several()
+    cache = weakref.ref(decoder.cache)
+    gc.disable()
+    try:
+        del decoder
+        assert cache() is None
+    finally:
+        gc.enable()
 
 
 def test_the_peak_is_that_of_the_step_that_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,7 +89,7 @@ def fill(
 class Decoder:
     """A model after a context, one greedy token for each text at a time: `token` (b, 1) is the newest.
 
-    `step` runs one token and takes the next from its `logits` (b, vocabulary).
+    A step runs it, and takes the next from its `logits` (b, vocabulary).
     """
 
     def __init__(self, model: FarspanForCausalLM, mode: str, context: int, batch: int, *, room: int, seed: int) -> None:
@@ -104,12 +104,20 @@ class Decoder:
             options: dict[str, Any] = {"mode": "reduce-overhead"} if weight.is_cuda else {"backend": "aot_eager"}
             self.forward = torch.compile(model, fullgraph=True, dynamic=False, **options)
         self.order: str | None = None
-        self.step: Callable[[], Any] = self.plain_step
+        self.replay: Callable[[], Any] | None = None
 
     def renew(self) -> None:
         """Begin again with a new cache: one that grows makes room at its first step, and keeps it."""
         self.cache = FarspanCache(self.model.config, max_length=self.slots)
         fill(self.cache, self.model.config, self.batch, self.context, self.seed, self.model.lm_head.weight)
+
+    def step(self) -> None:
+        """One token for each text: replayed, if a graph of it was captured.
+
+        (Chosen here, not kept as a bound method: a decoder that refers to itself would hold its cache until the next
+        collection, and tens of gigabytes cannot wait.)
+        """
+        (self.replay or self.plain_step)()
 
     @torch.no_grad()
     def plain_step(self) -> None:
@@ -136,14 +144,14 @@ class Decoder:
         Times here only choose; none is reported.
         """
         seconds: dict[str | None, float] = {}
-        steps: dict[str | None, Callable[[], Any]] = {}
+        replays: dict[str | None, Callable[[], Any] | None] = {}
         for order in orders:
             self.order = order
-            self.step = steps[order] = captured(self.plain_step) if graph else self.plain_step
+            self.replay = replays[order] = captured(self.plain_step) if graph else None
             seconds[order] = min(in_turn({"": self.several}, repeats=3, device=device)[""]) if len(orders) > 1 else 0.0
             self.rewind()
         self.order = min(seconds, key=lambda order: seconds[order])
-        self.step = steps[self.order]
+        self.replay = replays[self.order]
         return self.order
 
     def rewind(self) -> None:
