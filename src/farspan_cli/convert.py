@@ -37,6 +37,10 @@ def convert(
     calibrate_steps: Annotated[int, typer.Option(help="Adam steps a layer; 0 = the closed form alone.", min=0)] = 100,
     fit: Annotated[str, typer.Option(help="What is fitted: t, or tq for W_Q as well; also v, o.")] = "tq",
     keep_rope: Annotated[int, typer.Option(help="Leave so many of the worst layers as they were.", min=0)] = 0,
+    window: Annotated[int | None, typer.Option(help="Let each layer see only so many keys.", min=1)] = None,
+    global_every: Annotated[
+        int, typer.Option(help="But the last of so many layers all of them, without positions; 0 = none.", min=0)
+    ] = 0,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16. Default: the source's.")] = None,
 ) -> None:
     """A LLaMA, Mistral, Qwen2, Qwen3 or SmolLM checkpoint → a farspan model, or back.
@@ -44,6 +48,8 @@ def convert(
     Example: `farspan convert SmolLM2-135M-Instruct.Q4_1.gguf --attention rope --out models/smollm2-rope`
 
     Example: `farspan convert SmolLM2.gguf --attention coca-exact --calibrate books.jsonl.xz --out models/smollm2-coca`
+
+    Example: `farspan convert SmolLM2.gguf --attention coca-exact --window 512 --global-every 4 --out models/local`
 
     Example: `farspan convert models/smollm2-rope --to llama --out models/smollm2-llama`
     """
@@ -69,6 +75,8 @@ def convert(
             length=calibrate_length,
             calibration_config=CalibrationConfig(fit=fit, steps=calibrate_steps),
             keep_rope=keep_rope,
+            window=window,
+            global_every=global_every,
             dtype=getattr(torch, dtype) if dtype else None,
             device="cuda" if calibrate and torch.cuda.is_available() else "cpu",
             progress=tell,

@@ -8,7 +8,7 @@ import torch
 from farspan import FarspanConfig, FarspanForCausalLM
 from farspan.convert import CalibrationConfig, calibrate, from_pretrained
 from farspan.convert.fit import QueryMoments, attention_rows, divergence, output_error, start
-from farspan.convert.target import replace_attention
+from farspan.convert.target import local_and_global, replace_attention
 from farspan.layers import Attention, AttentionSpec
 from tests.convert.sources import saved
 
@@ -140,6 +140,28 @@ def test_layers_left_rope_are_untouched_and_need_no_fit() -> None:
     report = calibrate(model, ["rope", "coca-slack"], ids, CalibrationConfig(steps=2))
     assert model.model.layers[0].self_attn is before
     assert [one.layer for one in report.layers] == [1]
+
+
+def test_local_and_global_layers_are_fitted_as_far_as_they_see() -> None:
+    model, ids = teacher_model(), torch.randint(0, 512, (6, 24))
+    layout = local_and_global("coca-exact", 2, 24, 2)
+    report = calibrate(model, layout, ids, CalibrationConfig(steps=20))
+    assert [(s.window, s.rotary) for s in model.config.attention_specs] == [(24, True), (None, False)]
+    assert all(one.fitted.total < one.copied.total for one in report.layers)
+    with pytest.raises(ValueError, match="windows of at most 23 tokens, what a new layer sees, got 24"):
+        calibrate(teacher_model(), local_and_global("coca-exact", 2, 23), ids)
+
+
+def test_rope_with_another_window_needs_no_fit() -> None:
+    """It is the model that copied weights make; and up to the window, the source itself."""
+    ids = torch.randint(0, 512, (6, 24))
+    calibrate(model := teacher_model(), local_and_global("rope", 2, 24), ids)
+    source = teacher_model()
+    source.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, source(ids).logits)
+        longer = torch.randint(0, 512, (1, 40))
+        assert not torch.allclose(model(longer).logits, source(longer).logits)
 
 
 def test_a_bfloat16_model_stays_one() -> None:

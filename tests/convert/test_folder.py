@@ -228,6 +228,9 @@ def test_settings_of_generate_come_along(tmp_path: Path) -> None:
     [
         (("--attention", "coca-exact", "--to", "llama"), "--to llama would lose attention"),
         (("--calibrate", "a.txt"), "--calibrate needs --attention, the one to fit, got a.txt without"),
+        (("--attention", "rope", "--global-every", 2), "global_every needs window, what the other layers see, got 2"),
+        (("--window", 8), "window needs attention, one name for all layers, got None"),
+        (("--attention", "rope,coca-exact,rope", "--window", 8), "window needs attention, one name for all layers"),
     ],
 )
 def test_what_cannot_be_is_refused_before_any_work(
@@ -259,6 +262,19 @@ def test_calibration_from_the_command_line_leaves_its_report(tmp_path: Path) -> 
     kinds = [spec.kind for spec in from_pretrained(tmp_path / "ours", None).config.attention_specs]
     assert kinds == ["rope" if row["kept_rope"] else "coca" for row in report["rows"]]
     assert "calibrated on 1,017 tokens" in out
+
+
+def test_local_and_global_layers_from_the_command_line(tmp_path: Path) -> None:
+    source, ours = with_tokenizer(tmp_path / "source"), tmp_path / "ours"
+    (tmp_path / "a.txt").write_text("some words in a row, and then others. " * 40)
+    options = ("--calibrate", tmp_path / "a.txt", "--calibrate-tokens", 1024, "--calibrate-steps", 1)
+    options += ("--window", 8, "--global-every", 2)
+    status, _, err = called("convert", source, "--attention", "coca-exact", *options, "--out", ours)
+    assert status == 0, err
+    model = from_pretrained(ours, None)
+    assert [(s.window, s.rotary) for s in model.config.attention_specs] == [(8, True), (None, False), (8, True)]
+    status, _, err = called("generate", ours, "some words", "--max-new-tokens", 12)
+    assert status == 0, err
 
 
 def test_calibration_that_cannot_be_is_refused(tmp_path: Path) -> None:

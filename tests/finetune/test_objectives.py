@@ -130,5 +130,5 @@ def test_a_teacher_of_another_shape_is_refused() -> None:
 
 
 def test_matching_attention_needs_layers_that_changed() -> None:
-    with pytest.raises(ValueError, match=r"'attention-output' needs CoCA layers.*convert it first"):
+    with pytest.raises(ValueError, match=r"'attention-output' needs layers that were changed.*convert it first"):
         Distillation(teacher(), teacher(), {"attention-output": 1.0})

@@ -212,7 +212,10 @@ def test_the_shipped_studies_train_their_common_stages_once_and_calibrate_first(
     assert max(i for i, kind in enumerate(kinds) if kind == "finetune") == kinds.index("cache") - 1
     trained = [step.model for step in steps if step.kind == "finetune"]
     assert trained[:4] == STAGES
-    assert [name for name in trained if name.endswith("attention")] == ["distill-1-attention"]
+    first = [name for name in trained if name.endswith("attention")]
+    assert first == [f"{run}-1-attention" for run in ("distill", "distill-local", "control-local")]
+    laws = {step.scaling for step in steps if step.model == "distill-local-3-text" and step.kind == "passkey"}
+    assert laws == {"none"}
     near = {(step.model, step.scaling) for step in steps if step.part == "near"}
     assert ("original", "yarn-4") in near
     assert ("original", "ntk-4") not in near  # the same as none

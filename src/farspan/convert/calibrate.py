@@ -106,6 +106,11 @@ def calibrate(
     config = config or CalibrationConfig()
     _check(model, ids, keep_rope)
     specs, began = target_specs(attention, model.config.attention_specs), time.monotonic()
+    narrowest = min((spec.window for spec in specs if spec.window), default=ids.shape[1])
+    require(
+        ids.shape[1] <= narrowest,
+        f"ids must have windows of at most {narrowest} tokens, what a new layer sees, got {ids.shape[1]}; cut shorter",
+    )
     held = min(max(1, round(len(ids) * config.held_out)), len(ids) - 1)
     streams, reports = Streams(model, ids, config.batch), list[LayerReport]()
     replaced: list[tuple[float, int, FarspanAttention]] = []
@@ -113,6 +118,7 @@ def calibrate(
         original: FarspanAttention = block.self_attn
         if spec != original.spec:
             student = replace_attention(model, index, spec)
+        if spec != original.spec and spec.kind == "coca":  # RoPE with another window or none has its weights already
             reports.append(_fitted(index, student, original, block, streams, held, config))
             replaced.append((reports[-1].stream_error, index, original))
             replaced = sorted(replaced, key=lambda one: -one[0])[:keep_rope]

@@ -13,10 +13,10 @@ from farspan.convert.folder import check_out, save
 from farspan.convert.load import Progress, load
 from farspan.convert.note import write_note
 from farspan.convert.sources import open_source
-from farspan.convert.target import AttentionArgument, replace_attention, target_specs
+from farspan.convert.target import AttentionArgument, local_and_global, replace_attention, target_specs
 from farspan.convert.text import calibration_windows
 from farspan.errors import require
-from farspan.models import FarspanForCausalLM
+from farspan.models import FarspanConfig, FarspanForCausalLM
 from farspan.results import write_result
 
 
@@ -27,6 +27,8 @@ def from_pretrained(
     calibration: Tensor | None = None,
     calibration_config: CalibrationConfig | None = None,
     keep_rope: int = 0,
+    window: int | None = None,
+    global_every: int = 0,
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
     progress: Progress | None = None,
@@ -42,6 +44,8 @@ def from_pretrained(
         calibration: ids (windows, length) of text to fit CoCA layers on (:func:`calibrate`, which also returns a
             report); without it they start from copied weights, which is far from the source.
         keep_rope: after calibration, put so many of the worst layers back as RoPE.
+        window: every layer sees so many keys; but of each `global_every` layers the last one, which sees all of them
+            and has no positions (:func:`local_and_global`).
         dtype: of the weights; None keeps the source's (float32 for GGUF).
         progress: called with (what, done, of how many).
 
@@ -50,8 +54,19 @@ def from_pretrained(
         model = farspan.convert.from_pretrained("SmolLM2-135M-Instruct.Q4_1.gguf", attention="coca-exact")
     """
     model = load(open_source(Path(path)), dtype=dtype, device=device, progress=progress)
+    attention = _layout(attention, model.config, window, global_every)
     give_attention(model, attention, calibration, calibration_config, keep_rope=keep_rope, progress=progress)
     return model
+
+
+def _layout(
+    attention: AttentionArgument | None, config: FarspanConfig, window: int | None, global_every: int
+) -> AttentionArgument | None:
+    require(
+        window is not None or global_every == 0,
+        f"global_every needs window, what the other layers see, got {global_every} without; give one, say 512",
+    )
+    return attention if window is None else local_and_global(attention, config.num_hidden_layers, window, global_every)
 
 
 def give_attention(
@@ -94,6 +109,8 @@ def convert_folder(
     length: int = 512,
     calibration_config: CalibrationConfig | None = None,
     keep_rope: int = 0,
+    window: int | None = None,
+    global_every: int = 0,
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
     progress: Progress | None = None,
@@ -102,7 +119,8 @@ def convert_folder(
     calibration.json, the report.
 
     to: write another family's format instead, where nothing is lost. text: sources as `farspan data` takes them, from
-    which `tokens` in windows of `length` (or the training length) are taken to calibrate on.
+    which `tokens` in pieces of `length` (at most the training length, and a layer's window, beyond which there is
+    nothing to fit) are taken to calibrate on.
     """
     check_out(Path(out))
     require(
@@ -111,11 +129,12 @@ def convert_folder(
     )
     opened = open_source(Path(source))
     config = read_config(opened.config)
+    attention = _layout(attention, config, window, global_every)
     if attention is not None:
         config.attention = [spec.to_dict() for spec in target_specs(attention, config.attention_specs)]
     if to is not None:
         write_config(config, to)  # refuses what it would lose before any work is done
-    length = min(length, config.train_length)
+    length = min(length, config.train_length, *(spec.window for spec in config.attention_specs if spec.window))
     ids = calibration_windows(opened, text, tokens, length) if text else None
     model = load(opened, dtype=dtype, device=device, progress=progress)
     report = give_attention(model, attention, ids, calibration_config, keep_rope=keep_rope, progress=progress)

@@ -1,6 +1,7 @@
 """Another attention in place of a layer's RoPE, with the weights it can start from."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -39,6 +40,24 @@ def target_specs(attention: AttentionArgument, source: Sequence[AttentionSpec]) 
             spec = AttentionSpec(spec.kind, spec.form, old.window, old.rotary)
         specs.append(spec)
     return tuple(specs)
+
+
+def local_and_global(attention: AttentionArgument | None, layers: int, window: int, every: int = 0) -> list[Entry]:
+    """Layers that see the last `window` keys, and of each `every` the last one sees all of them, without positions.
+
+    Past the training length nothing is new to the ones, and no angle to the others.
+
+    >>> [(spec.window, spec.rotary) for spec in local_and_global("coca-exact", 4, 512, 2)]
+    [(512, True), (None, False), (512, True), (None, False)]
+    """
+    require(
+        isinstance(attention, str),
+        f"window needs attention, one name for all layers, got {attention!r}; give for example 'coca-exact'",
+    )
+    require(every >= 0, f"global_every must be at least 0, got {every}; 0 leaves every layer its window")
+    spec = AttentionSpec.parse(str(attention))
+    local, everywhere = replace(spec, window=window), replace(spec, rotary=False)
+    return [everywhere if every and index % every == every - 1 else local for index in range(layers)]
 
 
 def replace_attention(model: FarspanForCausalLM, layer: int, spec: AttentionSpec) -> FarspanAttention:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from farspan.errors import require
 from farspan.finetune.losses import linear_distillation
+from farspan.layers.spec import AttentionSpec
 from farspan.models import FarspanConfig, FarspanForCausalLM
 from farspan.models.frame import Frame, View
 from farspan.models.modeling import FarspanBlock
@@ -18,13 +19,13 @@ NEXT_TOKEN, ATTENTION_OUTPUT, LOGIT_KL = OBJECTIVES = ("next-token", "attention-
 
 
 def new_layers(model: FarspanForCausalLM) -> list[int]:
-    """The layers that were given CoCA, whose attention has something to match.
+    """The layers that were given another attention than plain RoPE, and have something to match.
 
     >>> from farspan import FarspanConfig
     >>> new_layers(FarspanForCausalLM(FarspanConfig.preset("tiny", attention=["rope", "coca-exact"] * 2)))
     [1, 3]
     """
-    return [i for i, spec in enumerate(model.config.attention_specs) if spec.kind == "coca"]
+    return [i for i, spec in enumerate(model.config.attention_specs) if spec != AttentionSpec("rope")]
 
 
 def attend(block: FarspanBlock, hidden: Tensor, view: View) -> Tensor:
@@ -48,8 +49,8 @@ def relative_error(ours: Tensor, theirs: Tensor) -> Tensor:
 class Distillation(nn.Module):
     """ids (b, n+1) → weighted sum of distances from a frozen teacher and, if it has a weight, of the next token's loss.
 
-    "attention-output": each CoCA layer is given what entered the teacher's layer, and :func:`relative_error` of what
-    its attention makes of it is averaged over these layers. No error travels from layer to layer, so all of them learn
+    "attention-output": each of :func:`new_layers` is given what entered the teacher's layer, and :func:`relative_error`
+    of what its attention makes of it is averaged over them. No error travels from layer to layer, so all of them learn
     from one forward pass of the teacher, and the student as a whole is not run.
     "logit-kl": KL(teacher ‖ student) of the next token, a mean over tokens.
 
@@ -139,7 +140,7 @@ def check_teacher(ours: FarspanConfig, theirs: FarspanConfig, weights: Mapping[s
         a, b = getattr(ours, name), getattr(theirs, name)
         require(a == b, f"teacher must have the model's {name} = {a}, got {b}; name what the model was converted from")
     require(
-        ATTENTION_OUTPUT not in weights or any(spec.kind == "coca" for spec in ours.attention_specs),
-        "objective 'attention-output' needs CoCA layers, got a model without; convert it first, "
+        ATTENTION_OUTPUT not in weights or any(spec != AttentionSpec("rope") for spec in ours.attention_specs),
+        "objective 'attention-output' needs layers that were changed, got a model of plain RoPE; convert it first, "
         "e.g. farspan convert SOURCE --attention coca-exact",
     )

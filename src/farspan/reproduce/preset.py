@@ -85,7 +85,7 @@ class Preset:
     >>> Preset.load("cosformer-cpu").task("listops").length
     64
     >>> list(Preset.load("dropin").study.conversions)
-    ['original', 'copied', 'calibrated']
+    ['original', 'copied', 'calibrated', 'local', 'rope-local']
     """
 
     corpus: Corpus = field(default_factory=Corpus)
@@ -111,7 +111,7 @@ class Preset:
             require_choice("tasks", name, TASKS)
             nowhere = Material(Path(), {"nowhere": 1.0}, lambda: [])
             make_task(name, self.task(name), nowhere).check(self.variants)  # refuses what cannot be meant
-        laws = [law for name in self.study.conversions for law in self.study.conversion(name).scalings]
+        laws = [law for member in self.study.members.values() for law in member.scalings]
         for scaling in [*self.evaluation.scalings, *laws]:
             require(
                 SCALING.fullmatch(scaling) is not None,

@@ -22,13 +22,21 @@ class Conversion:
     calibrate_tokens: int = 0
     """Tokens of the training text that the new layers are fitted on; 0 = they start from copied weights."""
     calibrate_steps: int = 100
+    window: int = 0
+    """What each layer sees; 0 = as the checkpoint has it."""
+    global_every: int = 0
+    """Of so many layers the last one sees everything, without positions; 0 = none does."""
     measures: str = ""
     scalings: list[str] = field(default_factory=list)
     """In place of ``evaluation.scalings``."""
 
     def __post_init__(self) -> None:
         AttentionSpec.parse(self.attention)  # refuses an unknown one before anything is made
-        _require_least(self, calibrate_tokens=0, calibrate_steps=0)
+        _require_least(self, calibrate_tokens=0, calibrate_steps=0, window=0, global_every=0)
+        require(
+            self.window > 0 or self.global_every == 0,
+            f"global_every of a study needs window, got {self.global_every} without; add for example window = 512",
+        )
 
 
 @dataclass(frozen=True)
@@ -49,6 +57,8 @@ class Tuning:
     """Of the last stage's model."""
     middle: str = ""
     """Of the models of the stages before."""
+    scalings: list[str] = field(default_factory=list)
+    """In place of ``evaluation.scalings``."""
 
     def __post_init__(self) -> None:
         _require_least(self, tokens=0, length=0)
@@ -88,6 +98,8 @@ class Member:
     before: str = ""
     """The model that its last stage begins with."""
     measures: str = ""
+    scalings: tuple[str, ...] = ()
+    """The laws it is measured under; none named = the evaluation's."""
 
 
 @dataclass(frozen=True)
@@ -167,7 +179,8 @@ class Study:
         return {member.name: member for member in self._all()}
 
     def _all(self) -> list[Member]:
-        starts = [Member(name, name, measures=self.conversion(name).measures) for name in self.conversions]
+        made = {name: self.conversion(name) for name in self.conversions}
+        starts = [Member(name, name, measures=one.measures, scalings=tuple(one.scalings)) for name, one in made.items()]
         return starts + self._tuned()
 
     def _tuned(self) -> list[Member]:
@@ -184,6 +197,7 @@ class Study:
                     stages[:number],
                     before,
                     run.measures if last else run.middle,
+                    tuple(run.scalings),
                 )
                 key = run.start, repr(made.stages)
                 known = found.setdefault(key, made)

@@ -45,8 +45,7 @@ def _measuring(preset: Preset, member: Member, results: Path) -> Iterator[Step]:
         yield Step("cache", results / f"cache-{name}.json", model=name, needs=(model,))
     yield Step("bits", results / f"bits-{name}.json", model=name, needs=(model,))
     yield Step("pairs", results / f"pairs-{name}.json", model=name, needs=(model,))
-    laws = preset.study.conversion(member.start).scalings if not member.stages else []
-    for law in laws or preset.evaluation.scalings:
+    for law in member.scalings or preset.evaluation.scalings:
         file = f"{name}-{law.replace('/', '-')}.json"
         if measures.near and not law.startswith("ntk-"):
             yield Step("ppl", results / f"ppl-near-{file}", scaling=law, model=name, part="near", needs=text)

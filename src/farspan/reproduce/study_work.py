@@ -89,6 +89,8 @@ class StudyWork(Work):
                 text=list(corpus.train) if fitted else (),
                 tokens=settings.calibrate_tokens,
                 calibration_config=CalibrationConfig(steps=settings.calibrate_steps),
+                window=settings.window or None,
+                global_every=settings.global_every,
                 device=self.device if fitted else "cpu",
                 progress=self._preparing,
             )
