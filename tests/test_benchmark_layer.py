@@ -125,6 +125,7 @@ def test_the_named_shapes_and_what_is_too_large_for_them() -> None:
     [
         (["layer", "--groups", "3"], "groups must be of (1, 2, 4, 8)"),
         (["layer", "--lengths", "x"], "--lengths must be whole numbers"),
+        (["layer", "--quick", "--lengths", ""], "--lengths must be whole numbers"),
         (["decode", "--compile", "some"], "--compile must be one, all or none, got 'some'"),
         (["decode", "--preset", "7b", "--contexts", "8", "--prompts", "none"], "preset"),
         (["decode", "--batch", "0"], "--batch must be whole numbers"),

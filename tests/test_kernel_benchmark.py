@@ -14,6 +14,7 @@ pytest.importorskip("triton", reason="needs triton (pip install farspan[gpu])")
 from farspan.benchmark import kernel_checks, kernels, tuning
 from farspan.benchmark.ahead import compile_ahead
 from farspan.benchmark.clock import UNFAIR, Times, clock
+from farspan.ops import launch
 from farspan.ops.coca.kernels import attention
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "coca_kernels.py"
@@ -28,7 +29,7 @@ def test_every_step_at_toy_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         runpy.run_path(str(SCRIPT), run_name="__main__")
     assert exit_.value.code == 0
     rows = json.loads(out.read_text())["rows"]
-    assert {row["kind"] for row in rows} == {"check", "copy", "decode", "prefill", "prepare"}
+    assert {row["kind"] for row in rows} == {"assembler", "check", "copy", "decode", "prefill", "prepare"}
     checks = {row["case"]: row for row in rows if row["kind"] == "check"}
     assert all(row["error"] <= row["allowed"] for row in checks.values())
     assert all(0 < row["rms_ratio"] < 2 for row in checks.values())
@@ -62,8 +63,9 @@ def test_no_figures_when_a_kernel_is_wrong(monkeypatch: pytest.MonkeyPatch, caps
 @interpreted
 def test_tuning_checks_each_cut(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     rows = [row for _, new in tuning.run(device="cpu", repeats=1, toy=True) for row in new]
-    assert rows
-    assert all(row["error"] <= row["allowed"] for row in rows)
+    assert rows[0] == {"kind": "assembler", "ptxas": ".".join(map(str, launch.assembler()))}
+    assert rows[1:]
+    assert all(row["error"] <= row["allowed"] for row in rows[1:])
     right = attention.launch
     monkeypatch.setattr(attention, "launch", lambda *args: 1.1 * right(*args))
     monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--toy", "--tune", "--repeats", "1"])

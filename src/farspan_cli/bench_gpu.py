@@ -34,7 +34,7 @@ def bench_layer(
     """
     check_device(device)
     usual = ("2048,32768" if device == "cuda" else "64") if quick else "512,2048,16384,32768"
-    chosen = whole_numbers(lengths or usual)
+    chosen = whole_numbers(usual if lengths is None else lengths)
     from farspan.benchmark import layer
 
     shapes = layer.shapes(chosen, whole_numbers(groups, "--groups"), device)

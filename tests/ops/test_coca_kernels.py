@@ -14,14 +14,13 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 
 pytest.importorskip("triton", reason="needs triton (pip install farspan[gpu])")
 
-from farspan.ops import NTK, DynamicNTK, Rotary, YaRN, coca_attention, coca_attention_reference, coca_features
+from farspan.ops import NTK, DynamicNTK, Rotary, YaRN, coca_attention, coca_attention_reference, coca_features, launch
 from farspan.ops.coca.decoding import FOLD_ROWS
 from farspan.ops.coca.half_width import half_width_attention, half_width_attention_reference
 from farspan.ops.coca.kernels import attention, few_queries, half_width, one_query
 from farspan.ops.coca.kernels.attention import Cut, choose_cut, choose_splits, half_width_op
 from farspan.ops.coca.kernels.prepare import prepare_op
 from farspan.ops.coca.triton_backend import triton_refusal
-from farspan.ops.launch import has_sound_wgmma
 from farspan.ops.phases import _cached_steps, rotary_steps, steps_of
 from tests.helpers import coca_inputs
 
@@ -615,12 +614,35 @@ def test_one_query_few_and_many_get_tiles_of_their_kernels() -> None:
 def test_few_queries_have_four_warps_where_the_assembler_is_sound(
     release: str, sound: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import triton
+    from triton.backends.nvidia import compiler
 
-    tool = SimpleNamespace(version=release)
-    monkeypatch.setattr(triton.knobs, "nvidia", SimpleNamespace(ptxas=tool))
-    monkeypatch.setattr(attention, "has_sound_wgmma", has_sound_wgmma.__wrapped__)  # not what was found before
+    def get_ptxas(arch: int) -> SimpleNamespace:  # which tool it is has changed from release to release
+        assert arch == 90
+        return SimpleNamespace(version=release)
+
+    monkeypatch.setattr(compiler, "get_ptxas", get_ptxas)
+    monkeypatch.setattr(launch, "assembler", launch.assembler.__wrapped__)  # not what was found before
     assert (choose_cut(4, 64, 128, torch.bfloat16).warps == 4) is sound
+    assert choose_cut(9, 64, 128, torch.bfloat16).warps == 2  # as they were checked on a GPU
+
+
+def test_without_an_assembler_nothing_is_asked_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.backends.nvidia import compiler
+
+    def get_ptxas(arch: int) -> None:
+        raise RuntimeError("Cannot find ptxas")
+
+    monkeypatch.setattr(compiler, "get_ptxas", get_ptxas)
+    monkeypatch.setattr(launch, "assembler", launch.assembler.__wrapped__)
+    assert choose_cut(4, 64, 128, torch.float32).warps == 2
+
+
+def test_what_a_choice_asks_of_the_machine_is_a_constant_of_a_graph() -> None:
+    def choice(x: Tensor) -> Tensor:
+        return x + launch.is_hopper(None) + launch.has_sound_wgmma() + (launch.cannot_launch("cuda") is None)
+
+    x = torch.zeros(2)
+    assert torch.equal(torch.compile(choice, fullgraph=True, backend="eager")(x), choice(x))
 
 
 def test_splits_grow_with_the_keys_and_stop_when_the_device_is_full() -> None:

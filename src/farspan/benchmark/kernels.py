@@ -15,6 +15,7 @@ from farspan.benchmark.clock import Times, clock, comparable, copy_speed
 from farspan.benchmark.kernel_checks import check_kernels
 from farspan.ops import Rotary, coca_attention, coca_features
 from farspan.ops.coca.half_width import half_width_attention
+from farspan.ops.launch import assembler
 from farspan.ops.phases import rotary_steps
 from farspan.ops.rotary import rotate
 
@@ -66,6 +67,7 @@ def run(
 ) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """Yield (what was done, its rows); raises ResultsDifferError before any clock starts if a kernel is wrong."""
     torch.manual_seed(seed)
+    yield "assembler", [assembler_row()]
     yield "kernels against float64", check_kernels(device, toy=toy)
     speed = copy_speed(device, 2**20 if toy else 2**31)
     yield "copy", [{"kind": "copy", "terabytes_a_second": speed}]
@@ -77,6 +79,11 @@ def run(
     for shape in layers:
         for form in ("exact", "slack"):
             yield f"prepare {form} {tuple(shape)}", [prepare(shape, form, device, repeats, speed)]
+
+
+def assembler_row() -> dict[str, Any]:
+    """Which ptxas made the kernels: cuts are chosen by it, and one release has been seen to make wrong ones."""
+    return {"kind": "assembler", "ptxas": ".".join(map(str, assembler()))}
 
 
 def random_inputs(shape: Shape, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -12,7 +12,7 @@ from farspan.benchmark.agree import ResultsDifferError
 from farspan.benchmark.ahead import compile_ahead, refused
 from farspan.benchmark.clock import clock, copy_speed
 from farspan.benchmark.kernel_checks import error_row
-from farspan.benchmark.kernels import NOTED, TOY, Shape, random_inputs
+from farspan.benchmark.kernels import NOTED, TOY, Shape, assembler_row, random_inputs
 from farspan.ops import Rotary, coca_attention, coca_attention_reference
 from farspan.ops.launch import has_sound_wgmma
 from farspan.ops.phases import rotary_steps
@@ -44,6 +44,7 @@ def variants(shape: Shape, toy: bool = False) -> list[Numbers]:
 
 def run(*, device: str, repeats: int, toy: bool = False) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """Yield the cuts of each shape, fastest first; raises ResultsDifferError if any cut is wrong."""
+    yield "assembler", [assembler_row()]
     speed = copy_speed(device, 2**20 if toy else 2**31)
     cuts = {shape: variants(shape, toy) for shape in (TOY if toy else SHAPES)}
     if not toy:

@@ -1,13 +1,27 @@
 """Whether Triton kernels can run at all, and whether what is made for them may be kept."""
 
+from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+F = TypeVar("F", bound=Callable[..., object])
 
+
+def constant(function: F) -> F:
+    """What torch.compiler.assume_constant_result does, without its import of the whole compiler.
+
+    The outermost decorator, with no cache outside or right inside: torch.compile looks through the wrapper of one.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@constant
 def cannot_launch(device: str, argument: str = "backend", other: str = "sdpa") -> str | None:
     """Why "triton", asked for by an argument, cannot run on a device, and what to do about it; None when it can."""
     if find_spec("triton") is None:
@@ -22,34 +36,40 @@ def cannot_launch(device: str, argument: str = "backend", other: str = "sdpa") -
     return None
 
 
-# What torch.compiler.assume_constant_result does, without its import of the whole compiler.
-cannot_launch._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-@cache
+@constant
 def is_hopper(index: int | None) -> bool:
     """Whether a CUDA device has what the kernels' cuts were chosen for: others may have less shared memory."""
-    return torch.cuda.is_available() and torch.cuda.get_device_capability(index) == (9, 0)
+    return _capability(index) == (9, 0)
 
 
-is_hopper._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-@cache
+@constant
 def has_sound_wgmma() -> bool:
-    """Whether the ptxas that Triton calls can be trusted with every wgmma: 12.9 or later.
+    """Whether the ptxas that Triton calls for Hopper can be trusted with every wgmma: 12.9 or later.
 
     That of Triton 3.6 is 12.8; TRITON_PTXAS_PATH names another, such as the `ptxas-blackwell` in the same folder.
     """
+    return assembler() >= (12, 9)
+
+
+@cache
+def _capability(index: int | None) -> tuple[int, int]:
+    if not torch.cuda.is_available() or torch.version.hip is not None:  # AMD counts otherwise
+        return (0, 0)
+    return torch.cuda.get_device_capability(index)
+
+
+@cache
+def assembler() -> tuple[int, int]:
+    """The release of the ptxas that Triton calls for Hopper; (0, 0) where there is none."""
     if find_spec("triton") is None:
-        return False
-    import triton
+        return (0, 0)
+    from triton.backends.nvidia.compiler import get_ptxas
 
-    major, minor = triton.knobs.nvidia.ptxas.version.split(".")[:2]
-    return (int(major), int(minor)) >= (12, 9)
-
-
-has_sound_wgmma._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    try:
+        major, minor = get_ptxas(90).version.split(".")[:2]
+    except RuntimeError:  # not found
+        return (0, 0)
+    return int(major), int(minor)
 
 
 def cannot_derive_forwards(argument: str = "backend", other: str = "sdpa") -> str | None:

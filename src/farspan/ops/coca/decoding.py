@@ -45,7 +45,7 @@ def takes_half_width(case: Case, backend: str, argument: str = "backend") -> boo
     """Whether a CoCA call runs on the half-width kernel; the one place where that is decided.
 
     "triton" takes every call with few queries, no documents and no gradient, and raises where device, dtype or width
-    forbid it; "auto" takes those that were timed and faster; the rest is for SDPA. `argument` is what the caller
+    forbid it; "auto" takes such as were timed and faster; the rest is for SDPA. `argument` is what the caller
     chose the backend by, for the message.
 
     >>> case = Case(1, 4, 64, torch.float32, torch.device("cpu"), gradient=False, documents=False)
@@ -98,10 +98,10 @@ def _not_timed(case: Case, argument: str) -> str | None:
         )
     if case.n * case.group > TIMED_ROWS:
         return f"{argument}='auto' decodes up to {TIMED_ROWS} queries a key head; ask for more with {argument}='triton'"
-    if case.n * case.group > 1 and not has_sound_wgmma():
+    if case.n * case.group > 1 and cannot_launch(case.device.type) is None and not has_sound_wgmma():
         return (
             f"{argument}='auto' decodes several queries a key head with ptxas 12.9 or later; set TRITON_PTXAS_PATH to "
-            "one, such as triton's own ptxas-blackwell"
+            "one, such as the ptxas-blackwell that Triton 3.6 brings along"
         )
     return None
 

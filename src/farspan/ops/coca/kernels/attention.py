@@ -36,11 +36,12 @@ class Cut(NamedTuple):
     """The most a thread may have, where fewer than the compiler would take let more programs run; 0 = its choice."""
 
 
-FEW = {16: Cut(8, 64, 4, 3), 32: Cut(8, 64, 4, 3), 64: Cut(8, 64, 4, 3), 128: Cut(8, 64, 4, 2)}
-"""For few queries, by d/2 rounded up to a power of two; 32 and 64 are the fastest of a sweep on an H200."""
-FEW_BY_WARPS = {16: Cut(8, 32, 2, 3), 32: Cut(8, 32, 2, 3), 64: Cut(8, 32, 2, 3), 128: Cut(8, 16, 2, 2)}
-"""The same where ptxas is older than 12.9: it makes the descriptors of this kernel's wgmma from registers that hold
-something else, and with fewer than four warps Triton keeps to mma.sync (little more than half as fast on an H200)."""
+FEW = {16: Cut(8, 32, 2, 3), 32: Cut(8, 64, 2, 2), 64: Cut(8, 32, 2, 3), 128: Cut(8, 16, 2, 2)}
+"""For few queries, by d/2 rounded up to a power of two. With fewer than four warps Triton keeps to mma.sync."""
+FEW_BY_WGMMA = {32: Cut(8, 64, 4, 3), 64: Cut(8, 64, 4, 3)}
+"""The same for up to eight queries, where ptxas is no older than 12.9: 12.8 makes the descriptors of this kernel's
+wgmma from registers that hold something else. At the splits chosen below the fastest of a sweep on an H200, where they
+are nearly twice as fast as the others; those of other widths and more queries have not been checked on a GPU."""
 ALONE = {16: Cut(1, 64, 1, 2), 32: Cut(1, 16, 1, 4), 64: Cut(1, 16, 1, 3), 128: Cut(1, 16, 2, 2)}
 """For one query a key head; 32 and 64 are the fastest of a sweep on an H200."""
 PREFILL = {16: Cut(128, 64, 8, 3), 32: Cut(128, 64, 8, 3), 64: Cut(128, 64, 8, 3), 128: Cut(64, 32, 8, 2)}
@@ -51,8 +52,9 @@ def choose_cut(rows: int, half: int, width: int, dtype: torch.dtype) -> Cut:
     size = max(padded(half), padded(width) // 2)
     if rows == 1:
         return ALONE[size]
-    few = FEW if has_sound_wgmma() else FEW_BY_WARPS
-    cut = (few if rows <= FOLD_ROWS else PREFILL)[size]
+    cut = (FEW if rows <= FOLD_ROWS else PREFILL)[size]
+    if rows <= 8 and size in FEW_BY_WGMMA and has_sound_wgmma():
+        cut = FEW_BY_WGMMA[size]
     if dtype == torch.float32:
         cut = Cut(min(cut.rows, 64), min(cut.keys, 32), cut.warps, 2)
     fitting = triton.next_power_of_2(rows)

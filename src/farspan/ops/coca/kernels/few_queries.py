@@ -3,8 +3,8 @@
 A tensor core takes its first operand, 64 rows of it, from registers: t is read there, multiplied by the waves of
 r = 0 … BLOCK_N-1, which are the same in every tile n = n₀ + r, and used where it is. The queries, few, take the turn by
 n₀θ themselves. All that crosses shared memory on the way is they, one maximum a tile and row, and the weights. So
-that rounding them costs nothing, queries go in as two numbers of t's dtype; and so do weights, where that is free: a
-product has sixteen columns at least.
+that rounding them costs nothing, queries go in as two numbers of t's dtype; and so do weights, while there are at
+most eight of them: sixteen columns cost little more.
 """
 
 import triton
