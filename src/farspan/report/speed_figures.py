@@ -16,8 +16,8 @@ COLOURS = ("#D55E00", "#0081c9", "#009E73", "#CC79A7", "#8a8a8a")
 MARKERS = "osD^v"
 ROOM = 0.07
 """Above and below the curves."""
-SIDESTEP = 1.06
-"""Between the curves of a length, so that their bars can be told apart."""
+SIDESTEP = 0.014
+"""Between the curves of a length, of the width of the axis, so that their bars can be told apart."""
 
 
 def speed_figures(timings: Sequence[Timing], table: SpeedTable) -> list[Figure]:
@@ -29,12 +29,13 @@ def speed_figures(timings: Sequence[Timing], table: SpeedTable) -> list[Figure]:
         canvas, axes = blank(group_title(table, group), "tokens a text", f"time / {table.owner}", (5.0, 4.1))
         curves = [(row, [(x.length, time) for x in found if (time := row.time(x))]) for row in table.rows]
         length_axis(axes, [x.length for x in found])
+        width = found[-1].length / found[0].length
         _time_axis(axes, table, [time for _, points in curves for _, time in points])
         _draw_reference(axes, table)
         for i, ((row, points), colour, marker) in enumerate(zip(curves, cycle(COLOURS), cycle(MARKERS), strict=False)):
             style = variant_style(row.variant) if row.variant else {"color": colour, "marker": marker}
             if points:
-                _draw(axes, row, points, style, SIDESTEP ** (i - len(curves) // 2))
+                _draw(axes, row, points, style, width ** (SIDESTEP * (i - len(curves) // 2)))
         made.append(finish(canvas, file_name(table, group), table.name, table.drawn, columns=2 if table.variant else 1))
     return made
 

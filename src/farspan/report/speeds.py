@@ -142,6 +142,7 @@ def _coca_verdicts(timings: Sequence[Timing]) -> list[str]:
     """Faster or slower only where the range of three fifths is on one side of RoPE."""
     said = []
     for group, found in groups(timings, COCA):
+        layer = "One layer" if all(x.unit for x in found) else "One layer, a toy on a CPU"
         for form in FORMS:
             ratios = _ratios(found, form)
             if not ratios:
@@ -154,7 +155,7 @@ def _coca_verdicts(timings: Sequence[Timing]) -> list[str]:
             }
             words = "; ".join(f"{side} at {_and(lengths)}" for side, lengths in sides.items() if lengths)
             said.append(
-                f"One layer, {group}: {variant_name(form)} takes {low:.2f} to {high:.2f} of the best RoPE layer's "
+                f"{layer}, {group}: {variant_name(form)} takes {low:.2f} to {high:.2f} of the best RoPE layer's "
                 f"time ({words} tokens)."
             )
     return said
