@@ -47,8 +47,9 @@ def reproduce(
 ) -> None:
     """The papers' experiments, from nothing to a page, at the budget of the preset.
 
-    CoCA's Tables 1 to 3 and Figures 1, 4 and 5 (`cpu`, `gpu`), or cosFormer's tasks (`cosformer-cpu`, `cosformer-gpu`),
-    or CoCA dropped into a checkpoint (`dropin-cpu`, `dropin`). Several processes may share one folder and its steps.
+    CoCA's Tables 1 to 3 and Figures 1, 4 and 5 (`cpu`, `gpu`; its speed, Figure 6, with `--only speed`), or cosFormer's
+    tasks (`cosformer-cpu`, `cosformer-gpu`), or CoCA dropped into a checkpoint (`dropin-cpu`, `dropin`). Several
+    processes may share one folder and its steps.
 
     Example: `farspan reproduce --preset cpu --out runs/demo`
 

@@ -253,6 +253,7 @@ def test_bad_input_exits_2_with_one_line(arguments: list[str], message: str, tmp
         ),
         ("[tasks.lm]\nlength = 1", "data.length must be at least 2, got 1"),
         ("[tasks.finetuning]\nsteps = 3", "tasks.finetuning.pretraining_steps must be at least 1, got 0"),
+        ("[speed]\ncontexts = [8]\n[tasks.mqar]\nlength = 64", "speed.contexts must be left out beside tasks"),
         ("[trainin]", "configuration key trainin must be one of .* did you mean 'training'?"),
     ],
 )

@@ -1,13 +1,14 @@
 """A run folder's result files → typed records; what cannot be read is refused with the file's name."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from farspan.errors import require
+from farspan.report.inference import DECODE, KERNELS, Inferred, parse_inference
 from farspan.report.looks import Look, parse_look
 from farspan.report.records import (
     Bits,
@@ -29,6 +30,8 @@ from farspan.report.records import (
 )
 from farspan.report.timings import Timing, parse_timings
 
+Keyed = TypeVar("Keyed", Timing, Inferred)
+
 
 @dataclass(frozen=True)
 class Run:
@@ -49,7 +52,9 @@ class Run:
     pairs: tuple[Pairs, ...] = ()
     caches: tuple[CacheBytes, ...] = ()
     timings: tuple[Timing, ...] = ()
-    """Attention alone against length."""
+    """Attention alone, or one layer, against length."""
+    inference: tuple[Inferred, ...] = ()
+    """CoCA's model and kernels decoding and reading, beside RoPE's."""
 
     @property
     def is_study(self) -> bool:
@@ -70,9 +75,10 @@ class Run:
 
 
 def collect(folder: Path) -> Run:
-    """Read `results/ppl-*`, `passkey-*`, `train-*`, `task-*`, `speed-*`, `analysis-*.json`; if there, `status.json`.
+    """Read `results/ppl-*`, `passkey-*`, `train-*`, `task-*`, `analysis-*.json`; if there, `status.json`.
 
-    Of a drop-in study `model-*`, `bits-*`, `pairs-*` and `cache-*.json` as well.
+    Of speed `speed-*` (cosFormer), `layer-*`, `decode-*` and `coca-kernels-*.json` (CoCA); of a drop-in study
+    `model-*`, `bits-*`, `pairs-*` and `cache-*.json`.
     """
     results = folder / "results"
     require(
@@ -85,27 +91,36 @@ def collect(folder: Path) -> Run:
     training = _rows(Training, results, "train", sources)
     tasks = _rows(TaskResult, results, "task", sources)
     looks = _looks(results, sources)
-    speeds = sorted(results.glob("speed-*.json"))
-    require(
-        len(speeds) <= 1,
-        f"{results} must hold one speed-*.json, got {', '.join(path.name for path in speeds)}: times of two runs "
-        "do not compare; report them separately",
-    )
-    timings = tuple(timing for path in speeds for timing in parse_timings(_result(path, sources), path))
+    timings, inference = _timings(results, sources), _inference(results, sources)
     study = _records(StudyModel, results, "model", sources)
     bits, pairs = _records(Bits, results, "bits", sources), _records(Pairs, results, "pairs", sources)
     caches = _records(CacheBytes, results, "cache", sources)
     steps = _steps(folder / "status.json")
     require(
         bool(sources or steps),
-        f"{results} must hold ppl-, passkey-, train-, task-, speed- or analysis-*.json; run `farspan reproduce` first",
+        f"{results} must hold ppl-, passkey-, train-, task-, speed-, layer-, decode- or analysis-*.json; "
+        "run `farspan reproduce` first",
     )
     lengths = sorted({row.length for row in training})
     require(
         len(lengths) <= 1,
         f"{results}/train-*.json: length must be the same for every variant, got {lengths}; report them separately",
     )
-    return Run(perplexity, passkey, training, tuple(sources), steps, looks, tasks, study, bits, pairs, caches, timings)
+    return Run(
+        perplexity,
+        passkey,
+        training,
+        tuple(sources),
+        steps,
+        looks=looks,
+        tasks=tasks,
+        study=study,
+        bits=bits,
+        pairs=pairs,
+        caches=caches,
+        timings=timings,
+        inference=inference,
+    )
 
 
 def collect_files(paths: Sequence[Path], variant: str) -> Run:
@@ -163,6 +178,47 @@ def _records(kind: type[StudyRecord], folder: Path, prefix: str, sources: list[S
             with _errors_name(f"{path} row {i}"):
                 found.append(parse_plain(kind, raw))
     return tuple(found)
+
+
+def _timings(folder: Path, sources: list[Source]) -> tuple[Timing, ...]:
+    """Of cosFormer's speed one file; of CoCA's layers several, as every row has ratios within one run of its own."""
+    speeds = sorted(folder.glob("speed-*.json"))
+    require(
+        len(speeds) <= 1,
+        f"{folder} must hold one speed-*.json, got {', '.join(path.name for path in speeds)}: times of two runs "
+        "do not compare; report them separately",
+    )
+    paths = [*speeds, *sorted(folder.glob("layer-*.json"))]
+    return _each_once((path, row) for path in paths for row in parse_timings(_result(path, sources), path))
+
+
+def _inference(folder: Path, sources: list[Source]) -> tuple[Inferred, ...]:
+    """CoCA's model and its kernels; with its layers, they must come from one device."""
+    found: list[tuple[Path, Inferred]] = []
+    for prefix in (DECODE, KERNELS):
+        for path in sorted(folder.glob(f"{prefix}-*.json")):
+            rows = _result(path, sources)
+            absolute = not sources[-1].device.startswith("CPU")
+            found += [(path, row) for row in parse_inference(rows, path, prefix, absolute=absolute)]
+    devices = sorted({x.device for x in sources if x.file.startswith(("layer-", f"{DECODE}-", f"{KERNELS}-"))})
+    require(
+        len(devices) <= 1,
+        f"{folder} must hold CoCA's speed on one device, got {', '.join(devices)}; report them separately",
+    )
+    return _each_once(found)
+
+
+def _each_once(rows: Iterable[tuple[Path, Keyed]]) -> tuple[Keyed, ...]:
+    """The rows of several files; the same measurement twice is refused, for neither is known right."""
+    found: dict[tuple[Any, ...], tuple[Path, Keyed]] = {}
+    for path, row in rows:
+        require(
+            row.key not in found,
+            f"{path} must not repeat {', '.join(str(part) for part in row.key if part != '')}, "
+            f"which is in {found.get(row.key, (path, row))[0].name}; remove one of the two",
+        )
+        found[row.key] = (path, row)
+    return tuple(row for _, row in found.values())
 
 
 def _looks(folder: Path, sources: list[Source]) -> tuple[Look, ...]:

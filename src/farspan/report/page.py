@@ -8,9 +8,10 @@ from typing import Any
 
 from farspan.report.build import control_table, experiment_tables, measured_tables, training_table
 from farspan.report.collect import Run, collect
+from farspan.report.decodings import DECODING, DECODING_TEXT, decoding_notes, decoding_tables, decoding_verdicts
 from farspan.report.experiment import Experiment, load_experiments
 from farspan.report.look_section import TEXTS, look_notes, look_table, look_verdicts
-from farspan.report.speeds import load_speed_table, speed_tables, speed_verdicts
+from farspan.report.speeds import load_speed_tables, speed_tables, speed_verdicts
 from farspan.report.studies import cache_table, study_notes, study_table, study_verdicts
 from farspan.report.study_table import load_study_table
 from farspan.report.summary import notes, summary, training_text
@@ -18,12 +19,14 @@ from farspan.report.tables import Table, to_html, to_latex, to_markdown
 from farspan.report.task_table import TaskTable, load_task_tables
 from farspan.report.tasks import task_notes, task_table, task_verdicts
 from farspan.report.tasks import training_table as task_training
+from farspan.report.timings import COSFORMER
 
-TITLES = (
-    "Past the training length: CoCA, RoPE and ALiBi",
-    "cosFormer and its tasks",
-    "CoCA dropped into an existing model",
-)
+TITLES = {
+    "lengths": "Past the training length: CoCA, RoPE and ALiBi",
+    "tasks": "cosFormer and its tasks",
+    "study": "CoCA dropped into an existing model",
+    "speed": "What CoCA costs beside RoPE",
+}
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,7 @@ def write_report(folder: str | os.PathLike[str], out: str | os.PathLike[str] | N
     from farspan.report.speed_figures import speed_figures
 
     figures = ([] if run.is_study else all_figures(run, experiments)) + look_figures(run.looks)
-    figures += speed_figures(run.timings, load_speed_table())
+    figures += [figure for table in load_speed_tables() for figure in speed_figures(run.timings, table)]
     sections = make_sections(run, experiments, figures)
     for name in ("tables", "figures"):
         (target / name).mkdir(parents=True, exist_ok=True)
@@ -76,10 +79,6 @@ def make_sections(run: Run, experiments: list[Experiment], figures: list[Any]) -
         return tuple(figure for figure in figures if figure.group == group)
 
     made = task_sections(run, load_task_tables(), drawn("task-training")) + study_sections(run)
-    if run.timings:
-        speeds = load_speed_table()
-        tables = tuple(speed_tables(run.timings, speeds))
-        made.append(Section("speed", speeds.title, speeds.caption, drawn("speed"), tables, folded=True))
     groups = {"figure1": "perplexity", "table2": "passkey", "figure4": "near-far", "figure5": "distance"}
     by_name = {experiment.name: experiment for experiment in experiments}
     for name in () if not measures_lengths(run) else ("table1", "figure1", "table2", "figure4", "figure5", "table3"):
@@ -88,6 +87,10 @@ def make_sections(run: Run, experiments: list[Experiment], figures: list[Any]) -
         caption = tables[0].caption
         pictures = drawn(groups[name]) if name in groups else ()
         made.append(Section(name, experiment.title, caption, pictures, tables, name.startswith("figure")))
+    for speeds in load_speed_tables():
+        tables = tuple(speed_tables(run.timings, speeds))
+        made.append(Section(speeds.name, speeds.title, speeds.caption, drawn(speeds.name), tables, folded=True))
+    made.append(Section("coca-decode", DECODING, DECODING_TEXT, (), tuple(decoding_tables(run.inference))))
     depth = "Share of keys found, by their place in the prompt and its length."
     made.append(Section("depth", "Passkey by depth and length", depth, drawn("depth"), small=True))
     for group, (title, text) in TEXTS.items():
@@ -102,12 +105,25 @@ def make_sections(run: Run, experiments: list[Experiment], figures: list[Any]) -
     return [section for section in made if section.figures or section.tables]
 
 
+def page_title(run: Run) -> str:
+    """Of what the run is about."""
+    if run.is_study:
+        return TITLES["study"]
+    if run.rows:
+        return TITLES["lengths"]
+    if run.tasks or any(timing.subject == COSFORMER for timing in run.timings):
+        return TITLES["tasks"]
+    return TITLES["speed" if run.timings or run.inference else "lengths"]
+
+
 def measures_lengths(run: Run) -> bool:
     """Whether this is a run past the training length: otherwise the tables about it would have nothing of ours."""
     if run.is_study:
         return False
     tasks = {"speed"} | {task for table in load_task_tables() for task in table.columns}
-    about_tasks = bool(run.tasks or run.timings) or any(tasks & set(step.step.split()) for step in run.steps)
+    about_tasks = bool(run.tasks or run.timings or run.inference) or any(
+        tasks & set(step.step.split()) for step in run.steps
+    )
     return bool(run.rows) or (bool(run.steps) and not about_tasks)
 
 
@@ -167,13 +183,15 @@ def render(run: Run, experiments: list[Experiment], sections: list[Section]) -> 
     lengths = not run.is_study and (bool(run.rows) or (measures_lengths(run) and not run.looks))
     verdicts = (summary(run) if lengths else []) + task_verdicts(run, load_task_tables()) + look_verdicts(run.looks)
     verdicts += study_verdicts(run, load_study_table()) if run.is_study else []
-    verdicts += speed_verdicts(run.timings, load_speed_table())
+    verdicts += speed_verdicts(run.timings) + decoding_verdicts(run.inference)
     verdicts = verdicts or ["No task is finished yet."]
+    said = (notes(run, experiments) if lengths else []) + task_notes(run) + look_notes(run.looks) + study_notes(run)
+    said += decoding_notes(run.inference)
     return environment.from_string(text).render(
-        title=TITLES[2 if run.is_study else bool(run.tasks or run.timings) and not run.rows],
+        title=page_title(run),
         headline=verdicts[0],
         verdicts=verdicts[1:],
-        notes=(notes(run, experiments) if lengths else []) + task_notes(run) + look_notes(run.looks) + study_notes(run),
+        notes=said,
         sections=sections,
         steps=run.steps,
         unfinished=[step for step in run.steps if step.state != "done"],

@@ -1,20 +1,29 @@
-"""Attention alone against length → tables in multiples of ours, and what they say."""
+"""Time against length → tables in multiples of one contestant's, and what they say."""
 
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from farspan.report.experiment import build_value, shipped
+from farspan.report.names import variant_name
 from farspan.report.tables import Cell, Line, Table
-from farspan.report.timings import Timing, groups
+from farspan.report.timings import COCA, COSFORMER, Spread, Timing, groups
+
+FORMS = ("coca-exact", "coca-slack", "coca-strict")
 
 
 @dataclass(frozen=True)
 class SpeedRow:
-    """One line: a contestant by the name it has in result files."""
+    """One line: contestants by the names they have in result files; of several, the fastest at each length."""
 
     label: str
-    contestant: str
+    contestants: tuple[str, ...]
+    variant: str = ""
+    """Whose colour and marker it is drawn with; empty = the next."""
+
+    def time(self, timing: Timing) -> Spread | None:
+        found = [timing.times[name] for name in self.contestants if name in timing.times]
+        return min(found, key=lambda spread: spread.median, default=None)
 
 
 @dataclass(frozen=True)
@@ -25,66 +34,137 @@ class SpeedTable:
     title: str
     kind: str
     caption: str
+    heading: str
+    """Of the columns."""
+    reference: str
+    """What the times are multiples of."""
+    owner: str
+    """The same, as whose time."""
+    memory: str
+    """What the line about memory shows."""
+    drawn: str
+    """How to read the figure."""
+    digits: int
     rows: tuple[SpeedRow, ...]
+    of: str = ""
+    """What is timed, in words before its passes."""
+    ceiling: float = 0.0
+    """Where a figure ends, with an even scale; 0 = it is logarithmic and shows everything."""
+    variant: str = ""
+    """The variant that `reference` is, where figures have a colour for it."""
+    paper: tuple[float, ...] = ()
+    """The least and the most that the paper states."""
+    paper_label: str = ""
 
 
-def load_speed_table() -> SpeedTable:
-    """The shipped experiment.
+def load_speed_tables() -> list[SpeedTable]:
+    """The shipped experiments.
 
-    >>> load_speed_table().name
-    'cosformer-length'
+    >>> [table.name for table in load_speed_tables()]
+    ['coca-speed', 'cosformer-length']
     """
-    ((name, text),) = shipped(("speed",))
-    data = tomllib.loads(text)
-    rows = tuple(build_value(SpeedRow, row) for row in data.pop("rows"))
-    return build_value(SpeedTable, {"name": name, **data, "caption": " ".join(data["caption"].split()), "rows": rows})
+    made = []
+    for name, text in shipped(("speed",)):
+        data = tomllib.loads(text)
+        rows = tuple(build_value(SpeedRow, row) for row in data.pop("rows"))
+        caption = " ".join(data.pop("caption").split())
+        made.append(build_value(SpeedTable, {"name": name, **data, "caption": caption, "rows": rows}))
+    return made
+
+
+def group_title(table: SpeedTable, group: str) -> str:
+    return ", ".join(filter(None, (table.of, group)))
+
+
+def file_name(table: SpeedTable, group: str) -> str:
+    """Of a table or figure about a group of timings."""
+    return "-".join([table.name, *group.replace(",", "").split()])
 
 
 def speed_tables(timings: Sequence[Timing], table: SpeedTable) -> list[Table]:
-    """One table a width and passes: contestants down, lengths across."""
+    """One table a group: contestants down, lengths across."""
     made = []
-    for passes, width, found in groups(timings):
-        ours = tuple(Cell("1", "" if x.milliseconds is None else f"{x.milliseconds:.2f} ms") for x in found)
-        lines = [Line("cosFormer, farspan", "", ours)]
+    for group, found in groups(timings, table.name):
+        lines = [Line(table.reference, "", tuple(Cell("1", x.unit) for x in found))]
         for row in table.rows:
-            values = [x.times.get(row.contestant) for x in found]
-            if any(value is not None for value in values):
-                cells = tuple(Cell() if value is None else Cell(f"{value:.2f}") for value in values)
-                lines.append(Line(row.label, "", cells))
+            times = [row.time(x) for x in found]
+            if any(times):
+                lines.append(Line(row.label, "", tuple(_cell(time, table.digits) for time in times)))
+        if table.paper:
+            low, high = table.paper
+            lines.append(Line(table.paper_label, "", (Cell(f"{low:.2f}–{high:.2f}"),) * len(found)))
         if any(x.memory is not None for x in found):
             cells = tuple(Cell() if x.memory is None else Cell(f"{x.memory:.2f}") for x in found)
-            lines.append(Line("memory, cosFormer's over the least", "", cells))
+            lines.append(Line(table.memory, "", cells))
         made.append(
             Table(
-                name=f"{table.name}-{width}-{passes.replace(' ', '-')}",
-                title=f"{passes}, heads of width {width}: time in multiples of ours, and memory",
+                name=file_name(table, group),
+                title=f"{group_title(table, group)}: time over {table.owner}, and memory",
                 caption=table.caption,
-                columns=tuple(f"{x.length:,}" for x in found),
+                columns=tuple(x.heading for x in found),
                 lines=tuple(lines),
-                heading="Tokens a text",
+                heading=table.heading,
             )
         )
     return made
 
 
-def speed_verdicts(timings: Sequence[Timing], table: SpeedTable) -> list[str]:
-    """From which length on cosFormer is faster than softmax attention, and how it stands to the other peers."""
+def _cell(time: Spread | None, digits: int) -> Cell:
+    return Cell() if time is None else Cell(f"{time.median:.{digits}f}", time.text(digits))
+
+
+def speed_verdicts(timings: Sequence[Timing]) -> list[str]:
+    """From which length on cosFormer is faster than softmax attention, and what CoCA costs beside RoPE."""
+    return _cosformer_verdicts(timings) + _coca_verdicts(timings)
+
+
+def _cosformer_verdicts(timings: Sequence[Timing]) -> list[str]:
     said = []
-    for passes, width, found in groups(timings):
+    for group, found in groups(timings, COSFORMER):
         parts = []
-        for row in table.rows:
-            ratios = [(x.length, x.times[row.contestant]) for x in found if row.contestant in x.times]
-            if row.contestant == "flash softmax" and ratios:
-                slower = [length for length, ratio in ratios if ratio <= 1]
-                ahead = [length for length, _ in ratios if not slower or length > max(slower)]
-                parts.append(
-                    f"faster than softmax attention from {ahead[0]:,} tokens on"
-                    if ahead
-                    else "never faster than softmax attention"
-                )
-            elif row.contestant == "fla" and ratios:
-                low, high = min(r for _, r in ratios), max(r for _, r in ratios)
-                parts.append(f"{low:.2g} to {high:.2g} times as fast as flash-linear-attention")
+        if ratios := _ratios(found, "flash softmax"):
+            slower = [length for length, ratio in ratios if ratio.median <= 1]
+            ahead = [length for length, _ in ratios if not slower or length > max(slower)]
+            parts.append(
+                f"faster than softmax attention from {ahead[0]:,} tokens on"
+                if ahead
+                else "never faster than softmax attention"
+            )
+        if ratios := _ratios(found, "fla"):
+            low, high = min(r.median for _, r in ratios), max(r.median for _, r in ratios)
+            parts.append(f"{low:.2g} to {high:.2g} times as fast as flash-linear-attention")
         if parts:
-            said.append(f"cosFormer, {passes}, width {width}: {', '.join(parts)}.")
+            said.append(f"cosFormer, {group}: {', '.join(parts)}.")
     return said
+
+
+def _coca_verdicts(timings: Sequence[Timing]) -> list[str]:
+    """Faster or slower only where the range of three fifths is on one side of RoPE."""
+    said = []
+    for group, found in groups(timings, COCA):
+        layer = "One layer" if all(x.unit for x in found) else "One layer, a toy on a CPU"
+        for form in FORMS:
+            ratios = _ratios(found, form)
+            if not ratios:
+                continue
+            low, high = min(r.median for _, r in ratios), max(r.median for _, r in ratios)
+            sides = {
+                "faster": [length for length, r in ratios if r.high < 1],
+                "slower": [length for length, r in ratios if r.low > 1],
+                "not told apart": [length for length, r in ratios if r.low <= 1 <= r.high],
+            }
+            words = "; ".join(f"{side} at {_and(lengths)}" for side, lengths in sides.items() if lengths)
+            said.append(
+                f"{layer}, {group}: {variant_name(form)} takes {low:.2f} to {high:.2f} of the best RoPE layer's "
+                f"time ({words} tokens)."
+            )
+    return said
+
+
+def _ratios(found: Sequence[Timing], contestant: str) -> list[tuple[int, Spread]]:
+    return [(x.length, x.times[contestant]) for x in found if contestant in x.times]
+
+
+def _and(lengths: Sequence[int]) -> str:
+    texts = [f"{length:,}" for length in lengths]
+    return " and ".join(filter(None, (", ".join(texts[:-1]), texts[-1])))

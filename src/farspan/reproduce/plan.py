@@ -1,5 +1,6 @@
 """The steps of a reproduction, in order, each with the file that shows it is done."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from farspan.errors import require
@@ -23,12 +24,18 @@ def plan(preset: Preset, folder: Path, only: list[str] | None = None) -> list[St
 
 
 def _length_steps(preset: Preset, folder: Path, only: list[str] | None) -> list[Step]:
-    """One model a variant and seed, measured past its training length."""
+    """One model a variant and seed, measured past its training length; CoCA's speed only where it is asked for.
+
+    Nothing else should run on the device while speed is measured, and other processes may be at the same folder.
+    """
     kinds = {e.name: {MEASUREMENTS[row.kind or e.kind] for row in e.rows} for e in load_experiments()}
-    wanted = set().union(
-        *(kinds[name] for name in _chosen(only, sorted(kinds, key=lambda name: (not name.startswith("table"), name))))
-    )
+    tables = sorted(kinds, key=lambda name: (not name.startswith("table"), name))
+    chosen = _chosen(only, tables, ["speed"] if preset.speed.lengths or preset.speed.contexts else [])
+    wanted = set().union(*(kinds[name] for name in chosen if name != "speed"))
     results = folder / "results"
+    timed = _speed_steps(preset, results) if "speed" in chosen else []
+    if set(chosen) == {"speed"}:
+        return timed
     steps = [Step("data", folder / "data" / "done.json")]
     trained = {
         (v, s): Step("train", results / f"train-{v}-s{s}.json", v, s, needs=(steps[0].name,)) for v, s in preset.runs
@@ -42,7 +49,13 @@ def _length_steps(preset: Preset, folder: Path, only: list[str] | None) -> list[
                     path = results / f"{kind}-{variant}-s{seed}-{scaling}.json"
                     needs = (trained[variant, seed].name,)
                     steps.append(Step(kind, path, variant, seed, scaling, needs=needs))
-    return steps
+    return steps + timed
+
+
+def _speed_steps(preset: Preset, results: Path) -> list[Step]:
+    """CoCA beside RoPE: one layer, and the whole model at inference."""
+    parts = {"layer": preset.speed.lengths, "decode": preset.speed.contexts}
+    return [Step("speed", results / f"{part}-coca.json", part=part) for part, sizes in parts.items() if sizes]
 
 
 def _stretches(variant: str) -> bool:
@@ -80,7 +93,9 @@ def _task_steps(preset: Preset, folder: Path, only: list[str] | None) -> list[St
     return steps + timed
 
 
-def _chosen(only: list[str] | None, known: list[str]) -> list[str]:
+def _chosen(only: list[str] | None, known: list[str], on_request: Sequence[str] = ()) -> list[str]:
+    """What was asked for, else all but what is done only `on_request`."""
+    names = [*known, *on_request]
     for name in only or []:
-        require(name in known, f"--only must name some of {', '.join(known)}, got {name!r}; separate them by commas")
+        require(name in names, f"--only must name some of {', '.join(names)}, got {name!r}; separate them by commas")
     return only or known

@@ -69,10 +69,21 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Speed:
-    """``[speed]``: cosFormer alone against length, beside the tasks; without lengths it is left out."""
+    """``[speed]``: beside tasks, cosFormer alone against length; otherwise CoCA beside RoPE, on request.
+
+    What has no lengths or contexts is left out.
+    """
 
     lengths: list[int] = field(default_factory=list)
+    """Tokens a text: of cosFormer alone, or of one layer of CoCA."""
     repeats: int = 5
+    model: str = "tiny"
+    """The model that is decoded, a preset of `FarspanConfig`."""
+    contexts: list[int] = field(default_factory=list)
+    """Tokens in the cache before decoding, each for each of `batches` texts."""
+    batches: list[int] = field(default_factory=lambda: [1])
+    prompts: list[int] = field(default_factory=list)
+    """Lengths of prompts that the decoded model reads."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +118,10 @@ class Preset:
         for variant, seeds in self.seeds.items():
             require(seeds >= 1, f"seeds.{variant} must be at least 1, got {seeds}; leave it out of variants instead")
         self._check_corpus()
+        require(
+            not self.speed.contexts or not (self.tasks or self.study.conversions),
+            f"speed.contexts must be left out beside tasks or a study, got {self.speed.contexts}; they are for CoCA",
+        )
         for name in self.tasks:
             require_choice("tasks", name, TASKS)
             nowhere = Material(Path(), {"nowhere": 1.0}, lambda: [])

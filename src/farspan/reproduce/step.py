@@ -27,7 +27,7 @@ class Step:
     model: str = ""
     """Of a drop-in study: what is made or measured."""
     part: str = ""
-    """Of a drop-in study's windows: "near" or "far"."""
+    """Of a drop-in study's windows: "near" or "far"; of CoCA's speed: "layer" or "decode"."""
     needs: tuple[str, ...] = ()
     """Names of the steps that must be done before; they stand before it in a plan."""
 

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from farspan.benchmark import cosformer, linear
+from farspan.benchmark import cosformer, decode, layer, linear
 from farspan.data import Shards, TextTokenizer, load_tokenizer, prepare
 from farspan.errors import require
 from farspan.evaluation import as_trained, passkey, perplexity
@@ -26,6 +26,8 @@ from farspan.training import Progress, TrainConfig, train
 
 Say = Callable[[str, float], None]
 """Told, now and then, how far a step has come: in words, and as a share of it."""
+Benchmark = tuple[int, Iterator[tuple[str, list[dict[str, Any]]]]]
+"""How many parts it has, and each as it is done: in words, and its rows."""
 
 
 class Work:
@@ -124,17 +126,42 @@ class Work:
         write_result(step.result, [row], device=self.device, seed=step.seed)
 
     def _speed(self, step: Step) -> None:
-        """Attention alone against length: the kernels and their peers on a GPU, else plain torch and softmax."""
-        lengths, repeats, rows = self.preset.speed.lengths, self.preset.speed.repeats, list[dict[str, Any]]()
-        if self.device == "cuda":
-            total, done = 2 + 4 * len(lengths), linear.run(lengths, repeats=repeats, device="cuda", seed=0, quick=True)
-        else:
-            total = 5 + 2 * len(lengths)
-            done = cosformer.run(lengths, lengths, min(lengths), repeats=repeats, device="cpu", seed=0)
+        benchmarks = {"layer": self._layer_speed, "decode": self._decoding_speed, "": self._cosformer_speed}
+        total, done = benchmarks[step.part]()
+        rows: list[dict[str, Any]] = []
         for i, (what, new) in enumerate(done, 1):
             rows += new
             self.say(what, i / total)
         write_result(step.result, rows, device=self.device, seed=0)
+
+    def _cosformer_speed(self) -> Benchmark:
+        """Attention alone against length: the kernels and their peers on a GPU, else plain torch and softmax."""
+        lengths, repeats = self.preset.speed.lengths, self.preset.speed.repeats
+        if self.device == "cuda":
+            return 2 + 4 * len(lengths), linear.run(lengths, repeats=repeats, device="cuda", seed=0, quick=True)
+        done = cosformer.run(lengths, lengths, min(lengths), repeats=repeats, device="cpu", seed=0)
+        return 5 + 2 * len(lengths), done
+
+    def _layer_speed(self) -> Benchmark:
+        """One layer against length; on a CPU a toy, and the main contestants alone."""
+        shapes = layer.shapes(self.preset.speed.lengths, [1], self.device)
+        whom = None if self.device == "cuda" else layer.QUICK
+        done = layer.run(shapes, repeats=self.preset.speed.repeats, only=whom, device=self.device)
+        return 1 + len({shape.d for shape in shapes}) + len(layer.PASSES) * len(shapes), done
+
+    def _decoding_speed(self) -> Benchmark:
+        """The whole model at inference; on a CPU, where it takes long and gains nothing, never compiled."""
+        speed = self.preset.speed
+        done = decode.run(
+            speed.model,
+            contexts=speed.contexts,
+            batches=speed.batches,
+            prompts=speed.prompts,
+            compile="one" if self.device == "cuda" else "none",
+            repeats=speed.repeats,
+            device=self.device,
+        )
+        return 1 + 3 * len(speed.contexts) * len(speed.batches) + len(speed.prompts), done
 
     def _task(self, name: str) -> Task:
         corpus = self.preset.corpus

@@ -1,0 +1,98 @@
+"""What `farspan bench decode` and `benchmarks/coca_kernels.py` write, as typed values: CoCA's speed over RoPE's."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from farspan.errors import require
+from farspan.report.timings import Spread
+
+DECODE, KERNELS = "decode", "coca-kernels"
+"""How the names of the two kinds of files begin."""
+BEST = "best"
+"""In place of a mode: each model in its own fastest."""
+FORMS = {"exact": "coca-exact", "slack": "coca-slack"}
+
+
+@dataclass(frozen=True)
+class Inferred:
+    """How fast one contestant does one thing, in multiples of RoPE's speed."""
+
+    what: str
+    """ "decode": greedy tokens after a context; "prompt": reading one; "kernel": attention alone; "missing": a mode of
+    decoding that could not be timed."""
+    attention: str
+    mode: str
+    """Of decoding: how the model is run; else empty."""
+    size: tuple[int, ...]
+    """To sort columns by."""
+    heading: str
+    """Of its column."""
+    speed: Spread | None
+    """None of what is missing, of which `note` says why."""
+    note: str
+    peak_bytes: int | None = None
+
+    @property
+    def key(self) -> tuple[str, str, str, str]:
+        return self.what, self.attention, self.mode, self.heading
+
+
+def parse_inference(raw: Sequence[Any], where: Path, kind: str, *, absolute: bool) -> list[Inferred]:
+    """The rows with speeds; `absolute`: whether tokens a second mean anything, as those of a shared CPU do not."""
+    found: list[Inferred] = []
+    for i, row in enumerate(raw):
+        require(
+            isinstance(row, Mapping) and "kind" in row, f"{where} row {i} must have a kind; write it with `farspan`"
+        )
+        try:
+            found += _of_kernels(row) if kind == KERNELS else _of_models(row, absolute)
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{where} row {i} lacks {error}; write it again with `farspan bench {kind}`") from error
+    return found
+
+
+def _of_models(row: Mapping[str, Any], absolute: bool) -> Iterator[Inferred]:
+    def rate(found: Mapping[str, Any]) -> list[str]:
+        return [f"{found['tokens_per_second']:,.0f} tokens/s"] if absolute else []
+
+    if row["kind"] == "prefill":
+        speed, peak, length = (
+            Spread.alone(row["speed_over_rope"]),
+            row["peak_bytes"] if absolute else None,
+            row["length"],
+        )
+        note = "; ".join(rate(row))
+        yield Inferred("prompt", row["attention"], "", (length,), f"{length:,}", speed, note, peak)
+    elif row["kind"] == "missing" and "context" in row:  # else it is about all, and each row says what it decodes on
+        size, heading, why = (row["context"], row["batch"]), f"{row['batch']} × {row['context']:,}", row["why"]
+        yield Inferred("missing", "", row["mode"], size, heading, None, why.partition(". ")[0])
+    elif row["kind"] in ("decode", BEST):
+        size, heading = (row["context"], row["batch"]), f"{row['batch']} × {row['context']:,}"
+        if row["kind"] == "decode":
+            speed = Spread.of(row["speed_over_rope"])
+            yield Inferred("decode", row["attention"], row["mode"], size, heading, speed, speed.text(2))
+            return
+        for attention, found in row["each"].items():
+            note = "; ".join([found["mode"], *rate(found)])
+            speed = Spread.alone(found["speed_over_rope"])
+            yield Inferred("decode", attention, BEST, size, heading, speed, note)
+
+
+def _of_kernels(row: Mapping[str, Any]) -> Iterator[Inferred]:
+    """Both forms, and the fastest of RoPE's kernels, which they are compared with."""
+    if row["kind"] not in ("decode", "prefill"):
+        return
+    b, h, g, n, m, d = (row[name] for name in "bhgnmd")
+    heading = f"{b} × {m:,}, {h} of {d}" + (f" on {g}" if g < h else "") + (f", {n:,} at once" if n > 1 else "")
+    size, best = (n, m, b, d, g), row["best_peer"]
+
+    def time(name: str) -> str:
+        return f"{row['milliseconds'][name]['median']:.3f} ms"
+
+    yield Inferred("kernel", "rope", "", size, heading, Spread.alone(1.0), f"{time(best)}; {best}")
+    for form, speed in row["speedup"].items():
+        copy = [f"{row['of_copy'][form]:.0%} of a copy's speed"] if "of_copy" in row else []
+        note = "; ".join([time(form), *copy])
+        yield Inferred("kernel", FORMS[form], "", size, heading, Spread.alone(speed), note)
