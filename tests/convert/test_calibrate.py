@@ -8,6 +8,7 @@ import torch
 from farspan import FarspanConfig, FarspanForCausalLM
 from farspan.convert import CalibrationConfig, calibrate, from_pretrained
 from farspan.convert.fit import QueryMoments, attention_rows, divergence, output_error, start
+from farspan.convert.pretrained import give_attention
 from farspan.convert.target import local_and_global, replace_attention
 from farspan.layers import Attention, AttentionSpec
 from tests.convert.sources import saved
@@ -152,10 +153,19 @@ def test_local_and_global_layers_are_fitted_as_far_as_they_see() -> None:
         calibrate(teacher_model(), local_and_global("coca-exact", 2, 23), ids)
 
 
+def test_a_window_that_the_source_has_too_hides_nothing() -> None:
+    model = teacher_model()
+    give_attention(model, local_and_global("rope", 2, 7))
+    calibrate(model, "coca-exact", torch.randint(0, 512, (6, 24)), CalibrationConfig(steps=2))
+    assert [(s.name, s.window) for s in model.config.attention_specs] == [("coca-exact", 7)] * 2
+
+
 def test_rope_with_another_window_needs_no_fit() -> None:
     """It is the model that copied weights make; and up to the window, the source itself."""
     ids = torch.randint(0, 512, (6, 24))
-    calibrate(model := teacher_model(), local_and_global("rope", 2, 24), ids)
+    give_attention(model := teacher_model(), local_and_global("rope", 2, 24))
+    with pytest.raises(ValueError, match=r"calibration needs CoCA layers to fit, got \['rope'\]; leave it out"):
+        calibrate(teacher_model(), local_and_global("rope", 2, 24), ids)
     source = teacher_model()
     source.load_state_dict(model.state_dict())
     with torch.no_grad():

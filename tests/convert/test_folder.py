@@ -229,6 +229,14 @@ def test_settings_of_generate_come_along(tmp_path: Path) -> None:
         (("--attention", "coca-exact", "--to", "llama"), "--to llama would lose attention"),
         (("--calibrate", "a.txt"), "--calibrate needs --attention, the one to fit, got a.txt without"),
         (("--attention", "rope", "--global-every", 2), "global_every needs window, what the other layers see, got 2"),
+        (
+            ("--attention", "rope", "--window", 8, "--global-every", 4),
+            "global_every must be 2 … 3",
+        ),
+        (
+            ("--attention", "coca-exact", "--window", 8, "--keep-rope", 1),
+            "keep_rope gives layers",
+        ),
         (("--window", 8), "window needs attention, one name for all layers, got None"),
         (("--attention", "rope,coca-exact,rope", "--window", 8), "window needs attention, one name for all layers"),
     ],

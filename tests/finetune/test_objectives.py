@@ -121,7 +121,8 @@ def test_the_teacher_is_no_part_of_the_module() -> None:
     assert {p.data_ptr() for p in objective.parameters()} == {p.data_ptr() for p in model.parameters()}
     objective(ids()).backward()
     assert all(p.grad is None for p in original.parameters())
-    assert new_layers(model) == [0, 1, 2]
+    assert new_layers(model.config, original.config) == [0, 1, 2]
+    assert new_layers(original.config, original.config) == []
 
 
 def test_a_teacher_of_another_shape_is_refused() -> None:
@@ -130,5 +131,5 @@ def test_a_teacher_of_another_shape_is_refused() -> None:
 
 
 def test_matching_attention_needs_layers_that_changed() -> None:
-    with pytest.raises(ValueError, match=r"'attention-output' needs layers that were changed.*convert it first"):
+    with pytest.raises(ValueError, match=r"'attention-output' needs layers that were changed.*convert the model first"):
         Distillation(teacher(), teacher(), {"attention-output": 1.0})

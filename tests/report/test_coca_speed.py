@@ -235,3 +235,10 @@ def test_speed_is_measured_only_where_it_is_asked_for(name: str, tmp_path: Path)
     both = plan(preset, tmp_path, ["table1", "speed"])
     assert both[0].kind == "data"
     assert [step.name for step in both[-2:]] == ["speed layer", "speed decode"]
+
+
+@pytest.mark.parametrize("change", [{"g": 0}, {"time_over_best_rope": [1]}, {"milliseconds": "fast"}], ids=str)
+def test_a_row_that_no_benchmark_wrote_is_refused_by_name(change: dict) -> None:
+    parse_timings([layers(512, 0.9)], Path("x.json"))
+    with pytest.raises(ValueError, match=r"^x\.json row 0 is no benchmark's \(.*; write it again"):
+        parse_timings([layers(512, 0.9, **change)], Path("x.json"))

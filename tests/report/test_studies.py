@@ -103,6 +103,25 @@ def test_the_headline_names_cost_and_reach(folder: Path) -> None:
     assert said[2].startswith("Original, fine-tuned on the text (control) (3M tokens): perplexity 27.00 at 2,048;")
 
 
+def test_a_layout_that_needs_no_law_is_in_the_headline_and_is_no_control(folder: Path) -> None:
+    for name, attention in (("distill-local-3-text", "coca-exact"), ("control-local-3-text", "rope")):
+        write(folder, f"model-{name}", [model_row(name, attention, 3, 2048, window=512)])
+        write(folder, f"ppl-near-{name}-none", [ppl_row(name, 0, "none", 2048, 32.0)])
+        write(folder, f"ppl-far-{name}-none", [ppl_row(name, 0, "none", 32768, 32.0)])
+        found = [(30_000, True)] * 10
+        write(folder, f"passkey-{name}-none", [passkey_row(name, 0, "none", 32768, found, 2048)])
+    said = study_verdicts(collect(folder), load_study_table())
+    assert said[0].startswith("Three of four layers local")
+    assert "with no scaling ×1.00 of that at 32,768; passkey there 1.00" in said[0]
+    assert said[1].startswith("RoPE in that layout")
+    assert any(one.startswith("The original was not fine-tuned on the same text") for one in said)
+    write(folder, "model-a", [model_row("a", "rope", 0, 2048, window=512)])  # before the original by name
+    write(folder, "cache-a", [{"variant": "a", "length": 16, "bytes": 1024}])
+    table = cache_table(collect(folder), load_study_table())
+    assert table is not None
+    assert ("Original", "1.0000") in [(one.label, one.cells[-1].text) for one in table.lines]
+
+
 def test_notes_say_who_saw_passkeys_and_who_has_a_law_of_its_own(folder: Path) -> None:
     said = " ".join(study_notes(collect(folder)))
     assert "Passkey texts were among the training rows of distill-long-4-long (5%), and of no other model" in said

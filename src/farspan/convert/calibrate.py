@@ -106,7 +106,13 @@ def calibrate(
     config = config or CalibrationConfig()
     _check(model, ids, keep_rope)
     specs, began = target_specs(attention, model.config.attention_specs), time.monotonic()
-    narrowest = min((spec.window for spec in specs if spec.window), default=ids.shape[1])
+    changed = [(new, old) for new, old in zip(specs, model.config.attention_specs, strict=True) if new != old]
+    require(
+        any(new.kind == "coca" for new, _ in changed),
+        f"calibration needs CoCA layers to fit, got {sorted({spec.name for spec in specs})}; leave it out",
+    )
+    narrower = [new.window for new, old in changed if new.window and new.window != old.window]
+    narrowest = min(narrower, default=ids.shape[1])
     require(
         ids.shape[1] <= narrowest,
         f"ids must have windows of at most {narrowest} tokens, what a new layer sees, got {ids.shape[1]}; cut shorter",

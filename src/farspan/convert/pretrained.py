@@ -53,18 +53,23 @@ def from_pretrained(
 
         model = farspan.convert.from_pretrained("SmolLM2-135M-Instruct.Q4_1.gguf", attention="coca-exact")
     """
-    model = load(open_source(Path(path)), dtype=dtype, device=device, progress=progress)
-    attention = _layout(attention, model.config, window, global_every)
+    opened = open_source(Path(path))
+    attention = _layout(attention, read_config(opened.config), window, global_every, keep_rope)
+    model = load(opened, dtype=dtype, device=device, progress=progress)
     give_attention(model, attention, calibration, calibration_config, keep_rope=keep_rope, progress=progress)
     return model
 
 
 def _layout(
-    attention: AttentionArgument | None, config: FarspanConfig, window: int | None, global_every: int
+    attention: AttentionArgument | None, config: FarspanConfig, window: int | None, global_every: int, keep_rope: int
 ) -> AttentionArgument | None:
     require(
         window is not None or global_every == 0,
         f"global_every needs window, what the other layers see, got {global_every} without; give one, say 512",
+    )
+    require(
+        window is None or keep_rope == 0,
+        f"keep_rope gives layers their whole text back, got {keep_rope} and window {window}; leave out one of them",
     )
     return attention if window is None else local_and_global(attention, config.num_hidden_layers, window, global_every)
 
@@ -129,12 +134,12 @@ def convert_folder(
     )
     opened = open_source(Path(source))
     config = read_config(opened.config)
-    attention = _layout(attention, config, window, global_every)
+    attention = _layout(attention, config, window, global_every, keep_rope)
     if attention is not None:
         config.attention = [spec.to_dict() for spec in target_specs(attention, config.attention_specs)]
     if to is not None:
         write_config(config, to)  # refuses what it would lose before any work is done
-    length = min(length, config.train_length, *(spec.window for spec in config.attention_specs if spec.window))
+    length = min(length, config.train_length, window or length)
     ids = calibration_windows(opened, text, tokens, length) if text else None
     model = load(opened, dtype=dtype, device=device, progress=progress)
     report = give_attention(model, attention, ids, calibration_config, keep_rope=keep_rope, progress=progress)

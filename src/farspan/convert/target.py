@@ -42,7 +42,9 @@ def target_specs(attention: AttentionArgument, source: Sequence[AttentionSpec]) 
     return tuple(specs)
 
 
-def local_and_global(attention: AttentionArgument | None, layers: int, window: int, every: int = 0) -> list[Entry]:
+def local_and_global(
+    attention: AttentionArgument | None, layers: int, window: int, every: int = 0
+) -> list[AttentionSpec]:
     """Layers that see the last `window` keys, and of each `every` the last one sees all of them, without positions.
 
     Past the training length nothing is new to the ones, and no angle to the others.
@@ -50,12 +52,15 @@ def local_and_global(attention: AttentionArgument | None, layers: int, window: i
     >>> [(spec.window, spec.rotary) for spec in local_and_global("coca-exact", 4, 512, 2)]
     [(512, True), (None, False), (512, True), (None, False)]
     """
+    if not isinstance(attention, str):
+        raise ValueError(
+            f"window needs attention, one name for all layers, got {attention!r}; give for example 'coca-exact'"
+        )
     require(
-        isinstance(attention, str),
-        f"window needs attention, one name for all layers, got {attention!r}; give for example 'coca-exact'",
+        every == 0 or 2 <= every <= layers,
+        f"global_every must be 2 … {layers}, the number of layers, got {every}; 0 leaves every layer its window",
     )
-    require(every >= 0, f"global_every must be at least 0, got {every}; 0 leaves every layer its window")
-    spec = AttentionSpec.parse(str(attention))
+    spec = AttentionSpec.parse(attention)
     local, everywhere = replace(spec, window=window), replace(spec, rotary=False)
     return [everywhere if every and index % every == every - 1 else local for index in range(layers)]
 

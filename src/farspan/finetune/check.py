@@ -31,10 +31,10 @@ def check(
         with torch.device("meta"):
             student = FarspanForCausalLM(config)
             give_lengths(student, stage)  # the next stage begins with this configuration
-            prepared(student, stage)
-            if stage.needs_teacher and teacher is not None:
-                theirs = read_config(open_source(teacher).config)
+            theirs = read_config(open_source(teacher).config) if stage.needs_teacher and teacher is not None else None
+            if theirs is not None:
                 check_teacher(student.config, theirs, stage.objective)
+            prepared(student, stage, theirs)
         text_batches(DataSection(dict(data), stage.length, stage.batch_size), tokenizer(), 0)
         if stage.passkey_share:
             training_row(tokenizer(), np.random.default_rng(0), stage.length + 1)  # refuses rows too short for one

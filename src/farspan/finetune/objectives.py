@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from farspan.errors import require
 from farspan.finetune.losses import linear_distillation
-from farspan.layers.spec import AttentionSpec
 from farspan.models import FarspanConfig, FarspanForCausalLM
 from farspan.models.frame import Frame, View
 from farspan.models.modeling import FarspanBlock
@@ -18,14 +17,15 @@ NEXT_TOKEN, ATTENTION_OUTPUT, LOGIT_KL = OBJECTIVES = ("next-token", "attention-
 """The names a recipe weighs."""
 
 
-def new_layers(model: FarspanForCausalLM) -> list[int]:
-    """The layers that were given another attention than plain RoPE, and have something to match.
+def new_layers(ours: FarspanConfig, theirs: FarspanConfig | None) -> list[int]:
+    """The layers whose attention is another than the teacher's, and has something to match; without a teacher, all.
 
-    >>> from farspan import FarspanConfig
-    >>> new_layers(FarspanForCausalLM(FarspanConfig.preset("tiny", attention=["rope", "coca-exact"] * 2)))
+    >>> theirs = FarspanConfig.preset("tiny", attention="rope")
+    >>> new_layers(FarspanConfig.preset("tiny", attention=["rope", "coca-exact"] * 2), theirs)
     [1, 3]
     """
-    return [i for i, spec in enumerate(model.config.attention_specs) if spec != AttentionSpec("rope")]
+    before = theirs.attention_specs if theirs is not None else [None] * len(ours.attention_specs)
+    return [i for i, (new, old) in enumerate(zip(ours.attention_specs, before, strict=True)) if new != old]
 
 
 def attend(block: FarspanBlock, hidden: Tensor, view: View) -> Tensor:
@@ -72,8 +72,8 @@ class Distillation(nn.Module):
         self.model = model
         self._teacher = (teacher.eval().requires_grad_(False),)
         self.weights, self.compile_loss = dict(weights), compile
-        self.layers = set(new_layers(model)) if ATTENTION_OUTPUT in weights else set[int]()
         check_teacher(model.config, teacher.config, weights)
+        self.layers = set(new_layers(model.config, teacher.config)) if ATTENTION_OUTPUT in weights else set[int]()
         self._attend = torch.compile(attend) if compile else attend
         self._feed = torch.compile(feed) if compile else feed
 
@@ -140,7 +140,7 @@ def check_teacher(ours: FarspanConfig, theirs: FarspanConfig, weights: Mapping[s
         a, b = getattr(ours, name), getattr(theirs, name)
         require(a == b, f"teacher must have the model's {name} = {a}, got {b}; name what the model was converted from")
     require(
-        ATTENTION_OUTPUT not in weights or any(spec != AttentionSpec("rope") for spec in ours.attention_specs),
-        "objective 'attention-output' needs layers that were changed, got a model of plain RoPE; convert it first, "
+        ATTENTION_OUTPUT not in weights or bool(new_layers(ours, theirs)),
+        "objective 'attention-output' needs layers that were changed, got only the teacher's; convert the model first, "
         "e.g. farspan convert SOURCE --attention coca-exact",
     )

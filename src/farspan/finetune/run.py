@@ -12,6 +12,7 @@ import torch
 from accelerate import PartialState
 from torch import nn
 
+from farspan.convert.configuration import read_config
 from farspan.convert.folder import save
 from farspan.convert.load import load
 from farspan.convert.note import read_note, write_note
@@ -55,6 +56,12 @@ class Origin:
         """Refuse what can be refused of a recipe before its first stage is trained."""
         check(recipe, self.model, self.teacher, self.data, self.tokenizer)
 
+    def teacher_of(self, stage: Stage) -> FarspanConfig | None:
+        """What the stage's teacher is, if it has one."""
+        if not stage.needs_teacher or self.teacher is None:
+            return None
+        return read_config(open_source(self.teacher).config)
+
     def write_beside(self, folder: Path) -> None:
         """Tokenizer and generation settings as they came, and where the model is from."""
         open_source(self.model).carry(folder)
@@ -95,7 +102,7 @@ def finetune(
         path = run_stage(stage, path, origin, place, replace(run, seed=run.seed + index), report=relay)
         done += stage.tokens
     if _is_main() and not final.exists():
-        rows = [stage_row(place, stage) for place, stage in zip(places, recipe.stages, strict=True)]
+        rows = [stage_row(place, stage, origin) for place, stage in zip(places, recipe.stages, strict=True)]
         write_result(folder / "recipe.json", rows, device=_device(), seed=run.seed)
         save(load(open_source(path)), final, origin.write_beside)
     _wait()
@@ -129,7 +136,7 @@ def run_stage(
     run_job(stage_job(stage, path, origin, run), place, report=report)
     final = stage_model(place, stage)
     if stage.lora.r and _is_main() and not final.exists():
-        save(merge_lora(resumed(place / "model", stage)), final, origin.write_beside)
+        save(merge_lora(resumed(place / "model", stage, origin.teacher_of(stage))), final, origin.write_beside)
     _wait()
     return final
 
@@ -160,8 +167,8 @@ def stage_job(stage: Stage, path: Path, origin: Origin, run: RunSection) -> Job:
         run=run,
         batch_size=stage.batch_size,
         tokens_per_row=stage.length,
-        start=partial(begun, path, stage),
-        load=partial(resumed, stage=stage),
+        start=partial(begun, path, stage, origin.teacher_of(stage)),
+        load=partial(resumed, stage=stage, teacher=origin.teacher_of(stage)),
         batches=lambda: text_batches(data, origin.tokenizer(), run.seed),
         objective=objective,
         write_beside=origin.write_beside,
@@ -214,7 +221,7 @@ def _relay(
     return lambda now: report(Standing(name, before + now.step * stage.batch_size * stage.length, total, now))
 
 
-def stage_row(place: Path, stage: Stage) -> dict[str, Any]:
+def stage_row(place: Path, stage: Stage, origin: Origin) -> dict[str, Any]:
     """What a finished stage was and took: a row of recipe.json."""
     lines = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in lines]
@@ -222,7 +229,8 @@ def stage_row(place: Path, stage: Stage) -> dict[str, Any]:
     with torch.device("meta"):
         model = FarspanForCausalLM(FarspanConfig.from_pretrained(place / "model"))
         whole = sum(p.numel() for p in model.parameters())
-        moved = sum(p.numel() for p in prepared(model, stage).parameters() if p.requires_grad)
+        frozen = prepared(model, stage, origin.teacher_of(stage))
+        moved = sum(p.numel() for p in frozen.parameters() if p.requires_grad)
     return {
         "kind": "stage",
         **asdict(stage),

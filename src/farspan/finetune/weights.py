@@ -18,18 +18,18 @@ from farspan.models import FarspanConfig, FarspanForCausalLM
 from farspan.ops import Linear, YaRN
 
 
-def begun(path: Path, stage: Stage) -> FarspanForCausalLM:
+def begun(path: Path, stage: Stage, teacher: FarspanConfig | None = None) -> FarspanForCausalLM:
     """The model of a folder or GGUF file as a stage begins with it, in float32."""
     model = load(open_source(path), dtype=torch.float32)
     give_lengths(model, stage)
-    return prepared(model, stage)
+    return prepared(model, stage, teacher)
 
 
-def resumed(path: Path, stage: Stage) -> FarspanForCausalLM:
+def resumed(path: Path, stage: Stage, teacher: FarspanConfig | None = None) -> FarspanForCausalLM:
     """The model of a stage's own checkpoint."""
     if not stage.lora.r:
-        return freeze(load(open_source(path), dtype=torch.float32), stage)
-    model = prepared(FarspanForCausalLM(FarspanConfig.from_pretrained(path)), stage)
+        return freeze(load(open_source(path), dtype=torch.float32), stage, teacher)
+    model = prepared(FarspanForCausalLM(FarspanConfig.from_pretrained(path)), stage, teacher)
     missing, unexpected = model.load_state_dict(load_file(path / "model.safetensors"), strict=False)
     tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
     require(
@@ -39,11 +39,11 @@ def resumed(path: Path, stage: Stage) -> FarspanForCausalLM:
     return model
 
 
-def prepared(model: FarspanForCausalLM, stage: Stage) -> FarspanForCausalLM:
+def prepared(model: FarspanForCausalLM, stage: Stage, teacher: FarspanConfig | None = None) -> FarspanForCausalLM:
     """A model with the stage's low-rank additions, if it has any, and the rest frozen."""
     if stage.lora.r:
         add_lora(model, stage.lora)
-    return freeze(model, stage)
+    return freeze(model, stage, teacher)
 
 
 def give_lengths(model: FarspanForCausalLM, stage: Stage) -> None:
@@ -93,8 +93,9 @@ def _refuse_other_law(config: FarspanConfig, stage: Stage) -> None:
     )
 
 
-def freeze(model: FarspanForCausalLM, stage: Stage) -> FarspanForCausalLM:
-    """Let only the stage's parameters move, and of these only those its objective can teach."""
+def freeze(model: FarspanForCausalLM, stage: Stage, teacher: FarspanConfig | None = None) -> FarspanForCausalLM:
+    """Let only the stage's parameters move, and of these only those its objective can teach: given the teacher's
+    configuration, not those of layers that are the teacher's own."""
     names = [name for name, _ in model.named_parameters()]
     if stage.lora.r:
         moving = {name for name in names if ".lora_" in name}
@@ -109,12 +110,13 @@ def freeze(model: FarspanForCausalLM, stage: Stage) -> FarspanForCausalLM:
             )
             moving |= found
     if set(stage.objective) == {ATTENTION_OUTPUT}:
-        places = [f"model.layers.{i}.{part}." for i in new_layers(model) for part in ("self_attn", "input_layernorm")]
+        parts = ("self_attn", "input_layernorm")
+        places = [f"model.layers.{i}.{part}." for i in new_layers(model.config, teacher) for part in parts]
         moving = {name for name in moving if name.startswith(tuple(places))}
     require(
         bool(moving),
         f"stage {stage.name} has nothing to train: its objective reaches none of {list(stage.train)}; "
-        "convert the model to CoCA first, or choose another objective",
+        "convert the model first, or choose another objective",
     )
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in moving)

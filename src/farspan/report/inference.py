@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from farspan.errors import require
-from farspan.report.timings import Spread
+from farspan.report.timings import Spread, read_rows
 
 DECODE, KERNELS = "decode", "coca-kernels"
 """How the names of the two kinds of files begin."""
@@ -41,16 +40,7 @@ class Inferred:
 
 def parse_inference(raw: Sequence[Any], where: Path, kind: str, *, absolute: bool) -> list[Inferred]:
     """The rows with speeds; `absolute`: whether tokens a second mean anything, as those of a shared CPU do not."""
-    found: list[Inferred] = []
-    for i, row in enumerate(raw):
-        require(
-            isinstance(row, Mapping) and "kind" in row, f"{where} row {i} must have a kind; write it with `farspan`"
-        )
-        try:
-            found += _of_kernels(row) if kind == KERNELS else _of_models(row, absolute)
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"{where} row {i} lacks {error}; write it again with `farspan bench {kind}`") from error
-    return found
+    return read_rows(raw, where, lambda row: _of_kernels(row) if kind == KERNELS else _of_models(row, absolute))
 
 
 def _of_models(row: Mapping[str, Any], absolute: bool) -> Iterator[Inferred]:

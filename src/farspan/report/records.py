@@ -115,6 +115,13 @@ class StudyModel:
     train_length: int
     own_scaling: str
     passkey_share: float
+    window: int | None = None
+    """What its layers see, where the conversion has changed that; else None or 0."""
+
+    @property
+    def plain(self) -> bool:
+        """Whether it is the original in all but its weights."""
+        return self.attention == "rope" and not self.window
 
 
 @dataclass(frozen=True)

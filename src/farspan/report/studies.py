@@ -98,7 +98,7 @@ def _paper_line(label: str, law: str, values: Sequence[float | str], windows: in
 def cache_table(run: Run, table: StudyTable) -> Table | None:
     """Bytes of the key-value cache, and their share of the original's."""
     held = {row.variant: row for row in run.caches}
-    original = next((m.model for m in run.study if m.attention == "rope" and not m.stages), None)
+    original = next((m.model for m in run.study if m.plain and not m.stages), None)
     if original not in held:
         return None
     lines = []
@@ -107,7 +107,10 @@ def cache_table(run: Run, table: StudyTable) -> Table | None:
             share = row.bytes / row.length * held[original].length / held[original].bytes
             texts = (f"{row.length:,}", f"{row.bytes:,}", f"{row.bytes / row.length:,.0f}", f"{share:.4f}")
             lines.append(Line(label, "", tuple(map(Cell, texts))))
-    caption = "Measured after reading a text. CoCA keeps half the width of each key, un-rotated, and all of each value."
+    caption = (
+        "Measured after reading a text. CoCA keeps half the width of each key, un-rotated, and all of each value; "
+        "a layer with a window keeps no more tokens than that."
+    )
     heads = ("tokens", "bytes", "bytes a token", "of the original's")
     return Table(f"{table.name}-cache", "Key-value cache", caption, heads, tuple(lines), "Model")
 
@@ -118,26 +121,28 @@ def study_verdicts(run: Run, table: StudyTable) -> list[str]:
         return []
     base, models = trained_length(run), in_order(run, table)
     far = base * table.windows[-1]
-    original = next((m for _, m in models if m.attention == "rope" and not m.stages), None)
+    original = next((m for _, m in models if m.plain and not m.stages), None)
     before = window_perplexity(run, original, "none", base) if original else None
     said: list[tuple[float, str]] = []
     for label, model in models:
-        near, reach = (window_perplexity(run, model, law, n) for law, n in (("none", base), (PAPER_LAW, far)))
-        if model.stages and model.attention != "rope" and near and reach:
+        near = window_perplexity(run, model, "none", base)
+        law = PAPER_LAW if window_perplexity(run, model, PAPER_LAW, far) else "none"  # some need no law
+        reach = window_perplexity(run, model, law, far)
+        if model.stages and not model.plain and near and reach:
             cost = f", {near.value / before.value - 1:+.1%} against the original's" if before else ""
             text = (
                 f"{label} ({amount(model.tokens)} tokens): perplexity {perplexity_text(near.value)} at {base:,}{cost}; "
-                f"with {scaling_name(PAPER_LAW)} ×{reach.value / near.value:,.2f} of that at {far:,}"
+                f"with {scaling_name(law)} ×{reach.value / near.value:,.2f} of that at {far:,}"
             )
-            said.append((reach.value, text + _keys_found(run, model, far) + "."))
+            said.append((reach.value, text + _keys_found(run, model, law, far) + "."))
     if not said:
         return ["No fine-tuned model was measured inside and past the window: this study compares nothing yet."]
     ordered = [text for value, text in sorted(said, key=lambda one: math.inf if math.isnan(one[0]) else one[0])]
     return ordered + _paper_verdict(table) + _control_verdict(run, models, base)
 
 
-def _keys_found(run: Run, model: StudyModel, length: int) -> str:
-    keys = passkey_at(run, model.model, PAPER_LAW, length)
+def _keys_found(run: Run, model: StudyModel, law: str, length: int) -> str:
+    keys = passkey_at(run, model.model, law, length)
     if keys is None or keys.interval is None:
         return ""
     low, high = map(share_text, keys.interval)
@@ -162,7 +167,7 @@ def _paper_verdict(table: StudyTable) -> list[str]:
 
 def _control_verdict(run: Run, models: list[tuple[str, StudyModel]], base: int) -> list[str]:
     """What the text alone did to the original: a model tuned on books is better at books, whatever its attention."""
-    controls = [(label, m) for label, m in models if m.attention == "rope" and m.stages]
+    controls = [(label, m) for label, m in models if m.plain and m.stages]
     found = [(label, m, window_perplexity(run, m, "none", base)) for label, m in controls]
     if not any(at for _, _, at in found):
         return [

@@ -1,12 +1,13 @@
 """What `farspan bench cosformer` and `farspan bench layer` write, as typed values: time and memory against length."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from farspan.errors import require
 
+T = TypeVar("T")
 COSFORMER, COCA = "cosformer-length", "coca-speed"
 """The shipped tables."""
 OURS = "triton"
@@ -72,17 +73,24 @@ def parse_timings(raw: Sequence[Any], where: Path) -> list[Timing]:
     """The rows about length: of CoCA's layers ("layer"), of cosFormer's kernels ("linear"), or of cosFormer on a CPU
     ("softmax" for time, "length" for memory)."""
     found: dict[tuple[str, str, str, int], Timing] = {}
+    for timing in read_rows(raw, where, lambda row: [READERS[row["kind"]](row)] if row["kind"] in READERS else []):
+        found[timing.key] = timing.joined(found[timing.key]) if timing.key in found else timing
+    return list(found.values())
+
+
+def read_rows(raw: Sequence[Any], where: Path, read: Callable[[Mapping[str, Any]], Iterable[T]]) -> list[T]:
+    """What `read` makes of each row of a benchmark; a row that is none of its own is refused by name."""
+    found: list[T] = []
     for i, row in enumerate(raw):
         require(
             isinstance(row, Mapping) and "kind" in row, f"{where} row {i} must have a kind; write it with `farspan`"
         )
         try:
-            timing = READERS[row["kind"]](row) if row["kind"] in READERS else None
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"{where} row {i} lacks {error}; write it again with `farspan bench`") from error
-        if timing is not None:
-            found[timing.key] = timing.joined(found[timing.key]) if timing.key in found else timing
-    return list(found.values())
+            found += read(row)
+        except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+            said = f"lacks {error}" if isinstance(error, KeyError) else f"is no benchmark's ({error})"
+            raise ValueError(f"{where} row {i} {said}; write it again with `farspan bench`") from error
+    return found
 
 
 def _cosformer(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from farspan.errors import require, require_choice
+from farspan.models.configuration import PRESETS
 from farspan.reproduce.study import Study
 from farspan.tasks import TASKS, VARIANTS, Material, TaskSettings, make_task
 from farspan.training.config import parse_section, read_toml
@@ -84,6 +85,14 @@ class Speed:
     batches: list[int] = field(default_factory=lambda: [1])
     prompts: list[int] = field(default_factory=list)
     """Lengths of prompts that the decoded model reads."""
+
+    def __post_init__(self) -> None:
+        require_choice("speed.model", self.model, PRESETS)
+        for name in ("lengths", "contexts", "batches", "prompts"):
+            least = min(getattr(self, name), default=1)
+            require(least >= 1, f"speed.{name} must be whole numbers from 1 on, got {least}; leave it out")
+        require(self.repeats >= 1, f"speed.repeats must be at least 1, got {self.repeats}; leave it out for 5")
+        require(bool(self.batches), "speed.batches must name at least one, got none; leave it out for [1]")
 
 
 @dataclass(frozen=True)

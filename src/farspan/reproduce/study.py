@@ -202,7 +202,8 @@ class Study:
                 key = run.start, repr(made.stages)
                 known = found.setdefault(key, made)
                 if last or not known.measures:  # the end of one run may be a middle of another
-                    found[key] = known = replace(known, measures=made.measures or known.measures)
+                    kept = made if made.measures else known
+                    found[key] = known = replace(known, measures=kept.measures, scalings=kept.scalings)
                 before = known.name
         return list(found.values())
 

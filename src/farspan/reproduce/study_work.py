@@ -113,7 +113,7 @@ class StudyWork(Work):
         run = RunSection(seed=seed, compile=study.compile, checkpoint_every=study.checkpoint_every)
         looks: list[Progress] = []
         run_stage(stage, self._path(member.before), origin, place, run, report=self._telling(looks))
-        row = stage_row(place, stage)
+        row = stage_row(place, stage, origin)
         before = _row(step.result.with_name(f"model-{member.before}.json"))
         spent = {
             "tokens": before["tokens"] + row["tokens"],
@@ -125,10 +125,13 @@ class StudyWork(Work):
         """A model of the study: what it is, and all that it and those before it took."""
         config = FarspanConfig.from_pretrained(self._path(step.model))
         member = self.preset.study.members[step.model]
+        conversion = self.preset.study.conversion(member.start)
         row = {
             "model": step.model,
             "start": member.start,
-            "attention": self.preset.study.conversion(member.start).attention,
+            "attention": conversion.attention,
+            "window": conversion.window,
+            "global_every": conversion.global_every,
             "stages": len(member.stages),
             **spent,
             "train_length": config.train_length,
