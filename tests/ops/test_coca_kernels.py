@@ -1,10 +1,7 @@
 """The Triton kernels compute what the equations say: on a GPU where there is one, else in Triton's interpreter."""
 
-import doctest
-import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,11 +11,10 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 
 pytest.importorskip("triton", reason="needs triton (pip install farspan[gpu])")
 
-from farspan.ops import NTK, DynamicNTK, Rotary, YaRN, coca_attention, coca_attention_reference, coca_features, launch
-from farspan.ops.coca.decoding import FOLD_ROWS
+from farspan.ops import NTK, DynamicNTK, Rotary, YaRN, coca_attention, coca_attention_reference, coca_features
 from farspan.ops.coca.half_width import half_width_attention, half_width_attention_reference
 from farspan.ops.coca.kernels import attention, few_queries, half_width, one_query
-from farspan.ops.coca.kernels.attention import Cut, choose_cut, choose_splits, half_width_op
+from farspan.ops.coca.kernels.attention import Cut, half_width_op
 from farspan.ops.coca.kernels.prepare import prepare_op
 from farspan.ops.coca.triton_backend import triton_refusal
 from farspan.ops.phases import _cached_steps, rotary_steps, steps_of
@@ -594,62 +590,6 @@ def test_angles_start_afresh_after_some_tiles(
     wide = [x.double() for x in (q, t, v)]
     truth = coca_attention_reference(*wide, rotary=Rotary(8), positions=1000, scale=0.5)
     assert (out - truth).abs().max() <= 1e-5
-
-
-def test_examples_in_the_kernels_run() -> None:
-    assert doctest.testmod(sys.modules[choose_splits.__module__]) == (0, 2)
-
-
-def test_one_query_few_and_many_get_tiles_of_their_kernels() -> None:
-    for rows in range(1, 200):
-        for half in (4, 32, 64, 128):
-            for dtype in (torch.bfloat16, torch.float32):
-                taken = choose_cut(rows, half, 2 * half, dtype).rows
-                assert (taken == 1) == (rows == 1)
-                assert (taken <= FOLD_ROWS) == (rows <= FOLD_ROWS)
-                assert taken >= min(rows, 64)
-
-
-@pytest.mark.parametrize(("release", "sound"), [("12.8", False), ("12.9", True), ("13.0", True)])
-def test_few_queries_have_four_warps_where_the_assembler_is_sound(
-    release: str, sound: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from triton.backends.nvidia import compiler
-
-    def get_ptxas(arch: int) -> SimpleNamespace:  # which tool it is has changed from release to release
-        assert arch == 90
-        return SimpleNamespace(version=release)
-
-    monkeypatch.setattr(compiler, "get_ptxas", get_ptxas)
-    monkeypatch.setattr(launch, "assembler", launch.assembler.__wrapped__)  # not what was found before
-    assert (choose_cut(4, 64, 128, torch.bfloat16).warps == 4) is sound
-    assert choose_cut(9, 64, 128, torch.bfloat16).warps == 2  # as they were checked on a GPU
-
-
-def test_without_an_assembler_nothing_is_asked_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    from triton.backends.nvidia import compiler
-
-    def get_ptxas(arch: int) -> None:
-        raise RuntimeError("Cannot find ptxas")
-
-    monkeypatch.setattr(compiler, "get_ptxas", get_ptxas)
-    monkeypatch.setattr(launch, "assembler", launch.assembler.__wrapped__)
-    assert choose_cut(4, 64, 128, torch.float32).warps == 2
-
-
-def test_what_a_choice_asks_of_the_machine_is_a_constant_of_a_graph() -> None:
-    def choice(x: Tensor) -> Tensor:
-        return x + launch.is_hopper(None) + launch.has_sound_wgmma() + (launch.cannot_launch("cuda") is None)
-
-    x = torch.zeros(2)
-    assert torch.equal(torch.compile(choice, fullgraph=True, backend="eager")(x), choice(x))
-
-
-def test_splits_grow_with_the_keys_and_stop_when_the_device_is_full() -> None:
-    cut = Cut(16, 64, 4, 3)
-    assert choose_splits(1, 100, cut, 132) == 1
-    assert choose_splits(32, 32_768, cut, 132) > choose_splits(256, 32_768, cut, 132) > 1
-    assert choose_splits(10**6, 10**6, cut, 132) == 1
 
 
 def test_forward_derivatives_are_refused_rather_than_zero() -> None:
