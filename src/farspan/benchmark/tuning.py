@@ -20,17 +20,12 @@ from farspan.ops.phases import rotary_steps
 SPLITS = (1.0, 2.0, 0.5)
 """Parts of the usual number of splits."""
 ALONE = [(1, *rest) for rest in product((16, 32, 64), (1, 2, 4), (2, 3, 4))]
-TOGETHER = [
-    *((8, 64, 4, *rest) for rest in product((2, 3, 4), (0, 128, 168))),
-    *((8, 128, 4, *rest) for rest in product((2, 3), (0, 168))),
-    *((8, 128, 8, *rest) for rest in product((2, 3), (0, 128))),
-]
-"""With the registers that let three or four programs share a processor, or as many as the compiler takes."""
+TOGETHER = [(8, *cut, stages) for cut in ((64, 4), (128, 4), (128, 8)) for stages in (2, 3, 4)]
 BY_WARPS = [*((8, *rest) for rest in product((16, 32), (1, 2), (2, 3, 4))), (8, 64, 2, 2), (8, 64, 2, 3)]
 """Instead of them, where ptxas cannot be trusted with wgmma."""
 SHAPES = [NOTED[0], NOTED[3], NOTED[4], NOTED[5]]
 
-Numbers = tuple[int, ...]
+Numbers = tuple[int, int, int, int]
 """Those of a Cut, which this module cannot name before triton is there."""
 
 

@@ -17,7 +17,7 @@ LOG2_E = 1.4426950408889634
 WAVES = 8
 """Programs a processor that splitting the keys aims at for one query: enough to even out their ends."""
 FEW_WAVES = 4
-"""The same for few queries, whose programs have four warps each."""
+"""The same for few queries, whose programs are larger."""
 PREFILL_WAVES = 2
 """The same for many queries, whose partial results are not small."""
 MOST_SPLITS = 128
@@ -32,8 +32,6 @@ class Cut(NamedTuple):
     keys: int
     warps: int
     stages: int
-    registers: int = 0
-    """The most a thread may have, where fewer than the compiler would take let more programs run; 0 = its choice."""
 
 
 FEW = {16: Cut(8, 32, 2, 3), 32: Cut(8, 64, 2, 2), 64: Cut(8, 32, 2, 3), 128: Cut(8, 16, 2, 2)}
@@ -53,14 +51,14 @@ def choose_cut(rows: int, half: int, width: int, dtype: torch.dtype) -> Cut:
     if rows == 1:
         return ALONE[size]
     cut = (FEW if rows <= FOLD_ROWS else PREFILL)[size]
-    if rows <= 8 and size in FEW_BY_WGMMA and has_sound_wgmma():
+    if size in FEW_BY_WGMMA and rows <= FEW_BY_WGMMA[size].rows and has_sound_wgmma():
         cut = FEW_BY_WGMMA[size]
     if dtype == torch.float32:
         cut = Cut(min(cut.rows, 64), min(cut.keys, 32), cut.warps, 2)
     fitting = triton.next_power_of_2(rows)
     if rows > FOLD_ROWS:
         return cut._replace(rows=min(cut.rows, fitting))
-    return cut if rows <= cut.rows else cut._replace(rows=fitting, registers=0)
+    return cut if rows <= cut.rows else cut._replace(rows=fitting)
 
 
 def padded(width: int) -> int:
@@ -136,7 +134,6 @@ def launch(
         "DIRECT": key_positions is not None or q.dtype == torch.float32,
         "HALF": d // 2, "WIDTH": width, "PAGE": 0 if pages is None else t.shape[2],
         "BLOCK_N": cut.keys, "BLOCK_D": padded(d // 2), "BLOCK_V": padded(width), "num_warps": cut.warps,
-        **({"maxnreg": cut.registers} if cut.registers else {}),
     }  # fmt: skip
     with torch.cuda.device_of(q):
         if cut.rows == 1:
