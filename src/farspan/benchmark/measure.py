@@ -7,6 +7,8 @@ import resource
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,11 +55,19 @@ def measure_once(call: Callable[[], Any], device: str) -> float:
 
 
 def in_fresh_process(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a module-level function in a new process; errors come back as they were raised."""
+    """Call a module-level function in a new process; errors come back as they were raised.
+
+    A process that is killed, as for taking too much memory, is an error too: nothing waits for it.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([function.__module__])
-    with context.Pool(1) as pool:
-        return pool.apply(function, arguments)
+    with ProcessPoolExecutor(1, mp_context=context) as pool:
+        try:
+            return pool.submit(function, *arguments).result()
+        except BrokenProcessPool as error:
+            raise ChildProcessError(
+                f"the process of {function.__name__}{arguments} died, perhaps for want of memory; try shorter lengths"
+            ) from error
 
 
 def _wait(device: str) -> None:
