@@ -16,8 +16,8 @@ from farspan.ops.positions import Positions
 from farspan.ops.rotary import Angles, Rotary, table, working_dtype
 from farspan.ops.softmax.core import Sight, Span
 
-BLOCK_ELEMENTS = 2**17
-"""Elements of one block of t∘wave: half a MiB in float32, so that it and its t fit into a core's second-level cache."""
+BLOCK_ELEMENTS = 2**18
+"""Elements of t∘wave for each thread in one block: a MiB in float32, which a core's second-level cache can hold."""
 
 
 @dataclass(frozen=True)
@@ -85,9 +85,7 @@ def attend_waves(q: Tensor, t: Tensor, v: Tensor, waves: Waves, *, form: str, si
         mask = sight.mask(Span(0, 1, low, high), q.device)
         blind = ~mask.any(dim=-1, keepdim=True)
         scores = scores.masked_fill(~(mask | blind), -torch.inf)
-    weights = (scores - scores.amax(dim=-1, keepdim=True)).exp()  # divided later: small shares would lose their digits
-    out = (weights.to(v.dtype) @ v[:, :, keys]) / weights.sum(dim=-1, keepdim=True)  # b g h/g dv
-    out = out.to(v.dtype).reshape(*q.shape[:3], v.shape[-1])
+    out = _means(scores, v[:, :, keys]).reshape(*q.shape[:3], v.shape[-1])
     return out if blind is None else out.masked_fill(blind, 0.0)
 
 
@@ -108,7 +106,7 @@ def _scores(amplitudes: Tensor, t: Tensor, wave: Tensor | None) -> Tensor:
     if wave is None:
         parts = [torch.bmm(amplitudes, t.to(amplitudes.dtype).flatten(0, 1).mT)]
     else:
-        rows = max(64, BLOCK_ELEMENTS // (count * b * g * width))
+        rows = max(64, BLOCK_ELEMENTS * torch.get_num_threads() // (count * b * g * width))
         room = amplitudes.new_empty(count * b * g * min(rows, m) * width)
         parts = []
         for block, turned in zip(t.split(rows, dim=2), wave.split(rows, dim=3), strict=True):
@@ -117,6 +115,14 @@ def _scores(amplitudes: Tensor, t: Tensor, wave: Tensor | None) -> Tensor:
             parts.append(torch.bmm(amplitudes, product.flatten(0, 2).mT))
     scores = torch.cat(parts, dim=-1).view(count, b, g, -1, m)
     return scores[0] if count == 1 else scores.sum(0)
+
+
+def _means(scores: Tensor, v: Tensor) -> Tensor:
+    """softmax(scores)·v: (b, g, h/g, dv) in v's dtype."""
+    if scores.dtype == v.dtype:
+        return scores.softmax(dim=-1) @ v
+    weights = (scores - scores.amax(dim=-1, keepdim=True)).exp()  # divided later: small shares would lose their digits
+    return ((weights.to(v.dtype) @ v) / weights.sum(dim=-1, keepdim=True)).to(v.dtype)
 
 
 def _key_waves(
