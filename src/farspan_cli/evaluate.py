@@ -29,6 +29,12 @@ Yarn = Annotated[float | None, typer.Option(help="YaRN with this factor, untrain
 Scaling = Annotated[
     str, typer.Option(help="own: the law in the model's configuration, if it has one; none: without it.")
 ]
+LogLength = Annotated[
+    bool,
+    typer.Option(
+        "--log-length", help="Past the training length, let scores grow with the logarithm of the keys that are seen."
+    ),
+]
 Out = Annotated[Path | None, typer.Option(help="Write the result as JSON.")]
 
 
@@ -45,6 +51,7 @@ def ppl(
     ntk_mode: NtkMode = "per_query",
     yarn: Yarn = None,
     scaling: Scaling = "own",
+    log_length: LogLength = False,
     out: Out = None,
 ) -> None:
     """Perplexity by window length, with the truncation control (same tokens, context cut to the training length).
@@ -62,7 +69,7 @@ def ppl(
     require_choice("--mode", mode, ("sliding", "yarn", "whole", "disjoint"))
     if max(wanted) > text_tokens:
         fail(f"--text-tokens must be at least the longest window {max(wanted)}, got {text_tokens}; raise it")
-    loaded, law = _load(model, ntk, ntk_mode, yarn, scaling)
+    loaded, law = _load(model, ntk, ntk_mode, yarn, scaling, log_length)
     tokenizer = text_tokenizer(model)
     needed, found = max(*wanted, loaded.config.train_length, 2), list[torch.Tensor]()
     for source in text:
@@ -97,6 +104,7 @@ def passkey_command(
     ntk_mode: NtkMode = "per_query",
     yarn: Yarn = None,
     scaling: Scaling = "own",
+    log_length: LogLength = False,
     out: Out = None,
 ) -> None:
     """Passkey retrieval by length, with Wilson intervals and the near/far split at the training length.
@@ -107,7 +115,7 @@ def passkey_command(
     from farspan.evaluation import as_trained, passkey
 
     wanted = whole_numbers(lengths)
-    loaded, law = _load(model, ntk, ntk_mode, yarn, scaling)
+    loaded, law = _load(model, ntk, ntk_mode, yarn, scaling, log_length)
     tokenizer = text_tokenizer(model)
     rows: list[dict[str, Any]] = []
     with as_trained(loaded.device.type), progress(Console(stderr=True)) as show:
@@ -201,13 +209,14 @@ def _load(
     mode: str = "per_query",
     yarn: float | None = None,
     scaling: str = "own",
+    log_length: bool = False,
 ) -> "tuple[FarspanForCausalLM, str]":
-    """The model with its angles as asked for, and what their law is called."""
+    """The model with its angles and scores as asked for, and what their law is called."""
     import torch
 
     from farspan.convert import from_pretrained
     from farspan.errors import require_choice
-    from farspan.evaluation.laws import scaling_name
+    from farspan.evaluation.laws import law_of, scaling_name
 
     require_choice("--scaling", scaling, ("own", "none"))
     if ntk is not None and yarn is not None:
@@ -228,7 +237,9 @@ def _load(
         model.set_rope_parameters(rope_type="yarn", factor=yarn)
     elif ntk is not None:
         model.set_rope_parameters(rope_type="dynamic", factor=ntk, mode=mode)
-    return model, scaling_name(model.config.rotary().scaling)
+    if log_length or scaling == "none":
+        model.set_log_length(log_length)
+    return model, law_of(model.config)
 
 
 def _show(rows: list[dict[str, Any]], columns: tuple[str, ...], scaling: str | None = None) -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from farspan import FarspanConfig, FarspanForCausalLM
-from farspan.evaluation.laws import give_law, scaling_name
+from farspan.evaluation.laws import give_law, law_of
 
 
 def model(**rope: object) -> FarspanForCausalLM:
@@ -11,13 +11,13 @@ def model(**rope: object) -> FarspanForCausalLM:
     return FarspanForCausalLM(FarspanConfig.preset("tiny", num_hidden_layers=1, **values))
 
 
-@pytest.mark.parametrize("law", ["none", "ntk-4", "ntk-2.5/per_request", "yarn-4"])
+@pytest.mark.parametrize("law", ["none", "ntk-4", "ntk-2.5/per_request", "yarn-4", "none+log", "ntk-4/per_request+log"])
 @pytest.mark.parametrize("own", [{}, {"rope_type": "dynamic", "factor": 4.0}, {"rope_type": "linear", "factor": 2.0}])
 def test_a_law_of_the_models_own_is_replaced(own: dict[str, object], law: str) -> None:
     made = model(**own)
     theta = made.config.rotary().base
     give_law(made, law)
-    assert scaling_name(made.config.rotary().scaling) == law
+    assert law_of(made.config) == law
     assert made.model.layers[0].self_attn.rotary.scaling == made.config.rotary().scaling
     assert made.config.rotary().base == theta
 

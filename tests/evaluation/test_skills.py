@@ -141,12 +141,17 @@ def test_the_command_line_stretches_by_one_law(
     (tmp_path / "a.txt").write_text("words and words " * 20)
     options = ["ppl", tmp_path / "model", "--text", tmp_path / "a.txt", "--lengths", 64, "--text-tokens", 128]
     found = {}
-    for name, extra in {"none": [], "yarn-4": ["--yarn", 4], "ntk-4": ["--ntk", 4]}.items():
+    for name, extra in {
+        "none": [],
+        "yarn-4": ["--yarn", 4],
+        "ntk-4": ["--ntk", 4],
+        "ntk-4+log": ["--ntk", 4, "--log-length"],
+    }.items():
         assert run(monkeypatch, *options, *extra, "--out", tmp_path / "o.json") == 0
         row = json.loads((tmp_path / "o.json").read_text())["rows"][0]
         assert row["scaling"] == name
         found[name] = row["nll"]
-    assert len(set(found.values())) == 3
+    assert len(set(found.values())) == 4
     assert run(monkeypatch, *options, "--ntk", 4, "--yarn", 4) == 2
     assert "--yarn must be left out with --ntk" in capsys.readouterr().err
 

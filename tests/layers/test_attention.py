@@ -1,5 +1,7 @@
 """Layers: the same numbers in one piece, in chunks and token by token, with the cache each kind promises."""
 
+import math
+
 import pytest
 import torch
 from transformers.cache_utils import DynamicLayer
@@ -31,6 +33,24 @@ def test_any_chunking_gives_the_same_output(name: str, window: int | None, piece
         parts = [layer(piece, cache=cache) for piece in x.split(pieces, dim=1)]
         assert torch.allclose(torch.cat(parts, dim=1), layer(x), atol=1e-5)
     assert cache.get_seq_length() == 23
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("window", [None, 9, 3])
+@pytest.mark.parametrize("pieces", [[1] * 23, [7, 1, 15], [23]], ids=str)
+@torch.no_grad()
+def test_log_length_multiplies_the_scores_of_a_query_by_what_it_sees(
+    name: str, window: int | None, pieces: list[int]
+) -> None:
+    layer = LAYERS[name](window=window, num_key_heads=2, log_length=5).double()
+    plain = LAYERS[name](window=window, num_key_heads=2).double()
+    plain.load_state_dict(layer.state_dict())
+    x, cache = torch.randn(2, 23, 32, dtype=torch.float64), LayerCache(window)
+    out = torch.cat([layer(piece, cache=cache) for piece in x.split(pieces, dim=1)], dim=1)
+    for i in range(23):
+        seen = min(i + 1, window or 23)
+        plain.scaling = 8**-0.5 * max(1.0, math.log(seen) / math.log(5))
+        assert (out[:, i] - plain(x[:, : i + 1])[:, i]).abs().max() <= 1e-12
 
 
 def test_coca_keeps_three_quarters_of_the_bytes_of_rope() -> None:

@@ -89,7 +89,11 @@ def test_assisted_generation_rolls_the_cache_back() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
-    [{"attention": "coca-exact"}, {"attention": MIXED}, {"attention": "coca-exact", "rope_parameters": PER_QUERY}],
+    [
+        {"attention": "coca-exact"},
+        {"attention": MIXED, "log_length": True},
+        {"attention": "coca-exact", "rope_parameters": PER_QUERY},
+    ],
     ids=name_of,
 )
 def test_training_step_compiles_without_a_graph_break(options: dict) -> None:
@@ -105,7 +109,9 @@ def test_training_step_compiles_without_a_graph_break(options: dict) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("masked", [False, True], ids=["plain", "padded"])
 @pytest.mark.parametrize(
-    "options", [{"rope_parameters": PER_QUERY}, {"attention": MIXED}, {"attention": "alibi"}], ids=name_of
+    "options",
+    [{"rope_parameters": PER_QUERY}, {"attention": MIXED, "log_length": True}, {"attention": "alibi"}],
+    ids=name_of,
 )
 @torch.no_grad()
 def test_static_decoding_compiles_once(options: dict, masked: bool) -> None:

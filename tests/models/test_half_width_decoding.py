@@ -30,6 +30,7 @@ CASES: list[tuple[dict[str, Any], tuple[tuple[int | None, bool], ...]]] = [
     ({"attention": ["coca-exact"], "rope_parameters": PER_REQUEST}, (PADDED, STATIC)),
     ({"attention": ["coca-exact"], "rope_parameters": {"rope_type": "yarn", "factor": 4.0}, "qk_norm": True}, (BOTH,)),
     ({"attention": [{"kind": "coca", "window": 1}, {"kind": "coca", "window": 2}]}, (BOTH,)),
+    ({"attention": ["coca-slack", NOPE], "log_length": True}, (PADDED, BOTH)),
 ]
 """A model, and the caches (growing, or static of a length) and paddings to try it with. A step of a kernel costs a
 tenth of a second in the interpreter, for each layer, row and key head."""

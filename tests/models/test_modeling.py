@@ -56,6 +56,13 @@ CONFIGURATIONS = [
     {"attention": "coca-exact", "rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
     {"attention": [{"kind": "alibi", "window": 1}, {"kind": "coca", "window": 2}, {"kind": "rope", "window": 1}]},
     {"attention": "coca-exact", "rope_parameters": {"rope_type": "ntk", "factor": 4.0}},
+    {"attention": [*MIXED[:2], "alibi"], "log_length": True},
+    {"attention": "coca-slack", "log_length": True, "rope_parameters": PER_QUERY},
+    {
+        "attention": ["cosformer", {"kind": "coca", "rotary": False}, "rope"],
+        "log_length": True,
+        "cosformer_beyond": "decay",
+    },
     {"attention": "cosformer", "cosformer_max_length": 300},
     {"attention": "cosformer", "cosformer_beyond": "decay"},
     {"attention": ["cosformer", LOCAL, "cosformer"], "cosformer_beyond": "decoupled", "qk_norm": True},
@@ -242,7 +249,8 @@ def test_embeddings_may_be_given_instead_of_tokens() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"qk_norm": True}, {"coca_activation": "softplus", "rope_parameters": PER_QUERY}]
+    "options",
+    [{}, {"qk_norm": True, "log_length": True}, {"coca_activation": "softplus", "rope_parameters": PER_QUERY}],
 )
 def test_autocast_trains(options: dict) -> None:
     model, x = make(dtype=torch.float32, **options).train(), tokens(2, 24)
@@ -322,10 +330,11 @@ def test_a_rotated_cache_refuses_float16() -> None:
 
 
 @pytest.mark.parametrize("attention", ["rope", "coca-exact", "coca-slack", MIXED], ids=str)
+@pytest.mark.parametrize("log_length", [False, True], ids=["", "log"])
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 @torch.no_grad()
-def test_other_attention_implementations_agree(attention: object, implementation: str) -> None:
-    model, x = make(attention), tokens(2, 30)
+def test_other_attention_implementations_agree(attention: object, log_length: bool, implementation: str) -> None:
+    model, x = make(attention, log_length=log_length), tokens(2, 30)
     mask = torch.ones_like(x)
     mask[1, :7] = 0
     want = model(x, attention_mask=mask).logits
@@ -484,6 +493,11 @@ def test_the_paper_preset_has_350_million_parameters() -> None:
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 0.5}}, "scaling factor must be at least 1, got 0.5"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type.* must be one of"),
         ({"rope_parameters": PER_QUERY, "cache_layout": "rotated"}, "cannot hold keys that turn with each query"),
+        (
+            {"attention": "cosformer", "log_length": True},
+            "log_length needs a causal model with a softmax .*'cosformer'",
+        ),
+        ({"train_length": 1, "log_length": True}, "train_length ≥ 2, got .*train_length=1; leave it out"),
     ],
 )
 def test_bad_configurations_are_refused(options: dict, message: str) -> None:
@@ -517,3 +531,20 @@ def test_another_scaling_law_can_be_set_on_a_finished_model() -> None:
     assert torch.equal(model(x).logits, stretched(x).logits)
     model.set_rope_parameters(rope_type="default")
     assert torch.equal(model(x).logits, before)
+
+
+@torch.no_grad()
+def test_log_length_can_be_set_on_a_finished_model_and_changes_nothing_inside_its_training(tmp_path: Path) -> None:
+    model, x = make("coca-exact"), tokens(1, 30)
+    plain = model(x).logits
+    model.set_log_length(True)
+    sharp = model(x).logits
+    assert (sharp[:, :8] - plain[:, :8]).abs().max() <= TIGHT
+    assert (sharp[:, 8:] - plain[:, 8:]).abs().amax(-1).min() > 1e-4
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
+    assert torch.equal(loaded(x).logits, sharp)
+    model.set_log_length(False)
+    assert torch.equal(model(x).logits, plain)
+    with pytest.raises(ValueError, match="log_length needs a causal model with a softmax"):
+        make("cosformer").set_log_length(True)

@@ -1,7 +1,7 @@
 """What results call the law that a model's angles follow."""
 
 from farspan.errors import require
-from farspan.models import FarspanForCausalLM
+from farspan.models import FarspanConfig, FarspanForCausalLM
 from farspan.ops import NTK, DynamicNTK, Linear, Llama3, YaRN
 from farspan.ops.scaling import Scaling
 
@@ -12,6 +12,9 @@ NAMES: dict[type[Scaling], str] = {
     NTK: "static-ntk",
     Llama3: "llama3",
 }
+
+
+LOG = "+log"
 
 
 def scaling_name(law: Scaling | None) -> str:
@@ -26,18 +29,27 @@ def scaling_name(law: Scaling | None) -> str:
     return f"{NAMES[type(law)]}-{law.factor:g}" + ("" if mode == "per_query" else f"/{mode}")  # type: ignore[attr-defined]
 
 
+def law_of(config: FarspanConfig) -> str:
+    """The name of a model's law; "+log" says that its scores grow with the logarithm of the length.
+
+    >>> law_of(FarspanConfig.preset("tiny", log_length=True))
+    'none+log'
+    """
+    return scaling_name(config.rotary().scaling) + (LOG if config.log_length else "")
+
+
 def give_law(model: FarspanForCausalLM, name: str) -> None:
-    """Let a model's angles follow the law of this name: "none", or dynamic NTK or YaRN with a factor.
+    """Let a model follow the law of this name: "none", or dynamic NTK or YaRN with a factor; each also with "+log".
 
     A law of the model's own is dropped, unless it is the one asked for.
 
-    >>> from farspan.models import FarspanConfig
     >>> model = FarspanForCausalLM(FarspanConfig.preset("tiny"))
-    >>> give_law(model, "ntk-4/per_request")
-    >>> model.config.rotary().scaling
-    DynamicNTK(factor=4.0, train_length=64, mode='per_request')
+    >>> give_law(model, "ntk-4/per_request+log")
+    >>> model.config.rotary().scaling, model.config.log_length
+    (DynamicNTK(factor=4.0, train_length=64, mode='per_request'), True)
     """
-    name = name.removesuffix("/per_query")
+    model.set_log_length(name.endswith(LOG))
+    name = name.removesuffix(LOG).removesuffix("/per_query")
     own = model.config.rotary().scaling
     if scaling_name(own) == name:
         return

@@ -14,6 +14,7 @@ from farspan.ops.coca import decoding
 from farspan.ops.coca.waves import Waves, takes_waves
 from farspan.ops.positions import PositionsArgument, resolve
 from farspan.ops.rotary import Plan
+from farspan.ops.scaling import log_length
 from farspan.ops.softmax.interface import rotated
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "softplus": F.softplus}
@@ -47,6 +48,8 @@ class Attention(nn.Module):
         decode_backend: what CoCA's decoding steps run on: "sdpa" turns the cached t anew each time; "triton" reads it
             as it is (:mod:`farspan.ops.coca.decoding`) and raises where device, dtype or width forbid it; prompts,
             gradients and documents still go to SDPA; "auto" chooses. Other kinds of attention do not ask.
+        log_length: the length of training, past which scores grow with the logarithm of the keys that a query sees
+            (:func:`farspan.ops.scaling.log_length`); None = never.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class Attention(nn.Module):
         coca_activation: str = "relu",
         causal: bool = True,
         decode_backend: str = "auto",
+        log_length: int | None = None,
     ) -> None:
         super().__init__()
         require_choice("coca_activation", coca_activation, ACTIVATIONS)
@@ -85,6 +89,7 @@ class Attention(nn.Module):
             rotary = Rotary(self.head_dim)
         self.rotary = rotary if self.spec.rotary else None
         self.causal, self.coca_activation, self._decode_backend = causal, coca_activation, decode_backend
+        self._log_length = log_length
         self.scaling = self.head_dim**-0.5
         self.form = "slack" if self.spec.form == "slack" else "exact"  # strict is exact on a tied query
         coca = self.spec.collinear
@@ -104,6 +109,11 @@ class Attention(nn.Module):
     def decode_backend(self) -> str:
         """What decoding steps run on."""
         return self._decode_backend
+
+    @property
+    def log_length(self) -> int | None:
+        """The length past which scores grow with the logarithm of the keys that a query sees, if they do."""
+        return self._log_length
 
     def takes_half_width(
         self, n: int, dtype: torch.dtype, device: torch.device, *, gradient: bool, documents: bool
@@ -135,6 +145,13 @@ class Attention(nn.Module):
             q = torch.cat((q, q), dim=-1)  # Eq. 11
         q, k = q.to(v.dtype), k.to(v.dtype)  # autocast runs norms and softplus wider than the projections
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+    def gain(self, positions: Tensor, trained: int, dtype: torch.dtype) -> Tensor:
+        """What `log_length` = trained multiplies queries at positions (b|1, n) by: (b|1, 1, n, 1)."""
+        seen = positions + 1 if self.spec.window is None else (positions + 1).clamp(max=self.spec.window)
+        gain = log_length(seen, trained)
+        gain = gain.sqrt() if self.spec.kind == "coca" else gain  # CoCA's scores are of second degree in the query
+        return gain[:, None, :, None].to(dtype)
 
     def features(self, q: Tensor, k: Tensor, plan: Plan | None) -> tuple[Tensor, Tensor]:
         """Queries and keys whose plain dot product is this layer's score, under a plan of one segment."""
@@ -196,6 +213,9 @@ class Attention(nn.Module):
             seen = cache.get_seq_length() + x.shape[1]
             k, v = cache.update(k, v)
             positions = seen - k.shape[2] if positions is None else positions
+        if self.log_length is not None:
+            places = resolve(positions, q.shape[2], k.shape[2], q.device, documents)
+            q = q * self.gain(places.query, self.log_length, q.dtype)
         gradient = decoding.wants_gradient(q, k, v)
         if self.takes_half_width(q.shape[2], q.dtype, x.device, gradient=gradient, documents=documents is not None):
             options = self._options(positions, padding_mask, documents)

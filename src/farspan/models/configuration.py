@@ -63,6 +63,8 @@ class FarspanConfig(PreTrainedConfig):
         train_length: the length of training, which dynamic NTK and YaRN measure against.
         rope_parameters: as in transformers; for ``"rope_type": "dynamic"`` also ``"mode"``, "per_query" (default)
             or "per_request". A linear CoCA layer keeps turned sums, so it takes every law but "dynamic".
+        log_length: multiply the scores of a query that sees n > `train_length` keys by ln n / ln train_length, in every
+            layer with a softmax.
         causal: False makes a bidirectional encoder.
         learned_positions: for an encoder, how many positions have an embedding of their own, added to the tokens'; no
             text may be longer. 0 = none: the order of tokens is what attention makes of it, and the weights of
@@ -95,6 +97,7 @@ class FarspanConfig(PreTrainedConfig):
     train_length: int = 512
     max_position_embeddings: int = 32_768
     rope_parameters: dict | None = None  # type: ignore[type-arg]
+    log_length: bool = False
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
@@ -238,6 +241,12 @@ class FarspanConfig(PreTrainedConfig):
             or not any(spec.kind == "linear-coca" and spec.rotary for spec in specs),
             f"linear-coca layers need fixed frequencies, got {rotary.scaling}: sums cannot be turned again; "
             "use rope_type 'ntk', 'linear' or 'yarn'",
+        )
+
+        require(
+            not self.log_length or (self.causal and self.train_length > 1 and not all(spec.linear for spec in specs)),
+            "log_length needs a causal model with a softmax and train_length ≥ 2, got "
+            f"causal={self.causal}, attention={self.attention!r}, train_length={self.train_length}; leave it out",
         )
 
     def _refuse_misspelled(self, extra: dict[str, Any]) -> None:

@@ -33,6 +33,8 @@ class View:
     slots: Slots | None = None
     """For a decoding step on the half-width kernel, which reads the cache as it is: then there is no plan."""
     steps: Steps | None = None
+    gain: Tensor | None = None
+    """What `log_length` multiplies queries by."""
 
 
 class Frame:
@@ -67,6 +69,7 @@ class Frame:
         self._plans: dict[tuple[bool, int | None], Plan] = {}
         self._halves: dict[tuple[int | None, bool], View] = {}
         self._waves: dict[tuple[int | None, bool, str], Waves] = {}
+        self._gains: dict[tuple[int | None, str], Tensor] = {}
 
     def _read_positions(self, position_ids: Tensor) -> None:
         """Positions that fall back start a new document; with a cache they must simply go on by one."""
@@ -114,7 +117,8 @@ class Frame:
             if key_of_plan not in self._plans:
                 self._plans[key_of_plan] = self._plan(positions, length, rotated_cache)
             plan = self._plans[key_of_plan]
-        return View(length, positions, self._keep(offset, length), self.documents, plan)
+        gain = self._share_gain(layer, past, offset, length, aligned)
+        return View(length, positions, self._keep(offset, length), self.documents, plan, gain=gain)
 
     def places(self, table: int) -> Tensor:
         """Rows of an encoder's table of learned positions for its tokens, (1 or b, n).
@@ -185,7 +189,8 @@ class Frame:
         steps = None
         if layer.rotary is not None:
             steps = Steps.of(self.rotary, slots.places(self.n, length, self.device))
-        return View(length, None, None, None, None, slots, steps)
+        gain = self._share_gain(layer, past, offset, length, aligned)
+        return View(length, None, None, None, None, slots, steps, gain)
 
     def _counts_on(self, past: int | Tensor) -> bool:
         """Whether positions surely go on by one from slot to slot of a row, as those before its first token may do."""
@@ -212,6 +217,16 @@ class Frame:
             rotary = None if layer.rotary is None else self.rotary
             self._waves[key] = Waves.of(rotary, places, form=layer.form, causal=self.causal, dtype=self.dtype)
         return self._waves[key]
+
+    def _share_gain(self, layer: Attention, past: int | Tensor, offset: int, keys: int, aligned: bool) -> Tensor | None:
+        if layer.log_length is None:
+            return None
+        key = (layer.spec.window, layer.spec.kind)
+        if key not in self._gains:
+            positions = self._positions(past, offset, keys, aligned)
+            places = resolve(positions, self.n, keys, self.device, self.documents)
+            self._gains[key] = layer.gain(places.query, layer.log_length, self.dtype)
+        return self._gains[key]
 
     def _plan(self, positions: PositionsArgument, keys: int, rotated_cache: bool) -> Plan:
         places = resolve(positions, self.n, keys, self.device, self.documents)

@@ -117,6 +117,10 @@ class FarspanAttention(Attention):
     def decode_backend(self) -> str:
         return self.config.decode_backend
 
+    @property
+    def log_length(self) -> int | None:
+        return self.config.train_length if self.config.log_length else None
+
     def forward(  # type: ignore[override]
         self,
         hidden_states: Tensor,
@@ -126,6 +130,8 @@ class FarspanAttention(Attention):
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         query, key, value = self.project(hidden_states)
+        if view.gain is not None:
+            query = query * view.gain.to(query.dtype)
         if self.rotates_before_cache:
             require(
                 self.spec.kind == "rope" or query.dtype != torch.float16 or past_key_values is None,
@@ -221,6 +227,17 @@ class FarspanPreTrainedModel(PreTrainedModel):
         for module in self.modules():
             if isinstance(module, Attention) and module.rotary is not None:
                 module.rotary = rotary
+
+    def set_log_length(self, on: bool) -> None:
+        """Let the scores of a finished model grow with the logarithm of the length past its training, or not.
+
+        >>> model = FarspanForCausalLM(FarspanConfig.preset("tiny"))
+        >>> model.set_log_length(True)
+        >>> model.model.layers[0].self_attn.log_length
+        64
+        """
+        FarspanConfig.from_dict({**self.config.to_dict(), "log_length": on})  # refuses what cannot be meant
+        self.config.log_length = on
 
 
 class FarspanModel(FarspanPreTrainedModel):

@@ -42,12 +42,13 @@ def variant_style(variant: str) -> dict[str, Any]:
 
 def scaling_name(scaling: str) -> str:
     """
-    >>> scaling_name("none"), scaling_name("ntk-4/per_request"), scaling_name("yarn-4")
-    ('no scaling', 'dynamic NTK 4 per request', 'YaRN 4')
+    >>> scaling_name("none"), scaling_name("ntk-4/per_request"), scaling_name("yarn-4+log")
+    ('no scaling', 'dynamic NTK 4 per request', 'YaRN 4, log length')
     """
+    scaling, _, log = scaling.partition("+")
     law, _, mode = scaling.partition("/")
     name = "no scaling" if law == "none" else law.replace("ntk-", "dynamic NTK ").replace("yarn-", "YaRN ")
-    return name + (f" {mode.replace('_', ' ')}" if mode else "")
+    return name + (f" {mode.replace('_', ' ')}" if mode else "") + (", log length" if log else "")
 
 
 def variants_in(run: Run) -> list[str]:

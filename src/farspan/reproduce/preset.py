@@ -13,8 +13,8 @@ from farspan.reproduce.study import Study
 from farspan.tasks import TASKS, VARIANTS, Material, TaskSettings, make_task
 from farspan.training.config import parse_section, read_toml
 
-NAMES = ("cpu", "gpu", "cosformer-cpu", "cosformer-gpu", "dropin-cpu", "dropin")
-SCALING = re.compile(r"none|ntk-\d+(\.\d+)?(/per_query|/per_request)?|yarn-\d+(\.\d+)?")
+NAMES = ("cpu", "cpu-log-length", "gpu", "cosformer-cpu", "cosformer-gpu", "dropin-cpu", "dropin")
+SCALING = re.compile(r"(none|ntk-\d+(\.\d+)?(/per_query|/per_request)?|yarn-\d+(\.\d+)?)(\+log)?")
 DEFAULT_TOKENIZER = "bytes"
 
 
@@ -139,7 +139,8 @@ class Preset:
         for scaling in [*self.evaluation.scalings, *laws]:
             require(
                 SCALING.fullmatch(scaling) is not None,
-                f"evaluation.scalings must be 'none' or like 'ntk-4' (ntk-4/per_request) or 'yarn-4', got {scaling!r}",
+                "evaluation.scalings must be 'none' or like 'ntk-4' (ntk-4/per_request) or 'yarn-4', each perhaps with "
+                f"'+log', got {scaling!r}",
             )
 
     def _check_corpus(self) -> None:

@@ -19,7 +19,7 @@ from farspan.data.sources import resolve
 from farspan.errors import require
 from farspan.evaluation import as_trained, bits_per_byte, minimal_pairs, read_pairs, start_token
 from farspan.evaluation.bits import first_bytes
-from farspan.evaluation.laws import give_law, scaling_name
+from farspan.evaluation.laws import give_law, law_of, scaling_name
 from farspan.finetune import open_origin, run_stage, stage_model, stage_row
 from farspan.models import FarspanCache, FarspanConfig, FarspanForCausalLM
 from farspan.reproduce.preset import Corpus
@@ -135,7 +135,7 @@ class StudyWork(Work):
             "stages": len(member.stages),
             **spent,
             "train_length": config.train_length,
-            "own_scaling": scaling_name(config.rotary().scaling),
+            "own_scaling": law_of(config),
             "passkey_share": max((stage.passkey_share for stage in member.stages), default=0.0),
             **more,
         }
