@@ -239,12 +239,23 @@ def test_float16_does_not_overflow_where_squares_would(size: float) -> None:
     assert (out.double() - truth).abs().max() <= 2e-3
 
 
+@pytest.mark.parametrize("form", ["exact", "slack"])
+@pytest.mark.parametrize("n", [1, 2, 17])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_large_scales_stay_finite(dtype: torch.dtype) -> None:
-    q, t, v = inputs(1, 70, d=16)
+def test_large_scales_stay_finite(dtype: torch.dtype, n: int, form: str) -> None:
+    """One query, a few and many: each has a kernel."""
+    q, t, v = (x.to(dtype) for x in inputs(n, 70, d=16))
     for backend in ("triton", "sdpa"):
-        out = coca_attention((q * 16).to(dtype), (t * 16).to(dtype), v.to(dtype), rotary=Rotary(16), backend=backend)
+        out = coca_attention(q * 16, t * 16, v, rotary=Rotary(16), form=form, backend=backend)
         assert out.isfinite().all()
+
+
+@pytest.mark.parametrize("form", ["exact", "slack"])
+def test_gradients_of_large_scales_stay_finite(form: str) -> None:
+    q, t, v = (x.bfloat16().requires_grad_() for x in inputs(33, 33, d=16))
+    out = coca_attention(q * 16, t * 16, v, rotary=Rotary(16), form=form, backend="triton")
+    grads = torch.autograd.grad(out.float().square().sum(), (q, t, v))
+    assert all(grad.isfinite().all() and grad.abs().max() > 0 for grad in grads)
 
 
 # A cache as a server keeps it.
@@ -477,6 +488,10 @@ def test_what_the_kernels_cannot_do_is_refused_with_the_reason(
         ),
         ({"first": torch.ones(2)}, "first must hold 2 integers, one a row, got torch.float32"),
         ({"block_table": torch.ones(3, 1, dtype=torch.long)}, "block_table must be integers \\(2, blocks\\), got"),
+        (
+            {"block_table": torch.ones(2, 1, dtype=torch.long, device="meta")},
+            f"block_table must lie where q does, on {DEVICE}.*, got meta; move it",
+        ),
         ({"splits": 0}, "splits must be at least 1 or None, got 0"),
         ({"window": 0}, "window must be a whole number of keys ≥ 1 or None, got 0; a query always sees itself"),
         ({"window": -3}, "window must be a whole number of keys ≥ 1 or None, got -3"),
@@ -494,6 +509,12 @@ def test_bad_caches_are_refused(change: dict[str, Any], message: str) -> None:
     for op in (half_width_attention, half_width_attention_reference):
         with pytest.raises(ValueError, match=message):
             op(**{"q": q, "t": t, "v": v, "rotary": Rotary(8), **change})
+
+
+def test_a_cache_that_wants_gradients_is_refused() -> None:
+    q, t, v = inputs(1, 8, b=2)
+    with pytest.raises(ValueError, match=r"half_width_attention has no gradients; call it under torch.no_grad\(\)"):
+        half_width_attention(q, t.requires_grad_(), v, rotary=Rotary(8))
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="a look at values on a GPU would stall the stream")

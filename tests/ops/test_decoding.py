@@ -59,6 +59,21 @@ def test_auto_asks_for_the_gpu_and_the_assembler(missing: str, alone: bool, monk
 
 
 @needs_triton
+@pytest.mark.usefixtures("hopper")
+def test_a_gpu_that_could_decode_faster_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(decoding, "has_sound_wgmma", lambda: False)
+    decoding._tell.cache_clear()
+    for _ in range(2):
+        assert not takes_half_width(STEP, "auto", "decode_backend")
+        assert not takes_half_width(STEP._replace(n=500), "auto")  # a prompt is no step that could be faster
+        assert not takes_half_width(STEP._replace(device=torch.device("cpu")), "auto")
+    (said,) = caplog.records
+    assert "decode_backend='auto' decodes several queries a key head with ptxas 12.9 or later" in said.getMessage()
+
+
+@needs_triton
 @pytest.mark.parametrize(
     ("change", "reason"),
     [

@@ -3,7 +3,9 @@
 A model decides before it makes angles: where the kernel runs, nothing is turned and no table is made.
 """
 
+import logging
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -54,8 +56,17 @@ def takes_half_width(case: Case, backend: str, argument: str = "backend") -> boo
     """
     require_choice(argument, backend, BACKENDS)
     reason = half_width_refusal(case, backend, argument)
-    require(reason is None or backend != "triton" or _not_decoding(case) is not None, str(reason))
+    if reason is not None and _not_decoding(case) is None:
+        require(backend != "triton", reason)
+        if backend == "auto" and case.device.type == "cuda" and not torch.compiler.is_compiling():
+            _tell(reason)
     return reason is None
+
+
+@cache
+def _tell(reason: str) -> None:
+    """Once for each reason: a GPU that could decode faster should not be silent about it."""
+    logging.getLogger(__name__).warning("decoding with SDPA on keys that are turned anew at each step: %s", reason)
 
 
 def half_width_refusal(case: Case, backend: str, argument: str = "backend") -> str | None:

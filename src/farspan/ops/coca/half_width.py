@@ -5,7 +5,7 @@ from torch import Tensor
 
 from farspan.errors import require, require_choice
 from farspan.ops.call import check_mask
-from farspan.ops.coca.decoding import Slots, Steps, attend_half_width
+from farspan.ops.coca.decoding import Slots, Steps, attend_half_width, wants_gradient
 from farspan.ops.coca.interface import FORMS
 from farspan.ops.coca.reference import scores_exact, scores_slack
 from farspan.ops.coca.triton_backend import triton_refusal
@@ -66,6 +66,7 @@ def half_width_attention(
     _check(q, t, v, form, lengths, first, block_table, window, splits)
     m = t.shape[2] * (1 if block_table is None else block_table.shape[1])
     _check_keys(q, m, lengths, first, positions, padding_mask)
+    require(not wants_gradient(q, t, v), "half_width_attention has no gradients; call it under torch.no_grad()")
     reason = triton_refusal(q, t, v, rotary, None)
     require(reason is None, str(reason))
     slots, steps = Slots(lengths, first, positions, padding_mask, block_table), None
@@ -148,6 +149,7 @@ def _check(
         if isinstance(row, Tensor):
             whole = not row.is_floating_point() and tuple(row.shape) == (b,)
             require(whole, f"{name} must hold {b} integers, one a row, got {row.dtype} {tuple(row.shape)}")
+            _check_device(name, row, q)
     if block_table is None:
         require(rows == b, f"t must have the batch size of q, {b}, got {rows}; pages need a block_table")
         require(lengths is not None or n <= m, f"there must be at least as many keys as queries, got {n} and {m}")
@@ -156,11 +158,16 @@ def _check(
         require(
             right, f"block_table must be integers ({b}, blocks), got {tuple(block_table.shape)}; one row a sequence"
         )
+        _check_device("block_table", block_table, q)
     require(
         window is None or (isinstance(window, int) and window >= 1),
         f"window must be a whole number of keys ≥ 1 or None, got {window}; a query always sees itself",
     )
     require(splits is None or splits >= 1, f"splits must be at least 1 or None, got {splits}")
+
+
+def _check_device(name: str, x: Tensor, q: Tensor) -> None:
+    require(x.device == q.device, f"{name} must lie where q does, on {q.device}, got {x.device}; move it")
 
 
 def _check_keys(

@@ -53,12 +53,12 @@ def coca_attention(
         scale: multiplies the scores; default 1/√d.
         backend: "auto", "sdpa" (dot-product form, O(N) memory), "triton" (kernels, see
             :mod:`farspan.ops.coca.triton_backend`; refuses with the reason where they cannot run) or "reference" (the
-            equations, N×N×d). "auto" is "sdpa", except for a single query on a CPU (:mod:`farspan.ops.coca.waves`).
+            equations, N×N×d). "auto" is "sdpa", except for a single query on a CPU (:mod:`farspan.ops.coca.waves`)
+            and a few on a Hopper GPU (:func:`farspan.ops.coca.decoding.half_width_refusal` says where not, and why).
 
     Returns:
         (b, h, n, dv) in q's dtype.
 
-    >>> import torch
     >>> import torch
     >>> q, t, v = torch.randn(1, 4, 6, 8), torch.rand(1, 2, 6, 4), torch.randn(1, 2, 6, 8)
     >>> coca_attention(q, t, v, rotary=Rotary(8)).shape
