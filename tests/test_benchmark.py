@@ -79,7 +79,7 @@ def test_long_texts_take_little_memory(name: str, length: int, limit: float) -> 
 
 @pytest.mark.slow
 def test_the_published_formulation_is_far_behind() -> None:
-    """Recorded: 12 times slower, 63 times the memory. Beside other tests a clock tells little: faster will do here."""
+    """Recorded: 11 times slower, 63 times the memory. Beside other tests a clock tells little: faster will do here."""
     row = in_fresh_process(attention._against_published, 8192, 1, "cpu", 0)
     assert row["memory_ratio"] >= 50
     assert min(row["seconds"]["published"]) > min(row["seconds"]["farspan"])

@@ -17,8 +17,8 @@ def reproduce(
     preset: Annotated[
         str,
         typer.Option(
-            help="`cpu` (minutes, offline), `gpu` (half an hour), `cosformer-cpu`, `cosformer-gpu`, `dropin`, "
-            "`dropin-cpu`, or a TOML file."
+            help="`cpu` (minutes, offline), `gpu` (half an hour), `cpu-log-length`, `cosformer-cpu`, `cosformer-gpu`, "
+            "`dropin`, `dropin-cpu`, or a TOML file."
         ),
     ] = "cpu",
     only: Annotated[
