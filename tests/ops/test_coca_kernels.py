@@ -1,7 +1,8 @@
 """The Triton kernels compute what the equations say: on a GPU where there is one, else in Triton's interpreter."""
 
+import weakref
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from farspan.ops.coca.kernels import attention, few_queries, half_width, one_que
 from farspan.ops.coca.kernels.attention import Cut, half_width_op
 from farspan.ops.coca.kernels.prepare import prepare_op
 from farspan.ops.coca.triton_backend import triton_refusal
-from farspan.ops.phases import _cached_steps, rotary_steps, steps_of
+from farspan.ops.phases import rotary_steps, steps_of
 from tests.helpers import coca_inputs
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -560,16 +561,36 @@ def test_steps_made_under_fake_tensors_are_not_kept(fake_first: bool) -> None:
             assert isinstance(rotary_steps(rotary, None, torch.device(DEVICE)), FakeTensor) is fake
 
 
-def test_steps_made_in_a_cuda_graph_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+@contextmanager
+def capturing() -> Iterator[None]:
+    """As if a CUDA graph were captured."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        yield
+
+
+def test_steps_made_in_a_cuda_graph_are_not_kept() -> None:
     rotary, device = Rotary(16, base=4711.0), torch.device(DEVICE)
-    _cached_steps.cache_clear()
-    with monkeypatch.context() as capture:
-        capture.setattr(torch.cuda, "is_available", lambda: True)
-        capture.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        inside = rotary_steps(rotary, None, device)
-    assert _cached_steps.cache_info().currsize == 0
-    assert torch.equal(rotary_steps(rotary, None, device), inside)
-    assert _cached_steps.cache_info().currsize == 1
+    with capturing():
+        inside, again = (rotary_steps(rotary, None, device) for _ in range(2))
+    outside = rotary_steps(rotary, None, device)
+    assert len({id(x) for x in (inside, again, outside)}) == 3
+    assert torch.equal(inside, outside)
+
+
+def test_a_cuda_graph_reads_steps_made_before_which_then_stay() -> None:
+    """Else it would replay the making of them; and it does not keep alive what it reads."""
+    rotary, device = Rotary(16, base=1147.0), torch.device(DEVICE)
+    before = weakref.ref(rotary_steps(rotary, None, device))
+    with capturing():
+        assert rotary_steps(rotary, None, device) is before()
+    other = weakref.ref(rotary_steps(Rotary(16, base=1148.0), None, device))
+    for length in range(300):
+        rotary_steps(rotary, length, device)
+    assert other() is None  # no graph reads it: let go
+    with capturing():
+        assert rotary_steps(rotary, None, device) is before()
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="only the interpreter lets a kernel be changed")

@@ -80,11 +80,15 @@ def cannot_derive_forwards(argument: str = "backend", other: str = "sdpa") -> st
 
 
 def may_keep() -> bool:
-    """Whether a tensor made now can serve later calls.
+    """Whether a tensor made now can serve later calls: not in a graph that is traced, nor in one that is captured."""
+    return not (is_traced() or is_captured())
 
-    Not while a graph is traced, which makes its own; and not while a CUDA graph is captured, which fills the tensor
-    only when it is replayed, in memory that is its own.
-    """
-    if torch.compiler.is_compiling() or type(torch.empty(0)) is not Tensor:  # the latter under FakeTensorMode
-        return False
-    return not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+
+def is_traced() -> bool:
+    """Whether a graph is being traced, which makes its own tensors."""
+    return torch.compiler.is_compiling() or type(torch.empty(0)) is not Tensor  # the latter under FakeTensorMode
+
+
+def is_captured() -> bool:
+    """Whether a CUDA graph is being captured: it fills a tensor only when it is replayed, in memory that is its own."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

@@ -6,12 +6,11 @@ exact as the float64 frequencies they come from, and the product loses nothing a
 """
 
 import math
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from farspan.ops.launch import may_keep
+from farspan.ops.launch import is_captured, is_traced
 from farspan.ops.rotary import Rotary
 
 
@@ -27,15 +26,29 @@ def steps_of(frequencies: Tensor) -> Tensor:
     return (turns * 2.0**64).to(torch.int64).reshape(-1, frequencies.shape[-1])
 
 
+_Key = tuple[Rotary, int | None, torch.device]
+MOST_KEPT = 256
+_KEPT: dict[_Key, Tensor] = {}
+"""Steps for later calls, the newest last: at a decoding step, a handful of tiny launches would cost more than the
+attention, and a CUDA graph that had made them would replay them each time."""
+_HELD: dict[_Key, Tensor] = {}
+"""Those of them which CUDA graphs read: nothing says when a graph is gone, so they stay."""
+
+
 def rotary_steps(rotary: Rotary, length: int | Tensor | None, device: torch.device) -> Tensor:
-    """The steps (1|b, d/2) of a rotary at the length that governs it."""
-    if isinstance(length, Tensor) or not may_keep():  # a graph makes its own, and fuses the making
+    """The steps (1|b, d/2) of a rotary at the length that governs it; those of a call before, if there was one."""
+    if isinstance(length, Tensor) or is_traced():  # a traced graph makes its own, and fuses the making
         return steps_of(rotary.frequencies(length, device))
-    return _cached_steps(rotary, length, device)
-
-
-@lru_cache(maxsize=256)
-def _cached_steps(rotary: Rotary, length: int | None, device: torch.device) -> Tensor:
-    """Made once: at a decoding step, a handful of tiny launches would cost more than the attention."""
-    with torch.inference_mode(False):  # the first call may be inference, and a later one training
-        return steps_of(rotary.frequencies(length)).to(device)
+    key = (rotary, length, device)
+    if is_captured():
+        if key in _KEPT:
+            _HELD.setdefault(key, _KEPT[key])
+        return _HELD[key] if key in _HELD else steps_of(rotary.frequencies(length, device))
+    steps = _KEPT.pop(key, None)
+    if steps is None:
+        with torch.inference_mode(False):  # the first call may be inference, and a later one training
+            steps = steps_of(rotary.frequencies(length)).to(device)
+    _KEPT[key] = steps  # last again
+    if len(_KEPT) > MOST_KEPT:
+        del _KEPT[next(iter(_KEPT))]
+    return steps
