@@ -50,5 +50,5 @@ def rotary_steps(rotary: Rotary, length: int | Tensor | None, device: torch.devi
             steps = steps_of(rotary.frequencies(length)).to(device)
     _KEPT[key] = steps  # last again
     if len(_KEPT) > MOST_KEPT:
-        del _KEPT[next(iter(_KEPT))]
+        _KEPT.pop(next(iter(_KEPT)), None)
     return steps
