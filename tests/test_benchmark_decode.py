@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.nn.functional as F
 from rich.console import Console
 
 from farspan.benchmark import decode
@@ -207,6 +208,22 @@ def test_no_figures_when_a_mode_differs(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch, "compile", lambda model, **_: model)
     with pytest.raises(ResultsDifferError, match="rope, compiled: logits differ from the eager ones by"):
         decode.decode(models, "compiled", 40, 2, **options)
+
+
+def test_no_figures_when_a_prompt_is_read_wrongly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts are timed as often as asked, and what the last reading ended with is compared."""
+    models = {name: decode.make_model("tiny", name, "cpu", 0) for name in ("rope", "coca-exact")}
+    monkeypatch.setattr(decode, "CHUNK", 16)
+    rows = decode.prefill(models, 40, device="cpu", repeats=5)
+    assert all(len(row["seconds"]) == 5 and row["error_as_timed"] <= 1e-5 for row in rows)
+    right = F.scaled_dot_product_attention
+
+    def attend(q, *args, **options):
+        return right(q, *args, **options) * (q.dtype == torch.float64)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attend)
+    with pytest.raises(ResultsDifferError, match="rope, a prompt of 40 tokens: what is timed differs"):
+        decode.prefill(models, 40, device="cpu", repeats=1)
 
 
 def test_a_mode_that_cannot_run_is_missing_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from farspan.benchmark.clock import quantiles
 from farspan.benchmark.decoder import AT_ONCE, KERNEL, VARIANTS, Decoder, fill, make_model, orders_for, why_no_kernel
 from farspan.benchmark.layer_checks import reason
 from farspan.benchmark.measure import in_turn, measure
+from farspan.benchmark.truth import as_timed, wider
 from farspan.models import FarspanCache, FarspanForCausalLM
 
 MODES = ("eager", "graph", "compiled")
@@ -66,7 +67,7 @@ def run(
                 yield f"{mode}, {batch} × {context} tokens", rows
             yield f"best, {batch} × {context} tokens", best(found)
     for length in prompts:
-        yield f"prompt of {length} tokens", prefill(models, length, device=device)
+        yield f"prompt of {length} tokens", prefill(models, length, device=device, repeats=repeats)
 
 
 def decode(
@@ -222,31 +223,44 @@ def exact(decoder: Decoder, tokens: Tensor, batch: int, seed: int) -> Tensor:
     return torch.stack(steps)
 
 
-def prefill(
-    models: dict[str, FarspanForCausalLM], length: int, *, device: str, repeats: int = 2
-) -> list[dict[str, Any]]:
-    """One row for each model: reading a prompt of random tokens through a growing cache, chunk by chunk."""
+@torch.no_grad()
+def prefill(models: dict[str, FarspanForCausalLM], length: int, *, device: str, repeats: int) -> list[dict[str, Any]]:
+    """One row for each model: reading a prompt of random tokens through a growing cache, chunk by chunk.
+
+    Raises:
+        ResultsDifferError: the logits that the last timed reading ended with are not those of the same weights in a
+            wider dtype (:func:`as_timed`).
+    """
     first = next(iter(models))
     vocabulary = models[first].config.vocab_size
     ids = torch.randint(0, vocabulary, (1, length), generator=torch.Generator().manual_seed(0)).to(device)
-    calls = {name: partial(read, model, ids) for name, model in models.items()}
+    kept: dict[str, Tensor] = {}
+    calls = {name: partial(_keep, kept, name, model, ids) for name, model in models.items()}
     peaks = {name: measure(call, repeats=0, device=device).peak_bytes for name, call in calls.items()}
     seconds = in_turn(calls, repeats=repeats, device=device)
-    rows = []
+    rows, truths = [], {}
     for name, model in models.items():
+        attention = str(model.config.attention)  # those of CoCA have the same weights, whatever their caches hold
+        if attention not in truths:
+            truths[attention] = read(wider(model), ids)
+        checked = as_timed(f"{name}, a prompt of {length} tokens", kept[name], truths[attention])
         weights = sum(p.numel() * p.element_size() for p in model.parameters())
         median = statistics.median(seconds[name])
         row = {"kind": "prefill", "attention": name, "length": length, "batch": 1, "chunk": CHUNK}
         row |= {"seconds": seconds[name], "tokens_per_second": length / median, "weight_bytes": weights}
         row |= {f"speed_over_{first}": statistics.median(seconds[first]) / median}
-        rows.append(row | {"peak_bytes": weights + peaks[name]})
+        rows.append(row | {"peak_bytes": weights + peaks[name]} | checked)
     return rows
 
 
+def _keep(kept: dict[str, Tensor], name: str, model: FarspanForCausalLM, ids: Tensor) -> None:
+    kept[name] = read(model, ids)
+
+
 @torch.no_grad()
-def read(model: FarspanForCausalLM, ids: Tensor) -> int:
-    """Read a prompt; the bytes of its cache."""
+def read(model: FarspanForCausalLM, ids: Tensor) -> Tensor:
+    """Read a prompt (1, n); the logits (1, vocabulary) after its last token."""
     cache = FarspanCache(model.config)
     for piece in ids.split(CHUNK, dim=1):
-        model(piece, past_key_values=cache, logits_to_keep=1)
-    return cache.nbytes
+        logits: Tensor = model(piece, past_key_values=cache, logits_to_keep=1).logits[:, -1]
+    return logits
