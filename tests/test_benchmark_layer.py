@@ -144,7 +144,7 @@ def test_the_named_shapes_and_what_is_too_large_for_them() -> None:
         (["layer", "--quick", "--lengths", ""], "--lengths must be whole numbers"),
         (["decode", "--compile", "some"], "--compile must be one, all or none, got 'some'"),
         (["decode", "--preset", "7b", "--contexts", "8", "--prompts", "none"], "preset"),
-        (["decode", "--batch", "0"], "--batch must be whole numbers"),
+        (["decode", "--batch", "0"], "--batch must be whole numbers ≥ 1 separated by commas, got '0'; try --batch 1,8"),
     ],
 )
 def test_bad_input_exits_2_with_one_line(

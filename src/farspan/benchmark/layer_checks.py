@@ -107,7 +107,9 @@ def reason(error: BaseException) -> str:
     'RuntimeError: out of memory'
     >>> reason(RuntimeError("failed\\n  Explanation: Dynamo failed …: got ValueError('no such kernel')"))
     "ValueError('no such kernel')"
+    >>> reason(RuntimeError("Observed exception\\n  Developer …: raised exception ValueError('no such kernel')"))
+    "ValueError('no such kernel')"
     """
-    quoted = re.search(r"got (\w+\(['\"].*['\"]\))$", str(error), re.MULTILINE)
+    quoted = re.search(r"(?:got|raised exception) (\w+\(['\"].*['\"]\))$", str(error), re.MULTILINE)
     first = next((line for line in str(error).splitlines() if line.strip()), "")
     return quoted[1] if quoted else f"{type(error).__name__}: {first}"
