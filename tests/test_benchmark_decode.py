@@ -72,6 +72,20 @@ def test_every_step_at_toy_size() -> None:
     assert "coca-exact, a prompt of 100 tokens: " in console.file.getvalue()
 
 
+def test_grouped_heads_of_another_width_are_timed_end_to_end() -> None:
+    steps = decode.run("tiny", **(SMALL | {"prompts": [50]}), compile="none", group=2, head_dim=16)
+    rows = [row for _, new in steps for row in new if row["kind"] in ("decode", "best", "prefill")]
+    assert {row["kind"] for row in rows} == {"decode", "best", "prefill"}
+    assert all((row["heads"], row["key_heads"], row["head_dim"]) == (8, 4, 16) for row in rows)
+    [rope] = [row for row in rows if row["kind"] == "decode" and row["attention"] == "rope"]
+    slots = rope["cache_bytes"] // (2 * 4 * 4 * 16 * 4 * 2)  # texts, layers, key heads, width, bytes, k and v
+    assert slots >= 40
+    assert rope["cache_bytes"] % (2 * 4 * 4 * 16 * 4 * 2) == 0
+    for wrong, message in (({"group": 3}, "group must divide the 4 heads, got 3"), ({"head_dim": 48}, "head_dim must")):
+        with pytest.raises(ValueError, match=message):
+            next(decode.run("tiny", **SMALL, **wrong))
+
+
 @pytest.mark.parametrize(("compile", "expected"), [("none", set()), ("one", {(50, 2)}), ("all", {(50, 2), (50, 1)})])
 def test_what_is_compiled(monkeypatch: pytest.MonkeyPatch, compile: str, expected: set) -> None:
     asked = []

@@ -54,6 +54,10 @@ def bench_decode(
         str, typer.Option(help="torch.compile: all, none, or one: at the longest context and the first batch.")
     ] = "one",
     repeats: Annotated[int, typer.Option(help="Timings, of 8 tokens each; the median counts.", min=1)] = 10,
+    group: Annotated[int, typer.Option(help="Query heads a key head.", min=1)] = 1,
+    head_dim: Annotated[
+        int | None, typer.Option(help="Width of a head, and so their number.", min=2, show_default="the preset's")
+    ] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="The longest context and shortest prompt; no compile.")
     ] = False,
@@ -90,6 +94,8 @@ def bench_decode(
         prompts=reads,
         compile=compile,
         repeats=repeats,
+        group=group,
+        head_dim=head_dim,
         device=device,
         seed=seed,
     )

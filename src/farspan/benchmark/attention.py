@@ -100,6 +100,7 @@ def _layer(name: str, length: int, repeats: int, device: str, seed: int) -> dict
     result = measure(lambda: kept.update(out=layer(x)), repeats=repeats, device=device)
     ends = [max(CHECKED, length * part // 3) for part in range(4)]
     out = torch.cat([kept["out"][:, end - CHECKED : end] for end in ends], dim=1)
+    times = quantiles(result.seconds or [result.median])
     truth = torch.cat([_last_outputs(layer, x[:, :end]) for end in ends], dim=1)
     return {
         "kind": "layer",
@@ -109,6 +110,8 @@ def _layer(name: str, length: int, repeats: int, device: str, seed: int) -> dict
         "head_dim": WIDTH,
         "seconds": result.seconds,
         "median": result.median,
+        "low": times.low,
+        "high": times.high,
         "peak_bytes": result.peak_bytes,
         **as_timed(f"{name} layer, {length} tokens", out, truth),
     }

@@ -11,7 +11,17 @@ from torch import Tensor
 
 from farspan.benchmark.agree import ResultsDifferError
 from farspan.benchmark.clock import quantiles
-from farspan.benchmark.decoder import AT_ONCE, KERNEL, VARIANTS, Decoder, fill, make_model, orders_for, why_no_kernel
+from farspan.benchmark.decoder import (
+    AT_ONCE,
+    KERNEL,
+    VARIANTS,
+    Decoder,
+    fill,
+    heads_of,
+    make_model,
+    orders_for,
+    why_no_kernel,
+)
 from farspan.benchmark.layer_checks import reason
 from farspan.benchmark.measure import in_turn, measure
 from farspan.benchmark.truth import as_timed, wider
@@ -37,6 +47,8 @@ def run(
     prompts: Sequence[int] = (32_768, 131_072),
     compile: str = "one",
     repeats: int = 10,
+    group: int = 1,
+    head_dim: int | None = None,
     device: str = "cpu",
     seed: int = 0,
 ) -> Rows:
@@ -50,8 +62,11 @@ def run(
         contexts, batches: each decoded after each; the context is random numbers written into the cache.
         prompts: lengths of prompts of random tokens to read, in chunks, one text.
         compile: "all", or "none", or "one": at the longest context and the first batch, as it takes long.
+        group, head_dim: query heads a key head, and their width if not the preset's (:func:`heads_of`); rows say which.
     """
-    models = {variant: make_model(preset, variant, device, seed) for variant in VARIANTS}
+    fields = heads_of(preset, group, head_dim)
+    models = {variant: make_model(preset, variant, device, seed, **fields) for variant in VARIANTS}
+    sizes = dict(zip(("heads", "key_heads", "head_dim"), fields.values(), strict=True))
     for why in {why_no_kernel(model.config, device) for model in models.values()} - {None}:
         yield KERNEL, [{"kind": "missing", "mode": KERNEL, "why": why}]
     for context in contexts:
@@ -64,10 +79,11 @@ def run(
                 shared: dict[str, Any] = {"device": device, "seed": seed, "eager": eager, "orders": orders}
                 rows = decode(models, mode, context, batch, repeats=repeats, **shared)
                 found += rows
-                yield f"{mode}, {batch} × {context} tokens", rows
-            yield f"best, {batch} × {context} tokens", best(found)
+                yield f"{mode}, {batch} × {context} tokens", [row | sizes for row in rows]
+            yield f"best, {batch} × {context} tokens", [row | sizes for row in best(found)]
     for length in prompts:
-        yield f"prompt of {length} tokens", prefill(models, length, device=device, repeats=repeats)
+        rows = prefill(models, length, device=device, repeats=repeats)
+        yield f"prompt of {length} tokens", [row | sizes for row in rows]
 
 
 def decode(
