@@ -145,7 +145,10 @@ def layer_rows() -> list[dict[str, Any]]:
 def decode_rows() -> list[dict[str, Any]]:
     row = {"kind": "decode", "context": 131_072, "batch": 32, "mode": "compiled", "decodes_on": "SDPA, cudnn first"}
     row |= {"attention": "coca-exact, rotated cache", "reads": "all 131200 slots, masked", "peak_bytes": 123e9}
-    return [row | {"tokens_per_second": 123456.0, "speed_over_rope": spread(1.074), "cache_over_rope": 0.75}]
+    return [
+        row
+        | {"tokens_per_second": 123456.0, "speed_over_rope": spread(1.074), "cache_over_rope": 0.75, "of_copy": 0.876}
+    ]
 
 
 @pytest.mark.parametrize("width", [80, 200])
@@ -161,7 +164,7 @@ def test_tables_are_whole(width: int) -> None:
     assert "…" not in printed
     for figure in ("1234.567", "1.074", "(1.070–1.077)", "(21.341–21.348)", "(0.979–0.986)", "12.3%", "123.00"):
         assert figure in printed
-    for figure in ("123,456", "0.75", "131200"):
+    for figure in ("123,456", "0.75", "131200", "88%"):
         assert figure in printed
     assert "missing: x: a reason in [brackets]" in printed
 

@@ -57,6 +57,9 @@ def test_every_step_at_toy_size() -> None:
         assert row["reads"] == ("text" if row["mode"] == "eager" else "all 128 slots, masked")
         assert row["tokens_per_second"] == pytest.approx(2e3 / row["milliseconds_a_step"]["median"])
         assert row["greedy_equal"] == 1.0
+        rate = row["bytes_a_step"] / row["milliseconds_a_step"]["median"] / 1e9
+        assert row["terabytes_a_second"] == pytest.approx(rate)
+        assert row["of_copy"] == pytest.approx(rate / max(row["copy_terabytes_a_second"].values()))
         assert row["peak_bytes"] >= row["cache_bytes"] + row["weight_bytes"]
     [fastest] = [row["each"] for row in rows if row["kind"] == "best"]
     for name, chosen in fastest.items():
@@ -116,6 +119,17 @@ def test_both_caches_hold_the_same_context_and_can_be_rewound(variant: str) -> N
     other = FarspanCache(model.config)
     decode.fill(other, model.config, 2, 40, 2, model.lm_head.weight)
     assert not torch.equal(other.layers[0].values, decoder.cache.layers[0].values[:, :, :40])
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+@pytest.mark.parametrize("variant", decode.VARIANTS)
+def test_a_step_reads_its_weights_and_its_cache(variant: str, mode: str) -> None:
+    """In a growing cache the context, in a static one on SDPA every slot; of a tied embedding the head."""
+    model = decode.make_model("tiny", variant, "cpu", 0)
+    decoder = decode.Decoder(model, mode, 128, 2, room=20, seed=1)
+    table = 0 if model.config.tie_word_embeddings else model.get_input_embeddings().weight.nbytes
+    weights = sum(p.nbytes for p in model.parameters()) - table
+    assert decoder.bytes_a_step == weights + decoder.cache.nbytes
 
 
 @pytest.fixture

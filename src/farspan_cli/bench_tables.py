@@ -182,7 +182,7 @@ def show_decode(console: Console, rows: list[Row], *, absolute: bool) -> None:
     """Ratios to RoPE; tokens a second only from a GPU, as those of a shared CPU mean little."""
     found = _of_kind(rows, "decode")
     headings = ["attention", "mode, on what; reads", "speed / RoPE", "cache / RoPE", "peak GB"]
-    headings += ["tokens/s"] * absolute
+    headings += ["tokens/s", "of copy"] if absolute else []
     for context, batch in dict.fromkeys((row["context"], row["batch"]) for row in found):
         lines = [
             [
@@ -191,7 +191,7 @@ def show_decode(console: Console, rows: list[Row], *, absolute: bool) -> None:
                 _ratio(row["speed_over_rope"]),
                 f"{row['cache_over_rope']:.2f}",
                 f"{row['peak_bytes'] / 1e9:.2f}",
-                *([f"{row['tokens_per_second']:,.0f}"] * absolute),
+                *([f"{row['tokens_per_second']:,.0f}", f"{row['of_copy']:.0%}"] if absolute else []),
             ]
             for row in found
             if (row["context"], row["batch"]) == (context, batch)

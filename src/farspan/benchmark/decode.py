@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from farspan.benchmark.agree import ResultsDifferError
-from farspan.benchmark.clock import quantiles
+from farspan.benchmark.clock import copy_speed, quantiles
 from farspan.benchmark.decoder import (
     AT_ONCE,
     KERNEL,
@@ -123,14 +123,18 @@ def decode(
             decoder.rewind()
             figures[name] = check(decoder, name, mode, batch, seed, eager)
             figures[name] |= {"decodes_on": decoder.decodes_on, "reads": decoder.reads}
+            figures[name] |= {"bytes_a_step": decoder.bytes_a_step}
             held, weights = decoder.cache.nbytes, sum(p.numel() * p.element_size() for p in model.parameters())
             figures[name] |= {"cache_bytes": held, "weight_bytes": weights, "peak_bytes": held + weights + extra}
     except RuntimeError as error:
         if mode == "eager" or isinstance(error, ResultsDifferError):
             raise
         return [{"kind": "missing", **label, "why": reason(error)}]
+    size = 2**31 if device == "cuda" else 2**22
+    before = copy_speed(device, size)
     seconds = in_turn({name: x.several for name, x in decoders.items()}, repeats=repeats + 1, device=device)
-    return report(label, {name: found[1:] for name, found in seconds.items()}, figures)  # the first one warms up
+    copies = {"before": before, "after": copy_speed(device, size)}
+    return report(label, {name: found[1:] for name, found in seconds.items()}, figures, copies)  # the first warms up
 
 
 def best(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -158,12 +162,19 @@ def best(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def report(
-    label: dict[str, Any], seconds: dict[str, list[float]], figures: dict[str, dict[str, Any]]
+    label: dict[str, Any],
+    seconds: dict[str, list[float]],
+    figures: dict[str, dict[str, Any]],
+    copies: dict[str, float],
 ) -> list[dict[str, Any]]:
-    """One row for each model, with its tokens a second and those of the first; ratios are of neighbours in time."""
+    """One row for each model, with its tokens a second and those of the first; ratios are of neighbours in time.
+
+    `of_copy`: what it reads a second, as a part of the better of the copies right before and after.
+    """
     first, rows = next(iter(seconds)), []
     for name, found in seconds.items():
         times = quantiles([x / AT_ONCE for x in found])
+        rate = figures[name]["bytes_a_step"] / times.median / 1e12
         speedup = quantiles([theirs / ours for ours, theirs in zip(found, seconds[first], strict=True)])
         rows.append(
             {
@@ -174,6 +185,9 @@ def report(
                 "tokens_per_second": label["batch"] / times.median,
                 f"speed_over_{first}": {"median": speedup.median, "low": speedup.low, "high": speedup.high},
                 f"cache_over_{first}": figures[name]["cache_bytes"] / figures[first]["cache_bytes"],
+                "terabytes_a_second": rate,
+                "copy_terabytes_a_second": copies,
+                "of_copy": rate / max(copies.values()),
                 **figures[name],
             }
         )

@@ -154,6 +154,19 @@ class Decoder:
         """Which keys a step reads: where a text in a static cache ends, a mask tells SDPA, and lengths the kernel."""
         return "text" if self.slots is None or self.decodes_on == KERNEL else f"all {self.slots} slots, masked"
 
+    @property
+    def bytes_a_step(self) -> int:
+        """What a step has to read: every weight but the table of embeddings, and the keys and values of each text."""
+        config, weight = self.model.config, self.model.lm_head.weight
+        assert config.head_dim is not None
+        assert config.num_key_value_heads is not None
+        table = 0 if config.tie_word_embeddings else self.model.model.embed_tokens.weight.numel()
+        tokens = self.context if self.reads == "text" else self.slots or self.context
+        key = config.head_dim // 2 if reads_half_width(config) else config.head_dim
+        cached = config.num_hidden_layers * config.num_key_value_heads * (key + config.head_dim)
+        weights = sum(p.numel() for p in self.model.parameters()) - table
+        return weight.element_size() * (weights + self.batch * tokens * cached)
+
     def settle(self, device: str, orders: Sequence[str | None], *, graph: bool) -> str | None:
         """Take the fastest order of SDPA's kernels, and capture the step if a `graph` of it is wanted.
 
