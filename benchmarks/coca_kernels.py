@@ -21,6 +21,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="where the JSON goes")
     arguments = parser.parse_args()
+    if arguments.repeats < 1:
+        print(f"--repeats must be ≥ 1, got {arguments.repeats}; try --repeats 30", file=sys.stderr)
+        return 2
     if arguments.toy:
         os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
 
@@ -28,12 +31,12 @@ def main() -> int:
 
     from farspan.benchmark import kernels, tuning
     from farspan.benchmark.agree import ResultsDifferError
-    from farspan.results import write_result
+    from farspan.benchmark.record import recorded
 
     if not (arguments.toy or torch.cuda.is_available()):
         print("no CUDA device; --toy takes the same steps without one", file=sys.stderr)
         return 2
-    device, rows, begun = "cpu" if arguments.toy else "cuda", [], time.perf_counter()
+    device, begun = "cpu" if arguments.toy else "cuda", time.perf_counter()
     steps = (
         tuning.run(device=device, repeats=arguments.repeats, toy=arguments.toy)
         if arguments.tune
@@ -46,11 +49,11 @@ def main() -> int:
         )
     )
     try:
-        for name, new in steps:
-            rows += new
+        for name, new in recorded(steps, arguments.out, device=device, seed=arguments.seed):
             print(f"{time.perf_counter() - begun:6.1f} s  {name}  {summary(new[-1]) if new else ''}", flush=True)
-            if arguments.out is not None:  # after each step, so that a run cut short keeps what it has
-                write_result(arguments.out, rows, device=device, seed=arguments.seed)
+    except OSError as error:
+        print(error, file=sys.stderr)
+        return 2
     except ResultsDifferError as error:
         print(f"no figures: {error}", file=sys.stderr)
         return 1

@@ -4,14 +4,21 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from farspan.benchmark import attention, model
 from farspan.benchmark.agree import ResultsDifferError
-from farspan.benchmark.measure import in_fresh_process, measure, measure_once
+from farspan.benchmark.clock import clock_in_turn
+from farspan.benchmark.measure import in_fresh_process, in_turn, measure, measure_once
+from farspan.layers import Attention
+from farspan.models import FarspanConfig, FarspanForCausalLM
 from farspan.ops import Rotary, coca_attention
+from farspan.ops.coca import interface
 from farspan.results import write_result
 
 MEGABYTE = 2**20
@@ -49,6 +56,78 @@ def test_no_figures_when_results_differ(monkeypatch: pytest.MonkeyPatch) -> None
         attention.check("cpu", 0)
 
 
+@pytest.fixture
+def wrong_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An attention that is left out in the dtype that is timed, and right in the one it is checked with."""
+    right = F.scaled_dot_product_attention
+
+    def attend(q: Tensor, *args: object, **options: object) -> Tensor:
+        return right(q, *args, **options) * (q.dtype == torch.float64)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attend)
+
+
+def test_no_figures_when_the_path_of_one_query_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only decoding steps on the half-width cache take it, so that no check of whole texts sees it."""
+    rows = attention._decode(64, 1, "cpu", 0)
+    assert all(0 < row["error_as_timed"] <= 1e-5 < row["allowed_as_timed"] for row in rows)
+    monkeypatch.setattr(interface, "attend_waves", lambda q, t, v, *args, **options: torch.zeros_like(q))
+    with pytest.raises(ResultsDifferError, match="decode of 64, coca-exact, half-width cache: what is timed differs"):
+        attention._decode(64, 1, "cpu", 0)
+
+
+@pytest.mark.usefixtures("wrong_in_float32")
+def test_no_figures_when_a_prompt_is_read_wrongly() -> None:
+    with pytest.raises(ResultsDifferError, match="prefill of 64, rope: what is timed differs"):
+        attention._prefill(64, 1, "cpu", 0)
+
+
+@pytest.mark.parametrize("name", ["rope", "coca-exact, window 512", "alibi"])
+def test_no_figures_when_a_timed_layer_is_wrong(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    assert attention._layer(name, 700, 1, "cpu", 0)["error_as_timed"] <= 1e-5
+    right = Attention.attend
+    monkeypatch.setattr(Attention, "attend", lambda *args, **options: 1.01 * right(*args, **options))
+    with pytest.raises(ResultsDifferError, match=f"{name} layer, 700 tokens: what is timed differs"):
+        attention._layer(name, 700, 1, "cpu", 0)
+
+
+@pytest.mark.parametrize(("break_it", "what"), [("loss", "loss of a step"), ("attention", "gradient of model")])
+def test_no_figures_when_a_training_step_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, break_it: str, what: str
+) -> None:
+    config = FarspanConfig.preset("tiny", attention="coca-exact", num_hidden_layers=1)
+    made = FarspanForCausalLM(config).train()
+    step = model.Step(made, torch.randint(0, config.vocab_size, (6, 17)), "cpu")
+    step()
+    before = made.lm_head.weight.detach().clone()
+    found = model.check_step("coca-exact", step, torch.float32)
+    assert found["gradient_error_as_timed"] <= 1e-4
+    assert torch.equal(made.lm_head.weight, before)  # the first timed step starts from what was checked
+    assert all(p.grad is None for p in made.parameters())
+    if break_it == "loss":
+        right = model.Step.backward
+        monkeypatch.setattr(model.Step, "backward", lambda self: 1.001 * right(self))
+    else:
+        request.getfixturevalue("wrong_in_float32")
+        monkeypatch.setitem(model.LOSS, torch.float32, 1.0)  # random tokens: it may not show
+    with pytest.raises(ResultsDifferError, match=f"coca-exact, {what}"):
+        model.check_step("coca-exact", step, torch.float32)
+
+
+def test_calls_take_turns_in_drawn_orders() -> None:
+    made: list[str] = []
+    calls = {name: partial(made.append, name) for name in "abc"}
+    assert {name: len(found) for name, found in in_turn(calls, repeats=12, device="cpu").items()} == dict.fromkeys(
+        "abc", 12
+    )
+    rounds = ["".join(made[i : i + 3]) for i in range(0, 36, 3)]
+    assert all(sorted(order) == list("abc") for order in rounds)
+    assert len(set(rounds)) > 3
+    made.clear()
+    clock_in_turn(calls, device="cpu", repeats=12)
+    assert ["".join(made[i : i + 3]) for i in range(3, 39, 3)] == rounds
+
+
 def test_the_whole_model_is_timed_in_turn_and_its_window_weighed() -> None:
     options = {"variants": ("rope", "coca-exact"), "device": "cpu"}
     steps = model.training("tiny", rows=2, length=16, repeats=3, compile=False, **options)
@@ -56,6 +135,8 @@ def test_the_whole_model_is_timed_in_turn_and_its_window_weighed() -> None:
     assert [row["kind"] for row in rows] == ["check", "training", "training"]
     rope, coca = rows[1:]
     assert rope["time_over_rope"] == 1.0
+    assert coca["range_over_rope"]["low"] <= coca["time_over_rope"] <= coca["range_over_rope"]["high"]
+    assert all(row["error_as_timed"] <= row["allowed_as_timed"] for row in rows[1:])
     assert coca["parameters"] < rope["parameters"]
     assert all(len(row["seconds"]) == 3 and 0 < row["mfu"] < 1 for row in rows[1:])
     (_, [read]), *_ = model.window("tiny", length=300, chunk=64, **options)

@@ -60,6 +60,19 @@ def test_the_published_formulation_is_far_behind() -> None:
     assert min(row["seconds"]["published"]) > min(row["seconds"]["farspan"])
 
 
+@pytest.mark.parametrize("timed", [cosformer._length, cosformer._against_softmax])
+def test_no_figures_when_what_is_timed_is_wrong(monkeypatch: pytest.MonkeyPatch, timed) -> None:
+    assert timed(300, 1, "cpu", 0)["error_as_timed"] <= 1e-5
+    right = cosformer.cosformer_attention
+
+    def off(*args, backend="auto", **options):
+        return right(*args, backend=backend, **options) * (1.01 if backend == "auto" else 1)
+
+    monkeypatch.setattr(cosformer, "cosformer_attention", off)
+    with pytest.raises(ResultsDifferError, match="cosformer, 300 tokens: what is timed differs"):
+        timed(300, 1, "cpu", 0)
+
+
 @pytest.mark.slow
 def test_the_command_writes_what_it_measured(tmp_path) -> None:
     path = tmp_path / "cosformer.json"

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.nn.functional as F
 from rich.console import Console
 
 from farspan.benchmark import decode
@@ -56,6 +57,9 @@ def test_every_step_at_toy_size() -> None:
         assert row["reads"] == ("text" if row["mode"] == "eager" else "all 128 slots, masked")
         assert row["tokens_per_second"] == pytest.approx(2e3 / row["milliseconds_a_step"]["median"])
         assert row["greedy_equal"] == 1.0
+        rate = row["bytes_a_step"] / row["milliseconds_a_step"]["median"] / 1e9
+        assert row["terabytes_a_second"] == pytest.approx(rate)
+        assert row["of_copy"] == pytest.approx(rate / max(row["copy_terabytes_a_second"].values()))
         assert row["peak_bytes"] >= row["cache_bytes"] + row["weight_bytes"]
     [fastest] = [row["each"] for row in rows if row["kind"] == "best"]
     for name, chosen in fastest.items():
@@ -69,6 +73,20 @@ def test_every_step_at_toy_size() -> None:
     assert "missing: half-width kernel: kernels need a CUDA device" in console.file.getvalue()
     assert "best of all modes over RoPE's, 2 × 40 tokens: rope (" in console.file.getvalue()
     assert "coca-exact, a prompt of 100 tokens: " in console.file.getvalue()
+
+
+def test_grouped_heads_of_another_width_are_timed_end_to_end() -> None:
+    steps = decode.run("tiny", **(SMALL | {"prompts": [50]}), compile="none", group=2, head_dim=16)
+    rows = [row for _, new in steps for row in new if row["kind"] in ("decode", "best", "prefill")]
+    assert {row["kind"] for row in rows} == {"decode", "best", "prefill"}
+    assert all((row["heads"], row["key_heads"], row["head_dim"]) == (8, 4, 16) for row in rows)
+    [rope] = [row for row in rows if row["kind"] == "decode" and row["attention"] == "rope"]
+    slots = rope["cache_bytes"] // (2 * 4 * 4 * 16 * 4 * 2)  # texts, layers, key heads, width, bytes, k and v
+    assert slots >= 40
+    assert rope["cache_bytes"] % (2 * 4 * 4 * 16 * 4 * 2) == 0
+    for wrong, message in (({"group": 3}, "group must divide the 4 heads, got 3"), ({"head_dim": 48}, "head_dim must")):
+        with pytest.raises(ValueError, match=message):
+            next(decode.run("tiny", **SMALL, **wrong))
 
 
 @pytest.mark.parametrize(("compile", "expected"), [("none", set()), ("one", {(50, 2)}), ("all", {(50, 2), (50, 1)})])
@@ -101,6 +119,17 @@ def test_both_caches_hold_the_same_context_and_can_be_rewound(variant: str) -> N
     other = FarspanCache(model.config)
     decode.fill(other, model.config, 2, 40, 2, model.lm_head.weight)
     assert not torch.equal(other.layers[0].values, decoder.cache.layers[0].values[:, :, :40])
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+@pytest.mark.parametrize("variant", decode.VARIANTS)
+def test_a_step_reads_its_weights_and_its_cache(variant: str, mode: str) -> None:
+    """In a growing cache the context, in a static one on SDPA every slot; of a tied embedding the head."""
+    model = decode.make_model("tiny", variant, "cpu", 0)
+    decoder = decode.Decoder(model, mode, 128, 2, room=20, seed=1)
+    table = 0 if model.config.tie_word_embeddings else model.get_input_embeddings().weight.nbytes
+    weights = sum(p.nbytes for p in model.parameters()) - table
+    assert decoder.bytes_a_step == weights + decoder.cache.nbytes
 
 
 @pytest.fixture
@@ -207,6 +236,22 @@ def test_no_figures_when_a_mode_differs(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch, "compile", lambda model, **_: model)
     with pytest.raises(ResultsDifferError, match="rope, compiled: logits differ from the eager ones by"):
         decode.decode(models, "compiled", 40, 2, **options)
+
+
+def test_no_figures_when_a_prompt_is_read_wrongly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts are timed as often as asked, and what the last reading ended with is compared."""
+    models = {name: decode.make_model("tiny", name, "cpu", 0) for name in ("rope", "coca-exact")}
+    monkeypatch.setattr(decode, "CHUNK", 16)
+    rows = decode.prefill(models, 40, device="cpu", repeats=5)
+    assert all(len(row["seconds"]) == 5 and row["error_as_timed"] <= 1e-5 for row in rows)
+    right = F.scaled_dot_product_attention
+
+    def attend(q, *args, **options):
+        return right(q, *args, **options) * (q.dtype == torch.float64)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attend)
+    with pytest.raises(ResultsDifferError, match="rope, a prompt of 40 tokens: what is timed differs"):
+        decode.prefill(models, 40, device="cpu", repeats=1)
 
 
 def test_a_mode_that_cannot_run_is_missing_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,10 +103,26 @@ def test_no_figures_when_a_layer_is_wrong(monkeypatch: pytest.MonkeyPatch, dtype
 
 def test_no_figures_when_a_compiled_layer_is_wrong() -> None:
     want = torch.randn(4, 4)
-    assert layer_checks.check_as_timed("rope", want.clone(), want)["error"] == 0
+    results = {"d input": want.clone(), "d q_proj.weight": 3 * want}
+    assert layer_checks.check_as_timed("rope", results, [want, 3 * want])["error"] == 0
     for wrong in (want + 0.01, want * torch.nan):
-        with pytest.raises(ResultsDifferError, match="1 of 1 layers fail their check: rope"):
-            layer_checks.check_as_timed("rope", wrong, want)
+        with pytest.raises(ResultsDifferError, match=r"1 of 1 layers fail their check: rope, d q_proj\.weight"):
+            layer_checks.check_as_timed("rope", results | {"d q_proj.weight": wrong}, [want, want])
+
+
+def test_a_training_step_of_a_compiled_layer_is_checked_in_every_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One whose gradient of the input is right, while that of a single weight is not."""
+    [shape] = layer.shapes([16], [1], "cpu")
+    options = {"device": "cpu", "dtype": torch.float32, "repeats": 1, "only": {"rope"}, "peak": 1e12}
+    right = layer.as_call
+
+    def off(made, run, x, passes):
+        step = right(made, run, x, passes)
+        return step if run is made else lambda: (*(got := step())[:-1], 1.01 * got[-1])
+
+    monkeypatch.setattr(layer, "as_call", off)
+    with pytest.raises(ResultsDifferError, match=r"rope, d o_proj\.weight: 1\.0e-02 \(allowed: 1\.0e-04\)"):
+        layer.compare(shape, "forward and backward", **options)
 
 
 def test_the_named_shapes_and_what_is_too_large_for_them() -> None:
@@ -128,7 +144,7 @@ def test_the_named_shapes_and_what_is_too_large_for_them() -> None:
         (["layer", "--quick", "--lengths", ""], "--lengths must be whole numbers"),
         (["decode", "--compile", "some"], "--compile must be one, all or none, got 'some'"),
         (["decode", "--preset", "7b", "--contexts", "8", "--prompts", "none"], "preset"),
-        (["decode", "--batch", "0"], "--batch must be whole numbers"),
+        (["decode", "--batch", "0"], "--batch must be whole numbers ≥ 1 separated by commas, got '0'; try --batch 1,8"),
     ],
 )
 def test_bad_input_exits_2_with_one_line(

@@ -12,6 +12,7 @@ import torch
 pytest.importorskip("triton", reason="needs triton (pip install farspan[gpu])")
 
 from farspan.benchmark import kernel_checks, kernels, tuning
+from farspan.benchmark.agree import ResultsDifferError
 from farspan.benchmark.ahead import compile_ahead
 from farspan.benchmark.clock import UNFAIR, Times, clock
 from farspan.ops import launch
@@ -45,6 +46,16 @@ def test_every_step_at_toy_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert prepared["best_peer"] in prepared["milliseconds"]
     assert prepared["missing"] == decode["missing"] == {}
     assert decode["speedup"]["exact"] == pytest.approx(min(peers) / ours[0])
+    for row in (row for row in rows if row["kind"] in ("decode", "prefill", "prepare")):
+        assert row["ptxas"] == rows[0]["ptxas"]
+        copies = row["copy_terabytes_a_second"]
+        assert copies["before"] > 0 < copies["after"]
+        for name, share in row.get("of_copy", {}).items():
+            assert share == pytest.approx(row["terabytes_a_second"][name] / max(copies.values()))
+    assert decode["of_copy"].keys() == {"exact", "slack"}
+    assert prepared["of_copy"].keys() == prepared["backward"]["of_copy"].keys() == {"fused"}
+    assert all(decode["error_as_timed"][form] <= decode["allowed_as_timed"][form] for form in ("exact", "slack"))
+    assert prepared["backward"]["error_as_timed"] <= prepared["backward"]["allowed_as_timed"]
 
 
 @interpreted
@@ -58,6 +69,45 @@ def test_no_figures_when_a_kernel_is_wrong(monkeypatch: pytest.MonkeyPatch, caps
     printed = capsys.readouterr()
     assert "no figures: 4 of 11 kernel checks fail: pages, 1 queries" in printed.err
     assert "×" not in printed.out
+
+
+@interpreted
+@pytest.mark.parametrize("kind", ["decode", "prefill"])
+def test_no_figures_of_a_shape_at_which_a_kernel_is_wrong(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Right where kernels are checked, and wrong where they are timed."""
+    right = kernels.half_width_attention
+    monkeypatch.setattr(kernels, "half_width_attention", lambda *args, **options: 1.1 * right(*args, **options))
+    with pytest.raises(ResultsDifferError, match=rf"exact as timed is wrong on {kind} \(2, 2, 1, 1, 70, 16\)"):
+        getattr(kernels, kind)(kernels.TOY[0], "cpu", 1)
+
+
+@interpreted
+def test_no_figures_of_a_preparation_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = kernels.coca_features
+    monkeypatch.setattr(kernels, "coca_features", lambda *args, **options: [1.1 * x for x in right(*args, **options)])
+    with pytest.raises(ResultsDifferError, match=r"fused as timed is wrong on prepare exact \(2, 2, 1, 1, 70, 16\)"):
+        kernels.prepare(kernels.TOY[0], "exact", "cpu", 1)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--repeats", "0"], "--repeats must be ≥ 1, got 0; try --repeats 30\n"),
+        (["--out", str(Path(__file__).parent)], "out must take the result, could not write"),
+    ],
+)
+def test_bad_input_exits_2_with_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, arguments: list[str], message: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--toy", *arguments])
+    with pytest.raises(SystemExit) as exit_:
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    printed = capsys.readouterr()
+    assert exit_.value.code == 2
+    assert message in printed.err
+    assert len(printed.err.splitlines()) == 1
+    assert not printed.out  # noticed before anything is measured
 
 
 @interpreted

@@ -52,12 +52,12 @@ def options(
     """Transformers that work far beyond the length they were trained on."""
 
 
-def whole_numbers(text: str, option: str = "--lengths") -> list[int]:
+def whole_numbers(text: str, option: str = "--lengths", example: str = "2048,8192") -> list[int]:
     """ "512,1024" → [512, 1024]."""
     try:
         numbers = [int(part) for part in text.split(",")]
     except ValueError:
         numbers = []
     if not numbers or min(numbers) < 1:
-        fail(f"{option} must be whole numbers ≥ 1 separated by commas, got {text!r}; try {option} 2048,8192")
+        fail(f"{option} must be whole numbers ≥ 1 separated by commas, got {text!r}; try {option} {example}")
     return numbers

@@ -4,11 +4,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from farspan_cli.app import fail, whole_numbers
-from farspan_cli.bench import Row, bench, check_device, collect, write
+from farspan_cli.bench import bench, check_device, collect, tell
+from farspan_cli.bench_tables import make_console, show_decode, show_layer
 
 
 @bench.command("layer")
@@ -37,12 +36,12 @@ def bench_layer(
     chosen = whole_numbers(usual if lengths is None else lengths)
     from farspan.benchmark import layer
 
-    shapes = layer.shapes(chosen, whole_numbers(groups, "--groups"), device)
-    console, widths = Console(), len({(shape.d, shape.h // shape.g) for shape in shapes})
+    shapes = layer.shapes(chosen, whole_numbers(groups, "--groups", "1,4"), device)
+    console, widths = make_console(), len({(shape.d, shape.h // shape.g) for shape in shapes})
     steps = layer.run(shapes, repeats=repeats, only=layer.QUICK if quick else None, device=device, seed=seed)
-    rows = collect(steps, 1 + widths + len(shapes) * len(layer.PASSES), console)
+    rows = collect(steps, 1 + widths + len(shapes) * len(layer.PASSES), console, out, device, seed)
     show_layer(console, rows)
-    write(out, rows, device, seed, console)
+    tell(out, console)
 
 
 @bench.command("decode")
@@ -55,6 +54,10 @@ def bench_decode(
         str, typer.Option(help="torch.compile: all, none, or one: at the longest context and the first batch.")
     ] = "one",
     repeats: Annotated[int, typer.Option(help="Timings, of 8 tokens each; the median counts.", min=1)] = 10,
+    group: Annotated[int, typer.Option(help="Query heads a key head.", min=1)] = 1,
+    head_dim: Annotated[
+        int | None, typer.Option(help="Width of a head, and so their number.", min=2, show_default="the preset's")
+    ] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="The longest context and shortest prompt; no compile.")
     ] = False,
@@ -77,13 +80,13 @@ def bench_decode(
     if compile not in ("one", "all", "none"):
         fail(f"--compile must be one, all or none, got {compile!r}; name one of them")
     check_device(device)
-    lengths, batches = whole_numbers(contexts, "--contexts"), whole_numbers(batch, "--batch")
+    lengths, batches = whole_numbers(contexts, "--contexts"), whole_numbers(batch, "--batch", "1,8")
     reads = [] if prompts == "none" else whole_numbers(prompts, "--prompts")
     if quick:
         lengths, reads, compile = [max(lengths)], sorted(reads)[:1], "none"
     from farspan.benchmark import decode
 
-    console = Console()
+    console = make_console()
     steps = decode.run(
         preset,
         contexts=lengths,
@@ -91,76 +94,13 @@ def bench_decode(
         prompts=reads,
         compile=compile,
         repeats=repeats,
+        group=group,
+        head_dim=head_dim,
         device=device,
         seed=seed,
     )
     pairs = len(lengths) * len(batches)
     compiled = {"none": 0, "one": 1, "all": pairs}[compile]
-    rows = collect(steps, 3 * pairs + compiled + len(reads) + (device != "cuda"), console)
+    rows = collect(steps, 3 * pairs + compiled + len(reads) + (device != "cuda"), console, out, device, seed)
     show_decode(console, rows, absolute=device == "cuda")
-    write(out, rows, device, seed, console)
-
-
-def show_layer(console: Console, rows: list[Row]) -> None:
-    """Ratios of times to the best RoPE layer's, the share of the matrix peak, and memory."""
-    found = [row for row in rows if row["kind"] == "layer"]
-    for row in found:
-        title = f"{row['passes']}, {row['b']} × {row['n']:,} tokens, {row['h']} heads of {row['d']} on {row['g']}"
-        table = Table("layer", "ms", "time / best RoPE", "time / same kernel", "of matrix peak", "peak", title=title)
-        for column in table.columns[1:]:
-            column.justify = "right"
-        for name, times in row["milliseconds"].items():
-            table.add_row(
-                name + (" (best)" if name == row["best_rope"] else ""),
-                f"{times['median']:.3f}",
-                _ratio(row["time_over_best_rope"].get(name)),
-                _ratio(row["time_over_same_kernel"].get(name)),
-                f"{row['of_matmul_peak'][name]:.1%}",
-                f"{row['peak_bytes'][name] / 1e9:.2f} GB",
-            )
-        console.print(table)
-    for line in sorted({f"{name}: {why}" for row in found for name, why in row["missing"].items()}):
-        console.print(f"missing: {line}")
-    checks = [row for row in rows if row["kind"] == "check" and "error" in row]
-    worst = max(checks, key=lambda row: row["error"] / row["allowed"])
-    console.print(
-        f"checked against float64: the worst of {len(checks)} is {worst['attention']}, {worst['of']}, with an error of "
-        f"{worst['error']:.1e} of the largest number (allowed: {worst['allowed']:.1e})"
-    )
-
-
-def show_decode(console: Console, rows: list[Row], *, absolute: bool) -> None:
-    """Ratios to RoPE; tokens a second only from a GPU, as those of a shared CPU mean little."""
-    table = Table(
-        "after", "texts", "mode", "attention", "on", "reads", "tokens/s", "speed / RoPE", "cache / RoPE", "peak"
-    )
-    for column in table.columns[6:]:
-        column.justify = "right"
-    for row in (row for row in rows if row["kind"] == "decode"):
-        table.add_row(
-            f"{row['context']:,}",
-            str(row["batch"]),
-            row["mode"],
-            row["attention"],
-            row["decodes_on"],
-            row["reads"],
-            f"{row['tokens_per_second']:,.0f}" if absolute else "–",
-            _ratio(row["speed_over_rope"]),
-            f"{row['cache_over_rope']:.2f}",
-            f"{row['peak_bytes'] / 1e9:.2f} GB",
-        )
-    console.print(table)
-    for row in (row for row in rows if row["kind"] == "best"):
-        each = [f"{name} ({x['mode']}) {x['speed_over_rope']:.2f}" for name, x in row["each"].items()]
-        console.print(f"best of all modes over RoPE's, {row['batch']} × {row['context']:,} tokens: {', '.join(each)}")
-    for row in (row for row in rows if row["kind"] == "prefill"):
-        console.print(
-            f"{row['attention']}, a prompt of {row['length']:,} tokens: {row['speed_over_rope']:.2f}× RoPE's speed, "
-            f"peak {row['peak_bytes'] / 1e9:.2f} GB"
-        )
-    for line in sorted({f"{row['mode']}: {row['why']}" for row in rows if row["kind"] == "missing"}):
-        console.print(f"missing: {line}")
-
-
-def _ratio(found: dict[str, float] | None) -> str:
-    return "–" if found is None else f"{found['median']:.3f} ({found['low']:.3f}–{found['high']:.3f})"
+    tell(out, console)

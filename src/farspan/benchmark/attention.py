@@ -11,6 +11,7 @@ from torch import Tensor
 from farspan.benchmark.agree import ResultsDifferError, agree
 from farspan.benchmark.clock import quantiles
 from farspan.benchmark.measure import in_fresh_process, in_turn, measure
+from farspan.benchmark.truth import as_timed, wider
 from farspan.layers import AlibiAttention, Attention, CocaAttention, LayerCache, RopeAttention
 from farspan.models import FarspanCache, FarspanConfig, FarspanForCausalLM
 from farspan.ops import Rotary, alibi_attention, coca_attention, rope_attention
@@ -33,6 +34,8 @@ DECODERS: dict[str, dict[str, Any]] = {
     "coca-exact, rotated cache": {"attention": "coca-exact", "cache_layout": "rotated"},
     "coca-slack, half-width cache": {"attention": "coca-slack"},
 }
+CHECKED = 4
+"""Tokens at each of four places of a text whose outputs are compared: the equations take N×d numbers for each."""
 PREFILL_LENGTHS = (512, 2048)
 DECODE_LENGTHS = (512, 2048, 8192)
 
@@ -93,7 +96,12 @@ def _layer(name: str, length: int, repeats: int, device: str, seed: int) -> dict
     torch.manual_seed(seed)
     layer, x = LAYERS[name]().to(device), torch.randn(1, length, HEADS * WIDTH, device=device)
     layer(x[:, :64])  # load kernels and start threads, which are not this layer's memory
-    result = measure(lambda: layer(x), repeats=repeats, device=device)
+    kept: dict[str, Tensor] = {}
+    result = measure(lambda: kept.update(out=layer(x)), repeats=repeats, device=device)
+    ends = [max(CHECKED, length * part // 3) for part in range(4)]
+    out = torch.cat([kept["out"][:, end - CHECKED : end] for end in ends], dim=1)
+    times = quantiles(result.seconds or [result.median])
+    truth = torch.cat([_last_outputs(layer, x[:, :end]) for end in ends], dim=1)
     return {
         "kind": "layer",
         "attention": name,
@@ -102,8 +110,26 @@ def _layer(name: str, length: int, repeats: int, device: str, seed: int) -> dict
         "head_dim": WIDTH,
         "seconds": result.seconds,
         "median": result.median,
+        "low": times.low,
+        "high": times.high,
         "peak_bytes": result.peak_bytes,
+        **as_timed(f"{name} layer, {length} tokens", out, truth),
     }
+
+
+def _last_outputs(layer: Attention, x: Tensor) -> Tensor:
+    """Outputs (b, CHECKED, width) of the last tokens by the equations in float64; the layer is left in float64."""
+    q, k, v = layer.double().project(x.double())
+    q, spec = q[:, :, -CHECKED:], layer.spec
+    options: dict[str, Any] = {"window": spec.window, "backend": "reference"}
+    if spec.kind == "alibi":
+        out = alibi_attention(q, k, v, **options)
+    elif spec.kind == "rope":
+        out = rope_attention(q, k, v, rotary=layer.rotary, **options)
+    else:
+        out = coca_attention(q, k, v, rotary=layer.rotary, form=layer.form, **options)
+    projected: Tensor = layer.o_proj(out.transpose(1, 2).flatten(2))
+    return projected
 
 
 def _models(device: str, seed: int) -> dict[str, FarspanForCausalLM]:
@@ -118,48 +144,86 @@ def _models(device: str, seed: int) -> dict[str, FarspanForCausalLM]:
     return models
 
 
+class Text:
+    """A text as it grows, in one model's cache, and the logits of its newest token."""
+
+    def __init__(self, model: FarspanForCausalLM, ids: Tensor) -> None:
+        self.model, self.ids = model, ids
+        self.cache = FarspanCache(model.config)
+        self.logits = torch.empty(0)
+
+    def read(self) -> None:
+        """The whole text into an empty cache."""
+        self.cache = FarspanCache(self.model.config)
+        self.logits = self.model(self.ids, past_key_values=self.cache, logits_to_keep=1).logits[:, -1]
+
+    def step(self, token: Tensor) -> None:
+        """One token more."""
+        self.logits = self.model(token, past_key_values=self.cache).logits[:, -1]
+
+    def truth(self, token: Tensor) -> Tensor:
+        """What the newest logits should be: of the same weights on the whole text, without a cache, in float64."""
+        more = token.expand(-1, self.cache.get_seq_length() - self.ids.shape[1])
+        whole = torch.cat((self.ids, more), dim=1)
+        logits: Tensor = wider(self.model)(whole, use_cache=False, logits_to_keep=1).logits
+        return logits[:, -1]
+
+
 @torch.no_grad()
 def _prefill(length: int, repeats: int, device: str, seed: int) -> list[dict[str, Any]]:
     """`length` tokens through two layers into an empty cache."""
-    models = _models(device, seed)
-    ids = torch.randint(0, 256, (1, length), device=device)
-    calls = {name: partial(_read, model, ids) for name, model in models.items()}
-    return _against_rope("prefill", length, calls, repeats, device)
+    texts = _texts(length, device, seed)
+    return _against_rope("prefill", length, texts, {name: x.read for name, x in texts.items()}, repeats, device)
 
 
 @torch.no_grad()
 def _decode(length: int, repeats: int, device: str, seed: int) -> list[dict[str, Any]]:
     """One token through two layers with `length` tokens in the cache."""
-    models, caches = _models(device, seed), {}
-    for name, model in models.items():
-        caches[name] = _read(model, torch.randint(0, 256, (1, length), device=device))
-    token = torch.zeros(1, 1, dtype=torch.long, device=device)
-    calls = {name: partial(model, token, past_key_values=caches[name]) for name, model in models.items()}
-    rows = _against_rope("decode", length, calls, repeats, device)
+    texts, calls = _texts(length, device, seed), {}
+    for name, text in texts.items():
+        text.read()
+        calls[name] = partial(text.step, _token(device))
+    rows = _against_rope("decode", length, texts, calls, repeats, device)
     for row in rows:
-        cache = caches[row["attention"]]
+        cache = texts[row["attention"]].cache
         row["bytes_a_token"] = cache.nbytes // cache.get_seq_length()
     return rows
 
 
-def _read(model: FarspanForCausalLM, ids: Tensor) -> FarspanCache:
-    cache = FarspanCache(model.config)
-    model(ids, past_key_values=cache, logits_to_keep=1)
-    return cache
+def _texts(length: int, device: str, seed: int) -> dict[str, Text]:
+    models = _models(device, seed)
+    ids = torch.randint(0, 256, (1, length), device=device)
+    return {name: Text(model, ids) for name, model in models.items()}
+
+
+def _token(device: str) -> Tensor:
+    """The token that is given again and again."""
+    return torch.zeros(1, 1, dtype=torch.long, device=device)
 
 
 def _against_rope(
-    kind: str, length: int, calls: Mapping[str, Callable[[], Any]], repeats: int, device: str
+    kind: str,
+    length: int,
+    texts: Mapping[str, Text],
+    calls: Mapping[str, Callable[[], None]],
+    repeats: int,
+    device: str,
 ) -> list[dict[str, Any]]:
-    """One row a contestant; its calls and RoPE's are neighbours in time, so that drift does not enter the ratio."""
+    """One row a contestant; its calls and RoPE's are neighbours in time, so that drift does not enter the ratio.
+
+    Each has the difference of the last timed call's logits from float64; one that is too large leaves no row at all.
+    """
     in_turn(calls, repeats=2, device=device)  # warms up, and makes room in the caches
     seconds, rows = in_turn(calls, repeats=repeats, device=device), []
+    truths: dict[str, Tensor] = {}  # of one attention the weights are the same, whatever its cache holds
     for name, found in seconds.items():
         ratio = quantiles([ours / theirs for ours, theirs in zip(found, seconds["rope"], strict=True)])
         over = {"median": ratio.median, "low": ratio.low, "high": ratio.high}
-        rows.append(
-            {"kind": kind, "attention": name, "length": length, "median": statistics.median(found), "over_rope": over}
-        )
+        row = {"kind": kind, "attention": name, "length": length, "median": statistics.median(found), "over_rope": over}
+        attention = str(DECODERS[name]["attention"])
+        if attention not in truths:
+            truths[attention] = texts[name].truth(_token(device))
+        rows.append(row | as_timed(f"{kind} of {length}, {name}", texts[name].logits, truths[attention]))
     return rows
 
 

@@ -1,12 +1,12 @@
 """How long a call takes on a device: medians with quantiles, caches cold, launches out of the picture."""
 
-import random
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+
+from farspan.benchmark.measure import drawn_orders, in_turn, measure_once
 
 FLUSH = 2**28
 """Bytes written between two timings, so that no call finds its inputs in the cache: five times an H200's."""
@@ -35,7 +35,7 @@ def clock(call: Callable[[], Any], *, device: str, repeats: int, graph: bool = T
     """
     call()
     if not device.startswith("cuda"):
-        return quantiles([_once(call) for _ in range(repeats)], False)
+        return quantiles([measure_once(call, device) for _ in range(repeats)], False)
     torch.cuda.synchronize()
     if graph:
         call = captured(call)
@@ -53,9 +53,7 @@ def clock(call: Callable[[], Any], *, device: str, repeats: int, graph: bool = T
 def clock_in_turn(calls: dict[str, Callable[[], Any]], *, device: str, repeats: int) -> dict[str, list[float]]:
     """Seconds of each call, `repeats` of them, taken in turn after one round that warms up; no CUDA graphs.
 
-    The i-th figures of two calls come from one round, so that the ratios of pairs are free of drift. Each round has an
-    order of its own, drawn from the same seed each time: a GPU at its limit of power is slower right after a call that
-    asked much of it, and no call should always have the same one before it.
+    As :func:`in_turn` does, but on a GPU between events, with its caches cold.
 
     >>> found = clock_in_turn({"one": lambda: sum(range(10)), "other": lambda: None}, device="cpu", repeats=3)
     >>> {name: len(seconds) for name, seconds in found.items()}
@@ -63,15 +61,12 @@ def clock_in_turn(calls: dict[str, Callable[[], Any]], *, device: str, repeats: 
     """
     for call in calls.values():
         call()
-    drawn = random.Random(0)
-    orders = [drawn.sample(list(calls), len(calls)) for _ in range(repeats)]
     if not device.startswith("cuda"):
-        rounds = [{name: _once(calls[name]) for name in order} for order in orders]
-        return {name: [found[name] for found in rounds] for name in calls}
+        return in_turn(calls, repeats=repeats, device=device)
     torch.cuda.synchronize()
     waste = torch.empty(FLUSH, dtype=torch.int8, device=device)
     events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in calls}
-    for order in orders:
+    for order in drawn_orders(calls, repeats):
         for name in order:
             start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             waste.zero_()
@@ -118,12 +113,6 @@ def captured(call: Callable[[], Any]) -> Callable[[], None]:
     with torch.cuda.graph(graph):
         call()
     return graph.replay
-
-
-def _once(call: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
 
 
 def quantiles(seconds: list[float], graph: bool = False) -> Times:

@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from farspan.benchmark.agree import ResultsDifferError, agree
-from farspan.benchmark.attention import HEADS, WIDTH
+from farspan.benchmark.attention import CHECKED, HEADS, WIDTH
 from farspan.benchmark.measure import in_fresh_process, in_turn, measure
+from farspan.benchmark.truth import as_timed
 from farspan.ops import Rotary, cosformer_attention, linear_coca_attention
 from farspan.ops.cosformer.kernel import BEYOND
 
@@ -96,7 +97,10 @@ def _check(device: str, seed: int) -> dict[str, Any]:
 def _length(length: int, repeats: int, device: str, seed: int) -> dict[str, Any]:
     q, k, v = _inputs(length, device, seed)
     cosformer_attention(q[:, :, :64], k[:, :, :64], v[:, :, :64], max_length=64)  # load kernels and start threads
-    result = measure(lambda: cosformer_attention(q, k, v, max_length=length), repeats=repeats, device=device)
+    kept: dict[str, Tensor] = {}
+    result = measure(
+        lambda: kept.update(out=cosformer_attention(q, k, v, max_length=length)), repeats=repeats, device=device
+    )
     return {
         "kind": "length",
         "length": length,
@@ -105,7 +109,15 @@ def _length(length: int, repeats: int, device: str, seed: int) -> dict[str, Any]
         "seconds": result.seconds,
         "median": result.median,
         "peak_bytes": result.peak_bytes,
+        **_check_last(kept["out"], q, k, v),
     }
+
+
+def _check_last(out: Tensor, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Any]:
+    """Fields of a row: how far the last outputs of a timed call are from the definition in float64."""
+    n, query = k.shape[2], q[:, :, -CHECKED:].double()
+    want = cosformer_attention(query, k.double(), v.double(), max_length=n, backend="reference")
+    return as_timed(f"cosformer, {n} tokens", out[:, :, -CHECKED:], want)
 
 
 @torch.no_grad()
@@ -116,12 +128,12 @@ def _against_softmax(length: int, repeats: int, device: str, seed: int) -> dict[
         "cosformer": lambda: cosformer_attention(q, k, v, max_length=length),
         "softmax": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True),
     }
-    for call in calls.values():
-        call()
+    outs = {name: call() for name, call in calls.items()}
+    checked = _check_last(outs["cosformer"], q, k, v)
     seconds = in_turn(calls, repeats=repeats, device=device)
     ratios = [theirs / ours for ours, theirs in zip(seconds["cosformer"], seconds["softmax"], strict=True)]
     row: dict[str, Any] = {"kind": "softmax", "length": length, "heads": HEADS, "head_dim": WIDTH}
-    return row | {"seconds": seconds, "speedup": statistics.median(ratios)}
+    return row | {"seconds": seconds, "speedup": statistics.median(ratios)} | checked
 
 
 def _against_published(length: int, passes: str, repeats: int, device: str, seed: int) -> dict[str, Any]:

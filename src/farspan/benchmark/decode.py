@@ -10,10 +10,21 @@ import torch
 from torch import Tensor
 
 from farspan.benchmark.agree import ResultsDifferError
-from farspan.benchmark.clock import quantiles
-from farspan.benchmark.decoder import AT_ONCE, KERNEL, VARIANTS, Decoder, fill, make_model, orders_for, why_no_kernel
+from farspan.benchmark.clock import copy_speed, quantiles
+from farspan.benchmark.decoder import (
+    AT_ONCE,
+    KERNEL,
+    VARIANTS,
+    Decoder,
+    fill,
+    heads_of,
+    make_model,
+    orders_for,
+    why_no_kernel,
+)
 from farspan.benchmark.layer_checks import reason
 from farspan.benchmark.measure import in_turn, measure
+from farspan.benchmark.truth import as_timed, wider
 from farspan.models import FarspanCache, FarspanForCausalLM
 
 MODES = ("eager", "graph", "compiled")
@@ -36,6 +47,8 @@ def run(
     prompts: Sequence[int] = (32_768, 131_072),
     compile: str = "one",
     repeats: int = 10,
+    group: int = 1,
+    head_dim: int | None = None,
     device: str = "cpu",
     seed: int = 0,
 ) -> Rows:
@@ -49,8 +62,11 @@ def run(
         contexts, batches: each decoded after each; the context is random numbers written into the cache.
         prompts: lengths of prompts of random tokens to read, in chunks, one text.
         compile: "all", or "none", or "one": at the longest context and the first batch, as it takes long.
+        group, head_dim: query heads a key head, and their width if not the preset's (:func:`heads_of`); rows say which.
     """
-    models = {variant: make_model(preset, variant, device, seed) for variant in VARIANTS}
+    fields = heads_of(preset, group, head_dim)
+    models = {variant: make_model(preset, variant, device, seed, **fields) for variant in VARIANTS}
+    sizes = dict(zip(("heads", "key_heads", "head_dim"), fields.values(), strict=True))
     for why in {why_no_kernel(model.config, device) for model in models.values()} - {None}:
         yield KERNEL, [{"kind": "missing", "mode": KERNEL, "why": why}]
     for context in contexts:
@@ -63,10 +79,11 @@ def run(
                 shared: dict[str, Any] = {"device": device, "seed": seed, "eager": eager, "orders": orders}
                 rows = decode(models, mode, context, batch, repeats=repeats, **shared)
                 found += rows
-                yield f"{mode}, {batch} × {context} tokens", rows
-            yield f"best, {batch} × {context} tokens", best(found)
+                yield f"{mode}, {batch} × {context} tokens", [row | sizes for row in rows]
+            yield f"best, {batch} × {context} tokens", [row | sizes for row in best(found)]
     for length in prompts:
-        yield f"prompt of {length} tokens", prefill(models, length, device=device)
+        rows = prefill(models, length, device=device, repeats=repeats)
+        yield f"prompt of {length} tokens", [row | sizes for row in rows]
 
 
 def decode(
@@ -106,14 +123,18 @@ def decode(
             decoder.rewind()
             figures[name] = check(decoder, name, mode, batch, seed, eager)
             figures[name] |= {"decodes_on": decoder.decodes_on, "reads": decoder.reads}
+            figures[name] |= {"bytes_a_step": decoder.bytes_a_step}
             held, weights = decoder.cache.nbytes, sum(p.numel() * p.element_size() for p in model.parameters())
             figures[name] |= {"cache_bytes": held, "weight_bytes": weights, "peak_bytes": held + weights + extra}
     except RuntimeError as error:
         if mode == "eager" or isinstance(error, ResultsDifferError):
             raise
         return [{"kind": "missing", **label, "why": reason(error)}]
+    size = 2**31 if device == "cuda" else 2**22
+    before = copy_speed(device, size)
     seconds = in_turn({name: x.several for name, x in decoders.items()}, repeats=repeats + 1, device=device)
-    return report(label, {name: found[1:] for name, found in seconds.items()}, figures)  # the first one warms up
+    copies = {"before": before, "after": copy_speed(device, size)}
+    return report(label, {name: found[1:] for name, found in seconds.items()}, figures, copies)  # the first warms up
 
 
 def best(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -141,12 +162,19 @@ def best(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def report(
-    label: dict[str, Any], seconds: dict[str, list[float]], figures: dict[str, dict[str, Any]]
+    label: dict[str, Any],
+    seconds: dict[str, list[float]],
+    figures: dict[str, dict[str, Any]],
+    copies: dict[str, float],
 ) -> list[dict[str, Any]]:
-    """One row for each model, with its tokens a second and those of the first; ratios are of neighbours in time."""
+    """One row for each model, with its tokens a second and those of the first; ratios are of neighbours in time.
+
+    `of_copy`: what it reads a second, as a part of the better of the copies right before and after.
+    """
     first, rows = next(iter(seconds)), []
     for name, found in seconds.items():
         times = quantiles([x / AT_ONCE for x in found])
+        rate = figures[name]["bytes_a_step"] / times.median / 1e12
         speedup = quantiles([theirs / ours for ours, theirs in zip(found, seconds[first], strict=True)])
         rows.append(
             {
@@ -157,6 +185,9 @@ def report(
                 "tokens_per_second": label["batch"] / times.median,
                 f"speed_over_{first}": {"median": speedup.median, "low": speedup.low, "high": speedup.high},
                 f"cache_over_{first}": figures[name]["cache_bytes"] / figures[first]["cache_bytes"],
+                "terabytes_a_second": rate,
+                "copy_terabytes_a_second": copies,
+                "of_copy": rate / max(copies.values()),
                 **figures[name],
             }
         )
@@ -222,31 +253,44 @@ def exact(decoder: Decoder, tokens: Tensor, batch: int, seed: int) -> Tensor:
     return torch.stack(steps)
 
 
-def prefill(
-    models: dict[str, FarspanForCausalLM], length: int, *, device: str, repeats: int = 2
-) -> list[dict[str, Any]]:
-    """One row for each model: reading a prompt of random tokens through a growing cache, chunk by chunk."""
+@torch.no_grad()
+def prefill(models: dict[str, FarspanForCausalLM], length: int, *, device: str, repeats: int) -> list[dict[str, Any]]:
+    """One row for each model: reading a prompt of random tokens through a growing cache, chunk by chunk.
+
+    Raises:
+        ResultsDifferError: the logits that the last timed reading ended with are not those of the same weights in a
+            wider dtype (:func:`as_timed`).
+    """
     first = next(iter(models))
     vocabulary = models[first].config.vocab_size
     ids = torch.randint(0, vocabulary, (1, length), generator=torch.Generator().manual_seed(0)).to(device)
-    calls = {name: partial(read, model, ids) for name, model in models.items()}
+    kept: dict[str, Tensor] = {}
+    calls = {name: partial(_keep, kept, name, model, ids) for name, model in models.items()}
     peaks = {name: measure(call, repeats=0, device=device).peak_bytes for name, call in calls.items()}
     seconds = in_turn(calls, repeats=repeats, device=device)
-    rows = []
+    rows, truths = [], {}
     for name, model in models.items():
+        attention = str(model.config.attention)  # those of CoCA have the same weights, whatever their caches hold
+        if attention not in truths:
+            truths[attention] = read(wider(model), ids)
+        checked = as_timed(f"{name}, a prompt of {length} tokens", kept[name], truths[attention])
         weights = sum(p.numel() * p.element_size() for p in model.parameters())
         median = statistics.median(seconds[name])
         row = {"kind": "prefill", "attention": name, "length": length, "batch": 1, "chunk": CHUNK}
         row |= {"seconds": seconds[name], "tokens_per_second": length / median, "weight_bytes": weights}
         row |= {f"speed_over_{first}": statistics.median(seconds[first]) / median}
-        rows.append(row | {"peak_bytes": weights + peaks[name]})
+        rows.append(row | {"peak_bytes": weights + peaks[name]} | checked)
     return rows
 
 
+def _keep(kept: dict[str, Tensor], name: str, model: FarspanForCausalLM, ids: Tensor) -> None:
+    kept[name] = read(model, ids)
+
+
 @torch.no_grad()
-def read(model: FarspanForCausalLM, ids: Tensor) -> int:
-    """Read a prompt; the bytes of its cache."""
+def read(model: FarspanForCausalLM, ids: Tensor) -> Tensor:
+    """Read a prompt (1, n); the logits (1, vocabulary) after its last token."""
     cache = FarspanCache(model.config)
     for piece in ids.split(CHUNK, dim=1):
-        model(piece, past_key_values=cache, logits_to_keep=1)
-    return cache.nbytes
+        logits: Tensor = model(piece, past_key_values=cache, logits_to_keep=1).logits[:, -1]
+    return logits

@@ -11,6 +11,7 @@ from transformers.cache_utils import DynamicLayer, StaticLayer
 
 from farspan.benchmark.clock import captured
 from farspan.benchmark.measure import in_turn
+from farspan.errors import require
 from farspan.models import FarspanCache, FarspanConfig, FarspanForCausalLM
 from farspan.ops.coca.decoding import Case, half_width_refusal
 
@@ -30,10 +31,25 @@ AT_ONCE = 8
 """Tokens a timing."""
 
 
-def make_model(preset: str, variant: str, device: str, seed: int) -> FarspanForCausalLM:
-    """One of :data:`VARIANTS`; those of CoCA have the same weights."""
+def heads_of(preset: str, group: int = 1, head_dim: int | None = None) -> dict[str, int]:
+    """Fields of a configuration: heads of another width, and so another number of them, a key head for each group.
+
+    >>> heads_of("350m", group=4, head_dim=128)
+    {'num_attention_heads': 8, 'num_key_value_heads': 2, 'head_dim': 128}
+    """
+    config = FarspanConfig.preset(preset)
+    width, hidden = head_dim or config.head_dim, config.hidden_size
+    assert width is not None
+    require(hidden % width == 0, f"head_dim must divide the hidden size {hidden}, got {width}; try {config.head_dim}")
+    heads = hidden // width
+    require(heads % group == 0, f"group must divide the {heads} heads, got {group}; try 1, one key head for each")
+    return {"num_attention_heads": heads, "num_key_value_heads": heads // group, "head_dim": width}
+
+
+def make_model(preset: str, variant: str, device: str, seed: int, **fields: int) -> FarspanForCausalLM:
+    """One of :data:`VARIANTS`, some fields replaced; those of CoCA have the same weights."""
     torch.manual_seed(seed)
-    config = FarspanConfig.preset(preset, **VARIANTS[variant])
+    config = FarspanConfig.preset(preset, **VARIANTS[variant], **fields)
     config.decode_backend = "sdpa" if why_no_kernel(config, device) else "triton"
     return FarspanForCausalLM(config).eval().to(device, torch.bfloat16 if device == "cuda" else torch.float32)
 
@@ -137,6 +153,19 @@ class Decoder:
     def reads(self) -> str:
         """Which keys a step reads: where a text in a static cache ends, a mask tells SDPA, and lengths the kernel."""
         return "text" if self.slots is None or self.decodes_on == KERNEL else f"all {self.slots} slots, masked"
+
+    @property
+    def bytes_a_step(self) -> int:
+        """What a step has to read: every weight but the table of embeddings, and the keys and values of each text."""
+        config, weight = self.model.config, self.model.lm_head.weight
+        assert config.head_dim is not None
+        assert config.num_key_value_heads is not None
+        table = 0 if config.tie_word_embeddings else self.model.model.embed_tokens.weight.numel()
+        tokens = self.context if self.reads == "text" else self.slots or self.context
+        key = config.head_dim // 2 if reads_half_width(config) else config.head_dim
+        cached = config.num_hidden_layers * config.num_key_value_heads * (key + config.head_dim)
+        weights = sum(p.numel() for p in self.model.parameters()) - table
+        return weight.element_size() * (weights + self.batch * tokens * cached)
 
     def settle(self, device: str, orders: Sequence[str | None], *, graph: bool) -> str | None:
         """Take the fastest order of SDPA's kernels, and capture the step if a `graph` of it is wanted.

@@ -1,5 +1,6 @@
 """Is every kernel right on this device? Each against the float64 equations, before its speed is worth a word."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +12,8 @@ from farspan.ops.coca.half_width import half_width_attention, half_width_attenti
 from farspan.ops.phases import rotary_steps
 
 PAGE = 16
+LAST = 4
+"""Queries of a timed call that are compared."""
 
 
 class Case(NamedTuple):
@@ -120,6 +123,32 @@ def check_case(case: Case, device: str) -> dict[str, Any]:
     truth = coca_attention_reference(*(x.double() for x in inputs), **options)
     out, plain = (coca_attention(*inputs, **options, backend=backend) for backend in ("triton", "sdpa"))
     return error_row(f"{case.name}, {case.n} of {case.m}, d {case.d}, {case.dtype}", out, truth, plain)
+
+
+@torch.no_grad()
+def check_at_size(
+    what: str, inputs: Sequence[Tensor], outs: Mapping[str, Tensor], rotary: Rotary | None
+) -> dict[str, dict[str, float]]:
+    """Fields of a row: each form's output (b, h, n, d) of q, t, v as timed, against the equations in float64.
+
+    Of one sequence and its last queries, for which the equations fit into memory.
+
+    Raises:
+        ResultsDifferError: one is farther off than :func:`error_row` allows.
+    """
+    q, t, v = (x[:1] for x in inputs)
+    q = q[:, :, -LAST:]
+    found: dict[str, dict[str, float]] = {"error_as_timed": {}, "allowed_as_timed": {}}
+    for form, out in outs.items():
+        truth = coca_attention_reference(q.double(), t.double(), v.double(), rotary=rotary, form=form)
+        plain = coca_attention(q, t, v, rotary=rotary, form=form, backend="sdpa")
+        row = error_row(form, out[:1, :, -LAST:], truth, plain)
+        if not row["error"] <= row["allowed"]:
+            raise ResultsDifferError(
+                f"{form} as timed is wrong on {what}: {row['error']:.1e} (allowed: {row['allowed']:.1e})"
+            )
+        found["error_as_timed"][form], found["allowed_as_timed"][form] = row["error"], row["allowed"]
+    return found
 
 
 @torch.no_grad()

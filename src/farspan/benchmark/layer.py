@@ -75,7 +75,7 @@ def compare(
     """The checks of each compiled layer at this shape, and one row with the figures of all."""
     layers, missing = contestants(shape, device)
     x = torch.randn(shape.b, shape.n, shape.hidden, device=device).to(dtype)
-    calls: dict[str, Callable[[], Tensor]] = {}
+    calls: dict[str, Callable[[], tuple[Tensor, ...]]] = {}
     memory: dict[str, int] = {}
     rows, wanted = [], {}
     compiler = "inductor" if device == "cuda" else "aot_eager"
@@ -100,7 +100,9 @@ def compare(
                     raise
                 missing[name] = reason(error)
                 continue
-            rows.append(check_as_timed(name, got, wanted[family]) | {"passes": passes, **shape._asdict()})
+            what = ["output"] if passes == "forward" else ["d input", *(f"d {n}" for n, _ in layer.named_parameters())]
+            checked = check_as_timed(name, dict(zip(what, got, strict=True)), wanted[family])
+            rows.append(checked | {"passes": passes, **shape._asdict()})
             calls[name] = call
         del wanted
         seconds = clock_in_turn(calls, device=device, repeats=repeats)
@@ -109,21 +111,23 @@ def compare(
     return [*rows, row | {"peak_bytes": memory, "missing": missing, "compiler": compiler, "dtype": str(dtype)}]
 
 
-def as_call(layer: Attention, run: Callable[[Tensor], Tensor], x: Tensor, passes: str) -> Callable[[], Tensor]:
-    """The layer's output; or a training step's last result, the gradient of the input."""
+def as_call(
+    layer: Attention, run: Callable[[Tensor], Tensor], x: Tensor, passes: str
+) -> Callable[[], tuple[Tensor, ...]]:
+    """The layer's output; or what a training step is for, the gradients of the input and of every weight."""
     if passes == "forward":
 
         @torch.no_grad()
-        def forward() -> Tensor:
-            return run(x)
+        def forward() -> tuple[Tensor, ...]:
+            return (run(x),)
 
         return forward
     leaves = [x.detach().requires_grad_(), *layer.parameters()]
     weights = torch.ones_like(x)
     weights[:, ::2] = -1  # a constant gradient would cancel in the softmax
 
-    def step() -> Tensor:
-        return torch.autograd.grad(run(leaves[0]), leaves, weights)[0]
+    def step() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(run(leaves[0]), leaves, weights)
 
     return step
 

@@ -1,7 +1,8 @@
 """Whether each layer of the benchmark computes its family's function: small against float64, and as it is timed."""
 
+import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,10 +10,8 @@ from torch import Tensor
 
 from farspan.benchmark.agree import ResultsDifferError
 from farspan.benchmark.layer_peers import Peer, Shape, contestants, definition, family_of
+from farspan.benchmark.truth import LOOSE, far
 from farspan.layers import Attention
-
-LOOSE = {torch.bfloat16: 0.05, torch.float32: 1e-4}
-"""How far the same function may be from itself on another kernel, as a part of the largest number."""
 
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float32: 2.0**-20}
 """What rounding alone may add to an error: one of the result, or in float32, which has toys only, of a few sums."""
@@ -25,11 +24,6 @@ def results(layer: Attention, run: Callable[[Tensor], Tensor], x: Tensor, weight
     names, leaves = zip(*layer.named_parameters(), strict=True)
     gradients = torch.autograd.grad(out, [x, *leaves], weights)
     return {"output": out.detach(), **dict(zip(("d input", *(f"d {name}" for name in names)), gradients, strict=True))}
-
-
-def far(got: Tensor, want: Tensor) -> float:
-    """The largest difference, as a part of the largest number."""
-    return float((got.double() - want.double()).abs().max() / want.double().abs().max())
 
 
 def check(shape: Shape, device: str, dtype: torch.dtype) -> list[dict[str, Any]]:
@@ -83,10 +77,15 @@ def _share(got: Tensor, plain: Tensor, truth: Tensor, least: float) -> tuple[flo
     return far(got, truth), max(least, 2 * far(plain, truth) + ROUNDING[got.dtype])
 
 
-def check_as_timed(name: str, got: Tensor, want: Tensor) -> dict[str, Any]:
-    """A row: a compiled layer at the size it is timed at, against its family's own layer as written."""
-    row = {"kind": "check as timed", "attention": name, "of": "last result", "error": far(got, want)}
-    row["allowed"] = LOOSE[got.dtype]
+def check_as_timed(name: str, got: Mapping[str, Tensor], want: Sequence[Tensor]) -> dict[str, Any]:
+    """A row: a compiled layer at the size it is timed at, against its family's own layer as written.
+
+    Its worst result counts: the output, or the gradients of the input and of each weight, all of a training step.
+    """
+    errors = {what: far(x, y) for (what, x), y in zip(got.items(), want, strict=True)}
+    worst = max(errors, key=lambda what: math.inf if math.isnan(errors[what]) else errors[what])
+    row = {"kind": "check as timed", "attention": name, "of": worst, "error": errors[worst]}
+    row["allowed"] = LOOSE[got[worst].dtype]
     refuse([row])
     return row
 
@@ -108,7 +107,9 @@ def reason(error: BaseException) -> str:
     'RuntimeError: out of memory'
     >>> reason(RuntimeError("failed\\n  Explanation: Dynamo failed …: got ValueError('no such kernel')"))
     "ValueError('no such kernel')"
+    >>> reason(RuntimeError("Observed exception\\n  Developer …: raised exception ValueError('no such kernel')"))
+    "ValueError('no such kernel')"
     """
-    quoted = re.search(r"got (\w+\(['\"].*['\"]\))$", str(error), re.MULTILINE)
+    quoted = re.search(r"(?:got|raised exception) (\w+\(['\"].*['\"]\))$", str(error), re.MULTILINE)
     first = next((line for line in str(error).splitlines() if line.strip()), "")
     return quoted[1] if quoted else f"{type(error).__name__}: {first}"

@@ -40,17 +40,19 @@ def variants(shape: Shape, toy: bool = False) -> list[Numbers]:
 def run(*, device: str, repeats: int, toy: bool = False) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """Yield the cuts of each shape, fastest first; raises ResultsDifferError if any cut is wrong."""
     yield "assembler", [assembler_row()]
-    speed = copy_speed(device, 2**20 if toy else 2**31)
+    size = 2**20 if toy else 2**31
     cuts = {shape: variants(shape, toy) for shape in (TOY if toy else SHAPES)}
     if not toy:
         good, bad = compile_ahead(_try, [(shape, cut, device) for shape, each in cuts.items() for cut in each])
         yield "variants that cannot run", refused(bad)
         cuts = {shape: [cut for of, cut, _ in good if of == shape] for shape in cuts}
     for shape, each in cuts.items():
-        rows = sorted(
-            _sweep(shape, each, device, repeats, speed), key=lambda row: row["milliseconds"]["exact"]["median"]
-        )
+        before = copy_speed(device, size)
+        rows = sorted(_sweep(shape, each, device, repeats), key=lambda row: row["milliseconds"]["exact"]["median"])
+        copies = {"before": before, "after": copy_speed(device, size)}
         for row in rows:
+            share = row["terabytes_a_second"]["exact"] / max(copies.values())
+            row |= {"of_copy": {"exact": share}, "copy_terabytes_a_second": copies}
             yield f"{tuple(shape)} {row['cut']} splits {row['splits']}", [row]
 
 
@@ -74,7 +76,7 @@ def _launcher(q: Tensor, t: Tensor, v: Tensor) -> Callable[[Numbers, int], Tenso
 
 
 @torch.no_grad()
-def _sweep(shape: Shape, cuts: list[Numbers], device: str, repeats: int, copy: float) -> Iterator[dict[str, Any]]:
+def _sweep(shape: Shape, cuts: list[Numbers], device: str, repeats: int) -> Iterator[dict[str, Any]]:
     from farspan.ops.coca.kernels.attention import Cut, choose_splits, processors
 
     q, t, _, v = random_inputs(shape, device)
@@ -92,7 +94,6 @@ def _sweep(shape: Shape, cuts: list[Numbers], device: str, repeats: int, copy: f
                 f"(allowed: {check['allowed']:.1e})"
             )
         times = clock(call, device=device, repeats=repeats)
-        rate = shape.key_bytes[0] / times.median / 1e12
         yield {
             "kind": "tuning",
             **shape._asdict(),
@@ -101,6 +102,5 @@ def _sweep(shape: Shape, cuts: list[Numbers], device: str, repeats: int, copy: f
             "error": check["error"],
             "allowed": check["allowed"],
             "milliseconds": {"exact": times.milliseconds},
-            "terabytes_a_second": {"exact": rate},
-            "of_copy": {"exact": rate / copy},
+            "terabytes_a_second": {"exact": shape.key_bytes[0] / times.median / 1e12},
         }
