@@ -6,7 +6,15 @@ import pytest
 import torch
 from transformers.cache_utils import DynamicLayer
 
-from farspan.layers import AlibiAttention, Attention, AttentionSpec, CocaAttention, LayerCache, RopeAttention
+from farspan.layers import (
+    AlibiAttention,
+    Attention,
+    AttentionSpec,
+    CocaAttention,
+    CosformerAttention,
+    LayerCache,
+    RopeAttention,
+)
 from farspan.ops import DynamicNTK, Rotary
 
 LAYERS = {
@@ -51,6 +59,20 @@ def test_log_length_multiplies_the_scores_of_a_query_by_what_it_sees(
         seen = min(i + 1, window or 23)
         plain.scaling = 8**-0.5 * max(1.0, math.log(seen) / math.log(5))
         assert (out[:, i] - plain(x[:, : i + 1])[:, i]).abs().max() <= 1e-12
+
+
+@torch.no_grad()
+def test_log_length_goes_by_positions_which_documents_and_padding_need() -> None:
+    layer, x = CocaAttention(32, 4, log_length=5).double(), torch.randn(1, 12, 32, dtype=torch.float64)
+    documents = torch.tensor([[0] * 4 + [1] * 8])
+    places = torch.cat((torch.arange(4), torch.arange(8)))[None]
+    packed = layer(x, positions=places, documents=documents)
+    assert (packed[:, 4:] - layer(x[:, 4:])).abs().max() <= 1e-12
+    for unsaid in ({"documents": documents}, {"padding_mask": documents.bool()}):
+        with pytest.raises(
+            ValueError, match="positions must be given with log_length where there are documents or pad"
+        ):
+            layer(x, **unsaid)
 
 
 def test_coca_keeps_three_quarters_of_the_bytes_of_rope() -> None:
@@ -114,6 +136,9 @@ def test_every_weight_gets_a_gradient(name: str) -> None:
         (lambda: CocaAttention(32, 4, window=0), "window must be a whole number of keys ≥ 1 or None, got 0"),
         (lambda: CocaAttention(32, 4, coca_activation="gelu"), "coca_activation must be one of"),
         (lambda: CocaAttention(32, 4, form="slak"), "did you mean 'slack'"),
+        (lambda: CocaAttention(32, 4, log_length=1), "log_length must be None or a length ≥ 2, in a causal layer"),
+        (lambda: RopeAttention(32, 4, log_length=5, causal=False), "got 5 for 'rope', causal=False; leave it out"),
+        (lambda: CosformerAttention(32, 4, max_length=9, log_length=5), "got 5 for 'cosformer', causal=True"),
         (lambda: Attention(32, 4, "ropee"), "attention must be one of .* did you mean 'rope'"),
         (lambda: AttentionSpec.parse({"kind": "coca", "frm": "exact"}), "did you mean 'form'"),
         (lambda: AttentionSpec("rope", "exact"), "form belongs to kind 'coca'"),

@@ -24,6 +24,11 @@ def load_model(path: str | os.PathLike[str]) -> FarspanForCausalLM:
     place = Path(path)
     require(place.exists(), f"MODEL must be a folder or a GGUF file, got {str(path)!r}, which does not exist")
     model = from_pretrained(place, attention=None)
+    require(
+        not model.config.log_length,
+        f"MODEL must be without log_length to be looked at, got {str(path)!r} with it: the factors of its scores are "
+        "those of plain ones; set it to false in its config.json",
+    )
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return model.float().eval().to(device)
 

@@ -8,9 +8,8 @@ import resource
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -74,17 +73,34 @@ def measure_once(call: Callable[[], Any], device: str) -> float:
 def in_fresh_process(function: Callable[..., Any], *arguments: Any) -> Any:
     """Call a module-level function in a new process; errors come back as they were raised.
 
-    A process that is killed, as for taking too much memory, is an error too: nothing waits for it.
+    A process that is killed, as for taking too much memory, is an error too; whoever stops waiting for one ends it.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([function.__module__])
-    with ProcessPoolExecutor(1, mp_context=context) as pool:
-        try:
-            return pool.submit(function, *arguments).result()
-        except BrokenProcessPool as error:
-            raise ChildProcessError(
-                f"the process of {function.__name__}{arguments} died, perhaps for want of memory; try shorter lengths"
-            ) from error
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_answer, args=(sender, function, arguments), daemon=True)
+    process.start()
+    sender.close()  # the process has its own: when that is gone, there will be no answer
+    try:
+        done, answer = receiver.recv()
+    except EOFError:
+        raise ChildProcessError(
+            f"the process of {function.__name__}{arguments} died, perhaps for want of memory; try shorter lengths"
+        ) from None
+    finally:
+        process.kill()
+        process.join()
+        receiver.close()
+    if not done:
+        raise answer
+    return answer
+
+
+def _answer(sender: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    try:
+        sender.send((True, function(*arguments)))
+    except Exception as error:
+        sender.send((False, error))
 
 
 def _wait(device: str) -> None:

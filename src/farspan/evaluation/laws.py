@@ -48,16 +48,17 @@ def give_law(model: FarspanForCausalLM, name: str) -> None:
     >>> model.config.rotary().scaling, model.config.log_length
     (DynamicNTK(factor=4.0, train_length=64, mode='per_request'), True)
     """
-    model.set_log_length(name.endswith(LOG))
-    name = name.removesuffix(LOG).removesuffix("/per_query")
+    log, name = name.endswith(LOG), name.removesuffix(LOG).removesuffix("/per_query")
     own = model.config.rotary().scaling
-    if scaling_name(own) == name:
+    law, _, mode = name.partition("/")
+    kind, _, factor = law.partition("-")
+    same = scaling_name(own) == name
+    require(same or kind in ("none", "ntk", "yarn"), f"law must be none, ntk-FACTOR or yarn-FACTOR, got {name!r}")
+    model.set_log_length(log)
+    if same:
         return
     if own is not None:
         model.set_rope_parameters(rope_type="default")
-    law, _, mode = name.partition("/")
-    kind, _, factor = law.partition("-")
-    require(kind in ("none", "ntk", "yarn"), f"law must be none, ntk-FACTOR or yarn-FACTOR, got {name!r}")
     if kind == "yarn":
         model.set_rope_parameters(rope_type="yarn", factor=float(factor))
     elif kind == "ntk":

@@ -12,8 +12,8 @@ from farspan.layers.spec import AttentionSpec
 from farspan.ops import Rotary, alibi_attention, coca_attention, coca_features, rope_attention
 from farspan.ops.coca import decoding
 from farspan.ops.coca.waves import Waves, takes_waves
-from farspan.ops.positions import PositionsArgument, resolve
-from farspan.ops.rotary import Plan
+from farspan.ops.positions import Positions, PositionsArgument, resolve
+from farspan.ops.rotary import Plan, working_dtype
 from farspan.ops.scaling import log_length
 from farspan.ops.softmax.interface import rotated
 
@@ -48,7 +48,7 @@ class Attention(nn.Module):
         decode_backend: what CoCA's decoding steps run on: "sdpa" turns the cached t anew each time; "triton" reads it
             as it is (:mod:`farspan.ops.coca.decoding`) and raises where device, dtype or width forbid it; prompts,
             gradients and documents still go to SDPA; "auto" chooses. Other kinds of attention do not ask.
-        log_length: the length of training, past which scores grow with the logarithm of the keys that a query sees
+        log_length: the length of training, past which scores grow with the logarithm of a query's place in its text
             (:func:`farspan.ops.scaling.log_length`); None = never.
     """
 
@@ -89,6 +89,11 @@ class Attention(nn.Module):
             rotary = Rotary(self.head_dim)
         self.rotary = rotary if self.spec.rotary else None
         self.causal, self.coca_activation, self._decode_backend = causal, coca_activation, decode_backend
+        require(
+            log_length is None or (type(log_length) is int and log_length > 1 and causal and not self.spec.linear),
+            f"log_length must be None or a length ≥ 2, in a causal layer with a softmax, got {log_length!r} for "
+            f"{self.spec.name!r}, causal={causal}; leave it out",
+        )
         self._log_length = log_length
         self.scaling = self.head_dim**-0.5
         self.form = "slack" if self.spec.form == "slack" else "exact"  # strict is exact on a tied query
@@ -112,7 +117,7 @@ class Attention(nn.Module):
 
     @property
     def log_length(self) -> int | None:
-        """The length past which scores grow with the logarithm of the keys that a query sees, if they do."""
+        """The length past which scores grow with the logarithm of a query's place in its text, if they do."""
         return self._log_length
 
     def takes_half_width(
@@ -146,12 +151,17 @@ class Attention(nn.Module):
         q, k = q.to(v.dtype), k.to(v.dtype)  # autocast runs norms and softplus wider than the projections
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
-    def gain(self, positions: Tensor, trained: int, dtype: torch.dtype) -> Tensor:
-        """What `log_length` = trained multiplies queries at positions (b|1, n) by: (b|1, 1, n, 1)."""
-        seen = positions + 1 if self.spec.window is None else (positions + 1).clamp(max=self.spec.window)
-        gain = log_length(seen, trained)
+    def gain(self, places: Positions, dtype: torch.dtype) -> Tensor | None:
+        """What `log_length` multiplies queries by, (b|1, 1, n, 1); None where that is 1 for all."""
+        trained, window = self.log_length, self.spec.window
+        if trained is None or (window is not None and window <= trained):
+            return None
+        if places.first is not None and places.first + places.m <= trained:
+            return None
+        count = places.query + 1
+        gain = log_length(count if window is None else count.clamp(max=window), trained)
         gain = gain.sqrt() if self.spec.kind == "coca" else gain  # CoCA's scores are of second degree in the query
-        return gain[:, None, :, None].to(dtype)
+        return gain[:, None, :, None].to(working_dtype(dtype))
 
     def features(self, q: Tensor, k: Tensor, plan: Plan | None) -> tuple[Tensor, Tensor]:
         """Queries and keys whose plain dot product is this layer's score, under a plan of one segment."""
@@ -214,8 +224,12 @@ class Attention(nn.Module):
             k, v = cache.update(k, v)
             positions = seen - k.shape[2] if positions is None else positions
         if self.log_length is not None:
-            places = resolve(positions, q.shape[2], k.shape[2], q.device, documents)
-            q = q * self.gain(places.query, self.log_length, q.dtype)
+            require(
+                positions is not None or (documents is None and padding_mask is None),
+                "positions must be given with log_length where there are documents or padding, got None: the place of "
+                "a token in its text decides; count from each document's start",
+            )
+            q = sharpened(q, self.gain(resolve(positions, q.shape[2], k.shape[2], q.device, documents), q.dtype))
         gradient = decoding.wants_gradient(q, k, v)
         if self.takes_half_width(q.shape[2], q.dtype, x.device, gradient=gradient, documents=documents is not None):
             options = self._options(positions, padding_mask, documents)
@@ -285,6 +299,11 @@ class AlibiAttention(Attention):
 
     def __init__(self, hidden_size: int, num_heads: int, *, window: int | None = None, **options: Any) -> None:
         super().__init__(hidden_size, num_heads, AttentionSpec("alibi", None, window), **options)
+
+
+def sharpened(q: Tensor, gain: Tensor | None) -> Tensor:
+    """Queries times :meth:`Attention.gain`, rounded once."""
+    return q if gain is None else (q * gain).to(q.dtype)
 
 
 def _check_shape(layer: Attention) -> None:

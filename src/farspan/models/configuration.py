@@ -63,8 +63,8 @@ class FarspanConfig(PreTrainedConfig):
         train_length: the length of training, which dynamic NTK and YaRN measure against.
         rope_parameters: as in transformers; for ``"rope_type": "dynamic"`` also ``"mode"``, "per_query" (default)
             or "per_request". A linear CoCA layer keeps turned sums, so it takes every law but "dynamic".
-        log_length: multiply the scores of a query that sees n > `train_length` keys by ln n / ln train_length, in every
-            layer with a softmax.
+        log_length: multiply the scores of the n-th token of a text, n > `train_length`, by ln n / ln train_length, in
+            every layer with a softmax (in a window, n is at most its width).
         causal: False makes a bidirectional encoder.
         learned_positions: for an encoder, how many positions have an embedding of their own, added to the tokens'; no
             text may be longer. 0 = none: the order of tokens is what attention makes of it, and the weights of

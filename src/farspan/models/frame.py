@@ -69,7 +69,7 @@ class Frame:
         self._plans: dict[tuple[bool, int | None], Plan] = {}
         self._halves: dict[tuple[int | None, bool], View] = {}
         self._waves: dict[tuple[int | None, bool, str], Waves] = {}
-        self._gains: dict[tuple[int | None, str], Tensor] = {}
+        self._gains: dict[tuple[int | None, str], Tensor | None] = {}
 
     def _read_positions(self, position_ids: Tensor) -> None:
         """Positions that fall back start a new document; with a cache they must simply go on by one."""
@@ -225,7 +225,7 @@ class Frame:
         if key not in self._gains:
             positions = self._positions(past, offset, keys, aligned)
             places = resolve(positions, self.n, keys, self.device, self.documents)
-            self._gains[key] = layer.gain(places.query, layer.log_length, self.dtype)
+            self._gains[key] = layer.gain(places, self.dtype)
         return self._gains[key]
 
     def _plan(self, positions: PositionsArgument, keys: int, rotated_cache: bool) -> Plan:

@@ -20,7 +20,7 @@ from transformers.utils.generic import can_return_tuple, merge_with_config_defau
 from transformers.utils.output_capturing import capture_outputs
 
 from farspan.errors import require
-from farspan.layers.attention import Attention
+from farspan.layers.attention import Attention, sharpened
 from farspan.layers.spec import AttentionSpec
 from farspan.models.cache import FarspanCache
 from farspan.models.configuration import FarspanConfig
@@ -130,8 +130,7 @@ class FarspanAttention(Attention):
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         query, key, value = self.project(hidden_states)
-        if view.gain is not None:
-            query = query * view.gain.to(query.dtype)
+        query = sharpened(query, view.gain)
         if self.rotates_before_cache:
             require(
                 self.spec.kind == "rope" or query.dtype != torch.float16 or past_key_values is None,

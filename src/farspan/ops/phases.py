@@ -6,6 +6,7 @@ exact as the float64 frequencies they come from, and the product loses nothing a
 """
 
 import math
+import threading
 
 import torch
 from torch import Tensor
@@ -31,6 +32,7 @@ MOST_KEPT = 256
 _KEPT: dict[_Key, Tensor] = {}
 """Steps for later calls, the newest last: at a decoding step, a handful of tiny launches would cost more than the
 attention, and a CUDA graph that had made them would replay them each time."""
+_LOCK = threading.Lock()
 _HELD: dict[_Key, Tensor] = {}
 """Those of them which CUDA graphs read: nothing says when a graph is gone, so they stay."""
 
@@ -41,14 +43,16 @@ def rotary_steps(rotary: Rotary, length: int | Tensor | None, device: torch.devi
         return steps_of(rotary.frequencies(length, device))
     key = (rotary, length, device)
     if is_captured():
-        if key in _KEPT:
-            _HELD.setdefault(key, _KEPT[key])
+        with _LOCK:
+            if key in _KEPT:
+                _HELD.setdefault(key, _KEPT[key])
         return _HELD[key] if key in _HELD else steps_of(rotary.frequencies(length, device))
-    steps = _KEPT.pop(key, None)
-    if steps is None:
-        with torch.inference_mode(False):  # the first call may be inference, and a later one training
-            steps = steps_of(rotary.frequencies(length)).to(device)
-    _KEPT[key] = steps  # last again
-    if len(_KEPT) > MOST_KEPT:
-        _KEPT.pop(next(iter(_KEPT)), None)
+    with _LOCK:
+        steps = _KEPT.pop(key, None)
+        if steps is None:
+            with torch.inference_mode(False):  # the first call may be inference, and a later one training
+                steps = steps_of(rotary.frequencies(length)).to(device)
+        _KEPT[key] = steps  # last again
+        if len(_KEPT) > MOST_KEPT:
+            del _KEPT[next(iter(_KEPT))]
     return steps

@@ -16,16 +16,16 @@ def theta(dim: int, base: float | Tensor, device: torch.device | str | None = No
     return base**exponents if isinstance(base, float | int) else base[..., None] ** exponents
 
 
-def log_length(seen: Tensor, train_length: int) -> Tensor:
-    """What the scores of a query that sees n keys are multiplied by: ln n / ln L₀ past the training length L₀, else 1.
+def log_length(count: Tensor, train_length: int) -> Tensor:
+    """What the scores of a text's n-th token are multiplied by: ln n / ln L₀ past the training length L₀, else 1.
 
-    The more keys, the flatter the softmax over scores of one size; this keeps its entropy near that of training.
+    The more keys, the flatter the softmax over scores of one size; this brings its entropy nearer to that of training.
 
     >>> log_length(torch.tensor([64, 512, 512**2]), 512)
     tensor([1., 1., 2.], dtype=torch.float64)
     """
     require(train_length > 1, f"train_length must be at least 2 for log_length, got {train_length}; ln 1 is no measure")
-    return (seen.double().clamp(min=train_length).log() / math.log(train_length)).clamp(min=1.0)
+    return (count.double().clamp(min=train_length).log() / math.log(train_length)).clamp(min=1.0)
 
 
 class Scaling(ABC):

@@ -250,7 +250,8 @@ def _list(name: str, value: Any, kind: type[Plain]) -> list[Plain]:
 
 def _scaling(text: str) -> str:
     """ "ntk-4/per_query" is what "ntk-4" means; other modes stay part of the name."""
-    return text.removesuffix("/per_query")
+    law, plus, log = text.partition("+")
+    return law.removesuffix("/per_query") + plus + log
 
 
 def parse_source(file: str, data: Mapping[str, Any]) -> Source:

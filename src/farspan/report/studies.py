@@ -32,7 +32,7 @@ def trained_length(run: Run) -> int:
 def window_perplexity(run: Run, model: StudyModel, law: str, length: int) -> Estimate | None:
     """Sliding-window perplexity; inside a model's training length dynamic NTK and log length change nothing."""
     found = perplexity_at(run, model.model, law, length)
-    if found is None and law.startswith(("ntk-", "none")) and length <= model.train_length:
+    if found is None and law.startswith(("ntk-", "none+")) and length <= model.train_length:
         return perplexity_at(run, model.model, "none", length)
     return found
 

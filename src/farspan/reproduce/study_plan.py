@@ -47,7 +47,8 @@ def _measuring(preset: Preset, member: Member, results: Path) -> Iterator[Step]:
     yield Step("pairs", results / f"pairs-{name}.json", model=name, needs=(model,))
     for law in member.scalings or preset.evaluation.scalings:
         file = f"{name}-{law.replace('/', '-')}.json"
-        if measures.near and not law.startswith("ntk-"):
+        inside = law == "none" or law.startswith("yarn-")  # the others change nothing up to the training length
+        if measures.near and inside:
             yield Step("ppl", results / f"ppl-near-{file}", scaling=law, model=name, part="near", needs=text)
         if measures.far:
             yield Step("ppl", results / f"ppl-far-{file}", scaling=law, model=name, part="far", needs=text)

@@ -59,14 +59,14 @@ def takes_half_width(case: Case, backend: str, argument: str = "backend") -> boo
     if reason is not None and _not_decoding(case) is None:
         require(backend != "triton", reason)
         if backend == "auto" and case.device.type == "cuda" and not torch.compiler.is_compiling():
-            _tell(reason)
+            _tell(reason, logging.WARNING if is_hopper(case.device.index) else logging.INFO)
     return reason is None
 
 
 @cache
-def _tell(reason: str) -> None:
+def _tell(reason: str, level: int) -> None:
     """Once for each reason: a GPU that could decode faster should not be silent about it."""
-    logging.getLogger(__name__).warning("decoding with SDPA on keys that are turned anew at each step: %s", reason)
+    logging.getLogger(__name__).log(level, "decoding with SDPA on keys that are turned anew at each step: %s", reason)
 
 
 def half_width_refusal(case: Case, backend: str, argument: str = "backend") -> str | None:
