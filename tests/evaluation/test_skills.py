@@ -85,6 +85,16 @@ def test_bad_pairs_are_refused(line: str, message: str, tmp_path: Path) -> None:
         list(read_pairs(tmp_path / "p.jsonl"))
 
 
+def test_a_field_that_the_data_spell_in_two_ways_is_one(model: FarspanForCausalLM, tmp_path: Path) -> None:
+    lines = [
+        {"good": "a", "bad": "b", "set": f"s{i}", "field": f"syntax{mark}semantics"} for i, mark in enumerate("_/")
+    ]
+    (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    rows = minimal_pairs(model, read_pairs(tmp_path / "p.jsonl"), TOKENIZER.encode, start=0)
+    assert [(row["field"], row["cases"]) for row in rows if row["kind"] == "field"] == [("syntax_semantics", 2)]
+    assert [row["set"] for row in rows if row["kind"] == "set"] == ["s0", "s1"]
+
+
 @pytest.mark.parametrize("length", [2, 7, 16, 1000])
 def test_bits_count_every_byte_once(model: FarspanForCausalLM, length: int) -> None:
     texts = ["Où est la clé?", "x", "a longer text of some forty-two characters"]
