@@ -1,5 +1,7 @@
 """Passkey: prompts are what the paper shows, and answers are counted right."""
 
+import logging
+
 import numpy as np
 import pytest
 import torch
@@ -117,6 +119,22 @@ def test_right_and_wrong_answers_are_counted_near_and_far() -> None:
 def test_a_real_model_runs_the_task() -> None:
     row = passkey(make(dtype=torch.float32), Letters(), length=300, cases=3, new_tokens=4)
     assert (row["cases"], row["length"]) == (3, 300)
+
+
+def test_only_here_nobody_is_reminded_that_a_text_is_long(caplog: pytest.LogCaptureFixture) -> None:
+    """transformers says it once a process for each number: hence two."""
+    logger = logging.getLogger("transformers.generation.stopping_criteria")
+    logger.addHandler(caplog.handler)
+    logger.setLevel(logging.WARNING)
+    try:
+        passkey(make(dtype=torch.float32, max_position_embeddings=61), Letters(), length=300, cases=2, new_tokens=3)
+        assert not caplog.messages
+        ids = torch.ones(1, 300, dtype=torch.long)
+        make(dtype=torch.float32, max_position_embeddings=62).generate(ids, max_new_tokens=3, pad_token_id=0)
+        assert "exceeded the model's predefined maximum length (62)" in caplog.messages[0]
+    finally:
+        logger.removeHandler(caplog.handler)
+        logger.setLevel(logging.NOTSET)
 
 
 @pytest.mark.parametrize("mode", ["per_query", "per_request"])

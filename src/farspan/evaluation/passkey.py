@@ -1,6 +1,8 @@
 """Passkey retrieval: a five-digit number hidden in filler, asked for at the end (CoCA paper, App. B)."""
 
-from collections.abc import Callable, Iterable
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -128,7 +130,8 @@ def passkey(
         prompts = torch.tensor([case.prompt for case in group], device=device)
         settings: dict[str, Any] = {"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 0}
         settings["prefill_chunk_size"] = min(chunk, length)
-        out = model.generate(prompts, attention_mask=torch.ones_like(prompts), **settings)  # type: ignore[misc]
+        with _without_reminder():
+            out = model.generate(prompts, attention_mask=torch.ones_like(prompts), **settings)  # type: ignore[misc]
         for case, row in zip(group, out[:, length:].tolist(), strict=True):
             right.append(str(case.key) in tokenizer.decode(row))
         if progress is not None:
@@ -141,6 +144,21 @@ def passkey(
         "far": _share(ok for distance, ok in outcomes if distance > near),
         "outcomes": [{"distance": distance, "right": ok} for distance, ok in outcomes],
     }
+
+
+@contextmanager
+def _without_reminder() -> Iterator[None]:
+    """transformers reminds whoever generates past the training length that he does: here that is the task."""
+    logger = logging.getLogger("transformers.generation.stopping_criteria")
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return "exceeded the model's predefined maximum length" not in record.getMessage()
+
+    logger.addFilter(is_other)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_other)
 
 
 def _share(right: Iterable[bool]) -> dict[str, Any]:
