@@ -116,10 +116,11 @@ def passkey_command(
     """
     from farspan.convert.text import text_tokenizer
     from farspan.evaluation import as_trained, passkey
+    from farspan.evaluation.passkey import check_prompt
 
-    wanted = whole_numbers(lengths)
+    wanted, tokenizer = whole_numbers(lengths), text_tokenizer(model)
+    check_prompt(tokenizer, min(wanted), "--lengths")
     loaded, law = _load(model, ntk, ntk_mode, yarn, scaling, log_length)
-    tokenizer = text_tokenizer(model)
     rows: list[dict[str, Any]] = []
     with as_trained(loaded.device.type), progress(Console(stderr=True)) as show:
         for length in wanted:

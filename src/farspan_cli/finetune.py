@@ -25,10 +25,16 @@ def finetune(
         str, typer.Option(help="paper, distill, distill-long, long-ntk, long-pi, long-yarn, or a TOML file.")
     ] = "distill",
     teacher: Annotated[
-        str | None, typer.Option(help="The original checkpoint. Default: what MODEL was converted from.")
+        str | None,
+        typer.Option(help="The original, for a recipe that distils. Default: what MODEL was converted from."),
     ] = None,
     tokens: Annotated[
-        int | None, typer.Option(help="Budget of all stages together. Default: the recipe's.", min=1)
+        int | None,
+        typer.Option(
+            help="Budget of all stages together. Default: the recipe's. A smaller one halves batches until a stage has "
+            "500 steps, then takes fewer steps.",
+            min=1,
+        ),
     ] = None,
     length: Annotated[int | None, typer.Option(help="Rows of at most so many tokens.", min=2)] = None,
     seed: Annotated[int, typer.Option(help="Seed of the rows.", min=0)] = 0,
@@ -64,6 +70,9 @@ def finetune(
         checkpoint_every=checkpoint_every,
     )
     console = Console()
+    for stage in chosen.stages:
+        steps = f"{stage.optimizer.steps:,} steps of {stage.batch_size:,} rows of {stage.length:,} tokens"
+        console.print(f"stage {stage.name}: {steps}", highlight=False)
     with progress(console) as show:
 
         def tell(at: Standing) -> None:

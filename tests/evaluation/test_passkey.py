@@ -1,13 +1,23 @@
 """Passkey: prompts are what the paper shows, and answers are counted right."""
 
 import logging
+import re
 
 import numpy as np
 import pytest
 import torch
 
 from farspan.evaluation import wilson
-from farspan.evaluation.passkey import ANSWER, make_case, make_cases, passkey, training_document, training_row
+from farspan.evaluation.passkey import (
+    ANSWER,
+    check_prompt,
+    check_row,
+    make_case,
+    make_cases,
+    passkey,
+    training_document,
+    training_row,
+)
 from tests.models.test_modeling import make
 
 
@@ -85,6 +95,27 @@ def test_a_training_document_ends_with_the_answer() -> None:
 def test_a_prompt_that_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match=r"length must be at least 225 tokens .* got 100"):
         make_case(Exact(), 100, 12345, 0.5)
+
+
+class Pieces(Exact):
+    """Writes numbers below 60 000 with one token, others with a token a digit."""
+
+    def encode(self, text: str) -> list[int]:
+        return super().encode(re.sub("[1-5][0-9]{4}", "0", text))
+
+
+@pytest.mark.parametrize("tokenizer", [Exact(), Pieces()])
+def test_what_is_not_refused_fits_whatever_the_key(tokenizer: Exact) -> None:
+    check_prompt(tokenizer, 225, "--lengths")
+    check_row(tokenizer, 246, "length")
+    for key in (10_000, 59_999, 60_000, 99_999):
+        assert len(make_case(tokenizer, 225, key, 0.5).prompt) == 225
+    for seed in range(8):
+        assert len(training_row(tokenizer, np.random.default_rng(seed), 246 + 1)) == 247
+    with pytest.raises(ValueError, match=r"--lengths must be at least 225 tokens .* got 224; use a longer one"):
+        check_prompt(tokenizer, 224, "--lengths")
+    with pytest.raises(ValueError, match=r"length of stage x must be at least 246 tokens .* got 245; use longer rows"):
+        check_row(tokenizer, 245, "length of stage x")
 
 
 class Oracle:
