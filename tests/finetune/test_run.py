@@ -1,6 +1,8 @@
 """A recipe run for real, at toy size: what moves, what does not, what is left when it is stopped."""
 
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -361,6 +363,31 @@ def test_the_command_line_refuses_in_one_line(
     assert message in said
     assert said.count("\n") == 1
     assert not (tmp_path / "out").exists()
+
+
+def test_ctrl_c_says_where_it_stopped_and_the_same_command_goes_on(
+    folders: tuple[Path, Path, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    _, coca, source = folders
+    given = [coca, "--data", source, "--recipe", "paper", "--length", 16, "--tokens", 240, "--out", tmp_path / "out"]
+    original = loop._Run.advance
+
+    def press(self, step: int) -> None:
+        original(self, step)
+        if step == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(loop._Run, "advance", press)
+    assert command(monkeypatch, *given) == 130
+    assert capsys.readouterr().err == "interrupted; stopped at step 3; the same command continues\n"
+    monkeypatch.setattr(loop._Run, "advance", original)
+    assert command(monkeypatch, *given) == 0
+    assert [
+        row["optimizer"]["steps"] for row in json.loads((tmp_path / "out" / "recipe.json").read_text())["rows"]
+    ] == [5] * 3
 
 
 def test_the_command_line_applies_a_recipe(
