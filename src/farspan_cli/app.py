@@ -5,11 +5,27 @@ from importlib import metadata
 from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperGroup
 
 UsageError: Any = typer.BadParameter.__base__  # typer carries its own click, and does not export the name
 
+
+class InterruptedByUserError(Exception):
+    """Ctrl-C, with what the command says about where it stopped."""
+
+
+class _Commands(TyperGroup):
+    def invoke(self, ctx: Any) -> Any:
+        """Run a command; typer itself would end it with status 130 and without a word."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as error:
+            raise InterruptedByUserError(str(error)) from error
+
+
 app = typer.Typer(
     name="farspan",
+    cls=_Commands,
     help="Transformers that work far beyond the length they were trained on.",
     no_args_is_help=True,
     add_completion=False,
@@ -28,8 +44,8 @@ def main() -> None:
         fail(f"{error.format_message()} See 'farspan --help'.")
     except (ValueError, OSError) as error:
         fail(str(error))
-    except (KeyboardInterrupt, typer.Abort) as error:
-        print(f"interrupted; {error}" if str(error) else "interrupted; the same command continues", file=sys.stderr)
+    except (InterruptedByUserError, KeyboardInterrupt, typer.Abort) as error:
+        print(f"interrupted; {str(error) or 'give the same command again'}", file=sys.stderr)
         sys.exit(130)
 
 

@@ -12,7 +12,10 @@ from farspan_cli.app import app, fail, whole_numbers
 from farspan_cli.progress import Show, progress
 
 if TYPE_CHECKING:
+    import torch
+
     from farspan import FarspanForCausalLM
+    from farspan.data import TextTokenizer
 
 evaluate = typer.Typer(help="Measure a trained model past its training length.", no_args_is_help=True)
 app.add_typer(evaluate, name="eval")
@@ -41,7 +44,7 @@ Out = Annotated[Path | None, typer.Option(help="Write the result as JSON.")]
 @evaluate.command("ppl")
 def ppl(
     model: Model,
-    text: Annotated[list[str], typer.Option(help="Long texts; documents of at least the longest window are used.")],
+    text: Annotated[list[str], typer.Option(help="Long texts; shorter documents than the longest window are skipped.")],
     lengths: Annotated[str, typer.Option(help="Window lengths, separated by commas.")] = "512,1024,2048",
     stride: Annotated[int, typer.Option(help="Tokens between windows.", min=1)] = 512,
     mode: Annotated[str, typer.Option(help="sliding, yarn, whole or disjoint.")] = "sliding",
@@ -56,12 +59,12 @@ def ppl(
 ) -> None:
     """Perplexity by window length, with the truncation control (same tokens, context cut to the training length).
 
+    Documents of at least the training length are used, with the control; where there are none, those of at least the
+    longest window, without it.
+
     Example: `farspan eval ppl runs/mine/model --text test.jsonl.xz --lengths 512,1024 --ntk 4 --out ppl.json`
     """
-    import torch
-
     from farspan.convert.text import text_tokenizer
-    from farspan.data import documents
     from farspan.errors import require_choice
     from farspan.evaluation import as_trained, perplexity, tokens_read
 
@@ -70,19 +73,16 @@ def ppl(
     if max(wanted) > text_tokens:
         fail(f"--text-tokens must be at least the longest window {max(wanted)}, got {text_tokens}; raise it")
     loaded, law = _load(model, ntk, ntk_mode, yarn, scaling, log_length)
-    tokenizer = text_tokenizer(model)
-    needed, found = max(*wanted, loaded.config.train_length, 2), list[torch.Tensor]()
-    for source in text:
-        for document in documents(source):
-            if len(found) == texts:
-                break
-            ids = tokenizer.encode(document.text)[:text_tokens]
-            if len(ids) >= needed:
-                found.append(torch.tensor(ids))
+    needed, trained = max(*wanted, 2), loaded.config.train_length
+    found = _long_texts(text, text_tokenizer(model), text_tokens, texts, needed, trained)
     if not found:
-        fail(f"--lengths needs documents of {needed} tokens, got none that long in {', '.join(text)}; use longer texts")
-    trained = loaded.config.train_length
-    tasks = [(length, stride, mode) for length in wanted] + [(trained, max(1, trained // 4), "truncated")]
+        fail(
+            f"--text must hold documents of at least {needed} tokens, the longest of --lengths, got none that long in "
+            f"{', '.join(text)}; use longer texts or shorter --lengths"
+        )
+    controlled = len(found[0]) >= trained
+    tasks = [(length, stride, mode) for length in wanted]
+    tasks += [(trained, max(1, trained // 4), "truncated")] if controlled else []
     rows: list[dict[str, Any]] = []
     with as_trained(loaded.device.type), progress(Console(stderr=True)) as show:
         for length, step, name in tasks:
@@ -90,6 +90,9 @@ def ppl(
             row = perplexity(loaded, found, length=length, stride=step, mode=name, progress=tell)
             rows.append({**row, "scaling": law})
     _show(rows, ("length", "stride", "mode", "tokens", "ppl"), law)
+    if not controlled:
+        cut = f": --text-tokens cuts them to {text_tokens:,}" if text_tokens < trained else ""
+        print(f"without the truncation control, whose texts need the training length of {trained:,} tokens{cut}")
     _write(out, rows)
 
 
@@ -113,10 +116,11 @@ def passkey_command(
     """
     from farspan.convert.text import text_tokenizer
     from farspan.evaluation import as_trained, passkey
+    from farspan.evaluation.passkey import check_prompt
 
-    wanted = whole_numbers(lengths)
+    wanted, tokenizer = whole_numbers(lengths), text_tokenizer(model)
+    check_prompt(tokenizer, min(wanted), "--lengths")
     loaded, law = _load(model, ntk, ntk_mode, yarn, scaling, log_length)
-    tokenizer = text_tokenizer(model)
     rows: list[dict[str, Any]] = []
     with as_trained(loaded.device.type), progress(Console(stderr=True)) as show:
         for length in wanted:
@@ -188,6 +192,26 @@ def bits_command(
     rows = [{**row, "scaling": law}]
     _show(rows, ("length", "texts", "bytes", "tokens", "bits_per_byte"))
     _write(out, rows)
+
+
+def _long_texts(
+    sources: list[str], tokenizer: "TextTokenizer", cut: int, most: int, needed: int, trained: int
+) -> "list[torch.Tensor]":
+    """At most so many documents, cut to so many tokens: those of the training length, else all that are long enough."""
+    import torch
+
+    from farspan.data import documents
+
+    goal, long, short = max(needed, trained), list[torch.Tensor](), list[torch.Tensor]()
+    for document in (document for source in sources for document in documents(source)):
+        ids = tokenizer.encode(document.text)[:cut]
+        if len(ids) >= goal:
+            long.append(torch.tensor(ids))
+        elif len(ids) >= needed and len(short) < most:
+            short.append(torch.tensor(ids))
+        if len(long) == most or (cut < goal and len(short) == most):
+            break
+    return long or short
 
 
 def _counter(show: Show, total: int, text: str) -> Callable[[int], None]:

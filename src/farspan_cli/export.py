@@ -21,11 +21,15 @@ def export(
     ],
     out: Annotated[Path, typer.Option(help="Folder to upload; new or empty.", show_default=False)],
     results: Annotated[
-        list[Path] | None, typer.Option(help="A result of `farspan eval`, for the card; may be repeated.")
+        list[Path] | None,
+        typer.Option(help="A file of `farspan eval` ppl, passkey, pairs or bits; may be repeated."),
     ] = None,
     name: Annotated[str | None, typer.Option(help="OWNER/NAME on the hub. Default: the folder's name.")] = None,
     license: Annotated[str | None, typer.Option(help="For example apache-2.0.")] = None,
-    base_model: Annotated[str | None, typer.Option(help="The model that this one was made from.")] = None,
+    base_model: Annotated[
+        str | None,
+        typer.Option(help="OWNER/NAME of the original. Default: what MODEL was converted from."),
+    ] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16. Default: the source's.")] = None,
 ) -> None:
     """Weights, tokenizer, the model's source for `trust_remote_code`, and a card with what was measured.

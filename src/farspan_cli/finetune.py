@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from farspan_cli.app import app, fail
 from farspan_cli.progress import progress
@@ -25,10 +25,16 @@ def finetune(
         str, typer.Option(help="paper, distill, distill-long, long-ntk, long-pi, long-yarn, or a TOML file.")
     ] = "distill",
     teacher: Annotated[
-        str | None, typer.Option(help="The original checkpoint. Default: what MODEL was converted from.")
+        str | None,
+        typer.Option(help="The original, for a recipe that distils. Default: what MODEL was converted from."),
     ] = None,
     tokens: Annotated[
-        int | None, typer.Option(help="Budget of all stages together. Default: the recipe's.", min=1)
+        int | None,
+        typer.Option(
+            help="Budget of all stages together. Default: the recipe's. A smaller one halves batches until a stage has "
+            "500 steps, then takes fewer steps.",
+            min=1,
+        ),
     ] = None,
     length: Annotated[int | None, typer.Option(help="Rows of at most so many tokens.", min=2)] = None,
     seed: Annotated[int, typer.Option(help="Seed of the rows.", min=0)] = 0,
@@ -64,11 +70,14 @@ def finetune(
         checkpoint_every=checkpoint_every,
     )
     console = Console()
+    for stage in chosen.stages:
+        rows = f"{stage.batch_size:,} row{'s' if stage.batch_size > 1 else ''} of {stage.length:,} tokens"
+        console.print(f"stage {stage.name}: {stage.optimizer.steps:,} steps of {rows}", highlight=False)
     with progress(console) as show:
 
         def tell(at: Standing) -> None:
             now = at.now
-            line = f"{at.stage}: step {now.step:,}, loss {now.loss:.3f}, {now.tokens_per_second:,.0f} tokens/s"
+            line = f"{at.stage}: step {now.step:,}, loss {_loss(now.loss)}, {now.tokens_per_second:,.0f} tokens/s"
             show(at.done, at.total, line)
 
         try:
@@ -100,18 +109,27 @@ def _weighted(text: str) -> tuple[str, float]:
     fail(f"--data must be DIR or DIR=WEIGHT with a weight above 0, got {text!r}; try --data books=3 --data code=1")
 
 
+def _loss(value: float) -> str:
+    """A distance from the teacher may be far below one.
+
+    >>> _loss(2.7661), _loss(0.000412)
+    ('2.766', '0.00041')
+    """
+    return f"{value:.3f}" if value >= 0.1 else f"{value:.2g}"
+
+
 def _show(console: Console, out: Path) -> None:
     import json
 
     rows: list[dict[str, Any]] = json.loads((out / "recipe.json").read_text())["rows"]
-    table = Table("stage", "objective", "trained", "tokens", "time", "loss")
+    table = Table("stage", "objective", "trained", "tokens", "time", Column("loss", no_wrap=True))
     for row in rows:
         table.add_row(
             row["name"],
-            " + ".join(f"{weight:g} {name}" for name, weight in row["objective"].items()),
+            " + ".join(name if weight == 1 else f"{weight:g} {name}" for name, weight in row["objective"].items()),
             f"{row['trained_parameters'] / row['parameters']:.0%}",
             f"{row['tokens']:,}",
             str(timedelta(seconds=round(row["seconds"]))),
-            f"{row['first_loss']:.3f} → {row['last_loss']:.3f}",
+            f"{_loss(row['first_loss'])} → {_loss(row['last_loss'])}",
         )
     console.print(table)

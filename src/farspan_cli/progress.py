@@ -29,11 +29,16 @@ def progress(console: "Console") -> Iterator[Show]:
     if not console.is_terminal:
         yield _Log()
         return
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import TimeRemainingColumn as TimeLeft
+    from rich.table import Column
 
-    columns = BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), "left", TimeRemainingColumn()
+    # In a narrow terminal the text is cut, and not the times before it.
+    rest = TextColumn("{task.description}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"))
+    bar = BarColumn(bar_width=40 if console.width >= 120 else 8)
+    columns = bar, TaskProgressColumn(), TimeElapsedColumn(), "left", TimeLeft(), rest
     # Steps may take a minute or two: an estimate must look further back than rich's half minute.
-    with Progress(*columns, "{task.description}", console=console, speed_estimate_period=3600) as bars:
+    with Progress(*columns, console=console, speed_estimate_period=3600, expand=True) as bars:
         tasks: dict[str, TaskID] = {}
 
         def show(done: float, total: float | None, text: str, *, phase: str = "") -> None:

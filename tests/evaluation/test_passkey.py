@@ -1,11 +1,23 @@
 """Passkey: prompts are what the paper shows, and answers are counted right."""
 
+import logging
+import re
+
 import numpy as np
 import pytest
 import torch
 
 from farspan.evaluation import wilson
-from farspan.evaluation.passkey import ANSWER, make_case, make_cases, passkey, training_document, training_row
+from farspan.evaluation.passkey import (
+    ANSWER,
+    check_prompt,
+    check_row,
+    make_case,
+    make_cases,
+    passkey,
+    training_document,
+    training_row,
+)
 from tests.models.test_modeling import make
 
 
@@ -85,6 +97,27 @@ def test_a_prompt_that_does_not_fit_is_refused() -> None:
         make_case(Exact(), 100, 12345, 0.5)
 
 
+class Pieces(Exact):
+    """Writes numbers below 60 000 with one token, others with a token a digit."""
+
+    def encode(self, text: str) -> list[int]:
+        return super().encode(re.sub("[1-5][0-9]{4}", "0", text))
+
+
+@pytest.mark.parametrize("tokenizer", [Exact(), Pieces()])
+def test_what_is_not_refused_fits_whatever_the_key(tokenizer: Exact) -> None:
+    check_prompt(tokenizer, 225, "--lengths")
+    check_row(tokenizer, 246, "length")
+    for key in (10_000, 59_999, 60_000, 99_999):
+        assert len(make_case(tokenizer, 225, key, 0.5).prompt) == 225
+    for seed in range(8):
+        assert len(training_row(tokenizer, np.random.default_rng(seed), 246 + 1)) == 247
+    with pytest.raises(ValueError, match=r"--lengths must be at least 225 tokens .* got 224; use a longer one"):
+        check_prompt(tokenizer, 224, "--lengths")
+    with pytest.raises(ValueError, match=r"length of stage x must be at least 246 tokens .* got 245; use longer rows"):
+        check_row(tokenizer, 245, "length of stage x")
+
+
 class Oracle:
     """A model that answers right when the key is near, wrong otherwise."""
 
@@ -117,6 +150,22 @@ def test_right_and_wrong_answers_are_counted_near_and_far() -> None:
 def test_a_real_model_runs_the_task() -> None:
     row = passkey(make(dtype=torch.float32), Letters(), length=300, cases=3, new_tokens=4)
     assert (row["cases"], row["length"]) == (3, 300)
+
+
+def test_only_here_nobody_is_reminded_that_a_text_is_long(caplog: pytest.LogCaptureFixture) -> None:
+    """transformers says it once a process for each number: hence two."""
+    logger = logging.getLogger("transformers.generation.stopping_criteria")
+    logger.addHandler(caplog.handler)
+    logger.setLevel(logging.WARNING)
+    try:
+        passkey(make(dtype=torch.float32, max_position_embeddings=61), Letters(), length=300, cases=2, new_tokens=3)
+        assert not caplog.messages
+        ids = torch.ones(1, 300, dtype=torch.long)
+        make(dtype=torch.float32, max_position_embeddings=62).generate(ids, max_new_tokens=3, pad_token_id=0)
+        assert "exceeded the model's predefined maximum length (62)" in caplog.messages[0]
+    finally:
+        logger.removeHandler(caplog.handler)
+        logger.setLevel(logging.NOTSET)
 
 
 @pytest.mark.parametrize("mode", ["per_query", "per_request"])

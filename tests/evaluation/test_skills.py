@@ -85,6 +85,16 @@ def test_bad_pairs_are_refused(line: str, message: str, tmp_path: Path) -> None:
         list(read_pairs(tmp_path / "p.jsonl"))
 
 
+def test_a_field_that_the_data_spell_in_two_ways_is_one(model: FarspanForCausalLM, tmp_path: Path) -> None:
+    lines = [
+        {"good": "a", "bad": "b", "set": f"s{i}", "field": f"syntax{mark}semantics"} for i, mark in enumerate("_/")
+    ]
+    (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    rows = minimal_pairs(model, read_pairs(tmp_path / "p.jsonl"), TOKENIZER.encode, start=0)
+    assert [(row["field"], row["cases"]) for row in rows if row["kind"] == "field"] == [("syntax_semantics", 2)]
+    assert [row["set"] for row in rows if row["kind"] == "set"] == ["s0", "s1"]
+
+
 @pytest.mark.parametrize("length", [2, 7, 16, 1000])
 def test_bits_count_every_byte_once(model: FarspanForCausalLM, length: int) -> None:
     texts = ["Où est la clé?", "x", "a longer text of some forty-two characters"]
@@ -154,6 +164,37 @@ def test_the_command_line_stretches_by_one_law(
     assert len(set(found.values())) == 4
     assert run(monkeypatch, *options, "--ntk", 4, "--yarn", 4) == 2
     assert "--yarn must be left out with --ntk" in capsys.readouterr().err
+
+
+def test_texts_shorter_than_the_training_length_are_measured_without_the_control(
+    model: FarspanForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Trained at 16. Of long and short documents only the long ones count, as the control needs them."""
+    model.save_pretrained(tmp_path / "model")
+    TOKENIZER.save(tmp_path / "model")
+    for name, sizes in {"short": (14, 10, 5), "mixed": (14, 40, 30, 5)}.items():
+        lines = [json.dumps({"text": ("some words " * 5)[:size]}) for size in sizes]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    noted = "without the truncation control, whose texts need the training length of 16 tokens"
+    for name, options, texts, control in (
+        ("mixed", [], 2, True),
+        ("mixed", ["--texts", 1], 1, True),
+        ("mixed", ["--text-tokens", 12], 3, False),
+        ("short", [], 2, False),
+        ("short", ["--texts", 1], 1, False),
+    ):
+        out, text = tmp_path / "o.json", tmp_path / f"{name}.jsonl"
+        given = ["ppl", tmp_path / "model", "--text", text, "--lengths", 8, "--stride", 4, *options, "--out", out]
+        assert run(monkeypatch, *given) == 0
+        rows = json.loads(out.read_text())["rows"]
+        assert [row["mode"] for row in rows] == ["sliding", *(["truncated"] if control else [])]
+        assert {row["texts"] for row in rows} == {texts}
+        said = capsys.readouterr().out
+        assert (noted in said) == (not control)
+        assert (f"{noted}: --text-tokens cuts them to 12" in said) == ("--text-tokens" in options)
+    assert run(monkeypatch, "ppl", tmp_path / "model", "--text", tmp_path / "short.jsonl", "--lengths", 15) == 2
+    said = capsys.readouterr().err
+    assert "--text must hold documents of at least 15 tokens, the longest of --lengths, got none that long in" in said
 
 
 @pytest.mark.parametrize(

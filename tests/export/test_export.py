@@ -6,16 +6,17 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from transformers.dynamic_module_utils import get_imports, get_relative_import_files
 from yaml import safe_load
 
 from farspan import FarspanForCausalLM
-from farspan.convert import from_pretrained
+from farspan.convert import convert_folder, from_pretrained
 from farspan.data import load_tokenizer
 from farspan.export.source import ALWAYS_THERE, flat_source, rewrite
 from tests.convert.test_folder import called
@@ -63,6 +64,14 @@ def perplexity(length: int, ppl: float, scaling: str = "none", mode: str = "slid
 def passkey(length: int, correct: int, cases: int = 10) -> dict[str, Any]:
     share = {"cases": cases, "correct": correct}
     return {"length": length, "scaling": "ntk-4", **share, "near": share, "far": share, "outcomes": []}
+
+
+def pairs(kind: str, correct: int, cases: int = 100, **names: str) -> dict[str, Any]:
+    return {"kind": kind, "set": "", "field": "", "scaling": "none", "cases": cases, "correct": correct, **names}
+
+
+def bits(value: float, length: int = 64) -> dict[str, Any]:
+    return {"length": length, "scaling": "none", "bits_per_byte": value, "bytes": 3000, "texts": 2, "nll": 1.0}
 
 
 @pytest.fixture(scope="module")
@@ -183,6 +192,91 @@ def test_the_card_of_a_model_that_can_be_stretched_says_how(tmp_path: Path) -> N
     assert "experiment" not in card
 
 
+def test_the_snippet_of_the_card_runs_as_it_stands_and_asks_nothing(tmp_path: Path) -> None:
+    """Where farspan is not installed, transformers asks before it runs a folder's code, unless it was told."""
+    make(MIXED, dtype=torch.float32, num_hidden_layers=len(MIXED), vocab_size=257).save_pretrained(tmp_path / "model")
+    load_tokenizer("bytes").save(tmp_path / "model")
+    out = tmp_path / "owner" / "toy"
+    assert called("export", tmp_path / "model", "--name", "owner/toy", "--out", out)[0] == 0
+    snippet = (out / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    assert "set_rope_parameters" in snippet
+    blocked = "import sys\nsys.modules['farspan'] = None\n" + snippet
+    environment = {**os.environ, "HF_HOME": str(tmp_path / "home")}
+    done = subprocess.run(
+        [sys.executable, "-c", blocked],
+        cwd=tmp_path,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("Once upon a time")
+    assert "[y/N]" not in done.stdout
+
+
+def test_the_card_takes_what_every_evaluation_writes(trained: Path, tmp_path: Path) -> None:
+    """The files themselves, from the commands themselves."""
+    (tmp_path / "text.txt").write_text("words and words " * 20)
+    lines = [{"good": "a cat", "bad": "cat a", "set": f"s{i}", "field": field} for i, field in enumerate("fgf")]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    text, options = ["--text", tmp_path / "text.txt"], []
+    for name, *arguments in (
+        ("ppl", *text, "--lengths", 64, "--text-tokens", 128),
+        ("passkey", "--lengths", 300, "--cases", 2, "--new-tokens", 2),
+        ("bits", *text),
+        ("pairs", "--pairs", tmp_path / "pairs.jsonl"),
+    ):
+        options += ["--results", tmp_path / f"{name}.json"]
+        status, _, err = called("eval", name, trained, *arguments, "--out", options[-1])
+        assert status == 0, err
+    assert called("export", trained, *options, "--out", tmp_path / "hub")[0] == 0
+    card = (tmp_path / "hub" / "README.md").read_text()
+    (row,) = json.loads((tmp_path / "bits.json").read_text())["rows"]
+    assert "| Scaling | bits a byte, windows of 64 | minimal pairs | f | g |" in card
+    assert f"| no scaling | {row['bits_per_byte']:.3f} | " in card
+    assert "(320 bytes of 1 text)" in card
+    assert "the share of 3 (f 2, g 1) whose right sentence" in card
+    assert card.count("### ") == 3
+
+
+def test_minimal_pairs_stand_on_the_card_by_field_with_their_intervals(trained: Path, tmp_path: Path) -> None:
+    """A field that an earlier result spells in two ways is one."""
+    rows = [
+        pairs("all", 150, 200),
+        pairs("field", 60, field="syntax/semantics"),
+        pairs("field", 90, field="syntax_semantics"),
+        pairs("set", 60, field="syntax/semantics", set="one"),
+    ]
+    path = result(tmp_path / "pairs.json", rows)
+    assert called("export", trained, "--results", path, "--out", tmp_path / "hub")[0] == 0
+    card = (tmp_path / "hub" / "README.md").read_text()
+    assert "| Scaling | minimal pairs | syntax\\_semantics |" in card
+    assert "| no scaling | 0.750 (95% 0.686–0.805) | 0.750 (95% 0.686–0.805) |" in card
+
+
+def test_the_card_of_a_converted_model_names_its_original(tmp_path: Path) -> None:
+    snapshot = tmp_path / "hub" / "models--owner--small-llama" / "snapshots" / "0a1b"
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
+    LlamaForCausalLM(LlamaConfig(**shape, vocab_size=257)).save_pretrained(snapshot)
+    load_tokenizer("bytes").save(snapshot)
+    convert_folder(snapshot, tmp_path / "cached", "coca-exact")
+    copytree(snapshot, tmp_path / "small_llama")
+    convert_folder(tmp_path / "small_llama", tmp_path / "local", "coca-exact")
+    for source, options, named, linked in (
+        ("cached", [], "owner/small-llama", "owner/small-llama"),
+        ("local", [], "small_llama", None),
+        ("local", ["--base-model", "mine"], "mine", "mine"),
+        ("small_llama", [], "small_llama", None),
+    ):
+        out = tmp_path / f"{source}{len(options)}-exported"
+        assert called("export", tmp_path / source, *options, "--out", out)[0] == 0
+        _, front, card = (out / "README.md").read_text().split("---\n", 2)
+        assert f"started from `{named}`." in card
+        assert safe_load(front).get("base_model") == linked
+        assert str(tmp_path) not in card
+
+
 def test_a_card_without_results_says_so(trained: Path, tmp_path: Path) -> None:
     assert called("export", trained, "--out", tmp_path / "hub", "--dtype", "bfloat16")[0] == 0
     assert "Nothing has been measured." in (tmp_path / "hub" / "README.md").read_text()
@@ -194,6 +288,9 @@ def test_a_card_without_results_says_so(trained: Path, tmp_path: Path) -> None:
     [
         ([[perplexity(512, 20.0, variant="a")], [perplexity(512, 20.0, "ntk-4", variant="b")]], "about one model"),
         ([[perplexity(512, 20.0)], [perplexity(512, 21.0)]], "measured before with another outcome"),
+        ([[bits(1.0)], [bits(1.5)]], "none, bits a byte, 64 was measured before with another outcome"),
+        ([[pairs("all", 9)], [pairs("all", 8)]], "none, minimal pairs, all was measured before"),
+        ([[pairs("all", 900)]], "correct must lie in 0 … cases, got 900 of 100"),
         ([[{"loss": 1.0}]], "give files of `farspan eval`"),
         ([[perplexity(512, 20.0, texts="two")]], "texts must be a whole number"),
         ([None], "which is none"),

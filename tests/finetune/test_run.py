@@ -1,6 +1,8 @@
 """A recipe run for real, at toy size: what moves, what does not, what is left when it is stopped."""
 
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from farspan import FarspanForCausalLM
 from farspan.convert import from_pretrained
 from farspan.convert.note import read_note
 from farspan.data import prepare
-from farspan.finetune import Distillation, Recipe, Standing, finetune
+from farspan.finetune import Distillation, Recipe, Standing, finetune, open_origin
 from farspan.finetune.weights import begun, merge_lora, resumed
 from farspan.training.config import RunSection
 from tests.finetune.folders import losses, made, recipe
@@ -275,7 +277,10 @@ def test_a_law_does_not_silently_replace_another(folders: tuple[Path, Path, str]
         ({"train": ["*.k_proj.*"]}, r"train of stage s1 must name parameters, got '\*.k_proj.\*'"),
         ({"length": 10_000_000}, "length must be below the tokens available, got 10000000"),
         ({"rope_parameters": {"rope_type": "linear"}}, "rope_parameters of stage s1 need a factor > 1, got 0.5"),
-        ({"passkey_share": 0.02}, "length must be at least"),
+        (
+            {"passkey_share": 0.02},
+            "length of stage s1 must be at least 246 tokens .* got 16; use longer rows",
+        ),
         ({"lora": {"r": 2, "target_modules": ["k_proj"]}}, "lora.target_modules must be linear layers .*got 'k_proj'"),
         ({"lora": {"r": 2, "target_modules": ["lm_head"]}}, "lora.target_modules must be .*got 'lm_head'"),
     ],
@@ -302,6 +307,12 @@ def test_what_cannot_be_meant_is_refused(folders: tuple[Path, Path, str], tmp_pa
         finetune(original, {source: 1.0}, recipe({"objective": {"logit-kl": 1.0}}), out)
     with pytest.raises(ValueError, match=r"--teacher must exist, got '.*gone'"):
         finetune(coca, {source: 1.0}, recipe({"objective": {"logit-kl": 1.0}}), out, teacher=tmp_path / "gone")
+    with pytest.raises(ValueError, match=r"--teacher must be left out for a recipe .* text alone, got '.*model'"):
+        finetune(coca, {source: 1.0}, recipe({}), out, teacher=original)
+    with pytest.raises(ValueError, match=r"--teacher must be left out .* got '.*gone'"):
+        finetune(coca, {source: 1.0}, recipe({}), out, teacher=tmp_path / "gone")
+    with pytest.raises(ValueError, match=r"--teacher must exist, got '.*gone'"):
+        open_origin(coca, {source: 1.0}, recipe({}), teacher=tmp_path / "gone")
     with pytest.raises(ValueError, match=r"factor > 1, got 0.5 for length 16 and a model trained at 32"):
         finetune(coca, {source: 1.0}, recipe({"rope_parameters": {"rope_type": "linear"}}), out)
     with pytest.raises(ValueError, match=r"lora.target_modules must be linear layers .*got 'k_proj'"):
@@ -324,6 +335,12 @@ def command(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
     ("arguments", "message"),
     [
         (["--recipe", "distil"], "did you mean 'distill'"),
+        (["--length", "128"], "length of stage attention must be at least 246 tokens for a passkey text"),
+        (
+            ["--recipe", "paper", "--teacher", "nowhere"],
+            "--teacher must be left out for a recipe that",
+        ),
+        (["--teacher", "nowhere"], "--teacher must exist, got 'nowhere'"),
         (["--recipe", "TOML"], "configuration key stages[0].lenght"),
         (["--data", "DATA=none"], "--data must be DIR or DIR=WEIGHT"),
         (["--recipe", "paper", "--precision", "fp8"], "--precision must be one of"),
@@ -348,6 +365,31 @@ def test_the_command_line_refuses_in_one_line(
     assert not (tmp_path / "out").exists()
 
 
+def test_ctrl_c_says_where_it_stopped_and_the_same_command_goes_on(
+    folders: tuple[Path, Path, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    _, coca, source = folders
+    given = [coca, "--data", source, "--recipe", "paper", "--length", 16, "--tokens", 240, "--out", tmp_path / "out"]
+    original = loop._Run.advance
+
+    def press(self, step: int) -> None:
+        original(self, step)
+        if step == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(loop._Run, "advance", press)
+    assert command(monkeypatch, *given) == 130
+    assert capsys.readouterr().err == "interrupted; stopped at step 3; the same command continues\n"
+    monkeypatch.setattr(loop._Run, "advance", original)
+    assert command(monkeypatch, *given) == 0
+    assert [
+        row["optimizer"]["steps"] for row in json.loads((tmp_path / "out" / "recipe.json").read_text())["rows"]
+    ] == [5] * 3
+
+
 def test_the_command_line_applies_a_recipe(
     folders: tuple[Path, Path, str],
     tmp_path: Path,
@@ -355,10 +397,14 @@ def test_the_command_line_applies_a_recipe(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     _, coca, source = folders
-    sizes = ["--length", 320, "--tokens", 6400]  # a passkey text must fit into a row
+    sizes = ["--length", 246, "--tokens", 6400]  # the shortest rows that a passkey text of bytes fits into
     assert command(monkeypatch, coca, "--data", f"{source}=2", *sizes, "--out", tmp_path / "out") == 0
     rows = json.loads((tmp_path / "out" / "recipe.json").read_text())["rows"]
     assert [row["name"] for row in rows] == ["attention", "logits", "text"]
     said = capsys.readouterr().out
+    for row in rows:  # 32 rows a step at the recipe's own budget
+        steps = row["optimizer"]["steps"]
+        assert f"stage {row['name']}: {steps} steps of 1 row of 246 tokens\n" in said
+        assert row["batch_size"] == 1
     assert all(row["name"] in said for row in rows)
     assert (tmp_path / "out" / "model" / "model.safetensors").is_file()

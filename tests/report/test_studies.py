@@ -43,10 +43,11 @@ def folder(tmp_path: Path) -> Path:
     write(
         tmp_path,
         "bits-original",
-        [{"variant": "original", "bits_per_byte": 1.1816, "length": 8, "bytes": 9, "texts": 1}],
+        [{"variant": "original", "scaling": "none", "bits_per_byte": 1.1816, "length": 8, "bytes": 9, "texts": 1}],
     )
     pairs = [
-        {"variant": "original", "kind": kind, "cases": 200, "correct": n} for kind, n in (("all", 150), ("field", 7))
+        {"variant": "original", "scaling": "none", "kind": kind, "set": "", "field": name, "cases": 200, "correct": n}
+        for kind, name, n in (("all", "", 150), ("field", "syntax", 7))
     ]
     write(tmp_path, "pairs-original", pairs)
     for name, held in (("original", 4096), ("mine", 3072)):
@@ -157,7 +158,8 @@ def test_every_measured_model_of_the_shipped_studies_has_a_label() -> None:
 
 
 def test_bad_files_are_refused_by_name(folder: Path) -> None:
-    write(folder, "pairs-mine", [{"variant": "mine", "kind": "all", "cases": 2, "correct": 3}])
+    row = {"variant": "mine", "scaling": "none", "kind": "all", "set": "", "field": "", "cases": 2, "correct": 3}
+    write(folder, "pairs-mine", [row])
     with pytest.raises(ValueError, match=r"pairs-mine.json row 0: correct must lie in 0 … cases, got 3 of 2"):
         collect(folder)
     text = 'title = "t"\nkind = "study"\ntrain_length = 4\nwindows = [1]\nprompts = [1]\n'

@@ -250,6 +250,21 @@ def test_only_takes_a_run_with_all_it_comes_from(toml: Path, tmp_path: Path) -> 
             ["--checkpoint", "{0}/llama", "--pairs", "{0}/nowhere", "--held-out", "{0}/test.jsonl"],
             "--pairs must be a JSONL file",
         ),
+        (
+            "dropin-cpu",  # its rows of 128 tokens are too short for a passkey text of bytes
+            ["--checkpoint", "{0}/llama", "--pairs", "{0}/pairs.jsonl", "--held-out", "{0}/test.jsonl"],
+            "length of stage distill-1-attention must be at least 246 tokens for a passkey text with this tokenizer, "
+            "got 128; use longer rows, or passkey_share = 0 in a recipe of your own",
+        ),
+        (
+            "dropin-cpu",
+            [
+                *("--checkpoint", "{0}/llama", "--pairs", "{0}/pairs.jsonl", "--held-out", "{0}/test.jsonl"),
+                *("--only", "original"),
+            ],
+            "passkey length of study.measures.full must be at least 225 tokens for a passkey prompt with this "
+            "tokenizer, got 128; use a longer one",
+        ),
         ("dropin", ["--tokenizer", "bpe.json"], "--tokenizer must be left out where a checkpoint brings its own"),
         ("cpu", ["--checkpoint", "x.gguf"], "--checkpoint is for a preset with a study, such as dropin, got 'x.gguf'"),
         ("cosformer-cpu", ["--pairs", "x.jsonl"], "--pairs is for a preset with a study, such as dropin"),

@@ -26,8 +26,20 @@ class Pair:
     field: str = ""
 
 
+def field_name(text: str) -> str:
+    """A field in one spelling: BLiMP writes that of one set (principle_A_case_2) with a slash, of 13 others without.
+
+    >>> field_name("syntax/semantics")
+    'syntax_semantics'
+    """
+    return text.replace("/", "_")
+
+
 def read_pairs(path: str | Path) -> Iterator[Pair]:
-    """Pairs from JSON lines ``{"good", "bad"}`` with ``"set"`` and ``"field"`` if known; plain, .gz, .xz or .zst."""
+    """Pairs from JSON lines ``{"good", "bad"}`` with ``"set"`` and ``"field"`` if known; plain, .gz, .xz or .zst.
+
+    A field that is spelt in two ways is one field: see :func:`field_name`.
+    """
     file, count = Path(path), 0
     require(file.is_file(), f"--pairs must be a JSONL file, got {str(path)!r}, which does not exist; check the path")
     with opened(file) as (stream, _):
@@ -50,7 +62,7 @@ def _pair(line: bytes, where: str) -> Pair:
             isinstance(value, str) and bool(value.strip()),
             f"{where} must have a sentence under {key!r}, got {value!r}; write {{'good': …, 'bad': …}}",
         )
-    return Pair(record["good"], record["bad"], str(record.get("set", "")), str(record.get("field", "")))
+    return Pair(record["good"], record["bad"], str(record.get("set", "")), field_name(str(record.get("field", ""))))
 
 
 @torch.no_grad()

@@ -1,6 +1,8 @@
 """Passkey retrieval: a five-digit number hidden in filler, asked for at the end (CoCA paper, App. B)."""
 
-from collections.abc import Callable, Iterable
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -55,7 +57,7 @@ def make_case(tokenizer: Tokenizer, length: int, key: int, depth: float, *, besi
     require(
         room >= 0,
         f"length must be at least {length - room + beside} tokens for the passkey prompt with this tokenizer, "
-        f"got {length + beside}",
+        f"got {length + beside}; use a longer one",
     )
     before = round(room * depth)
     stream = filler * (room // len(filler) + 1)
@@ -77,6 +79,32 @@ def training_document(tokenizer: Tokenizer, generator: np.random.Generator, leng
     answer = tokenizer.encode(ANSWER.format(key=key))
     case = make_case(tokenizer, length - len(answer), key, float(generator.random()), beside=len(answer))
     return np.array(case.prompt + answer, dtype=np.int64)
+
+
+def check_prompt(tokenizer: Tokenizer, length: int, name: str) -> None:
+    """Refuse a prompt length that some key would not fit into; `name` is what the user calls it."""
+    fewest = _bare(tokenizer, INTRODUCTION, KEY, QUESTION)
+    require(
+        length >= fewest,
+        f"{name} must be at least {fewest} tokens for a passkey prompt with this tokenizer, got {length}; "
+        "use a longer one",
+    )
+
+
+def check_row(tokenizer: Tokenizer, length: int, name: str) -> None:
+    """Refuse training rows (`length` tokens and the one after) that a passkey text would not fit into."""
+    fewest = _bare(tokenizer, INTRODUCTION, KEY, QUESTION, ANSWER) - 1
+    require(
+        length >= fewest,
+        f"{name} must be at least {fewest} tokens for a passkey text with this tokenizer, got {length}; "
+        "use longer rows, or passkey_share = 0 in a recipe of your own",
+    )
+
+
+def _bare(tokenizer: Tokenizer, *parts: str) -> int:
+    """Tokens without filler: the most over keys spread evenly, as their digits may be one token or five."""
+    keys = range(10_000, 100_000, 997)
+    return max(sum(len(tokenizer.encode(part.format(key=key))) for part in parts) for key in keys)
 
 
 def training_row(tokenizer: Tokenizer, generator: np.random.Generator, length: int) -> np.ndarray[Any, Any]:
@@ -128,7 +156,8 @@ def passkey(
         prompts = torch.tensor([case.prompt for case in group], device=device)
         settings: dict[str, Any] = {"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 0}
         settings["prefill_chunk_size"] = min(chunk, length)
-        out = model.generate(prompts, attention_mask=torch.ones_like(prompts), **settings)  # type: ignore[misc]
+        with _without_reminder():
+            out = model.generate(prompts, attention_mask=torch.ones_like(prompts), **settings)  # type: ignore[misc]
         for case, row in zip(group, out[:, length:].tolist(), strict=True):
             right.append(str(case.key) in tokenizer.decode(row))
         if progress is not None:
@@ -141,6 +170,21 @@ def passkey(
         "far": _share(ok for distance, ok in outcomes if distance > near),
         "outcomes": [{"distance": distance, "right": ok} for distance, ok in outcomes],
     }
+
+
+@contextmanager
+def _without_reminder() -> Iterator[None]:
+    """transformers reminds whoever generates past the training length that he does: here that is the task."""
+    logger = logging.getLogger("transformers.generation.stopping_criteria")
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return "exceeded the model's predefined maximum length" not in record.getMessage()
+
+    logger.addFilter(is_other)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_other)
 
 
 def _share(right: Iterable[bool]) -> dict[str, Any]:

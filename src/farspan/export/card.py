@@ -1,20 +1,16 @@
 """The model card: what the model is, how to use it, what was measured, and by which command."""
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import resources
-from typing import TypeVar
 
 from huggingface_hub import ModelCardData
 
+from farspan.export.tables import tables
 from farspan.layers.spec import AttentionSpec
 from farspan.models import FarspanForCausalLM
 from farspan.report.collect import Run
-from farspan.report.estimates import Estimate, perplexity_of, scaling_order, share_of
-from farspan.report.names import scaling_name
-from farspan.report.records import Passkey, Perplexity
-from farspan.report.tables import Line, Table, counts_text, estimate_cell, to_markdown
+from farspan.report.tables import to_markdown
 from farspan.results import commit, version
 
 
@@ -27,6 +23,9 @@ class Card:
     run: Run
     license: str | None = None
     base_model: str | None = None
+    """The model that this one was made from, by its name on the hub: a link, so that only that will do."""
+    original: str | None = None
+    """The same as the text names it, perhaps a file."""
 
 
 def render(card: Card) -> str:
@@ -47,7 +46,7 @@ def render(card: Card) -> str:
     return environment.from_string(text).render(
         name=card.name,
         front_matter=front_matter(card),
-        base_model=card.base_model,
+        original=card.original,
         facts=facts(card.model),
         attention=attention_text(config.attention_specs),
         coca=any(spec.kind == "coca" for spec in config.attention_specs),
@@ -102,48 +101,6 @@ def attention_text(specs: tuple[AttentionSpec, ...]) -> str:
         more = f" ({', '.join(notes)})" if notes else ""
         parts.append(f"{count} layer{'s' if count > 1 else ''} {spec.name}{more}")
     return ", ".join(parts)
-
-
-def tables(run: Run) -> list[Table]:
-    """Perplexity, a table for each way of counting, and passkey retrieval; a line for each scaling law."""
-    made = []
-    for mode in dict.fromkeys(row.mode for row in run.perplexity):
-        if mode != "truncated":
-            rows = tuple(row for row in run.perplexity if row.mode == mode)
-            strides = sorted({row.stride for row in rows})
-            title = f"Perplexity by window length ({mode}, stride {', '.join(f'{s:,}' for s in strides)})"
-            made.append(_table(mode, title, rows, perplexity_of, _control(run)))
-    if run.passkey:
-        made.append(_table("passkey", "Passkey accuracy by prompt length", run.passkey, share_of))
-    return made
-
-
-Row = TypeVar("Row", Perplexity, Passkey)
-
-
-def _table(
-    name: str, title: str, rows: tuple[Row, ...], estimate: Callable[[list[Row]], Estimate | None], note: str = ""
-) -> Table:
-    lengths = sorted({row.length for row in rows})
-    found = {
-        law: [estimate([row for row in rows if (row.scaling, row.length) == (law, length)]) for length in lengths]
-        for law in sorted({row.scaling for row in rows}, key=scaling_order)
-    }
-    lines = tuple(Line(scaling_name(law), "", tuple(map(estimate_cell, cells))) for law, cells in found.items())
-    counted = counts_text([cell for cells in found.values() for cell in cells])
-    caption = f"Each number: {counted}.{note}"
-    return Table(name, title, caption, tuple(f"{n:,}" for n in lengths), lines, "Scaling")
-
-
-def _control(run: Run) -> str:
-    """The truncation control in two sentences, if it was measured."""
-    found = perplexity_of([row for row in run.perplexity if row.mode == "truncated"][:1])
-    if found is None:
-        return ""
-    return (
-        f" The same tokens with their context cut to the training length have perplexity {estimate_cell(found).text}: "
-        "a longer window helps where it is below that."
-    )
 
 
 def code(text: str) -> str:

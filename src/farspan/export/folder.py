@@ -8,10 +8,12 @@ import torch
 
 from farspan.convert.folder import check_out, save
 from farspan.convert.load import Progress, load
-from farspan.convert.sources import open_source
+from farspan.convert.note import read_note
+from farspan.convert.sources import Source, open_source
 from farspan.convert.text import tokenizer_of
 from farspan.export.card import Card, render
 from farspan.export.source import AUTO_MAP, flat_source
+from farspan.models import FarspanConfig
 from farspan.report.collect import collect_files
 
 GENERATION = "generation_config.json"
@@ -36,9 +38,10 @@ def export_folder(
     Args:
         source: a farspan folder, or anything :func:`farspan.convert.from_pretrained` reads, with its tokenizer.
         name: what the card calls the model, for example "owner/name"; by default the folder's name.
-        results: JSON files of `farspan eval` about this model, for the card's tables.
+        results: JSON files of `farspan eval` (ppl, passkey, pairs, bits) about this model, for the card's tables.
         license: for example "apache-2.0".
-        base_model: the model that this one was made from, by its name on the hub.
+        base_model: the model that this one was made from, by its name on the hub; by default what the source's
+            conversion.json names, or the source itself where it is no farspan folder.
         dtype: of the weights; None keeps the source's.
 
     ::
@@ -53,7 +56,9 @@ def export_folder(
     tokenizer_of(opened)  # refuses a source without one before any work is done
     model = load(opened, dtype=dtype, progress=progress)
     model.config.auto_map = dict(AUTO_MAP)
-    card = render(Card(name, model, run, license, base_model))
+    original = base_model or _original(opened)
+    on_hub = base_model or (original if original and "/" in original else None)
+    card = render(Card(name, model, run, license, on_hub, original))
 
     def beside(folder: Path) -> None:
         opened.carry(folder)
@@ -63,3 +68,21 @@ def export_folder(
             (folder / file).write_text(text, encoding="utf-8")
 
     save(model, out, beside)
+
+
+def _original(source: Source) -> str | None:
+    """What a source was converted from, or is converted from now, by name."""
+    found = read_note(source.path) if source.path.is_dir() else None
+    if found is None and source.config.get("model_type") != FarspanConfig.model_type:
+        found = source.path.absolute()
+    return None if found is None else original_name(found)
+
+
+def original_name(path: Path) -> str:
+    """What to call a checkpoint at a path: "owner/name" in the hub's cache, elsewhere its file or folder.
+
+    >>> original_name(Path("hub/models--owner--some-model/snapshots/0a1b")), original_name(Path("in/smol.gguf"))
+    ('owner/some-model', 'smol.gguf')
+    """
+    cached = next((part for part in path.parts if part.startswith("models--")), None)
+    return cached.removeprefix("models--").replace("--", "/", 1) if cached else path.name

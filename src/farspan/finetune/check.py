@@ -3,13 +3,12 @@
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from farspan.convert.configuration import read_config
 from farspan.convert.sources import open_source
 from farspan.data import TextTokenizer
-from farspan.evaluation.passkey import training_row
+from farspan.evaluation.passkey import check_row
 from farspan.finetune.objectives import check_teacher
 from farspan.finetune.recipe import Recipe
 from farspan.finetune.weights import give_lengths, prepared
@@ -37,4 +36,4 @@ def check(
             prepared(student, stage, theirs)
         text_batches(DataSection(dict(data), stage.length, stage.batch_size), tokenizer(), 0)
         if stage.passkey_share:
-            training_row(tokenizer(), np.random.default_rng(0), stage.length + 1)  # refuses rows too short for one
+            check_row(tokenizer(), stage.length, f"length of stage {stage.name}")

@@ -86,10 +86,16 @@ def finetune(
         data: token folders (`farspan data --tokenizer MODEL`) with their weights.
         out: gets ``stage-1-…`` and so on, each a folder of a training run with its ``model`` (``merged`` is
             the plain one after LoRA); at the end ``model`` and ``recipe.json``, what was done and what it took.
-        teacher: what a distilling stage learns from; default: what the model was converted from, if it says.
+        teacher: what a distilling stage learns from, refused where there is none; default: what the model was
+            converted from, if it says.
         report: called every few steps.
     """
     folder, run = Path(out), run or RunSection()
+    require(
+        teacher is None or any(stage.needs_teacher for stage in recipe.stages),
+        f"--teacher must be left out for a recipe that learns from text alone, got {str(teacher)!r}; "
+        "leave it out, or choose a distilling recipe",
+    )
     origin = open_origin(model, data, recipe, teacher=teacher)
     final, path, done = folder / "model", origin.model, 0
     places = [folder / f"stage-{i + 1}-{stage.name}" for i, stage in enumerate(recipe.stages)]
@@ -188,7 +194,7 @@ def _tokenizer(model: Path, data: Mapping[str, float]) -> TextTokenizer:
 
 
 def _teacher(model: Path, given: str | os.PathLike[str] | None, recipe: Recipe) -> Path | None:
-    """The teacher's path where it is known; refuses its absence where a stage needs it."""
+    """The teacher's path where it is known; refuses its absence where it was named or a stage needs it."""
     found = Path(given) if given is not None else read_note(model)
     needing = next((stage.name for stage in recipe.stages if stage.needs_teacher), None)
     require(
@@ -197,7 +203,7 @@ def _teacher(model: Path, given: str | os.PathLike[str] | None, recipe: Recipe) 
         "from; name the original checkpoint",
     )
     require(
-        needing is None or (found is not None and found.exists()),
+        (needing is None and given is None) or (found is not None and found.exists()),
         f"--teacher must exist, got {str(found)!r}; name the original checkpoint",
     )
     return found

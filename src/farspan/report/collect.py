@@ -31,6 +31,8 @@ from farspan.report.records import (
 from farspan.report.timings import Timing, parse_timings
 
 Keyed = TypeVar("Keyed", Timing, Inferred)
+Evaluated = Perplexity | Passkey | Bits | Pairs
+"""What `farspan eval` measures."""
 
 
 @dataclass(frozen=True)
@@ -126,30 +128,43 @@ def collect(folder: Path) -> Run:
 def collect_files(paths: Sequence[Path], variant: str) -> Run:
     """What `farspan eval` wrote about one model, called `variant` where the rows themselves have no name for it."""
     sources: list[Source] = []
-    found: dict[tuple[Any, ...], Perplexity | Passkey] = {}
+    found: dict[tuple[Any, ...], Evaluated] = {}
     for path in paths:
         require(path.is_file(), f"results must be files of `farspan eval`, got {str(path)!r}, which is none")
         for i, raw in enumerate(_result(path, sources)):
             with _errors_name(f"{path} row {i}"):
                 row = _evaluated(raw, variant, sources[-1].seed)
-                key = (row.seed, row.scaling, row.length, row.mode)
+                key = row.key if isinstance(row, Bits | Pairs) else (row.seed, row.scaling, row.length, row.mode)
+                name = ", ".join(str(part) for part in key if part != "")
                 require(
                     found.setdefault(key, row) == row,
-                    f"{', '.join(map(str, key))} was measured before with another outcome; leave one of the two out",
+                    f"{name} was measured before with another outcome; leave one of the two out",
                 )
     variants = sorted({row.variant for row in found.values()})
     require(len(variants) <= 1, f"results must be about one model, got rows of {', '.join(variants)}; separate them")
     rows = list(found.values())
-    perplexity = tuple(row for row in rows if isinstance(row, Perplexity))
-    return Run(perplexity, tuple(row for row in rows if isinstance(row, Passkey)), (), tuple(sources), ())
+    return Run(
+        tuple(row for row in rows if isinstance(row, Perplexity)),
+        tuple(row for row in rows if isinstance(row, Passkey)),
+        (),
+        tuple(sources),
+        (),
+        bits=tuple(row for row in rows if isinstance(row, Bits)),
+        pairs=tuple(row for row in rows if isinstance(row, Pairs)),
+    )
 
 
-def _evaluated(raw: Any, variant: str, seed: int) -> Perplexity | Passkey:
+def _evaluated(raw: Any, variant: str, seed: int) -> Evaluated:
+    """A row of any of the four commands, told by what only its rows have."""
     require(
-        isinstance(raw, dict) and ("ppl" in raw or "correct" in raw),
-        f"a row must have ppl or correct, got {str(raw)[:60]}; give files of `farspan eval`",
+        isinstance(raw, dict) and any(name in raw for name in ("ppl", "bits_per_byte", "correct")),
+        f"a row must have ppl, bits_per_byte or correct, got {str(raw)[:60]}; give files of `farspan eval`",
     )
     named = {"variant": variant, "seed": seed, **raw}
+    if "bits_per_byte" in raw:
+        return parse_plain(Bits, named)
+    if "kind" in raw:
+        return parse_plain(Pairs, named)
     return parse_measurement(Perplexity, named) if "ppl" in raw else parse_measurement(Passkey, named)
 
 

@@ -126,23 +126,37 @@ class StudyModel:
 
 @dataclass(frozen=True)
 class Bits:
-    """How many bits a byte of held-out text costs a model of a study."""
+    """How many bits a byte of held-out text costs a model."""
 
     variant: str
+    scaling: str
     bits_per_byte: float
     length: int
     bytes: int
     texts: int
 
+    @property
+    def key(self) -> tuple[str, str, int]:
+        """What was measured."""
+        return (self.scaling, "bits a byte", self.length)
+
 
 @dataclass(frozen=True)
 class Pairs:
-    """Minimal pairs that a model of a study gets right: of all ("all"), of a field or of a set."""
+    """Minimal pairs that a model gets right: of all ("all"), of a field or of a set."""
 
     variant: str
+    scaling: str
     kind: str
+    set: str
+    field: str
     cases: int
     correct: int
+
+    @property
+    def key(self) -> tuple[str, str, str, str, str]:
+        """What was measured."""
+        return (self.scaling, "minimal pairs", self.kind, self.set, self.field)
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,10 @@ def reproduce(
     steps = plan(preset, folder, only)
     study = bool(preset.study.conversions)
     if not all(step.result.exists() for step in (steps if study else steps[:1])):
-        (check_study if study else _check_corpus)(preset.corpus)
+        if study:
+            check_study(preset, steps)
+        else:
+            _check_corpus(preset.corpus)
     folder.mkdir(parents=True, exist_ok=True)
     _keep_preset(preset, folder)
     say = report or (lambda _: None)

@@ -160,6 +160,11 @@ class Study:
         """What is measured under this name; nothing under the empty one."""
         return _section(Measures, self.measures, "measures", name) if name else Measures()
 
+    def prompts(self, member: Member, scaling: str) -> list[int]:
+        """The passkey lengths that a model is asked at under a scaling law."""
+        measures = self.measured(member.measures)
+        return measures.passkey if scaling == "none" else measures.scaled_passkey
+
     def recipe(self, name: str) -> Recipe:
         """The recipe of a run at its budget."""
         run = self.run(name)

@@ -52,5 +52,5 @@ def _measuring(preset: Preset, member: Member, results: Path) -> Iterator[Step]:
             yield Step("ppl", results / f"ppl-near-{file}", scaling=law, model=name, part="near", needs=text)
         if measures.far:
             yield Step("ppl", results / f"ppl-far-{file}", scaling=law, model=name, part="far", needs=text)
-        if measures.passkey if law == "none" else measures.scaled_passkey:
+        if preset.study.prompts(member, law):
             yield Step("passkey", results / f"passkey-{file}", scaling=law, model=name, needs=(model,))

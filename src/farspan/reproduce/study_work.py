@@ -3,7 +3,7 @@
 import json
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -20,18 +20,21 @@ from farspan.errors import require
 from farspan.evaluation import as_trained, bits_per_byte, minimal_pairs, read_pairs, start_token
 from farspan.evaluation.bits import first_bytes
 from farspan.evaluation.laws import give_law, law_of, scaling_name
+from farspan.evaluation.passkey import check_prompt, check_row
 from farspan.finetune import open_origin, run_stage, stage_model, stage_row
 from farspan.models import FarspanCache, FarspanConfig, FarspanForCausalLM
-from farspan.reproduce.preset import Corpus
+from farspan.reproduce.preset import Preset
 from farspan.reproduce.step import Step
+from farspan.reproduce.study import Study
 from farspan.reproduce.work import Work
 from farspan.results import write_result
 from farspan.training import Progress
 from farspan.training.config import RunSection
 
 
-def check_study(corpus: Corpus) -> None:
-    """Refuse what is missing or misspelt before anything is made."""
+def check_study(preset: Preset, steps: Sequence[Step]) -> None:
+    """Refuse what is missing, misspelt or too short before anything is made."""
+    corpus = preset.corpus
     for option, value, example in (
         ("checkpoint", corpus.checkpoint, "SmolLM2.gguf"),
         ("pairs", corpus.pairs, "blimp.jsonl.xz"),
@@ -44,12 +47,27 @@ def check_study(corpus: Corpus) -> None:
         f"--checkpoint must have plain rotary angles for a study, got {scaling_name(law)}: 'none' would not be the "
         "original; use farspan convert, finetune and eval by themselves",
     )
-    text_tokenizer(corpus.checkpoint)
+    tokenizer = text_tokenizer(corpus.checkpoint)
     for source in [*corpus.train, *corpus.held_out]:
         resolve(source)
     for path in corpus.pairs:
         for _ in read_pairs(path):
             pass
+    for step in steps:
+        if not step.result.exists():
+            _check_lengths(preset.study, step, tokenizer)
+
+
+def _check_lengths(study: Study, step: Step, tokenizer: TextTokenizer) -> None:
+    """Refuse passkey texts that the checkpoint's tokens make longer than a stage's rows, or than a prompt."""
+    if step.kind == "finetune":
+        stage = study.members[step.model].stages[-1]
+        if stage.passkey_share:
+            check_row(tokenizer, stage.length, f"length of stage {step.model}")
+    elif step.kind == "passkey":
+        member = study.members[step.model]
+        for length in study.prompts(member, step.scaling):
+            check_prompt(tokenizer, length, f"passkey length of study.measures.{member.measures}")
 
 
 class StudyWork(Work):
@@ -164,8 +182,7 @@ class StudyWork(Work):
         return windows + (control if trained <= self.preset.evaluation.text_tokens else [])
 
     def _prompts(self, step: Step) -> list[int]:
-        measures = self.preset.study.measured(self.preset.study.members[step.model].measures)
-        return measures.passkey if step.scaling == "none" else measures.scaled_passkey
+        return self.preset.study.prompts(self.preset.study.members[step.model], step.scaling)
 
     def _bits(self, step: Step) -> None:
         found = (document.text for source in self.preset.corpus.held_out for document in documents(source))
