@@ -33,9 +33,9 @@ Scaling = Annotated[
     str, typer.Option(help="own: the law in the model's configuration, if it has one; none: without it.")
 ]
 LogLength = Annotated[
-    bool,
+    bool | None,
     typer.Option(
-        "--log-length", help="Past the training length, let scores grow with the logarithm of the keys that are seen."
+        help="Past the training length, let scores grow with the logarithm of a token's place; by default as the model has it."
     ),
 ]
 Out = Annotated[Path | None, typer.Option(help="Write the result as JSON.")]
@@ -54,7 +54,7 @@ def ppl(
     ntk_mode: NtkMode = "per_query",
     yarn: Yarn = None,
     scaling: Scaling = "own",
-    log_length: LogLength = False,
+    log_length: LogLength = None,
     out: Out = None,
 ) -> None:
     """Perplexity by window length, with the truncation control (same tokens, context cut to the training length).
@@ -107,7 +107,7 @@ def passkey_command(
     ntk_mode: NtkMode = "per_query",
     yarn: Yarn = None,
     scaling: Scaling = "own",
-    log_length: LogLength = False,
+    log_length: LogLength = None,
     out: Out = None,
 ) -> None:
     """Passkey retrieval by length, with Wilson intervals and the near/far split at the training length.
@@ -233,7 +233,7 @@ def _load(
     mode: str = "per_query",
     yarn: float | None = None,
     scaling: str = "own",
-    log_length: bool = False,
+    log_length: bool | None = None,
 ) -> "tuple[FarspanForCausalLM, str]":
     """The model with its angles and scores as asked for, and what their law is called."""
     import torch
@@ -261,8 +261,8 @@ def _load(
         model.set_rope_parameters(rope_type="yarn", factor=yarn)
     elif ntk is not None:
         model.set_rope_parameters(rope_type="dynamic", factor=ntk, mode=mode)
-    if log_length or scaling == "none":
-        model.set_log_length(log_length)
+    if log_length is not None or scaling == "none":
+        model.set_log_length(bool(log_length))
     return model, law_of(model.config)
 
 
