@@ -97,7 +97,10 @@ def test_convert_and_generate_from_the_command_line(tmp_path: Path) -> None:
     )
     assert status == 0, err
     assert f"written: {tmp_path / 'ours'}" in out.replace("\n", "")
-    assert not err
+    assert err.startswith("farspan: 2 CoCA layers start from copied W_K and do not yet compute what the original did: ")
+    assert "--calibrate TEXT" in err
+    assert "farspan finetune" in err
+    assert len(err.splitlines()) == 1
     assert json.loads((tmp_path / "ours" / "config.json").read_text())["architectures"] == ["FarspanForCausalLM"]
     kinds = [spec.name for spec in from_pretrained(tmp_path / "ours", None).config.attention_specs]
     assert kinds == ["coca-slack", "rope", "coca-exact"]
@@ -270,6 +273,11 @@ def test_calibration_from_the_command_line_leaves_its_report(tmp_path: Path) -> 
     kinds = [spec.kind for spec in from_pretrained(tmp_path / "ours", None).config.attention_specs]
     assert kinds == ["rope" if row["kept_rope"] else "coca" for row in report["rows"]]
     assert "calibrated on 1,017 tokens" in out
+    assert out.count("coca-exact") == 2
+    assert "rope (kept)" in out
+    assert "…" not in out
+    assert max(map(len, out.splitlines()[:-1])) <= 80
+    assert "copied W_K" not in err
 
 
 def test_local_and_global_layers_from_the_command_line(tmp_path: Path) -> None:
