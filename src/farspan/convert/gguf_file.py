@@ -149,7 +149,14 @@ class GgufFile(Source):
         from gguf.quants import dequantize
 
         tensor = self._tensors[name]
-        return torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy()).reshape(self.shapes[name])
+        try:
+            numbers = dequantize(tensor.data, tensor.tensor_type).copy()
+        except NotImplementedError as error:
+            raise ValueError(
+                f"tensor {name!r} in {str(self.path)!r} must be packed in a way that gguf can unpack, got "
+                f"{tensor.tensor_type.name}; convert another quantisation, or the safetensors folder"
+            ) from error
+        return torch.from_numpy(numbers).reshape(self.shapes[name])
 
     def read(self, name: str) -> Tensor:
         tensor = self._unpack(name)
@@ -195,7 +202,7 @@ def _opened(path: Path) -> Any:
                     try:
                         super()._build_tensors(start_offs, [field])
                     except BROKEN as error:
-                        raise ValueError(f"tensor {field.name!r} is not all there: {error}") from error
+                        raise ValueError(f"tensor {field.name!r} cannot be read: {error}") from error
                 raise
 
     try:
