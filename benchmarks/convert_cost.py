@@ -1,6 +1,6 @@
 """What `farspan convert` costs on a CPU without calibration: seconds and peak memory, JSON with provenance.
 
-Example: ``python benchmarks/convert_cost.py SmolLM2-135M-Instruct.Q4_1.gguf --attention rope coca-exact --out cost.json``
+Example: ``python benchmarks/convert_cost.py SmolLM2-135M-Instruct.Q4_1.gguf --out cost.json``
 
 Each conversion is a process of its own, timed from its start to its end, imports and all. Peak memory is the system's
 own high-water mark of resident memory, which counts mapped files as well.

@@ -2,9 +2,9 @@
 
 Example: ``python benchmarks/llama_parity.py SmolLM2-135M-Instruct.Q4_1.gguf --text valid.jsonl.xz --out parity.json``
 
-The witness reads the source itself, by transformers' own reader of folders or of GGUF files. transformers takes norms and
-angles in float32 whatever the model's dtype, so at logits near 40 its own two attention paths differ by 1e-4. To see
-whether two models are the same function, those two are put into float64 as well; and each float32 model is measured
+The witness reads the source itself, by transformers' own reader of folders or of GGUF files. transformers takes norms
+and angles in float32 whatever the model's dtype, so at logits near 40 its own two attention paths differ by 1e-4. To
+see whether two models are the same function, those two are put into float64 as well; and each float32 model is measured
 against the float64 one, which says whose rounding a difference is.
 """
 
