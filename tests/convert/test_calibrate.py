@@ -196,6 +196,18 @@ def test_a_descent_that_diverges_is_not_kept() -> None:
     assert all(parameter.isfinite().all() for parameter in model.parameters())
 
 
+def test_numbers_beyond_the_dtype_are_refused() -> None:
+    """Weights may be finite and what they compute not."""
+    model, ids = teacher_model().half(), torch.randint(0, 12, (4, 16))
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight.fill_(6e4)
+        model.model.layers[0].mlp.up_proj.weight.fill_(6e4)
+    with pytest.raises(
+        ValueError, match=r"layer 1 must compute finite numbers .* in torch.float16; convert in a dtype"
+    ):
+        calibrate(model, "coca-exact", ids, CalibrationConfig(steps=1))
+
+
 def test_a_descent_leaves_what_takes_gradients_as_it_was() -> None:
     model, x = teacher_model(), torch.randn(2, 8, 32)
     teacher = model.model.layers[0].self_attn

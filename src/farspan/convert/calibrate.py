@@ -1,5 +1,6 @@
 """Give a RoPE model CoCA layer by layer, each fitted on text so that its attention matches the layer it replaces."""
 
+import math
 import time
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
@@ -175,6 +176,11 @@ def _fitted(
             fitted = closed
     student.load_state_dict(work.state_dict())
     felt = _stream_error(work, teacher, test, streams.original(slice(-held, None)))
+    require(
+        math.isfinite(fitted.total) and math.isfinite(felt),
+        f"layer {index} must compute finite numbers from the text, got an error of {fitted.total} in "
+        f"{student.q_proj.weight.dtype}; convert in a dtype of wider range, float32 or bfloat16",
+    )
     return LayerReport(index, student.spec.name, copied, closed, fitted, felt, time.monotonic() - began)
 
 

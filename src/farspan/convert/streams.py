@@ -65,17 +65,16 @@ class Streams:
     @torch.no_grad()
     def advance(self, block: FarspanBlock, teacher: Attention, student: Attention) -> None:
         """Both through a block, each with its own attention; as long as they agree, once."""
-        old_teacher, old_student = self._teacher, self._student
-        agree = old_student is old_teacher
-        if agree and student is not teacher:
-            self._student = mapped(old_teacher.shape, old_teacher.dtype)
-        for start in range(0, len(old_teacher), self._batch):
+        parted = self._student is self._teacher and student is not teacher
+        if parted:
+            self._student = mapped(self._teacher.shape, self._teacher.dtype)
+        for start in range(0, len(self._teacher), self._batch):
             part = slice(start, start + self._batch)
-            theirs = old_teacher[part].to(self._device)
+            theirs = self._teacher[part].to(self._device)
             if self._student is not self._teacher:
-                ours = theirs if agree else old_student[part].to(self._device)
-                self._student[part] = _through(block, student, ours).to(self._student.device)
-            self._teacher[part] = _through(block, teacher, theirs).to(self._teacher.device)
+                ours = theirs if parted else self._student[part].to(self._device)
+                self._student[part] = _through(block, student, ours)
+            self._teacher[part] = _through(block, teacher, theirs)
 
 
 def _through(block: FarspanBlock, attention: Attention, h: Tensor) -> Tensor:
