@@ -1,23 +1,25 @@
-"""A converted checkpoint against transformers' own LLaMA: logits and greedy text, JSON with provenance.
+"""A converted checkpoint against transformers' own LLaMA: weights, logits and greedy text, JSON with provenance.
 
 Example: ``python benchmarks/llama_parity.py SmolLM2-135M-Instruct.Q4_1.gguf --text valid.jsonl.xz --out parity.json``
 
-transformers takes norms and angles in float32 whatever the model's dtype, so at logits near 40 its own two attention
-paths differ by 1e-4. To see whether two models are the same function, those two are put into float64 as well.
+The witness reads the source itself, by transformers' own reader of folders or of GGUF files. transformers takes norms
+and angles in float32 whatever the model's dtype, so at logits near 40 its own two attention paths differ by 1e-4. To
+see whether two models are the same function, those two are put into float64 as well; and each float32 model is measured
+against the float64 one, which says whose rounding a difference is.
 """
 
 import argparse
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 
-from farspan.convert import convert_folder, from_pretrained
+from farspan.convert import from_pretrained
 from farspan.data import documents
 from farspan.results import write_result
 
@@ -46,35 +48,54 @@ def wide_llama(theta: float) -> Iterator[None]:
         norm.forward, rotary.forward = narrow
 
 
+class Witness:
+    """What transformers, without farspan, makes of a source."""
+
+    def __init__(self, source: Path) -> None:
+        self._place, self._file = (source.parent, source.name) if source.suffix == ".gguf" else (source, None)
+        self.reader = "transformers' GGUF reader" if self._file else "transformers' safetensors reader"
+
+    def tokenizer(self) -> Any:
+        return AutoTokenizer.from_pretrained(self._place, **self._options(unpack=False))
+
+    def model(self, attention: str) -> LlamaForCausalLM:
+        options = {"dtype": torch.float32, "attn_implementation": attention, **self._options(unpack=True)}
+        return AutoModelForCausalLM.from_pretrained(self._place, **options).eval()
+
+    def _options(self, *, unpack: bool) -> dict[str, Any]:
+        if self._file is None:
+            return {}
+        packed = {"quantization_config": GgufConfig(dequantize=True)} if unpack else {}
+        return {"gguf_file": self._file, **packed}
+
+
 @torch.no_grad()
 def compare(source: Path, text: str, length: int, new_tokens: int) -> list[dict[str, object]]:
-    """Largest differences of logits over `length` tokens, a row for each arithmetic, then the greedy text."""
-    with tempfile.TemporaryDirectory() as folder:
-        llama = Path(folder) / "llama"
-        convert_folder(source, Path(folder) / "rope", "rope")
-        convert_folder(Path(folder) / "rope", llama, to="llama")
-        tokenizer = AutoTokenizer.from_pretrained(llama)
-        ids = torch.tensor([tokenizer.encode(text)[:length]])
-
-        def theirs(dtype: torch.dtype, path: str) -> LlamaForCausalLM:
-            return LlamaForCausalLM.from_pretrained(llama, dtype=dtype, attn_implementation=path).eval()
-
-        ours = from_pretrained(source, "rope", dtype=torch.float32).eval()
-        sdpa = theirs(torch.float32, "sdpa")
-        logits = ours(ids).logits
-        rows = [_row("float32, theirs on SDPA", logits, sdpa(ids).logits)]
-        rows.append(_row("float32, theirs on SDPA against theirs eager", theirs(torch.float32, "eager")(ids).logits,
-                         sdpa(ids).logits))  # fmt: skip
-        texts = [model.generate(ids[:, :16], max_new_tokens=new_tokens, do_sample=False) for model in (ours, sdpa)]
-        wide = theirs(torch.float64, "sdpa")
-        with wide_llama(wide.config.rope_parameters["rope_theta"]):
-            rows.append(_row("float64, norms and angles too", ours.double()(ids).logits, wide(ids).logits))
-        same = bool(torch.equal(*texts))
-        return [*rows, {"kind": "greedy", "prompt": 16, "new_tokens": new_tokens, "same": same}]
+    """Weights, then largest differences of logits over `length` tokens for each arithmetic, then the greedy text."""
+    witness = Witness(source)
+    ids = torch.tensor([witness.tokenizer().encode(text)[:length]])
+    ours, theirs = from_pretrained(source, "rope", dtype=torch.float32).eval(), witness.model("sdpa")
+    held = dict(ours.named_parameters())
+    different = [name for name, p in theirs.named_parameters() if not torch.equal(held.pop(name), p)]
+    rows: list[dict[str, object]] = [
+        {"kind": "weights", "witness": witness.reader, "different": different, "ours_alone": list(held)}
+    ]
+    texts = [model.generate(ids[:, :16], max_new_tokens=new_tokens, do_sample=False) for model in (ours, theirs)]
+    narrow = {"ours": ours(ids).logits, "theirs on SDPA": theirs(ids).logits}
+    narrow["theirs eager"] = witness.model("eager")(ids).logits
+    with wide_llama(theirs.config.rope_parameters["rope_theta"]):
+        wide = theirs.double()(ids).logits
+        rows.append(_row("float64, norms and angles too", "ours", "theirs on SDPA", ours.double()(ids).logits, wide))
+    for name in ("ours", "theirs eager"):
+        rows.append(_row("float32", name, "theirs on SDPA", narrow[name], narrow["theirs on SDPA"]))
+    for name, logits in narrow.items():
+        rows.append(_row("float32", name, "theirs in float64", logits, wide))
+    same = bool(torch.equal(*texts))
+    return [*rows, {"kind": "greedy", "prompt": 16, "new_tokens": new_tokens, "same": same}]
 
 
-def _row(arithmetic: str, a: Tensor, b: Tensor) -> dict[str, object]:
-    row = {"kind": "logits", "arithmetic": arithmetic, "tokens": a.shape[1]}
+def _row(arithmetic: str, one: str, other: str, a: Tensor, b: Tensor) -> dict[str, object]:
+    row = {"kind": "logits", "arithmetic": arithmetic, "of": one, "against": other, "tokens": a.shape[1]}
     return row | {"largest": b.abs().max().item(), "largest_difference": (a - b).abs().max().item()}
 
 

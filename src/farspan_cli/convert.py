@@ -1,11 +1,12 @@
 """`farspan convert` and `farspan generate`: checkpoints of other families, in and out, and their text."""
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from farspan_cli.app import app, fail
 from farspan_cli.progress import progress
@@ -28,9 +29,20 @@ def convert(
     ] = None,
     to: Annotated[str | None, typer.Option(help="Write for transformers instead: llama, mistral, qwen2 …")] = None,
     calibrate: Annotated[
-        list[str] | None, typer.Option(help="Text to fit CoCA layers on, as `farspan data` takes it.")
+        list[str] | None,
+        typer.Option(
+            help="Text to fit CoCA layers on, as `farspan data` takes it. Without it they start from copied weights "
+            "and write noise until `farspan finetune` has trained them."
+        ),
     ] = None,
-    calibrate_tokens: Annotated[int, typer.Option(help="So many tokens of it.", min=1024)] = 65_536,
+    calibrate_tokens: Annotated[
+        int,
+        typer.Option(
+            help="So many tokens of it. Their hidden states lie in the temporary folder (TMPDIR): at most 2 × tokens × "
+            "hidden size numbers; memory does not grow with them.",
+            min=1024,
+        ),
+    ] = 262_144,
     calibrate_length: Annotated[
         int, typer.Option(help="In windows of so many; longer ones fit farther keys, and cost their square.", min=2)
     ] = 512,
@@ -65,7 +77,7 @@ def convert(
         def tell(what: str, done: int, total: int) -> None:
             show(done, total, what, phase=what)
 
-        report = convert_folder(
+        done = convert_folder(
             source,
             out,
             attention.split(",") if attention and "," in attention else attention,
@@ -81,13 +93,21 @@ def convert(
             device="cuda" if calibrate and torch.cuda.is_available() else "cpu",
             progress=tell,
         )
-    if report is not None:
-        _show(console, report)
+    if done.report is not None:
+        _show(console, done.report)
     console.print(f"written: {out}")
+    if done.copied:
+        print(
+            f"farspan: {len(done.copied)} CoCA layers start from copied W_K and do not yet compute what the original "
+            "did: convert with --calibrate TEXT, or train them with farspan finetune --recipe distill",
+            file=sys.stderr,
+        )
 
 
 def _show(console: Console, report: "CalibrationReport") -> None:
-    table = Table("layer", "attention", "KL copied", "KL closed form", "KL fitted", "output error", "of the stream")
+    table = Table("layer", Column("attention", no_wrap=True))  # 80 columns are enough: the other heads may wrap
+    for head in ("KL copied", "KL closed form", "KL fitted", "output error", "of the stream"):
+        table.add_column(head, min_width=6, justify="right")
     for row in report.layers:
         numbers = (row.copied.attention_kl, row.closed.attention_kl, row.fitted.attention_kl, row.fitted.output_error)
         kind = "rope (kept)" if row.layer in report.kept else row.attention

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from farspan.convert import from_pretrained
 from tests.convert.sources import edit_config, saved
-from tests.convert.test_folder import called
+from tests.convert.test_folder import called, with_tokenizer
 
 UP = "model.layers.1.mlp.up_proj.weight"
 
@@ -68,6 +68,14 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "integers": (
         lambda f: tensors(f, lambda t: t.update({UP: torch.ones(64, 32, dtype=torch.int8)})),
         f"tensor '{UP}' must hold floating-point numbers, got I8",
+    ),
+    "NaN": (
+        lambda f: tensors(f, lambda t: t[UP][2].fill_(torch.nan)),
+        f"tensor '{UP}' in '.*' must hold finite numbers, got NaN; download it again",
+    ),
+    "infinity": (
+        lambda f: tensors(f, lambda t: t["model.norm.weight"].fill_(-torch.inf)),
+        "tensor 'model.norm.weight' in '.*' must hold finite numbers, got infinity; download it again",
     ),
     "too many layers": (lambda f: edit_config(f, num_hidden_layers=2), r"'model\.layers\.2\..*of 2 layers"),
     "quantised": (
@@ -174,7 +182,48 @@ def test_files_of_other_kinds_are_refused(make: Callable[[Path], Path], message:
         from_pretrained(path)
 
 
-@pytest.mark.parametrize("case", ["architecture", "missing tensor", "pickle", "truncated"])
+def test_numbers_too_large_for_the_wanted_dtype_are_refused(tmp_path: Path) -> None:
+    saved(tmp_path)
+    tensors(tmp_path, lambda t: t[UP][2].fill_(1e5))
+    with pytest.raises(ValueError, match=f"tensor '{UP}' .* got one too large for torch.float16; choose a wider dtype"):
+        from_pretrained(tmp_path, dtype=torch.float16)
+    assert from_pretrained(tmp_path, dtype=torch.bfloat16).dtype == torch.bfloat16
+
+
+def test_a_name_on_the_hub_must_be_downloaded_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="downloaded first: hf download HuggingFaceTB/SmolLM2-135M --local-dir Smol"):
+        from_pretrained("HuggingFaceTB/SmolLM2-135M")
+    (tmp_path / "models").mkdir()
+    with pytest.raises(ValueError, match="got 'models/smol', which does not exist; check the path"):
+        from_pretrained("models/smol")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("tokenizer.json", "{", "tokenizer.json' is not JSON .*; download or save it again"),
+        ("tokenizer.json", '{"version": "1.0"}', "tokenizer.json' is not a tokenizer .*; download or save it again"),
+        ("tokenizer_config.json", "[]", "tokenizer_config.json' must hold a JSON object"),
+    ],
+)
+def test_a_broken_tokenizer_is_named_by_every_command(name: str, text: str, message: str, tmp_path: Path) -> None:
+    source = with_tokenizer(tmp_path / "source")
+    (source / name).write_text(text)
+    (tmp_path / "a.txt").write_text("some words " * 99)
+    for command in (
+        ("convert", source, "--out", tmp_path / "out"),
+        ("generate", source, "a"),
+        ("eval", "ppl", source, "--text", tmp_path / "a.txt", "--lengths", 8, "--out", tmp_path / "out"),
+    ):
+        status, _, err = called(*command)
+        assert status == 2
+        assert re.search(message, err), err
+        assert len(err.strip().splitlines()) == 1
+        assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("case", ["architecture", "missing tensor", "pickle", "truncated", "NaN"])
 def test_the_command_line_says_it_in_one_line_and_writes_nothing(case: str, tmp_path: Path) -> None:
     source = tmp_path / "source"
     saved(source)

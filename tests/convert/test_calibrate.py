@@ -7,9 +7,9 @@ import torch
 
 from farspan import FarspanConfig, FarspanForCausalLM
 from farspan.convert import CalibrationConfig, calibrate, from_pretrained
-from farspan.convert.fit import QueryMoments, attention_rows, divergence, output_error, start
+from farspan.convert.fit import QueryMoments, attention_rows, descend, divergence, output_error, start
 from farspan.convert.pretrained import give_attention
-from farspan.convert.target import local_and_global, replace_attention
+from farspan.convert.target import Target, local_and_global, replace_attention
 from farspan.layers import Attention, AttentionSpec
 from tests.convert.sources import saved
 
@@ -155,7 +155,7 @@ def test_local_and_global_layers_are_fitted_as_far_as_they_see() -> None:
 
 def test_a_window_that_the_source_has_too_hides_nothing() -> None:
     model = teacher_model()
-    give_attention(model, local_and_global("rope", 2, 7))
+    give_attention(model, Target("rope", window=7))
     calibrate(model, "coca-exact", torch.randint(0, 512, (6, 24)), CalibrationConfig(steps=2))
     assert [(s.name, s.window) for s in model.config.attention_specs] == [("coca-exact", 7)] * 2
 
@@ -163,7 +163,7 @@ def test_a_window_that_the_source_has_too_hides_nothing() -> None:
 def test_rope_with_another_window_needs_no_fit() -> None:
     """It is the model that copied weights make; and up to the window, the source itself."""
     ids = torch.randint(0, 512, (6, 24))
-    give_attention(model := teacher_model(), local_and_global("rope", 2, 24))
+    give_attention(model := teacher_model(), Target("rope", window=24))
     with pytest.raises(ValueError, match=r"calibration needs CoCA layers to fit, got \['rope'\]; leave it out"):
         calibrate(teacher_model(), local_and_global("rope", 2, 24), ids)
     source = teacher_model()
@@ -194,6 +194,31 @@ def test_a_descent_that_diverges_is_not_kept() -> None:
     report = calibrate(model, "coca-exact", ids, CalibrationConfig(steps=3, lr=1e20))
     assert all(one.fitted == one.closed for one in report.layers)
     assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
+def test_numbers_beyond_the_dtype_are_refused() -> None:
+    """Weights may be finite and what they compute not."""
+    model, ids = teacher_model().half(), torch.randint(0, 12, (4, 16))
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight.fill_(6e4)
+        model.model.layers[0].mlp.up_proj.weight.fill_(6e4)
+    with pytest.raises(
+        ValueError, match=r"layer 1 must compute finite numbers .* in torch.float16; convert in a dtype"
+    ):
+        calibrate(model, "coca-exact", ids, CalibrationConfig(steps=1))
+
+
+def test_a_descent_leaves_what_takes_gradients_as_it_was() -> None:
+    model, x = teacher_model(), torch.randn(2, 8, 32)
+    teacher = model.model.layers[0].self_attn
+    student = replace_attention(model, 0, AttentionSpec("coca", "exact"))
+    student.v_proj.requires_grad_(False)
+    before = {name: (p.detach().clone(), p.requires_grad) for name, p in student.named_parameters()}
+    descend(student, teacher, [(x, x)], fit="t", steps=2, lr=1e-2)
+    for name, p in student.named_parameters():
+        assert torch.equal(p, before[name][0]) == (not name.startswith("t_proj"))
+        assert p.requires_grad == before[name][1]
+        assert p.grad is None
 
 
 def test_from_pretrained_calibrates(tmp_path: Path) -> None:

@@ -4,8 +4,10 @@ import errno
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from unittest.mock import patch
@@ -19,14 +21,15 @@ from farspan.convert import convert_folder, from_pretrained
 from farspan.convert.configuration import write_config
 from farspan.convert.text import stream
 from farspan.data import load_tokenizer
+from farspan.files import claim
 from farspan_cli import main
 from tests.convert.sources import CASES, edit_config, saved, tokens
 
 
-def farspan(*arguments: object, before: str = "") -> subprocess.CompletedProcess[str]:
-    """The command in a process of its own, after some Python."""
+def command(*arguments: object, before: str = "") -> list[str]:
+    """What starts the command in a process of its own, after some Python."""
     code = f"{before}\nimport sys; sys.argv = ['farspan', *sys.argv[1:]]; from farspan_cli import main; main()"
-    return subprocess.run([sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True)
+    return [sys.executable, "-c", code, *map(str, arguments)]
 
 
 def called(*arguments: object) -> tuple[int, str, str]:
@@ -97,7 +100,10 @@ def test_convert_and_generate_from_the_command_line(tmp_path: Path) -> None:
     )
     assert status == 0, err
     assert f"written: {tmp_path / 'ours'}" in out.replace("\n", "")
-    assert not err
+    assert err.startswith("farspan: 2 CoCA layers start from copied W_K and do not yet compute what the original did: ")
+    assert "--calibrate TEXT" in err
+    assert "farspan finetune" in err
+    assert len(err.splitlines()) == 1
     assert json.loads((tmp_path / "ours" / "config.json").read_text())["architectures"] == ["FarspanForCausalLM"]
     kinds = [spec.name for spec in from_pretrained(tmp_path / "ours", None).config.attention_specs]
     assert kinds == ["coca-slack", "rope", "coca-exact"]
@@ -135,7 +141,8 @@ def test_a_full_disk_leaves_no_folder(tmp_path: Path) -> None:
     """A real write fails: the process may not make files of more than 4 kB."""
     saved(tmp_path / "source")
     limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))"
-    done = farspan("convert", tmp_path / "source", "--out", tmp_path / "out", before=limit)
+    started = command("convert", tmp_path / "source", "--out", tmp_path / "out", before=limit)
+    done = subprocess.run(started, capture_output=True, text=True)
     assert done.returncode == 2
     assert "could not be written" in done.stderr
     assert "free some space" in done.stderr
@@ -153,6 +160,45 @@ def test_no_space_at_the_write_leaves_no_folder(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(OSError, match=r"--out '.*out' could not be written \(No space left on device\); free some"):
         convert_folder(tmp_path / "source", tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_an_ended_process_leaves_no_folder(tmp_path: Path) -> None:
+    """SIGTERM reaches a real process while its files are written."""
+    saved(tmp_path / "source")
+    slow = (
+        "import time, farspan.convert.folder as folder; write = folder.save_file\n"
+        "def slowly(*options):\n    write(*options)\n    time.sleep(60)\nfolder.save_file = slowly"
+    )
+    process = subprocess.Popen(command("convert", tmp_path / "source", "--out", tmp_path / "out", before=slow))
+    deadline = time.monotonic() + 120
+    while not list(tmp_path.glob(".out-*.part/whole/model.safetensors")):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.terminate()
+    assert process.wait(30) == 128 + signal.SIGTERM
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+@pytest.mark.parametrize("empty", [False, True], ids=["new", "empty"])
+def test_what_a_killed_call_left_is_removed_and_a_living_ones_is_not(empty: bool, tmp_path: Path) -> None:
+    saved(tmp_path / "source")
+    out = tmp_path / "out"
+    home = out if empty else tmp_path
+    dead, alive, other = (home / f".{name}.part" for name in ("out-a1b2c3_d", "out-a1b2c3_e", "outer-a1b2c3_d"))
+    for litter in (dead, alive) if empty else (dead, alive, other):
+        (litter / "whole").mkdir(parents=True)
+    with claim(alive / "lock"):
+        if empty:
+            with pytest.raises(ValueError, match="--out must be a new or empty folder"):
+                convert_folder(tmp_path / "source", out)
+        else:
+            convert_folder(tmp_path / "source", out)
+        assert [path.exists() for path in (dead, alive, other)] == [False, True, not empty]
+    if empty:
+        convert_folder(tmp_path / "source", out)
+        assert not alive.exists()
+    assert (out / "model.safetensors").is_file()
 
 
 def test_a_folder_that_holds_something_is_not_touched(tmp_path: Path) -> None:
@@ -270,6 +316,11 @@ def test_calibration_from_the_command_line_leaves_its_report(tmp_path: Path) -> 
     kinds = [spec.kind for spec in from_pretrained(tmp_path / "ours", None).config.attention_specs]
     assert kinds == ["rope" if row["kept_rope"] else "coca" for row in report["rows"]]
     assert "calibrated on 1,017 tokens" in out
+    assert out.count("coca-exact") == 2
+    assert "rope (kept)" in out
+    assert "…" not in out
+    assert max(map(len, out.splitlines()[:-1])) <= 80
+    assert "copied W_K" not in err
 
 
 def test_local_and_global_layers_from_the_command_line(tmp_path: Path) -> None:

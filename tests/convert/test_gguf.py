@@ -8,17 +8,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel, SmolLM3Config, SmolLM3ForCausalLM
 
 from farspan.convert import from_pretrained
 from farspan.convert.families import GGUF_WEIGHTS, INTERLEAVED
 from farspan.convert.names import filled, template
 from farspan.ops import Linear, YaRN
-from tests.convert.sources import random_model, tokens
+from tests.convert.sources import SHAPE, random_model, tokens
+from tests.convert.test_folder import called
 
 gguf = pytest.importorskip("gguf", reason="pip install 'farspan[gguf]'")
 from gguf.quants import quantize  # noqa: E402
 
+PAIRED = ("llama", "smollm3")
 Q8_0, F32 = gguf.GGMLQuantizationType.Q8_0, gguf.GGMLQuantizationType.F32
 
 
@@ -57,13 +59,13 @@ def write(
     for name, parameter in model.named_parameters():
         pattern, layer = template(name)
         tensor = parameter.detach()
-        if arch == "llama" and inverse[pattern] in INTERLEAVED:
+        if arch in PAIRED and inverse[pattern] in INTERLEAVED:
             tensor = interleave(tensor, width)
         packing = kind if tensor.ndim == 2 else F32
         packed = quantize(tensor.numpy().astype(np.float32), packing)
         if packing != F32:
             unpacked = torch.from_numpy(gguf.quants.dequantize(packed, packing))
-            paired = arch == "llama" and inverse[pattern] in INTERLEAVED
+            paired = arch in PAIRED and inverse[pattern] in INTERLEAVED
             parameter.data = deinterleave(unpacked, width) if paired else unpacked
         writer.add_tensor(filled(inverse[pattern], layer), packed, raw_dtype=packing)
     for name, tensor in (extra or {}).items():
@@ -87,6 +89,20 @@ def test_gguf_gives_the_sources_logits(case: str, kind: Any, tmp_path: Path) -> 
     with torch.no_grad():
         expected, found = model(ids).logits, from_pretrained(tmp_path / "m.gguf")(ids).logits
     assert (expected - found).abs().max() <= 1e-5
+
+
+def test_smollm3_files_rotate_three_layers_of_four(tmp_path: Path) -> None:
+    """The file has no field for it: what reads GGUF takes every fourth, as transformers does by default."""
+    config = SmolLM3Config(**{**SHAPE, "num_hidden_layers": 5})
+    model, ids = SmolLM3ForCausalLM(config).eval(), tokens()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.15)
+    write(tmp_path / "m.gguf", model, "smollm3", F32)
+    found = from_pretrained(tmp_path / "m.gguf")
+    assert [spec.rotary for spec in found.config.attention_specs] == [True, True, True, False, True]
+    with torch.no_grad():
+        assert (model(ids).logits - found(ids).logits).abs().max() <= 1e-5
 
 
 def test_transformers_reads_the_same_file_alike(tmp_path: Path) -> None:
@@ -162,8 +178,9 @@ def test_broken_files_are_refused(tmp_path: Path) -> None:
     whole = path.read_bytes()
     for share in (0.0, 0.001, 0.02, 0.5, 0.99):
         path.write_bytes(whole[: int(len(whole) * share)])
-        with pytest.raises(ValueError, match=re.escape("m.gguf' is not a whole GGUF file")):
+        with pytest.raises(ValueError, match=re.escape("m.gguf' is not a whole GGUF file")) as caught:
             from_pretrained(path)
+        assert (share < 0.5) or re.search(r"\(tensor '[a-z0-9_.]+' cannot be read: ", str(caught.value))
     write(path, model, "gpt2")
     with pytest.raises(ValueError, match=r"general.architecture of .* must be one of 'llama', .*, got 'gpt2'"):
         from_pretrained(path)
@@ -178,3 +195,22 @@ def test_broken_files_are_refused(tmp_path: Path) -> None:
     writer.close()
     with pytest.raises(ValueError, match=r"must give llama.embedding_length, got none"):
         from_pretrained(path)
+
+
+def test_a_file_without_a_tokenizer_is_refused_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "m.gguf", random_model("llama"), "llama")
+    monkeypatch.delattr("farspan.convert.pretrained.load")
+    status, _, err = called("convert", tmp_path / "m.gguf", "--attention", "rope", "--out", tmp_path / "out")
+    assert status == 2
+    assert re.search(r"m.gguf' must hold its tokenizer \(the field tokenizer.ggml.tokens\), got none; export", err)
+    assert len(err.splitlines()) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["m.gguf"]
+
+
+def test_numbers_that_are_none_are_refused(tmp_path: Path) -> None:
+    model = random_model("llama")
+    with torch.no_grad():
+        model.model.layers[1].self_attn.k_proj.weight[3, 4] = torch.inf
+    write(tmp_path / "m.gguf", model, "llama")
+    with pytest.raises(ValueError, match=r"tensor 'blk.1.attn_k.weight' in '.*m.gguf' must hold .*, got infinity"):
+        from_pretrained(tmp_path / "m.gguf")

@@ -120,3 +120,18 @@ def test_tensors_pass_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Folder, "read", read)
     from_pretrained(tmp_path, dtype=torch.bfloat16)
     assert len(alive) > 30
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="reads /proc")
+@pytest.mark.parametrize("options", [{}, {"max_shard_size": "8KB"}], ids=str)
+def test_what_was_read_is_mapped_no_longer(options: dict, tmp_path: Path) -> None:
+    """Pages of a mapped file count as resident memory: a model would seem to need twice its size."""
+    saved(tmp_path, **options)
+    seen = []
+
+    def look(*_: object) -> None:
+        seen.append(str(tmp_path) in Path("/proc/self/maps").read_text())
+
+    from_pretrained(tmp_path, progress=look)
+    assert len(seen) > 20
+    assert not any(seen)

@@ -6,6 +6,7 @@ import torch
 
 from farspan import FarspanConfig, FarspanForCausalLM
 from farspan.convert.pretrained import give_attention
+from farspan.convert.target import Target
 
 SHAPE = {
     "hidden_size": 32,
@@ -31,5 +32,5 @@ def teacher(**options: object) -> FarspanForCausalLM:
 def student(of: FarspanForCausalLM, attention: object = "coca-exact") -> FarspanForCausalLM:
     """The same with CoCA from copied weights: far from its teacher."""
     model = deepcopy(of)
-    give_attention(model, attention)  # type: ignore[arg-type]
+    give_attention(model, Target(attention))  # type: ignore[arg-type]
     return model

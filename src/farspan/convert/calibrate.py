@@ -1,6 +1,8 @@
 """Give a RoPE model CoCA layer by layer, each fitted on text so that its attention matches the layer it replaces."""
 
+import math
 import time
+from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -10,9 +12,11 @@ from torch import Tensor
 
 from farspan.convert.fit import PROJECTIONS, Batches, Errors, descend, measure, start
 from farspan.convert.load import Progress
+from farspan.convert.streams import Streams
 from farspan.convert.target import AttentionArgument, replace_attention, restore_attention, target_specs
 from farspan.errors import require
 from farspan.layers.attention import Attention
+from farspan.layers.spec import AttentionSpec
 from farspan.models import FarspanForCausalLM
 from farspan.models.modeling import FarspanAttention, FarspanBlock
 
@@ -92,8 +96,9 @@ def calibrate(
 ) -> CalibrationReport:
     """Replace a RoPE model's attention in place, fitted on ids (windows, length); the report says how well.
 
-    Layers are done from below. Beside the model one layer is held, and for all windows the hidden states of the
-    original and of the new model, each also normed in float32.
+    Layers are done from below. Memory is for the model, a few copies of one layer's attention and a batch of windows;
+    the hidden states of all windows lie in the temporary folder (:class:`Streams`), two times ids.numel() · hidden_size
+    numbers of the model's dtype.
     `keep_rope` puts the worst layers back as they were: a mixed model. The layers above them were fitted on what the
     replaced ones gave.
 
@@ -106,67 +111,45 @@ def calibrate(
     config = config or CalibrationConfig()
     _check(model, ids, keep_rope)
     specs, began = target_specs(attention, model.config.attention_specs), time.monotonic()
-    changed = [(new, old) for new, old in zip(specs, model.config.attention_specs, strict=True) if new != old]
-    require(
-        any(new.kind == "coca" for new, _ in changed),
-        f"calibration needs CoCA layers to fit, got {sorted({spec.name for spec in specs})}; leave it out",
-    )
-    narrower = [new.window for new, old in changed if new.window and new.window != old.window]
-    narrowest = min(narrower, default=ids.shape[1])
-    require(
-        ids.shape[1] <= narrowest,
-        f"ids must have windows of at most {narrowest} tokens, what a new layer sees, got {ids.shape[1]}; cut shorter",
-    )
+    fitted = _to_fit(specs, model.config.attention_specs, ids.shape[1])
     held = min(max(1, round(len(ids) * config.held_out)), len(ids) - 1)
-    streams, reports = Streams(model, ids, config.batch), list[LayerReport]()
-    replaced: list[tuple[float, int, FarspanAttention]] = []
+    streams, reports, worst = Streams(model, ids, config.batch), list[LayerReport](), list[Replaced]()
     for index, (block, spec) in enumerate(zip(model.model.layers, specs, strict=True)):
         original: FarspanAttention = block.self_attn
         if spec != original.spec:
             student = replace_attention(model, index, spec)
-        if spec != original.spec and spec.kind == "coca":  # RoPE with another window or none has its weights already
+        if index in fitted:
             reports.append(_fitted(index, student, original, block, streams, held, config))
-            replaced.append((reports[-1].stream_error, index, original))
-            replaced = sorted(replaced, key=lambda one: -one[0])[:keep_rope]
-        streams.advance(block, original, block.self_attn if config.inputs == "student" else original)
+            worst = sorted([*worst, (reports[-1].stream_error, index, original)], key=lambda one: -one[0])[:keep_rope]
+        if index < max(fitted):
+            streams.advance(block, original, block.self_attn if config.inputs == "student" else original)
         if progress is not None:
             progress("calibrating", index + 1, len(specs))
-    for _, index, original in replaced:
+    for _, index, original in worst:
         restore_attention(model, index, original)
-    kept = tuple(sorted(index for _, index, _ in replaced))
+    kept = tuple(sorted(index for _, index, _ in worst))
     return CalibrationReport(tuple(reports), kept, ids.numel(), time.monotonic() - began)
 
 
-class Streams:
-    """Hidden states (windows, length, hidden) on their way up: what the original gives, and what we now give."""
+Replaced = tuple[float, int, FarspanAttention]
+"""How bad a layer became, its number, and what it was."""
 
-    def __init__(self, model: FarspanForCausalLM, ids: Tensor, batch: int) -> None:
-        with torch.no_grad():
-            self.teacher = self.student = model.model.embed_tokens(ids.to(model.device))
-        self._batch = batch
 
-    def inputs(self, block: FarspanBlock, windows: slice) -> Batches:
-        """Normed inputs of both in float32, batch by batch."""
-        both = (x[windows].split(self._batch) for x in (self.teacher, self.student))
-        with torch.no_grad():
-            return [
-                (block.input_layernorm(theirs).float(), block.input_layernorm(ours).float())
-                for theirs, ours in zip(*both, strict=True)
-            ]
-
-    def advance(self, block: FarspanBlock, teacher: Attention, student: Attention) -> None:
-        """Both through a block, each with its own attention; as long as they agree, once."""
-        together = self.student is self.teacher and student is teacher
-        below, self.teacher = self.student, self._through(block, teacher, self.teacher)
-        self.student = self.teacher if together else self._through(block, student, below)
-
-    @torch.no_grad()
-    def _through(self, block: FarspanBlock, attention: Attention, hidden: Tensor) -> Tensor:
-        out = []
-        for h in hidden.split(self._batch):
-            h = h + Attention.forward(attention, block.input_layernorm(h))
-            out.append(h + block.mlp(block.post_attention_layernorm(h)))
-        return torch.cat(out)
+def _to_fit(new: Sequence[AttentionSpec], old: Sequence[AttentionSpec], length: int) -> list[int]:
+    """The layers that become CoCA: RoPE with another window or none has its weights already."""
+    changed = [index for index in range(len(new)) if new[index] != old[index]]
+    fitted = [index for index in changed if new[index].kind == "coca"]
+    require(
+        bool(fitted),
+        f"calibration needs CoCA layers to fit, got {sorted({spec.name for spec in new})}; leave it out",
+    )
+    windows = [(new[index].window, old[index].window) for index in changed]
+    narrowest = min((window for window, before in windows if window and window != before), default=length)
+    require(
+        length <= narrowest,
+        f"ids must have windows of at most {narrowest} tokens, what a new layer sees, got {length}; cut shorter",
+    )
+    return fitted
 
 
 def _fitted(
@@ -192,17 +175,25 @@ def _fitted(
             work.load_state_dict(before)
             fitted = closed
     student.load_state_dict(work.state_dict())
-    felt = _stream_error(work, teacher, test, streams.teacher)
+    felt = _stream_error(work, teacher, test, streams.original(slice(-held, None)))
+    require(
+        math.isfinite(fitted.total) and math.isfinite(felt),
+        f"layer {index} must compute finite numbers from the text, got an error of {fitted.total} in "
+        f"{student.q_proj.weight.dtype}; convert in a dtype of wider range, float32 or bfloat16",
+    )
     return LayerReport(index, student.spec.name, copied, closed, fitted, felt, time.monotonic() - began)
 
 
 @torch.no_grad()
-def _stream_error(student: Attention, teacher: Attention, test: Batches, hidden: Tensor) -> float:
+def _stream_error(student: Attention, teacher: Attention, test: Batches, hidden: Iterable[Tensor]) -> float:
     """Mean over tokens of ‖error‖² / ‖stream after the layer‖²: a sum would see only the few tokens of giant norm."""
-    goal = torch.cat([Attention.forward(teacher, theirs) for theirs, _ in test])
-    error = torch.cat([Attention.forward(student, ours) for _, ours in test]) - goal
-    stream = hidden[-len(goal) :].float() + goal
-    return float((error.pow(2).sum(-1) / stream.pow(2).sum(-1)).mean())
+    total, tokens = 0.0, 0
+    for (theirs, ours), below in zip(test, hidden, strict=True):
+        goal = Attention.forward(teacher, theirs)
+        error = Attention.forward(student, ours) - goal
+        ratio = error.pow(2).sum(-1) / (below + goal).pow(2).sum(-1)
+        total, tokens = total + float(ratio.sum()), tokens + ratio.numel()
+    return total / tokens
 
 
 def _check(model: FarspanForCausalLM, ids: Tensor, keep_rope: int) -> None:

@@ -2,35 +2,23 @@
 
 from dataclasses import dataclass
 
+_ATTENTION = tuple(f"self_attn.{name}_proj.{leaf}" for name in "qktvo" for leaf in ("weight", "bias"))
+_QK_NORM = tuple(f"self_attn.{name}_norm.weight" for name in "qkt")
+_MLP = tuple(f"mlp.{name}_proj.{leaf}" for name in ("gate", "up", "down") for leaf in ("weight", "bias"))
+_NORMS = ("input_layernorm.weight", "post_attention_layernorm.weight")
+
 WEIGHTS = {
-    "model.embed_tokens.weight": "model.embed_tokens.weight",
-    "model.layers.{i}.input_layernorm.weight": "model.layers.{i}.input_layernorm.weight",
-    "model.layers.{i}.self_attn.q_proj.weight": "model.layers.{i}.self_attn.q_proj.weight",
-    "model.layers.{i}.self_attn.q_proj.bias": "model.layers.{i}.self_attn.q_proj.bias",
-    "model.layers.{i}.self_attn.q_norm.weight": "model.layers.{i}.self_attn.q_norm.weight",
-    "model.layers.{i}.self_attn.k_proj.weight": "model.layers.{i}.self_attn.k_proj.weight",
-    "model.layers.{i}.self_attn.k_proj.bias": "model.layers.{i}.self_attn.k_proj.bias",
-    "model.layers.{i}.self_attn.k_norm.weight": "model.layers.{i}.self_attn.k_norm.weight",
-    "model.layers.{i}.self_attn.t_proj.weight": "model.layers.{i}.self_attn.t_proj.weight",
-    "model.layers.{i}.self_attn.t_proj.bias": "model.layers.{i}.self_attn.t_proj.bias",
-    "model.layers.{i}.self_attn.t_norm.weight": "model.layers.{i}.self_attn.t_norm.weight",
-    "model.layers.{i}.self_attn.v_proj.weight": "model.layers.{i}.self_attn.v_proj.weight",
-    "model.layers.{i}.self_attn.v_proj.bias": "model.layers.{i}.self_attn.v_proj.bias",
-    "model.layers.{i}.self_attn.o_proj.weight": "model.layers.{i}.self_attn.o_proj.weight",
-    "model.layers.{i}.self_attn.o_proj.bias": "model.layers.{i}.self_attn.o_proj.bias",
-    "model.layers.{i}.post_attention_layernorm.weight": "model.layers.{i}.post_attention_layernorm.weight",
-    "model.layers.{i}.mlp.gate_proj.weight": "model.layers.{i}.mlp.gate_proj.weight",
-    "model.layers.{i}.mlp.gate_proj.bias": "model.layers.{i}.mlp.gate_proj.bias",
-    "model.layers.{i}.mlp.up_proj.weight": "model.layers.{i}.mlp.up_proj.weight",
-    "model.layers.{i}.mlp.up_proj.bias": "model.layers.{i}.mlp.up_proj.bias",
-    "model.layers.{i}.mlp.down_proj.weight": "model.layers.{i}.mlp.down_proj.weight",
-    "model.layers.{i}.mlp.down_proj.bias": "model.layers.{i}.mlp.down_proj.bias",
-    "model.norm.weight": "model.norm.weight",
-    "lm_head.weight": "lm_head.weight",
+    name: name
+    for name in (
+        "model.embed_tokens.weight",
+        *(f"model.layers.{{i}}.{leaf}" for leaf in (*_NORMS, *_ATTENTION, *_QK_NORM, *_MLP)),
+        "model.norm.weight",
+        "lm_head.weight",
+    )
 }
 """A tensor's name in a LLaMA-family (or farspan) safetensors folder → in our model; {i} is the layer.
 
-The names agree today. The table says which tensors are understood; a name that is not here is refused."""
+The names agree. The table says which tensors are understood; a name that is not here is refused."""
 
 GGUF_WEIGHTS = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -124,8 +112,11 @@ FAMILIES = {
     ),
 }
 
-GGUF_ARCHITECTURES = {"llama": True, "qwen2": False, "qwen3": False}
-"""GGUF's name → whether q and k are :data:`INTERLEAVED`. Mistral and SmolLM(2) files call themselves llama."""
+GGUF_ARCHITECTURES = {"llama": True, "qwen2": False, "qwen3": False, "smollm3": True}
+"""GGUF's name → whether q and k are :data:`INTERLEAVED`. Mistral and SmolLM(2) files call themselves llama.
+
+A smollm3 file has no field for its layers without rotation: readers of GGUF take every fourth, which is what
+transformers takes where a configuration does not say."""
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
 """Laws of transformers that have a counterpart in farspan.ops.scaling."""

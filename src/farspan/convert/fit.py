@@ -13,8 +13,10 @@ with E over the queries: the key seen along the queries' mean direction, in unit
 W_T's row for a pair is a combination of the two rows of W_K. Copying W_K takes (½, ½) for every pair.
 """
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -115,8 +117,14 @@ def start_from_moments(student: Attention, teacher: Attention, moments: QueryMom
             )
 
 
-Batches = list[tuple[Tensor, Tensor]]
-"""Inputs of the teacher and of the student for the same tokens, (b, n, hidden) each."""
+class Batches(Protocol):
+    """Inputs of the teacher and of the student for the same tokens, (b, n, hidden) each: a list, or made on demand."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> tuple[Tensor, Tensor]: ...
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]: ...
 
 
 def start(student: Attention, teacher: Attention, batches: Batches) -> None:
@@ -128,29 +136,41 @@ def start(student: Attention, teacher: Attention, batches: Batches) -> None:
         start_from_moments(student, teacher, moments, batches[0][0])
 
 
+@contextmanager
+def moving(layer: Attention, fit: str) -> Iterator[list[Tensor]]:
+    """The parameters that the letters of `fit` name, and for as long as the context lasts no others take gradients."""
+    names = {PROJECTIONS[letter] for letter in fit} | ({"t_norm"} if "t" in fit else set())
+    before = {parameter: parameter.requires_grad for parameter in layer.parameters()}
+    for name, parameter in layer.named_parameters():
+        parameter.requires_grad_(name.split(".")[0] in names)
+    try:
+        yield [parameter for parameter in before if parameter.requires_grad]
+    finally:
+        for parameter, wanted in before.items():
+            parameter.requires_grad_(wanted)
+            parameter.grad = None
+
+
 @torch.enable_grad()
 def descend(student: Attention, teacher: Attention, batches: Batches, *, fit: str, steps: int, lr: float) -> None:
     """Adam on KL of the attention rows plus relative error of the output; `fit` has the letters of what may move."""
-    names = {PROJECTIONS[letter] for letter in fit} | ({"t_norm"} if "t" in fit else set())
-    moving = [p for name, p in student.named_parameters() if name.split(".")[0] in names]
-    for parameter in student.parameters():
-        parameter.requires_grad_(False)
-    for parameter in moving:
-        parameter.requires_grad_(True)
-    optimizer = torch.optim.Adam(moving, lr=lr)
     warm = max(1, steps // 10)
-    schedule: Callable[[int], float] = lambda i: min(1.0, (i + 1) / warm) * (1 - i / steps)  # noqa: E731
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
-    for step in range(steps):
-        theirs, ours = batches[step % len(batches)]
-        with torch.no_grad():
-            goal = attention_rows(teacher, theirs)
-        rows = attention_rows(student, ours)
-        optimizer.zero_grad()
-        (divergence(goal, rows) + output_error(goal, rows)).backward()
-        optimizer.step()
-        scheduler.step()
-    student.requires_grad_(True)
+
+    def schedule(step: int) -> float:
+        return min(1.0, (step + 1) / warm) * (1 - step / steps)
+
+    with moving(student, fit) as parameters:
+        optimizer = torch.optim.Adam(parameters, lr=lr)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
+        for step in range(steps):
+            theirs, ours = batches[step % len(batches)]
+            with torch.no_grad():
+                goal = attention_rows(teacher, theirs)
+            rows = attention_rows(student, ours)
+            optimizer.zero_grad()
+            (divergence(goal, rows) + output_error(goal, rows)).backward()
+            optimizer.step()
+            scheduler.step()
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,15 @@
 """Output folders that are whole or absent."""
 
-import errno
 import json
 import os
 import re
+import shutil
+import signal
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from glob import escape
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -17,16 +20,17 @@ from farspan.convert.configuration import write_config
 from farspan.convert.families import WEIGHTS
 from farspan.convert.names import filled, template
 from farspan.errors import require
+from farspan.files import NO_ROOM, claim
 from farspan.models import FarspanForCausalLM
 
 SHARD_BYTES = 5 * 2**30
 
-
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+PART, LOCK = ".part", "lock"
 
 
 def check_out(out: Path) -> None:
-    """Refuse a folder that holds something, before any work is done."""
+    """Refuse a folder that holds something, before any work is done. What a killed call left there is removed."""
+    sweep(out)
     require(
         (out.is_dir() and not any(out.iterdir())) or not os.path.lexists(out),
         f"--out must be a new or empty folder, got {str(out)!r}, which is not; choose another or remove it",
@@ -55,7 +59,7 @@ def whole_folder(out: Path) -> Iterator[Path]:
                 part.rename(out)
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
-        remedy = "free some space or choose another folder" if _number(error) in FULL else "choose another folder"
+        remedy = "free some space or choose another folder" if _number(error) in NO_ROOM else "choose another folder"
         raise OSError(f"--out {str(out)!r} could not be written ({reason}); {remedy}") from error
     finally:
         for parent in missing:
@@ -69,13 +73,40 @@ def _part(home: Path, out: Path) -> Iterator[Path]:
     try:
         home.mkdir(parents=True, exist_ok=True)
         temporary = tempfile.TemporaryDirectory(
-            dir=home, prefix=f".{out.name}-", suffix=".part", ignore_cleanup_errors=True
+            dir=home, prefix=f".{out.name}-", suffix=PART, ignore_cleanup_errors=True
         )
     except OSError as error:
         raise ValueError(f"--out must be a folder that can be made, got {str(out)!r} ({error.strerror})") from error
-    with temporary as name:
+    with orderly_end(), temporary as name, claim(Path(name) / LOCK):
         (Path(name) / "whole").mkdir()
         yield Path(name) / "whole"
+
+
+def sweep(out: Path) -> None:
+    """Remove the half-made folders of calls for this place that were killed; a living one holds its lock."""
+    for home in (out.parent, out):
+        for litter in home.glob(f".{escape(out.name)}-????????{PART}"):
+            with suppress(OSError), claim(litter / LOCK) as ours:  # another user's is not ours to remove
+                if ours:
+                    shutil.rmtree(litter, ignore_errors=True)
+
+
+@contextmanager
+def orderly_end() -> Iterator[None]:
+    """For as long as the context lasts SIGTERM is an exception, as Ctrl-C is: what is half made gets removed."""
+    own = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    if not own:
+        yield
+        return
+
+    def end(number: int, _: object) -> None:
+        raise SystemExit(128 + number)  # what a shell reports of a process that a signal ended
+
+    signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _number(error: Exception) -> int | None:

@@ -21,6 +21,9 @@ from farspan.convert.sources import Source
 from farspan.errors import require, unknown
 from farspan.ops import Llama3, Rotary
 
+BROKEN = (ValueError, KeyError, IndexError, OSError, OverflowError, struct.error)
+"""What gguf's reader raises on a file that is cut short or something else."""
+
 
 class GgufFile(Source):
     """One .gguf file of a LLaMA-family model."""
@@ -29,17 +32,8 @@ class GgufFile(Source):
     dtype = torch.float32
 
     def __init__(self, path: Path) -> None:
-        try:
-            from gguf import GGUFReader
-        except ModuleNotFoundError as error:
-            raise ValueError(
-                f"a .gguf checkpoint needs the package {error.name}; pip install 'farspan[gguf]'"
-            ) from error
         self.path = path
-        try:
-            reader = GGUFReader(path)
-        except (ValueError, KeyError, IndexError, OSError, OverflowError, struct.error) as error:
-            raise ValueError(f"{str(path)!r} is not a whole GGUF file ({error}); download it again") from error
+        reader = _opened(path)
         self._fields = {name: field.contents() for name, field in reader.fields.items()}
         self._tensors = {tensor.name: tensor for tensor in reader.tensors}
         # A GGUF shape counts from the fastest axis.
@@ -155,7 +149,14 @@ class GgufFile(Source):
         from gguf.quants import dequantize
 
         tensor = self._tensors[name]
-        return torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy()).reshape(self.shapes[name])
+        try:
+            numbers = dequantize(tensor.data, tensor.tensor_type).copy()
+        except NotImplementedError as error:
+            raise ValueError(
+                f"tensor {name!r} in {str(self.path)!r} must be packed in a way that gguf can unpack, got "
+                f"{tensor.tensor_type.name}; convert another quantisation, or the safetensors folder"
+            ) from error
+        return torch.from_numpy(numbers).reshape(self.shapes[name])
 
     def read(self, name: str) -> Tensor:
         tensor = self._unpack(name)
@@ -168,5 +169,43 @@ class GgufFile(Source):
     def carry(self, folder: Path) -> None:
         from transformers import AutoTokenizer
 
-        tokenizer = AutoTokenizer.from_pretrained(str(self.path.parent), gguf_file=self.path.name)
+        require(
+            "tokenizer.ggml.tokens" in self._fields,
+            f"{str(self.path)!r} must hold its tokenizer (the field tokenizer.ggml.tokens), got none; "
+            "export the file again with its vocabulary",
+        )
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(str(self.path.parent), gguf_file=self.path.name)
+        except Exception as error:  # whatever a field of a wrong kind brings about inside
+            raise ValueError(
+                f"the tokenizer in {str(self.path)!r} could not be read ({type(error).__name__}: {error}); "
+                "export the file again, or convert the safetensors folder"
+            ) from error
         tokenizer.save_pretrained(folder)
+
+
+def _opened(path: Path) -> Any:
+    """gguf's reader, or one line about what the file lacks."""
+    try:
+        from gguf import GGUFReader
+    except ModuleNotFoundError as error:
+        raise ValueError(f"a .gguf checkpoint needs the package {error.name}; pip install 'farspan[gguf]'") from error
+
+    class Reader(GGUFReader):
+        """Names the tensor that cannot be read."""
+
+        def _build_tensors(self, start_offs: int, fields: list[Any]) -> None:
+            try:
+                super()._build_tensors(start_offs, fields)
+            except BROKEN:
+                for field in fields:
+                    try:
+                        super()._build_tensors(start_offs, [field])
+                    except BROKEN as error:
+                        raise ValueError(f"tensor {field.name!r} cannot be read: {error}") from error
+                raise
+
+    try:
+        return Reader(path)
+    except BROKEN as error:
+        raise ValueError(f"{str(path)!r} is not a whole GGUF file ({error}); download it again") from error

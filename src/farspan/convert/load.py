@@ -34,7 +34,9 @@ def load(
     plan = matched(source, model)
     for done, (theirs, ours) in enumerate(plan.items()):
         # A copy: what safetensors gives is a window on the file, which may change or vanish.
-        _place(model, ours, source.read(theirs).to(device=device, dtype=dtype or source.dtype, copy=True))
+        tensor = source.read(theirs).to(device=device, dtype=dtype or source.dtype, copy=True)
+        _check_finite(source, theirs, tensor)
+        _place(model, ours, tensor)
         if progress is not None:
             progress("reading", done + 1, len(plan))
     if config.tie_word_embeddings:
@@ -89,6 +91,20 @@ def _check_tied_head(source: Source, head: str, embedding: str) -> None:
         f"tensor {head!r} must equal {embedding!r} where tie_word_embeddings is true, got another; "
         "set tie_word_embeddings to false in config.json",
     )
+
+
+def _check_finite(source: Source, name: str, tensor: torch.Tensor) -> None:
+    ends = torch.stack(tensor.aminmax())  # NaN where there is one; no copy, as isfinite would make
+    if bool(ends.isfinite().all()):
+        return
+    stored = source.read(name)
+    if bool(stored.isfinite().all()):
+        found = f"one too large for {tensor.dtype}; choose a wider dtype"
+    else:
+        found = (
+            f"{'NaN' if bool(stored.isnan().any()) else 'infinity'}; download it again, or take an older state of it"
+        )
+    raise ValueError(f"tensor {name!r} in {str(source.path)!r} must hold finite numbers, got {found}")
 
 
 def _generation(source: Source, raw: dict[str, Any]) -> GenerationConfig:

@@ -2,22 +2,28 @@
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from shutil import copytree
+from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor
 
 from farspan.convert.calibrate import CalibrationConfig, CalibrationReport, calibrate
 from farspan.convert.configuration import read_config, write_config
-from farspan.convert.folder import check_out, save
+from farspan.convert.folder import check_out, orderly_end, save
 from farspan.convert.load import Progress, load
 from farspan.convert.note import write_note
 from farspan.convert.sources import open_source
-from farspan.convert.target import AttentionArgument, local_and_global, replace_attention, target_specs
+from farspan.convert.target import AttentionArgument, Target, replace_attention
 from farspan.convert.text import calibration_windows
 from farspan.errors import require
-from farspan.models import FarspanConfig, FarspanForCausalLM
+from farspan.models import FarspanForCausalLM
 from farspan.results import write_result
+
+CALIBRATION_TOKENS = 262_144
+"""How much text the layers are fitted on unless one says otherwise."""
 
 
 def from_pretrained(
@@ -53,54 +59,50 @@ def from_pretrained(
 
         model = farspan.convert.from_pretrained("SmolLM2-135M-Instruct.Q4_1.gguf", attention="coca-exact")
     """
+    target = Target(attention, window, global_every, keep_rope)
     opened = open_source(Path(path))
-    attention = _layout(attention, read_config(opened.config), window, global_every, keep_rope)
+    target.specs(read_config(opened.config).attention_specs)  # refuses what cannot be before any work is done
     model = load(opened, dtype=dtype, device=device, progress=progress)
-    give_attention(model, attention, calibration, calibration_config, keep_rope=keep_rope, progress=progress)
+    give_attention(model, target, calibration, calibration_config, progress=progress)
     return model
-
-
-def _layout(
-    attention: AttentionArgument | None, config: FarspanConfig, window: int | None, global_every: int, keep_rope: int
-) -> AttentionArgument | None:
-    require(
-        window is not None or global_every == 0,
-        f"global_every needs window, what the other layers see, got {global_every} without; give one, say 512",
-    )
-    require(
-        window is None or keep_rope == 0,
-        f"keep_rope gives layers their whole text back, got {keep_rope} and window {window}; leave out one of them",
-    )
-    return attention if window is None else local_and_global(attention, config.num_hidden_layers, window, global_every)
 
 
 def give_attention(
     model: FarspanForCausalLM,
-    attention: AttentionArgument | None,
+    target: Target,
     calibration: Tensor | None = None,
     calibration_config: CalibrationConfig | None = None,
     *,
-    keep_rope: int = 0,
     progress: Progress | None = None,
 ) -> CalibrationReport | None:
     """Replace a RoPE model's attention, fitted if there is text for it, otherwise from copied weights."""
     require(
-        calibration is not None or keep_rope == 0,
-        f"keep_rope needs calibration text to tell the worst layers, got {keep_rope} without; give both or name the "
-        "layers in attention=[…]",
+        calibration is not None or target.keep_rope == 0,
+        f"keep_rope needs calibration text to tell the worst layers, got {target.keep_rope} without; give both or name "
+        "the layers in attention=[…]",
     )
     require(
-        calibration is None or attention is not None,
+        calibration is None or target.attention is not None,
         "calibration needs attention, the one to fit, got None; give for example attention='coca-exact'",
     )
-    if attention is None:
-        return None
+    specs = target.specs(model.config.attention_specs)
     if calibration is not None:
-        return calibrate(model, attention, calibration, calibration_config, keep_rope=keep_rope, progress=progress)
-    for layer, spec in enumerate(target_specs(attention, model.config.attention_specs)):
+        keep = target.keep_rope
+        return calibrate(model, specs, calibration, calibration_config, keep_rope=keep, progress=progress)
+    for layer, spec in enumerate(specs):
         if spec != model.config.attention_specs[layer]:
             replace_attention(model, layer, spec)
     return None
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What :func:`convert_folder` did."""
+
+    report: CalibrationReport | None
+    """How well the layers were fitted, where there was text for it."""
+    copied: tuple[int, ...]
+    """Layers that became CoCA without: their weights are the original's, but not yet what they compute."""
 
 
 def convert_folder(
@@ -110,7 +112,7 @@ def convert_folder(
     *,
     to: str | None = None,
     text: Sequence[str] = (),
-    tokens: int = 65_536,
+    tokens: int = CALIBRATION_TOKENS,
     length: int = 512,
     calibration_config: CalibrationConfig | None = None,
     keep_rope: int = 0,
@@ -119,7 +121,7 @@ def convert_folder(
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
     progress: Progress | None = None,
-) -> CalibrationReport | None:
+) -> Conversion:
     """:func:`from_pretrained`, written to a new folder with the tokenizer, conversion.json (the source) and
     calibration.json, the report.
 
@@ -132,24 +134,28 @@ def convert_folder(
         not text or attention is not None,
         f"--calibrate needs --attention, the one to fit, got {', '.join(text)} without; add --attention coca-exact",
     )
-    opened = open_source(Path(source))
+    target, opened = Target(attention, window, global_every, keep_rope), open_source(Path(source))
     config = read_config(opened.config)
-    attention = _layout(attention, config, window, global_every, keep_rope)
-    if attention is not None:
-        config.attention = [spec.to_dict() for spec in target_specs(attention, config.attention_specs)]
+    before, specs = config.attention_specs, target.specs(config.attention_specs)
+    config.attention = [spec.to_dict() for spec in specs]
     if to is not None:
         write_config(config, to)  # refuses what it would lose before any work is done
-    length = min(length, config.train_length, window or length)
-    ids = calibration_windows(opened, text, tokens, length) if text else None
-    model = load(opened, dtype=dtype, device=device, progress=progress)
-    report = give_attention(model, attention, ids, calibration_config, keep_rope=keep_rope, progress=progress)
+    with orderly_end(), TemporaryDirectory() as held:
+        carried = Path(held) / "carried"  # a folder with ordinary rights, which are copied too
+        carried.mkdir()
+        opened.carry(carried)  # first, so that a broken tokenizer is refused before any work is done
+        length = min(length, config.train_length, window or length)
+        ids = calibration_windows(opened, text, tokens, length) if text else None
+        model = load(opened, dtype=dtype, device=device, progress=progress)
+        report = give_attention(model, target, ids, calibration_config, progress=progress)
 
-    def beside(folder: Path) -> None:
-        opened.carry(folder)
-        if attention is not None and to is None:
-            write_note(folder, Path(source))
-        if report is not None:
-            write_result(folder / "calibration.json", report.rows(), device=str(model.device), seed=0)
+        def beside(folder: Path) -> None:
+            copytree(carried, folder, dirs_exist_ok=True)
+            if attention is not None and to is None:
+                write_note(folder, Path(source))
+            if report is not None:
+                write_result(folder / "calibration.json", report.rows(), device=str(model.device), seed=0)
 
-    save(model, Path(out), beside, to=to)
-    return report
+        save(model, Path(out), beside, to=to)
+    became = (i for i, (new, old) in enumerate(zip(specs, before, strict=True)) if new != old and new.kind == "coca")
+    return Conversion(report, tuple(became) if report is None else ())

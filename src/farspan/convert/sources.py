@@ -58,7 +58,10 @@ class Source(ABC):
 
 def open_source(path: Path) -> Source:
     """The source at a path: a folder with config.json and safetensors, or a .gguf file."""
-    require(path.exists(), f"checkpoint must be a folder or a .gguf file, got {str(path)!r}, which does not exist")
+    require(
+        path.exists(),
+        f"checkpoint must be a folder or a .gguf file, got {str(path)!r}, which does not exist; {_where_from(path)}",
+    )
     if path.is_dir():
         found = sorted(path.glob("*.gguf"))
         if found and not (path / "config.json").exists():
@@ -83,6 +86,13 @@ def open_source(path: Path) -> Source:
     return GgufFile(path)
 
 
+def _where_from(path: Path) -> str:
+    """What to do about a path that does not exist: it may be the name of a model on the hub."""
+    if len(path.parts) == 2 and not path.is_absolute() and not path.suffix and not path.parent.exists():
+        return f"a model of the Hugging Face hub must be downloaded first: hf download {path} --local-dir {path.name}"
+    return "check the path"
+
+
 class Folder(Source):
     """A transformers folder: config.json and safetensors, in one file or in shards."""
 
@@ -95,15 +105,15 @@ class Folder(Source):
         settings = path / "generation_config.json"
         self.generation = _json(settings) if settings.is_file() else None
         index = self._index()
-        self._files = {file: self._open(file) for file in sorted({*index.values()}) or [self._only_file()]}
-        held = {file: set(opened.keys()) for file, opened in self._files.items()}
+        files = {file: self._open(file) for file in sorted({*index.values()}) or [self._only_file()]}
+        held = {file: set(opened.keys()) for file, opened in files.items()}
         for name, file in index.items():
             require(
                 name in held[file],
                 f"tensor {name!r} is missing from {str(path / file)!r}, where {INDEX} says it is; download both again",
             )
         self._where = index or {name: file for file, names in held.items() for name in names}
-        slices = {name: self._files[file].get_slice(name) for name, file in self._where.items()}
+        slices = {name: files[file].get_slice(name) for name, file in self._where.items()}
         self.shapes = {name: tuple(piece.get_shape()) for name, piece in slices.items()}
         kinds = [getattr(torch, DTYPES[piece.get_dtype()]) for piece in slices.values() if piece.get_dtype() in DTYPES]
         self.dtype = max(kinds, key=kinds.count) if kinds else torch.float32
@@ -151,13 +161,30 @@ class Folder(Source):
             ) from error
 
     def read(self, name: str) -> Tensor:
-        tensor: Tensor = self._files[self._where[name]].get_tensor(name)
+        # Opened for each tensor: what was read stays resident for as long as its file is mapped.
+        tensor: Tensor = self._open(self._where[name]).get_tensor(name)
         return tensor
 
     def carry(self, folder: Path) -> None:
+        check_tokenizer(self.path)
         for name in CARRIED:
             if (self.path / name).is_file():
                 (folder / name).write_bytes((self.path / name).read_bytes())
+
+
+def check_tokenizer(folder: Path) -> None:
+    """Refuse broken files of a tokenizer by their names; none at all is nobody's fault."""
+    from tokenizers import Tokenizer
+
+    for name in CARRIED:
+        if name.endswith(".json") and (folder / name).is_file():
+            _json(folder / name)
+    file = folder / "tokenizer.json"
+    if file.is_file():
+        try:
+            Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises plain Exception
+            raise ValueError(f"{str(file)!r} is not a tokenizer ({error}); download or save it again") from error
 
 
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}

@@ -1,7 +1,7 @@
 """Another attention in place of a layer's RoPE, with the weights it can start from."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -40,6 +40,43 @@ def target_specs(attention: AttentionArgument, source: Sequence[AttentionSpec]) 
             spec = AttentionSpec(spec.kind, spec.form, old.window, old.rotary)
         specs.append(spec)
     return tuple(specs)
+
+
+@dataclass(frozen=True)
+class Target:
+    """What the layers of a model are to become.
+
+    Args:
+        attention: as :func:`target_specs` takes it; None leaves them as they are.
+        window: every layer sees so many keys (:func:`local_and_global`).
+        global_every: but the last of so many layers all of them, without positions.
+        keep_rope: after calibration, so many of the worst layers are put back as they were.
+
+    >>> [spec.window for spec in Target("coca-exact", window=8, global_every=2).specs([AttentionSpec("rope")] * 2)]
+    [8, None]
+    """
+
+    attention: AttentionArgument | None = "rope"
+    window: int | None = None
+    global_every: int = 0
+    keep_rope: int = 0
+
+    def __post_init__(self) -> None:
+        require(
+            self.window is not None or self.global_every == 0,
+            f"global_every needs window, what the other layers see, got {self.global_every} without; give one, say 512",
+        )
+        require(
+            self.window is None or self.keep_rope == 0,
+            f"keep_rope gives layers their whole text back, got {self.keep_rope} and window {self.window}; "
+            "leave out one of them",
+        )
+
+    def specs(self, source: Sequence[AttentionSpec]) -> tuple[AttentionSpec, ...]:
+        """One spec a layer, for a model that has `source`."""
+        if self.window is not None:
+            return tuple(local_and_global(self.attention, len(source), self.window, self.global_every))
+        return tuple(source) if self.attention is None else target_specs(self.attention, source)
 
 
 def local_and_global(

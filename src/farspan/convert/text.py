@@ -11,7 +11,7 @@ import torch
 from transformers import AutoTokenizer, TextIteratorStreamer
 
 from farspan.convert.load import load
-from farspan.convert.sources import Source, open_source
+from farspan.convert.sources import Source, check_tokenizer, open_source
 from farspan.errors import require
 from farspan.models import FarspanForCausalLM
 
@@ -94,6 +94,7 @@ def text_tokenizer(path: str | os.PathLike[str]) -> "TextTokenizer":
 
     place = Path(path)
     if (place / "tokenizer.json").is_file():
+        check_tokenizer(place)
         return load_tokenizer(place)
     with TemporaryDirectory() as folder:
         open_source(place).carry(Path(folder))

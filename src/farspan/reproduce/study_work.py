@@ -1,7 +1,6 @@
 """What each step of a drop-in study does."""
 
 import json
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from itertools import islice
@@ -95,10 +94,6 @@ class StudyWork(Work):
         corpus, settings, place = self.preset.corpus, self.preset.study.conversion(step.model), self._path(step.model)
         fitted, seconds = settings.calibrate_tokens > 0, None
         if not place.exists():
-            for litter in place.parent.glob(
-                f".{place.name}-????????.part"
-            ):  # of a call that was killed: the lock is ours
-                shutil.rmtree(litter)
             began = time.perf_counter()
             convert_folder(
                 corpus.checkpoint,

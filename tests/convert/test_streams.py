@@ -1,0 +1,99 @@
+"""Calibration needs memory for the model, a layer and a batch, whatever the number of tokens."""
+
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from farspan import FarspanConfig, FarspanForCausalLM
+from farspan.convert.streams import Streams, mapped
+from farspan.convert.target import replace_attention
+from farspan.layers import AttentionSpec
+
+MEASURED = """
+import sys, threading, time, torch
+from farspan import FarspanConfig, FarspanForCausalLM
+from farspan.convert import CalibrationConfig, calibrate
+
+def anonymous():
+    lines = dict(line.split(":") for line in open("/proc/self/status"))
+    return int(lines["RssAnon"].split()[0]) * 1024
+
+peak, over = 0, threading.Event()
+
+def watch():
+    global peak
+    while not over.wait(0.005):
+        peak = max(peak, anonymous())
+
+def model():
+    shape = dict(hidden_size=256, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4)
+    return FarspanForCausalLM(FarspanConfig.preset("tiny", attention="rope", **shape)).eval()
+
+settings = CalibrationConfig(steps=1, batch=8)
+calibrate(model(), "coca-exact", torch.randint(0, 512, (16, 64)), settings)  # what any first call takes
+teacher, ids = model(), torch.randint(0, 512, (int(sys.argv[1]), 64))
+before = anonymous()
+thread = threading.Thread(target=watch)
+thread.start()
+calibrate(teacher, "coca-exact", ids, settings)
+over.set()
+thread.join()
+print(peak - before, sum(p.nbytes for p in teacher.model.layers[0].parameters()))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
+def test_anonymous_memory_does_not_grow_with_the_tokens() -> None:
+    windows = 1024
+    one_stream = windows * 64 * 256 * 4
+    done = subprocess.run([sys.executable, "-c", MEASURED, str(windows)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    grown, layer = map(int, done.stdout.split())
+    batch = 8 * 64 * 256 * 4
+    allowed = 2 * layer + 32 * batch  # of a batch: queries, keys, scores, products, for teacher and student
+    assert allowed < one_stream / 2  # else this would not see a stream, let alone the four it once held
+    assert grown <= allowed
+
+
+def test_streams_are_the_models_hidden_states_on_both_sides() -> None:
+    torch.manual_seed(0)
+    model = FarspanForCausalLM(FarspanConfig.preset("tiny", attention="rope")).eval()
+    ids, layers = torch.randint(0, 512, (5, 12)), model.model.layers
+    with torch.no_grad():
+        before = model(ids, output_hidden_states=True).hidden_states
+        streams = Streams(model, ids, batch=2)
+        streams.advance(layers[0], layers[0].self_attn, layers[0].self_attn)
+        assert torch.allclose(torch.cat(list(streams.original(slice(None)))), before[1], atol=1e-6)
+        original = layers[1].self_attn
+        streams.advance(layers[1], original, replace_attention(model, 1, AttentionSpec("coca", "exact")))
+        after = model(ids, output_hidden_states=True).hidden_states
+    inputs = streams.inputs(layers[2], slice(1, 4))
+    assert len(inputs) == 2
+    norm = layers[2].input_layernorm
+    for i, stream in enumerate((before[2], after[2])):
+        assert torch.allclose(torch.cat([pair[i] for pair in inputs]), norm(stream[1:4]), atol=1e-5)
+    assert not torch.allclose(before[2], after[2], atol=1e-3)
+
+
+def test_a_temporary_folder_without_room_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real refusal by the system: for a moment this process may not make files of more than 4 kB."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        with pytest.raises(OSError, match=f"needs 16 MiB for hidden states in '{tmp_path}'.*in TMPDIR"):
+            mapped((4, 1 << 20), torch.float32)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_mapped_tensor_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    x = mapped((3, 4), torch.float32).copy_(torch.arange(12.0).view(3, 4))
+    assert not list(tmp_path.iterdir())
+    assert x.sum() == 66
