@@ -35,7 +35,7 @@ Scaling = Annotated[
 LogLength = Annotated[
     bool | None,
     typer.Option(
-        help="Past the training length, let scores grow with the logarithm of a token's place; else as the model has it."
+        help="Past the training length, let scores grow with the logarithm of the place; by default as the model does."
     ),
 ]
 Out = Annotated[Path | None, typer.Option(help="Write the result as JSON.")]

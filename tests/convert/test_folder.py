@@ -73,6 +73,7 @@ def test_large_models_are_written_in_shards(tmp_path: Path, monkeypatch: pytest.
         ({"attention": {"kind": "rope", "window": 8}}, "llama", "would lose attention .* this one rope window 8"),
         ({"qkv_bias": True}, "llama", "would lose qkv_bias"),
         ({"qk_norm": True}, "mistral", "would lose qk_norm"),
+        ({"log_length": True}, "llama", "would lose log_length .* has False, this one True"),
         ({"rope_parameters": {"rope_type": "ntk", "factor": 2.0}}, "llama", "must be of a kind that transformers has"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "llama", "in mode per_query"),
         ({}, "lama", "did you mean 'llama'"),

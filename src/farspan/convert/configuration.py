@@ -163,7 +163,7 @@ def write_config(config: FarspanConfig, family_name: str) -> dict[str, Any]:
             raw[rule] = getattr(config, ours)
     raw |= _foreign_windows(config, family)
     back = read_config(raw)
-    for field in ("qkv_bias", "out_bias", "mlp_bias", "qk_norm", "causal", "attention", "rotary"):
+    for field in ("qkv_bias", "out_bias", "mlp_bias", "qk_norm", "causal", "attention", "rotary", "log_length"):
         theirs, mine = _meaning(back, field), _meaning(config, field)
         require(
             mine == theirs,
