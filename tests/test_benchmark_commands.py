@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 
 from farspan.benchmark import attention, layer, model
 from farspan.benchmark.agree import ResultsDifferError
-from farspan.benchmark.record import check_writable, recorded
+from farspan.benchmark.record import check_writable, recorded, unfinished
 from farspan_cli import bench_tables, main
 
 Steps = Iterator[tuple[str, list[dict[str, Any]]]]
@@ -41,17 +42,21 @@ def two_steps(failure: BaseException | None = None) -> Steps:
 def test_rows_are_on_disk_after_each_step(tmp_path: Path) -> None:
     out, seen = tmp_path / "deep" / "result.json", []
     for _ in recorded(two_steps(), out, device="cpu", seed=3):
-        seen.append([row["kind"] for row in rows_of(out)])
-    assert seen == [["a", "unfinished"], ["a", "b", "c", "unfinished"]]
+        seen.append([row["kind"] for row in rows_of(unfinished(out))])
+        assert not out.exists()
+    assert seen == [["a"], ["a", "b", "c"]]
     assert [row["kind"] for row in rows_of(out)] == ["a", "b", "c"]
+    assert [path.name for path in out.parent.iterdir()] == ["result.json"]
     assert json.loads(out.read_text())["seed"] == 3
 
 
 def test_a_failed_check_leaves_no_figures_on_disk(tmp_path: Path) -> None:
     out = tmp_path / "result.json"
+    out.write_text("from before")
     with pytest.raises(ResultsDifferError):
         list(recorded(two_steps(ResultsDifferError("rope is wrong")), out, device="cpu", seed=0))
-    assert rows_of(out) == [{"kind": "no figures", "why": "rope is wrong"}]
+    assert rows_of(unfinished(out)) == [{"kind": "no figures", "why": "rope is wrong"}]
+    assert out.read_text() == "from before"
 
 
 def test_a_stopped_run_keeps_its_rows_and_says_so(
@@ -60,8 +65,11 @@ def test_a_stopped_run_keeps_its_rows_and_says_so(
     out = tmp_path / "result.json"
     monkeypatch.setattr(layer, "run", lambda *args, **options: two_steps(KeyboardInterrupt()))
     assert command(monkeypatch, "layer", "--quick", "--out", str(out)) == 130
-    assert [row["kind"] for row in rows_of(out)] == ["a", "unfinished"]
-    assert f"interrupted; {out} has the rows so far; the same command begins anew" in capsys.readouterr().err
+    assert [row["kind"] for row in rows_of(unfinished(out))] == ["a"]
+    assert f"interrupted; {out}.unfinished has the rows so far; the same command begins" in capsys.readouterr().err
+    monkeypatch.setattr(layer, "run", lambda *args, **options: two_steps(torch.OutOfMemoryError("CUDA out of memory")))
+    assert command(monkeypatch, "layer", "--quick", "--out", str(out)) == 2
+    assert f"out of memory after 1 rows; {out}.unfinished has the rows so far; try shorter" in capsys.readouterr().err
 
 
 def test_an_out_that_cannot_be_written_is_noticed_before_measuring(

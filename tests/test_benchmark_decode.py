@@ -162,6 +162,18 @@ def test_no_figures_of_a_kernel_that_is_wrong(
         decode.check(decoder, "coca-exact", "eager", 1, 0, {})
 
 
+def test_no_figures_of_steps_that_are_wrong_without_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    compute = Attention.attend
+    monkeypatch.setattr(  # float64, which is the truth, stays right
+        Attention,
+        "attend",
+        lambda self, q, *args, **options: compute(self, q, *args, **options) * (q.element_size() // 8),
+    )
+    decoder = decode.Decoder(decode.make_model("tiny", "rope", "cpu", 0), "eager", 40, 1, room=20, seed=0)
+    with pytest.raises(ResultsDifferError, match="rope, a decoding step"):
+        decode.check(decoder, "rope", "eager", 1, 0, {})
+
+
 def test_the_fastest_order_of_kernels_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = decode.Decoder(decode.make_model("tiny", "rope", "cpu", 0), "eager", 40, 1, room=60, seed=0)
     assert decode.orders_for(decoder, "cpu") == [None]

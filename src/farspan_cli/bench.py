@@ -175,10 +175,12 @@ def collect(
 ) -> list[Row]:
     """The rows of all steps, with a progress bar; no rows at all when the contestants differ.
 
-    Those so far are in `out` after each step, so that a run that is stopped, or killed for its memory, leaves them.
+    Those so far lie beside `out` after each step, so that a run that is stopped, or killed for its memory, leaves them.
     """
+    import torch
+
     from farspan.benchmark.agree import ResultsDifferError
-    from farspan.benchmark.record import recorded
+    from farspan.benchmark.record import recorded, unfinished
 
     rows: list[Row] = []
     with progress(console) as show:
@@ -188,8 +190,10 @@ def collect(
                 show(number, total, done)
         except ResultsDifferError as error:
             fail(f"no figures: {error}")
-        except KeyboardInterrupt as stop:
-            kept = f"{out} has the rows so far" if out is not None and rows else "no rows are kept"
+        except (KeyboardInterrupt, torch.OutOfMemoryError) as stop:
+            kept = f"{unfinished(out)} has the rows so far" if out is not None and rows else "no rows are kept"
+            if isinstance(stop, torch.OutOfMemoryError):
+                fail(f"out of memory after {len(rows)} rows; {kept}; try shorter lengths or fewer rows at a time")
             raise typer.Abort(f"{kept}; the same command begins anew") from stop
     return rows
 

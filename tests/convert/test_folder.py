@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from farspan import FarspanConfig, FarspanForCausalLM
 from farspan.convert import convert_folder, from_pretrained
 from farspan.convert.configuration import write_config
+from farspan.convert.folder import whole_folder
 from farspan.convert.text import stream
 from farspan.data import load_tokenizer
 from farspan.files import claim
@@ -348,3 +349,15 @@ def test_calibration_that_cannot_be_is_refused(tmp_path: Path) -> None:
         assert status == 2
         assert message in err
         assert not (tmp_path / "out").exists()
+
+
+def test_a_file_system_without_locks_is_no_reason_to_lose_a_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("farspan.files.fcntl.flock", no_locks)
+    with whole_folder(tmp_path / "out") as folder:
+        (folder / "config.json").write_text("{}")
+    assert [path.name for path in tmp_path.rglob("*")] == ["out", "config.json"]

@@ -24,7 +24,7 @@ from farspan.benchmark.decoder import (
 )
 from farspan.benchmark.layer_checks import reason
 from farspan.benchmark.measure import in_turn, measure
-from farspan.benchmark.truth import as_timed, wider
+from farspan.benchmark.truth import as_timed, far, refuse_beyond, wider
 from farspan.models import FarspanCache, FarspanForCausalLM
 
 MODES = ("eager", "graph", "compiled")
@@ -194,6 +194,11 @@ def report(
     return rows
 
 
+EAGER = {torch.bfloat16: 0.1, torch.float16: 0.1, torch.float32: 1e-4}
+"""How far logits of decoding steps may be from float64, as a part of the largest: random weights in 24 layers come to
+0.04 in bfloat16."""
+
+
 def check(decoder: Decoder, name: str, mode: str, batch: int, seed: int, eager: Eager) -> dict[str, Any]:
     """Compare the first tokens' logits with float64 (the first text), and every other mode's with the eager ones.
 
@@ -209,6 +214,8 @@ def check(decoder: Decoder, name: str, mode: str, batch: int, seed: int, eager: 
         eager[name] = logits, float((logits[:, 0] - truth).abs().max())
         if decoder.decodes_on == KERNEL:
             check_kernel(decoder, name, tokens, truth, eager[name][1])
+        bound = EAGER[decoder.model.lm_head.weight.dtype]
+        refuse_beyond(bound, far(logits[:, 0], truth), f"{name}, a decoding step", truth)
     first, error = eager[name]
     allowed = 3 * error + _rounding(first, decoder)
     difference = float((logits - first).abs().max())

@@ -14,11 +14,13 @@ Row = dict[str, Any]
 def recorded(
     steps: Iterator[tuple[str, list[Row]]], out: Path | None, *, device: str, seed: int
 ) -> Iterator[tuple[str, list[Row]]]:
-    """The steps as they come; the rows so far are written after each, with a last row "unfinished" until the end.
+    """The steps as they come; the rows so far lie in :func:`unfinished`, and in `out` when all are done.
+
+    So a result from before stays until there is another in its place.
 
     Raises:
         OSError: before the first step, if `out` cannot be written.
-        ResultsDifferError: as a step raised it; the file then says why it has no figures, and holds none.
+        ResultsDifferError: as a step raised it; the unfinished file then says why, and holds no figures.
     """
     if out is None:
         yield from steps
@@ -28,12 +30,18 @@ def recorded(
     try:
         for done, new in steps:
             rows += new
-            write_result(out, [*rows, {"kind": "unfinished", "after": done}], device=device, seed=seed)
+            write_result(unfinished(out), rows, device=device, seed=seed)
             yield done, new
     except ResultsDifferError as error:
-        write_result(out, [{"kind": "no figures", "why": str(error)}], device=device, seed=seed)
+        write_result(unfinished(out), [{"kind": "no figures", "why": str(error)}], device=device, seed=seed)
         raise
     write_result(out, rows, device=device, seed=seed)
+    unfinished(out).unlink(missing_ok=True)
+
+
+def unfinished(out: Path) -> Path:
+    """Where the rows of a run that is not done lie; no name that `farspan report` would read."""
+    return out.with_name(out.name + ".unfinished")
 
 
 def check_writable(path: Path) -> None:

@@ -8,7 +8,7 @@ import signal
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from glob import escape
 from pathlib import Path
 
@@ -53,7 +53,7 @@ def whole_folder(out: Path) -> Iterator[Path]:
         with _part(out if exists else out.parent, out) as part:
             yield part
             if exists:
-                for entry in part.iterdir():
+                for entry in sorted(part.iterdir(), key=lambda entry: entry.name == "config.json"):  # a model at last
                     entry.rename(out / entry.name)
             else:
                 part.rename(out)
@@ -77,7 +77,9 @@ def _part(home: Path, out: Path) -> Iterator[Path]:
         )
     except OSError as error:
         raise ValueError(f"--out must be a folder that can be made, got {str(out)!r} ({error.strerror})") from error
-    with orderly_end(), temporary as name, claim(Path(name) / LOCK):
+    with orderly_end(), temporary as name, ExitStack() as held:
+        with suppress(OSError):  # a file system without locks: then `sweep` removes nothing there either
+            held.enter_context(claim(Path(name) / LOCK))
         (Path(name) / "whole").mkdir()
         yield Path(name) / "whole"
 
