@@ -10,7 +10,7 @@ from rich.console import Console
 
 from farspan.benchmark import layer, layer_checks, layer_peers
 from farspan.benchmark.agree import ResultsDifferError
-from farspan.benchmark.layer_peers import Shape, contestants, family_of
+from farspan.benchmark.layer_peers import Peer, Shape, contestants, family_of
 from farspan.layers import Attention
 from farspan_cli import main
 from farspan_cli.bench_gpu import show_layer
@@ -82,6 +82,17 @@ def test_contestants_of_a_family_compute_the_same(g: int) -> None:
         compared += [name] * (name != family_of(name))
     assert set(first) == set(layer_peers.FAMILIES)
     assert {"rope, flex", "alibi, flex", "coca-slack, published", "coca-exact, flash"} <= set(compared)
+
+
+@pytest.mark.parametrize("family", layer_peers.FUSED)
+def test_the_fused_preparation_is_its_family_with_gradients(family: str) -> None:
+    """Kept from a CPU's contestants, where it would be interpreted."""
+    own = Attention(32, 4, family, num_key_heads=2)
+    peer = Peer(Shape(2, 33, 32, 4, 2), family, layer_peers.through_preparation)
+    peer.load_state_dict(own.state_dict())
+    x, weights = torch.randn(2, 33, 32), torch.randn(2, 33, 32)
+    got, want = (layer_checks.results(one, one, x, weights) for one in (peer, own))
+    assert all((got[name] - want[name]).abs().max() <= 1e-5 for name in want)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

@@ -51,7 +51,7 @@ def clock(call: Callable[[], Any], *, device: str, repeats: int, graph: bool = T
 
 
 def clock_in_turn(calls: dict[str, Callable[[], Any]], *, device: str, repeats: int) -> dict[str, list[float]]:
-    """Seconds of each call, `repeats` of them, taken in turn after one round that warms up; no CUDA graphs.
+    """Seconds of each call, `repeats` of them, taken in turn after one round that warms up.
 
     As :func:`in_turn` does, but on a GPU between events, with its caches cold.
 

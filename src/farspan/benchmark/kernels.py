@@ -1,7 +1,7 @@
 """The Triton kernels against RoPE on SDPA's kernels, in one run on one device: first right, then fast."""
 
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 from farspan.benchmark.agree import ResultsDifferError
-from farspan.benchmark.clock import Times, clock, comparable, copy_speed
+from farspan.benchmark.clock import Times, captured, clock_in_turn, comparable, copy_speed, quantiles
 from farspan.benchmark.kernel_checks import check_at_size, check_kernels
 from farspan.benchmark.truth import LOOSE, far
 from farspan.ops import Rotary, coca_attention, coca_features
@@ -229,21 +229,28 @@ def rope_peers(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], Tensor
 def times_of(
     calls: dict[str, Callable[[], Any]], device: str, repeats: int, *, capture: bool = True
 ) -> dict[str, Times | str]:
-    """The times of each call, from a CUDA graph if `capture`; for a peer that fails (by its shape, or memory), why."""
-    times: dict[str, Times | str] = {}
+    """The times of each call, taken in turn, and for a peer that fails (by its shape, or memory), why.
+
+    From CUDA graphs if `capture`, where the peer can be captured; `graph` says which time it is.
+    """
+    ready: dict[str, Callable[[], Any]] = {}
+    failed: dict[str, str] = {}
+    graphs = set[str]()
     for name, call in calls.items():
-        if name in OURS:
-            times[name] = clock(call, device=device, repeats=repeats, graph=capture)
-            continue
         try:
-            times[name] = clock(call, device=device, repeats=repeats, graph=False)
+            call()
         except RuntimeError as error:
-            times[name] = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+            if name in OURS:
+                raise
+            failed[name] = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
             continue
-        if capture:
-            with suppress(RuntimeError):  # where the peer can be captured; `graph` says which time it is
-                times[name] = clock(call, device=device, repeats=repeats, graph=True)
-    return times
+        ready[name] = call
+        if capture and device.startswith("cuda"):
+            with nullcontext() if name in OURS else suppress(RuntimeError):
+                ready[name] = captured(call)
+                graphs.add(name)
+    seconds = clock_in_turn(ready, device=device, repeats=repeats)
+    return {name: failed.get(name) or quantiles(seconds[name], name in graphs) for name in calls}
 
 
 OURS = ("exact", "slack", "fused")

@@ -16,7 +16,16 @@ from farspan.training.speed import matmul_peak
 
 SHAPES = {512: (64, 1024, 16), 2048: (16, 1024, 16), 16_384: (2, 2048, 16), 32_768: (1, 4096, 32)}
 """Tokens → texts, hidden width, heads: the shapes that the project's aims name."""
-QUICK = {"rope", "coca-exact", "coca-slack", "coca-strict", "rope, flash", "rope, cudnn", "coca-exact, cudnn"}
+QUICK = {
+    "rope",
+    "coca-exact",
+    "coca-slack",
+    "coca-strict",
+    "rope, flash",
+    "rope, cudnn",
+    "coca-exact, fused",
+    "coca-slack, fused",
+}
 MUST_RUN = ("rope", "coca-exact", "coca-slack", "coca-strict")
 """If one of these fails there is no row; of the others the reason is told."""
 GROUPS = (1, 2, 4, 8)

@@ -10,6 +10,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from farspan.benchmark.attention import published_coca
 from farspan.layers import Attention
 from farspan.ops import alibi_attention, coca_attention, rope_attention
+from farspan.ops.coca.decoding import rotary_factor
+from farspan.ops.phases import rotary_steps
 from farspan.ops.softmax.interface import alibi_slopes
 from farspan.ops.softmax.reference import repeat_heads
 
@@ -17,6 +19,8 @@ FAMILIES = ("rope", "coca-exact", "coca-slack", "coca-strict", "alibi")
 KERNELS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 WITH_KERNEL = ("rope", "coca-exact", "coca-slack")
 """Families timed on each of SDPA's kernels by name as well, so that no ratio hangs on which one SDPA picks."""
+FUSED = ("coca-exact", "coca-slack")
+"""Families timed on the fused preparation as well, which torch.compile leaves as it is."""
 SCORES = 2**31
 """The most N×N scores for which the published formulation is run."""
 UNROLLED = 4096
@@ -64,6 +68,8 @@ def contestants(shape: Shape, device: str) -> tuple[dict[str, Attention], dict[s
     )
     for kernel, backend in KERNELS.items():
         layers |= {f"{family}, {kernel}": Peer(shape, family, through_sdpa(backend)) for family in WITH_KERNEL}
+    if device == "cuda":
+        layers |= {f"{family}, fused": Peer(shape, family, through_preparation) for family in FUSED}
     for family in ("rope", "alibi"):
         layers[f"{family}, flex"] = Peer(shape, family, through_flex(shape, device, alibi=family == "alibi"))
     scores = shape.b * shape.h * shape.n**2
@@ -106,6 +112,18 @@ def through_sdpa(backend: SDPBackend) -> Callable[[Attention, Tensor, Tensor, Te
             )
 
     return core
+
+
+def through_preparation(layer: Attention, q: Tensor, t: Tensor, v: Tensor) -> Tensor:
+    """q̃ and k̃ by the Triton kernel, forward and backward, and SDPA's own choice for the rest."""
+    from farspan.ops.coca.kernels.prepare import prepare_op
+
+    assert layer.rotary is not None
+    step = rotary_steps(layer.rotary, None, q.device)
+    q, k = prepare_op(q, t, step, None, None, 0, 0, layer.form, rotary_factor(layer.rotary))
+    return F.scaled_dot_product_attention(
+        q, k, v, is_causal=True, scale=layer.scaling, enable_gqa=layer.num_heads != layer.num_key_heads
+    )
 
 
 def through_flex(shape: Shape, device: str, *, alibi: bool) -> Callable[[Attention, Tensor, Tensor, Tensor], Tensor]:
