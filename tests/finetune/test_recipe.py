@@ -34,12 +34,15 @@ def test_the_published_schedule_is_the_papers() -> None:
 
 
 def test_our_recipes_keep_to_the_budget() -> None:
-    assert all(Recipe.load(name).tokens <= 100_000_000 for name in ("distill", "distill-long"))
+    assert all(Recipe.load(name).tokens <= 100_000_000 for name in ("distill", "distill-long", "distill-local"))
 
 
 def test_distillations_share_their_stages_and_the_control_has_the_last() -> None:
     distill, long, control = (Recipe.load(name).stages for name in ("distill", "distill-long", "long-ntk"))
-    assert long[:3] == distill
+    local = Recipe.load("distill-local").stages
+    assert long[:3] == local[:3] == distill
+    assert [len(long), len(local)] == [4, 4]
+    assert (local[3].rope_parameters, local[3].train_length) == ({}, 8192)
     assert replace(control[0], train_length=0) == long[2]
     assert control[1] == long[3]
 
@@ -71,6 +74,8 @@ def test_a_larger_budget_takes_more_steps() -> None:
     ("text", "message"),
     [
         ("", r"at least one \[\[stages\]\] table"),
+        ("after = 'distil'\n[[stages]]\nname = 'a'", "after of a recipe must be one of .*did you mean 'distill'"),
+        ("after = 'distill'\n[[stages]]\nname = 'text'", "names of their own"),
         ("stage = 1", "recipe key must be one of .*did you mean 'stages'"),
         ("[[stages]]\nname = 'a'\nlenght = 5", r"key stages\[0\].lenght .*did you mean 'length'"),
         ("[[stages]]\nname = 'a'\noptimizer = { step = 5 }", r"stages\[0\].optimizer.step .*did you mean 'steps'"),

@@ -12,7 +12,7 @@ from farspan.errors import require, require_choice, unknown
 from farspan.finetune.objectives import NEXT_TOKEN, OBJECTIVES
 from farspan.training.config import OptimizerSection, parse_section, read_toml
 
-NAMES = ("paper", "distill", "distill-long", "long-ntk", "long-pi", "long-yarn")
+NAMES = ("paper", "distill", "distill-long", "distill-local", "long-ntk", "long-pi", "long-yarn")
 """The recipes that come with the package."""
 FEWEST_STEPS = 500
 """A budget below a recipe's own first takes rows from a step, and steps only when no more than these are left."""
@@ -158,15 +158,22 @@ class Recipe:
 
     @classmethod
     def parse(cls, values: Mapping[str, Any]) -> "Recipe":
-        """From nested mappings; an unknown key is refused with the nearest valid one."""
+        """From nested mappings; an unknown key is refused with the nearest valid one.
+
+        ``after`` names a shipped recipe whose stages come first.
+        """
         for key in values:
-            require_choice("recipe key", key, [f.name for f in fields(cls)])
+            require_choice("recipe key", key, [*(f.name for f in fields(cls)), "after"])
+        first = values.get("after")
+        if first is not None:
+            require_choice("after of a recipe", str(first), NAMES)
         raw = values.get("stages", [])
         require(
             isinstance(raw, list) and bool(raw) and all(isinstance(one, Mapping) for one in raw),
             "recipe must have at least one [[stages]] table, got none; see the shipped recipes",
         )
-        stages = tuple(parse_section(Stage, one, f"stages[{i}].") for i, one in enumerate(raw))
+        stages = cls.load(first).stages if first is not None else ()
+        stages += tuple(parse_section(Stage, one, f"stages[{i}].") for i, one in enumerate(raw))
         names = [stage.name for stage in stages]
         require(len(set(names)) == len(names), f"stages must have names of their own, got {names}; rename one")
         return cls(str(values.get("description", "")), stages)
