@@ -106,6 +106,15 @@ def test_errors_are_at_most_twice_those_of_eager(dtype: torch.dtype, n: int) -> 
     check_against_eager(n, dtype, h=1, d=64 if n == 65 else 16)
 
 
+def test_the_first_token_gives_its_value_back_and_no_gradient() -> None:
+    """A mean over one key is that key's value, however its weight is rounded."""
+    q, k, v = meeting(inputs(65, dtype=torch.bfloat16, h=1, d=64))
+    out = cosformer_attention(q, k, v, max_length=65, backend="triton")
+    assert torch.equal(out[:, :, 0], v[:, :, 0])
+    (dq,) = torch.autograd.grad(out, q, torch.randn_like(out))
+    assert dq[:, :, 0].abs().max() <= 1e-6 * dq.abs().max()
+
+
 @pytest.mark.usefixtures("short_segments")
 def test_a_head_wider_than_a_programs_share_of_columns() -> None:
     check_against_eager(65, torch.bfloat16, h=1, d=128)
@@ -228,7 +237,7 @@ def test_padding_may_hold_anything() -> None:
     keep = (torch.arange(40, device=DEVICE) < 30)[None]
     out = cosformer_attention(*leaves, max_length=30, padding_mask=keep, backend="triton")
     alone = cosformer_attention(*(x[:, :, :30] for x in leaves), max_length=30, backend="triton")
-    assert torch.equal(out[:, :, :30], alone)
+    assert (out[:, :, :30] - alone).abs().max() <= 1e-6  # on a GPU the two are cut otherwise
     assert (out[:, :, 30:] == 0).all()
     dq, dk, dv = torch.autograd.grad(out.square().sum(), leaves)
     assert all((x[:, :, 30:] == 0).all() for x in (dk, dv))

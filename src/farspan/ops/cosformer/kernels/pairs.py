@@ -142,7 +142,7 @@ def pairs_kernel(
             if documents is not None:
                 theirs = tl.load(documents + row * documents_b + other, mask=y_live, other=-1)
                 seen = seen & (document[:, None] == theirs[None, :])
-            if OUT:
+            if OUT and not SHARED:
                 total += tl.sum(tl.where(seen, score * plain, 0.0), axis=1)
             if GRADED:
                 extra = delta[:, None]
@@ -151,7 +151,10 @@ def pairs_kernel(
                 score = (score + extra) * kappa if SHARED else score * kappa + extra * plain
             else:
                 score = score * kappa
-            mixed += multiply(narrow(tl.where(seen, score, 0.0), DOT), value, PRECISION)
+            weights = narrow(tl.where(seen, score, 0.0), DOT)
+            if OUT and SHARED:  # as rounded: a mean of few values is then among them, and its gradient cancels
+                total += tl.sum(weights.to(tl.float32), axis=1)
+            mixed += multiply(weights, value, PRECISION)
 
     if OUT:
         mixed = mixed / tl.maximum(total, epsilon)[:, None]
