@@ -26,15 +26,13 @@ def coca_features(
 
 
 def _query(q: Tensor, angles: Angles | None, form: str) -> Tensor:
-    q = q.to(working_dtype(q.dtype))
-    a, b = q.chunk(2, dim=-1)
+    a, b = q.to(working_dtype(q.dtype)).chunk(2, dim=-1)
     if angles is None:
         return a * a + b * b
     if form == "exact":  # ‖q_j‖² (cos mθ_j, sin mθ_j)
         return ((a * a + b * b)[..., None, :] * angles.both).flatten(-2)
-    turned = torch.stack((-angles.sin, angles.cos), dim=-2)  # q∘f(q, m), without a cat of q's size
-    rotated = a[..., None, :] * angles.both + b[..., None, :] * turned
-    return (q.unflatten(-1, (2, -1)) * rotated).flatten(-2)
+    cos, sin = angles.cos, angles.sin  # q∘f(q, m)
+    return torch.cat((a * (a * cos - b * sin), b * (a * sin + b * cos)), dim=-1)
 
 
 def _key(t: Tensor, angles: Angles | None, form: str) -> Tensor:
