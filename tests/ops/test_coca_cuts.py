@@ -69,3 +69,4 @@ def test_splits_grow_with_the_keys_and_stop_when_the_device_is_full() -> None:
     assert choose_splits(1, 100, cut, 132) == 1
     assert choose_splits(32, 32_768, cut, 132) > choose_splits(256, 32_768, cut, 132) > 1
     assert choose_splits(10**6, 10**6, cut, 132) == 1
+    assert choose_splits(64, 32_768, cut._replace(waves=2), 132) == 4  # groups of four, eight texts, width 128

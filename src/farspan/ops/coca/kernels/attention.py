@@ -32,11 +32,13 @@ class Cut(NamedTuple):
     keys: int
     warps: int
     stages: int
+    waves: int = 0
+    """Programs a processor that splitting the keys aims at; 0 = the usual number."""
 
 
 FEW = {16: Cut(8, 32, 2, 3), 32: Cut(8, 64, 2, 2), 64: Cut(8, 32, 2, 3), 128: Cut(8, 16, 2, 2)}
 """For few queries, by d/2 rounded up to a power of two. With fewer than four warps Triton keeps to mma.sync."""
-FEW_BY_WGMMA = {32: Cut(8, 64, 4, 3), 64: Cut(8, 64, 4, 3)}
+FEW_BY_WGMMA = {32: Cut(8, 64, 4, 3), 64: Cut(8, 64, 4, 3, waves=2)}
 """The same for up to eight queries, where ptxas is no older than 12.9: 12.8 makes the descriptors of this kernel's
 wgmma from registers that hold something else. At the splits chosen below the fastest of a sweep on an H200, where they
 are nearly twice as fast as the others; those of other widths and more queries have not been checked on a GPU."""
@@ -74,8 +76,8 @@ def choose_splits(programs: int, keys: int, cut: Cut, processors: int) -> int:
     (64, 1, 1)
     """
     useful = max(1, triton.cdiv(keys, cut.keys) // SPLIT_TILES)
-    waves = WAVES if cut.rows == 1 else FEW_WAVES if cut.rows <= FOLD_ROWS else PREFILL_WAVES
-    wanted = processors * waves // programs
+    usual = WAVES if cut.rows == 1 else FEW_WAVES if cut.rows <= FOLD_ROWS else PREFILL_WAVES
+    wanted = processors * (cut.waves or usual) // programs
     return max(1, min(wanted, useful, MOST_SPLITS))
 
 
