@@ -1,5 +1,7 @@
 """One query against un-rotated t on a CPU: the equations, however the keys lie, and no wave made twice."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -205,3 +207,17 @@ def test_autocast_does_not_round_the_scores() -> None:
     plain = coca_attention(q, t, v, rotary=Rotary(64))
     with torch.autocast("cpu", torch.bfloat16):
         assert (coca_attention(q, t, v, rotary=Rotary(64)) - plain).abs().max() == 0
+
+
+def test_scratch_serves_calls_inside_and_outside_inference_mode_and_every_thread() -> None:
+    """What one call leaves behind must not be what another returns, nor be shared by two at once."""
+    waves._KEPT.rooms.clear()
+    calls = [[torch.randn(1, 2, 1, 8), torch.rand(1, 2, m, 4), torch.randn(1, 2, m, 8)] for m in (300, 40, 300, 500)]
+    want = [coca_attention(*call, rotary=Rotary(8), backend="sdpa") for call in calls]
+    with torch.inference_mode():
+        first = coca_attention(*calls[0], rotary=Rotary(8))
+    got = [first, *(coca_attention(*call, rotary=Rotary(8)) for call in calls[1:])]
+    with ThreadPoolExecutor(2) as threads:
+        several = list(threads.map(lambda call: coca_attention(*call, rotary=Rotary(8)), calls * 5))
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(got + several, want * 6, strict=True))
+    assert waves._KEPT.rooms[torch.float32].numel() >= 500 * 4 * 2

@@ -5,6 +5,7 @@ is half as wide as a rotary score. Slack needs two such waves (docs/math.md). Th
 of keys at a time, which stays in the processor's cache until it has met the query.
 """
 
+import threading
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -18,6 +19,15 @@ from farspan.ops.softmax.core import Sight, Span
 
 BLOCK_ELEMENTS = 2**18
 """Elements of t∘wave for each thread in one block: a MiB in float32, which a core's second-level cache can hold."""
+
+
+class _Kept(threading.local):
+    def __init__(self) -> None:
+        self.rooms: dict[torch.dtype, Tensor] = {}
+
+
+_KEPT = _Kept()
+"""Of each thread, as two may decode at once."""
 
 
 @dataclass(frozen=True)
@@ -107,14 +117,24 @@ def _scores(amplitudes: Tensor, t: Tensor, wave: Tensor | None) -> Tensor:
         parts = [torch.bmm(amplitudes, t.to(amplitudes.dtype).flatten(0, 1).mT)]
     else:
         rows = max(64, BLOCK_ELEMENTS * torch.get_num_threads() // (count * b * g * width))
-        room = amplitudes.new_empty(count * b * g * min(rows, m) * width)
+        room = _room(amplitudes, count * b * g * min(rows, m) * width)
         parts = []
         for block, turned in zip(t.split(rows, dim=2), wave.split(rows, dim=3), strict=True):
-            product = room[: room.numel() // min(rows, m) * block.shape[2]].view(count, b, g, -1, width)
+            product = room[: count * b * g * block.shape[2] * width].view(count, b, g, -1, width)
             torch.mul(block, turned, out=product)
             parts.append(torch.bmm(amplitudes, product.flatten(0, 2).mT))
     scores = torch.cat(parts, dim=-1).view(count, b, g, -1, m)
     return scores[0] if count == 1 else scores.sum(0)
+
+
+def _room(like: Tensor, size: int) -> Tensor:
+    """At least `size` numbers, the same ones from call to call: the pages of new ones take as long as filling them."""
+    if type(like) is not Tensor:  # of a trace without numbers; what is kept must be real
+        return like.new_empty(size)
+    if like.dtype not in _KEPT.rooms or _KEPT.rooms[like.dtype].numel() < size:
+        with torch.inference_mode(False):  # the next call may be outside it
+            _KEPT.rooms[like.dtype] = torch.empty(size, dtype=like.dtype)
+    return _KEPT.rooms[like.dtype]
 
 
 def _means(scores: Tensor, v: Tensor) -> Tensor:
