@@ -226,6 +226,13 @@ def test_only_takes_a_run_with_all_it_comes_from(toml: Path, tmp_path: Path) -> 
     made = [step.name for step in steps if step.kind in ("convert", "finetune")]
     assert made == ["convert calibrated", *(f"finetune {name}" for name in STAGES)]
     assert not any(step.model == "calibrated" and step.kind == "bits" for step in steps)
+    measured = [
+        step.model for step in plan(Preset.load("dropin"), tmp_path, ["distill-long"]) if step.kind == "passkey"
+    ]
+    assert list(dict.fromkeys(measured))[:2] == [
+        "distill-long-4-long",
+        "distill-3-text",
+    ]  # its end, then what it shares
     with pytest.raises(ValueError, match=r"--only must name some of original, calibrated, distill, .* got 'table1'"):
         plan(Preset.load(toml), tmp_path, ["table1"])
 

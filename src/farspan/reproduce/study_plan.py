@@ -9,7 +9,8 @@ from farspan.reproduce.study import Member
 
 
 def study_steps(preset: Preset, folder: Path, only: list[str] | None) -> list[Step]:
-    """Conversions, the longest first, text, trainings, and then measurements, in the order of ``[study.measures]``.
+    """Conversions, the longest first, text, trainings, and then measurements, in the order of ``[study.measures]``,
+    of the models that the chosen runs end with before those on the way there.
 
     A process takes the first step that is ready, so that a measurement is made only where no training could begin.
     """
