@@ -360,3 +360,35 @@ def test_a_compiled_step_is_one_graph(options: dict, masked: bool) -> None:
     want = model(x, **({"attention_mask": mask} if masked else {})).logits[:, 5:]
     assert (torch.cat(parts, dim=1) - want).abs().max() <= 1e-5
     assert graphs.frame_count <= 4
+
+
+def test_autocast_decides_by_the_dtype_that_attention_gets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """float32 weights under autocast, as `farspan eval` has them, decode on the kernel where bfloat16 does."""
+    model, ids, asked = model_of(), tokens(1, 1).to(DEVICE), []
+    decide = Attention.takes_half_width
+
+    def noted(self: Attention, n: int, dtype: torch.dtype, *args: Any, **options: Any) -> bool:
+        asked.append(dtype)
+        return decide(self, n, dtype, *args, **options)
+
+    monkeypatch.setattr(Attention, "takes_half_width", noted)
+    for dtype in (torch.float32, torch.bfloat16):
+        asked.clear()
+        with torch.no_grad(), torch.autocast(DEVICE, torch.bfloat16, enabled=dtype == torch.bfloat16):
+            model(ids, past_key_values=FarspanCache(model.config))
+        assert set(asked) == {dtype}
+
+
+@torch.no_grad()
+def test_autocast_gives_the_kernel_what_it_gives_sdpa() -> None:
+    model, ids = model_of(), tokens(2, 12).to(DEVICE)
+
+    def last() -> torch.Tensor:
+        cache = FarspanCache(model.config)
+        with torch.autocast(DEVICE, torch.bfloat16):
+            model(ids[:, :-1], past_key_values=cache)
+            assert cache.layers[0].keys.dtype == torch.bfloat16
+            return model(ids[:, -1:], past_key_values=cache).logits.float()
+
+    plain, kernel = expected_of(model, last)
+    assert (plain - kernel).abs().max() <= 0.03 * plain.abs().max()

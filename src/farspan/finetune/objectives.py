@@ -11,6 +11,7 @@ from farspan.finetune.losses import linear_distillation
 from farspan.models import FarspanConfig, FarspanForCausalLM
 from farspan.models.frame import Frame, View
 from farspan.models.modeling import FarspanBlock
+from farspan.ops.rotary import product_dtype
 from farspan.training.loss import linear_cross_entropy
 
 NEXT_TOKEN, ATTENTION_OUTPUT, LOGIT_KL = OBJECTIVES = ("next-token", "attention-output", "logit-kl")
@@ -130,8 +131,7 @@ def _views(model: FarspanForCausalLM, hidden: Tensor) -> list[View]:
 
 def _narrow(hidden: Tensor) -> Tensor:
     """In the dtype of autocast, whose products the fused loss takes over."""
-    kind = hidden.device.type
-    return hidden.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else hidden
+    return hidden.to(product_dtype(hidden))
 
 
 def check_teacher(ours: FarspanConfig, theirs: FarspanConfig, weights: Mapping[str, float]) -> None:

@@ -18,7 +18,7 @@ from farspan.layers.attention import Attention
 from farspan.ops.coca.decoding import Slots, Steps, wants_gradient
 from farspan.ops.coca.waves import Waves
 from farspan.ops.positions import PositionsArgument, resolve
-from farspan.ops.rotary import Plan, Rotary
+from farspan.ops.rotary import Plan, Rotary, product_dtype
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,7 @@ class Frame:
         """`whole_cache`: attention will get all slots of a static cache, with a mask of that width."""
         self.batch, self.n = hidden.shape[:2]
         self.device, self.dtype = hidden.device, hidden.dtype
+        self.attends_in = product_dtype(hidden)
         self.rotary, self.causal, self.cache, self.whole_cache = rotary, causal, cache, whole_cache
         past = 0 if cache is None else cache.get_seq_length()
         self.fresh = isinstance(past, int) and past == 0
@@ -96,7 +97,7 @@ class Frame:
         """What `layer` needs to attend to its input; layers that cache alike share angles."""
         if not (rotated_cache or self.whole_cache) and layer.takes_half_width(
             self.n,
-            self.dtype,
+            self.attends_in,
             self.device,
             gradient=self._wants_gradient(layer, layer_idx, hidden),
             documents=self.documents is not None,

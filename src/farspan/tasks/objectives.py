@@ -1,10 +1,10 @@
 """Rows of a table → the loss: a label for the whole row, or answers at some of its tokens."""
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from farspan.models import FarspanForCausalLM, FarspanForMaskedLM, FarspanForSequenceClassification
+from farspan.ops.rotary import product_dtype
 from farspan.training.loss import linear_cross_entropy
 
 
@@ -30,7 +30,4 @@ class AskedTokens(nn.Module):
         tokens, answers = rows.chunk(2, dim=1)
         asked = answers > 0
         hidden = self.model.model(tokens, use_cache=False).last_hidden_state[asked]
-        kind = hidden.device.type
-        if torch.is_autocast_enabled(kind):
-            hidden = hidden.to(torch.get_autocast_dtype(kind))
-        return linear_cross_entropy(hidden, self.model.lm_head.weight, answers[asked])
+        return linear_cross_entropy(hidden.to(product_dtype(hidden)), self.model.lm_head.weight, answers[asked])

@@ -6,12 +6,12 @@ from dataclasses import asdict
 from functools import cache, partial
 from pathlib import Path
 
-import torch
 from torch import Tensor, nn
 
 from farspan.data import Batches, Shards, TextTokenizer, load_tokenizer
 from farspan.evaluation.passkey import training_row
 from farspan.models import FarspanConfig, FarspanForCausalLM
+from farspan.ops.rotary import product_dtype
 from farspan.training.config import DataSection, TrainConfig
 from farspan.training.job import Job
 from farspan.training.loop import Progress, run
@@ -27,10 +27,7 @@ class NextToken(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         hidden = self.model.model(ids[:, :-1], use_cache=False).last_hidden_state.flatten(0, 1)
-        kind = hidden.device.type
-        if torch.is_autocast_enabled(kind):
-            hidden = hidden.to(torch.get_autocast_dtype(kind))
-        return linear_cross_entropy(hidden, self.model.lm_head.weight, ids[:, 1:].flatten())
+        return linear_cross_entropy(hidden.to(product_dtype(hidden)), self.model.lm_head.weight, ids[:, 1:].flatten())
 
 
 def train(
