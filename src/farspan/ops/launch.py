@@ -72,6 +72,24 @@ def assembler() -> tuple[int, int]:
     return int(major), int(minor)
 
 
+def cdiv(x: int, y: int) -> int:
+    """x / y, rounded up. Triton's own takes five microseconds, a tenth of them all at a launch.
+
+    >>> cdiv(9, 4), cdiv(8, 4)
+    (3, 2)
+    """
+    return -(-x // y)
+
+
+def power_of_2(x: int) -> int:
+    """The least power of two that is not below x ≥ 1.
+
+    >>> [power_of_2(x) for x in (1, 2, 3, 64, 65)]
+    [1, 2, 4, 64, 128]
+    """
+    return 1 << (x - 1).bit_length()
+
+
 def cannot_derive_forwards(argument: str = "backend", other: str = "sdpa") -> str | None:
     """Why "triton" cannot run just now: forward-mode derivatives are being taken, and its own would be zeros."""
     if forward_ad._current_level >= 0:

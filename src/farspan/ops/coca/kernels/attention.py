@@ -4,14 +4,13 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from farspan.ops.coca.decoding import FOLD_ROWS
 from farspan.ops.coca.kernels.few_queries import few_queries_kernel
 from farspan.ops.coca.kernels.half_width import ANCHOR, half_width_kernel, merge_kernel
 from farspan.ops.coca.kernels.one_query import one_query_kernel
-from farspan.ops.launch import has_sound_wgmma
+from farspan.ops.launch import cdiv, has_sound_wgmma, power_of_2
 
 LOG2_E = 1.4426950408889634
 WAVES = 8
@@ -57,7 +56,7 @@ def choose_cut(rows: int, half: int, width: int, dtype: torch.dtype) -> Cut:
         cut = FEW_BY_WGMMA[size]
     if dtype == torch.float32:
         cut = Cut(min(cut.rows, 64), min(cut.keys, 32), cut.warps, 2)
-    fitting = triton.next_power_of_2(rows)
+    fitting = power_of_2(rows)
     if rows > FOLD_ROWS:
         return cut._replace(rows=min(cut.rows, fitting))
     return cut if rows <= cut.rows else cut._replace(rows=fitting)
@@ -65,7 +64,7 @@ def choose_cut(rows: int, half: int, width: int, dtype: torch.dtype) -> Cut:
 
 def padded(width: int) -> int:
     """The width of a tile that holds `width` numbers: a power of two, as Triton wants, and enough for its products."""
-    return max(16, triton.next_power_of_2(width))
+    return max(16, power_of_2(width))
 
 
 def choose_splits(programs: int, keys: int, cut: Cut, processors: int) -> int:
@@ -75,7 +74,7 @@ def choose_splits(programs: int, keys: int, cut: Cut, processors: int) -> int:
     >>> choose_splits(8, 32_768, one, 132), choose_splits(8, 200, one, 132), choose_splits(1024, 32_768, many, 132)
     (64, 1, 1)
     """
-    useful = max(1, triton.cdiv(keys, cut.keys) // SPLIT_TILES)
+    useful = max(1, cdiv(keys, cut.keys) // SPLIT_TILES)
     usual = WAVES if cut.rows == 1 else FEW_WAVES if cut.rows <= FOLD_ROWS else PREFILL_WAVES
     wanted = processors * (cut.waves or usual) // programs
     return max(1, min(wanted, useful, MOST_SPLITS))
@@ -113,12 +112,12 @@ def launch(
     lengths, firsts = (x if x is None else x.contiguous() for x in (lengths, firsts))
     m = t.shape[2] if pages is None else t.shape[2] * pages.shape[1]
     cut = cut or choose_cut(n * (h // g), d // 2, width, q.dtype)
-    blocks = triton.cdiv(n * (h // g), cut.rows)
+    blocks = cdiv(n * (h // g), cut.rows)
     seen = m if window is None or by_position else min(m, n + 2 * window)
     splits = splits or choose_splits(blocks * b * g, seen, cut, processors(q.device))
     few = 1 < cut.rows <= FOLD_ROWS
     if few:  # its kernel finds one base angle a split
-        splits = max(splits, triton.cdiv(triton.cdiv(seen, cut.keys), ANCHOR.value))
+        splits = max(splits, cdiv(cdiv(seen, cut.keys), ANCHOR.value))
     out = torch.empty((b, n, h, width), dtype=q.dtype, device=q.device).transpose(1, 2)
     parts: Tensor = out.unsqueeze(3)
     lse: Tensor | None = None
@@ -153,7 +152,7 @@ def launch(
         if lse is not None:
             merge_kernel[(h * n, b)](
                 parts, lse, out, n, splits, out_b, out_h, out_n, out_s, lse_b, lse_h, lse_n, *out.stride()[:3],
-                WIDTH=width, BLOCK_S=triton.next_power_of_2(splits),
+                WIDTH=width, BLOCK_S=power_of_2(splits),
                 BLOCK_V=padded(width), num_warps=4,
             )  # fmt: skip
     return out

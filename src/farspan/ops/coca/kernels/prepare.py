@@ -10,6 +10,7 @@ from torch import Tensor
 from farspan.ops.coca.kernels.angles import cos_sin, places
 from farspan.ops.coca.kernels.attention import padded, row_major
 from farspan.ops.coca.kernels.narrow import narrow
+from farspan.ops.launch import cdiv
 
 HEADS = 4
 """Heads that share the angles of one program."""
@@ -185,8 +186,8 @@ def _launch(
     query_positions, key_positions = (x if x is None else row_major(x) for x in (query_positions, key_positions))
     width = padded(d // 2)
     block = max(1, TILE // width)
-    q_blocks, k_blocks = triton.cdiv(n, block), triton.cdiv(m, block)
-    q_programs, k_programs = q_blocks * triton.cdiv(h, HEADS), k_blocks * triton.cdiv(g, HEADS)
+    q_blocks, k_blocks = cdiv(n, block), cdiv(m, block)
+    q_programs, k_programs = q_blocks * cdiv(h, HEADS), k_blocks * cdiv(g, HEADS)
     strides = [s for x in (q, t, q_out, k_out, q_gradient, k_gradient) for s in _strides(x)]
     rows = [0 if x is None or x.shape[0] == 1 else x.stride(0) for x in (step, query_positions, key_positions)]
     with torch.cuda.device_of(q):

@@ -4,13 +4,13 @@ import math
 from typing import Any, NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from farspan.ops.coca.kernels.attention import padded, processors, row_major
 from farspan.ops.cosformer.kernels.pairs import delta_kernel, pairs_kernel
 from farspan.ops.cosformer.kernels.sums import prefix_kernel, totals_kernel
+from farspan.ops.launch import cdiv
 
 WAVES = 4
 """Programs a processor that cutting the keys of bidirectional attention aims at."""
@@ -128,9 +128,9 @@ def choose_segment(n: int, programs: int, processors: int, block: int) -> int:
     >>> choose_segment(65_536, 16, 132, 64), choose_segment(2048, 16, 132, 64), choose_segment(2048, 1024, 132, 64)
     (2048, 64, 2048)
     """
-    blocks = triton.cdiv(n, block)
+    blocks = cdiv(n, block)
     parts = max(1, processors * WAVES // programs)
-    return triton.cdiv(blocks, min(parts, blocks)) * block
+    return cdiv(blocks, min(parts, blocks)) * block
 
 
 def chosen(q: Tensor, v: Tensor, causal: bool) -> int:
@@ -143,7 +143,7 @@ def chosen(q: Tensor, v: Tensor, causal: bool) -> int:
     if causal:
         return SEGMENT[widest(d, width)]
     cut = choose_cut(TOTALS, PRECISE_TOTALS, d, width, q.dtype)
-    return choose_segment(max(n, m), b * h * triton.cdiv(width, cut.columns), processors(q.device), cut.rows)
+    return choose_segment(max(n, m), b * h * cdiv(width, cut.columns), processors(q.device), cut.rows)
 
 
 def count_segments(k: Tensor, segment: int) -> int:
@@ -190,7 +190,7 @@ def mix(
     origin = x if source is None else source
     strides = [s for tensor in (x, y, z, origin, out) for s in tensor.stride()[:3]]
     with torch.cuda.device_of(x):
-        pairs_kernel[(triton.cdiv(n, rows) * heads * b,)](
+        pairs_kernel[(cdiv(n, rows) * heads * b,)](
             x, y, z, source, out, before.states, before.sums, denominators, deltas, *text,
             weight.still, weight.wave, weight.epsilon, n, heads, segment, before.held,
             *strides, *text.strides,
@@ -229,7 +229,7 @@ def add_up(
     finals = weight.like(y[:, :g], z, 1) if whole else NOTHING
     before = weight.like(y[:, :g], z, parts, held_dtype(dtype)) if causal else NOTHING
     with torch.cuda.device_of(y):
-        totals_kernel[(parts * triton.cdiv(dv, columns) * g * b,)](
+        totals_kernel[(parts * cdiv(dv, columns) * g * b,)](
             y, z, *totals, denominators, deltas, *text,
             weight.still, weight.wave, weight.epsilon, n, g, segment, parts,
             *y.stride()[:3], *z.stride()[:3], *text.strides,
@@ -239,7 +239,7 @@ def add_up(
         for total, start, left, final in zip(totals, initial, before, finals, strict=True):
             assert total is not None
             size = total[0, 0, 0].numel()
-            prefix_kernel[(triton.cdiv(size, PREFIX) * g * b,)](
+            prefix_kernel[(cdiv(size, PREFIX) * g * b,)](
                 total, start, left, final, text.documents, n, segment, parts, size, g, text.strides[3],
                 REVERSE=queries, BLOCK=PREFIX,
             )  # fmt: skip
@@ -251,7 +251,7 @@ def find_deltas(out: Tensor, gradient: Tensor, denominators: Tensor, weight: Wei
     b, h, n, width = out.shape
     deltas = torch.empty_like(denominators)
     with torch.cuda.device_of(out):
-        delta_kernel[(triton.cdiv(n, DELTAS) * h * b,)](
+        delta_kernel[(cdiv(n, DELTAS) * h * b,)](
             out, gradient, denominators, deltas, weight.epsilon, n, h, *out.stride()[:3], *gradient.stride()[:3],
             WIDTH=width, BLOCK=DELTAS, BLOCK_V=padded(width),
         )  # fmt: skip
