@@ -392,3 +392,22 @@ def test_autocast_gives_the_kernel_what_it_gives_sdpa() -> None:
 
     plain, kernel = expected_of(model, last)
     assert (plain - kernel).abs().max() <= 0.03 * plain.abs().max()
+
+
+@torch.no_grad()
+def test_a_cache_of_another_dtype_than_autocasts_is_refused() -> None:
+    model, ids, cache = model_of(), tokens(1, 6).to(DEVICE), FarspanCache(model_of().config)
+    model(ids[:, :-1], past_key_values=cache)
+    with (
+        decoding_on(model, "triton"),
+        torch.autocast(DEVICE, torch.bfloat16),
+        pytest.raises(
+            ValueError, match=r"past_key_values must hold what attention works in, torch\.bfloat16, got torch\.fl"
+        ),
+    ):
+        model(ids[:, -1:], past_key_values=cache)
+
+
+def test_a_model_without_numbers_has_shapes() -> None:
+    """Autocast does not know the meta device."""
+    assert model_of().to("meta")(tokens(1, 6).to("meta")).logits.shape[:2] == (1, 6)

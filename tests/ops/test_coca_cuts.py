@@ -12,6 +12,7 @@ pytest.importorskip("triton", reason="needs triton (pip install farspan[gpu])")
 
 from farspan.ops import launch
 from farspan.ops.coca.decoding import FOLD_ROWS
+from farspan.ops.coca.kernels import attention
 from farspan.ops.coca.kernels.attention import Cut, choose_cut, choose_splits
 
 
@@ -64,9 +65,11 @@ def test_what_a_choice_asks_of_the_machine_is_a_constant_of_a_graph() -> None:
     assert torch.equal(torch.compile(choice, fullgraph=True, backend="eager")(x), choice(x))
 
 
-def test_splits_grow_with_the_keys_and_stop_when_the_device_is_full() -> None:
+def test_splits_grow_with_the_keys_and_stop_when_the_device_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
     cut = Cut(16, 64, 4, 3)
     assert choose_splits(1, 100, cut, 132) == 1
     assert choose_splits(32, 32_768, cut, 132) > choose_splits(256, 32_768, cut, 132) > 1
     assert choose_splits(10**6, 10**6, cut, 132) == 1
-    assert choose_splits(64, 32_768, cut._replace(waves=2), 132) == 4  # groups of four, eight texts, width 128
+    monkeypatch.setattr(attention, "has_sound_wgmma", lambda: True)
+    narrow, wide = (choose_cut(4, half, 2 * half, torch.bfloat16) for half in (32, 64))
+    assert [choose_splits(64, 32_768, cut, 132) for cut in (narrow, wide)] == [8, 4]  # groups of four, eight texts

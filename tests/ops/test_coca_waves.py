@@ -220,4 +220,16 @@ def test_scratch_serves_calls_inside_and_outside_inference_mode_and_every_thread
     with ThreadPoolExecutor(2) as threads:
         several = list(threads.map(lambda call: coca_attention(*call, rotary=Rotary(8)), calls * 5))
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(got + several, want * 6, strict=True))
-    assert waves._KEPT.rooms[torch.float32].numel() >= 500 * 4 * 2
+    own = waves._KEPT.rooms[torch.float32]
+    assert own.numel() >= 500 * 4 * 2
+    with ThreadPoolExecutor(1) as other:
+        other.submit(coca_attention, *calls[0], rotary=Rotary(8)).result()
+        assert other.submit(lambda: waves._KEPT.rooms[torch.float32]).result() is not own
+
+
+def test_scratch_lies_where_the_keys_do() -> None:
+    waves._KEPT.rooms.clear()
+    call = [torch.randn(1, 2, 1, 8), torch.rand(1, 2, 30, 4), torch.randn(1, 2, 30, 8)]
+    with torch.device("meta"):
+        out = coca_attention(*call, rotary=Rotary(8))
+    assert torch.allclose(out, coca_attention(*call, rotary=Rotary(8), backend="sdpa"), atol=1e-6)

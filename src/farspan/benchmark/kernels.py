@@ -231,26 +231,33 @@ def times_of(
 ) -> dict[str, Times | str]:
     """The times of each call, taken in turn, and for a peer that fails (by its shape, or memory), why.
 
-    From CUDA graphs if `capture`, where the peer can be captured; `graph` says which time it is.
+    From CUDA graphs if `capture`, where the peer can be captured; `graph` says which time it is. The graphs hold their
+    memory all at once, so that every call is tried once more when all of them are there.
     """
     ready: dict[str, Callable[[], Any]] = {}
     failed: dict[str, str] = {}
     graphs = set[str]()
     for name, call in calls.items():
-        try:
-            call()
-        except RuntimeError as error:
-            if name in OURS:
-                raise
-            failed[name] = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
-            continue
-        ready[name] = call
-        if capture and device.startswith("cuda"):
-            with nullcontext() if name in OURS else suppress(RuntimeError):
-                ready[name] = captured(call)
-                graphs.add(name)
+        if _runs(name, call, failed):
+            ready[name] = call
+            if capture and device.startswith("cuda"):
+                with nullcontext() if name in OURS else suppress(RuntimeError):
+                    ready[name] = captured(call)
+                    graphs.add(name)
+    ready = {name: call for name, call in ready.items() if _runs(name, call, failed)}
     seconds = clock_in_turn(ready, device=device, repeats=repeats)
     return {name: failed.get(name) or quantiles(seconds[name], name in graphs) for name in calls}
+
+
+def _runs(name: str, call: Callable[[], Any], failed: dict[str, str]) -> bool:
+    """Whether a contestant can run; why a peer cannot is put down, and ours may not fail."""
+    try:
+        call()
+    except RuntimeError as error:
+        if name in OURS:
+            raise
+        failed[name] = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+    return name not in failed
 
 
 OURS = ("exact", "slack", "fused")

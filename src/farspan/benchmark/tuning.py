@@ -77,14 +77,20 @@ def _launcher(q: Tensor, t: Tensor, v: Tensor) -> Callable[[Numbers, int], Tenso
 
 @torch.no_grad()
 def _sweep(shape: Shape, cuts: list[Numbers], device: str, repeats: int) -> Iterator[dict[str, Any]]:
-    from farspan.ops.coca.kernels.attention import Cut, choose_splits, processors
+    from farspan.ops.coca.kernels.attention import Cut, choose_cut, choose_splits, processors
 
     q, t, _, v = random_inputs(shape, device)
     launch = _launcher(q, t, v)
     one = [x[:1] for x in (q, t, v)]  # of one sequence, the float64 equations fit into memory
     truth = coca_attention_reference(*(x.double() for x in one), rotary=Rotary(shape.d))
     plain = coca_attention(*one, rotary=Rotary(shape.d), backend="sdpa")
-    usual = {cut: choose_splits(shape.b * shape.g, shape.m, Cut(*cut), processors(q.device)) for cut in cuts}
+    taken = choose_cut(shape.n * shape.h // shape.g, shape.d // 2, shape.d, q.dtype)
+    tried = {
+        cut: taken if cut == taken[: len(cut)] else Cut(*cut) for cut in cuts
+    }  # the library's has waves of its own
+    usual = {
+        cut: choose_splits(shape.b * shape.g, shape.m, whole, processors(q.device)) for cut, whole in tried.items()
+    }
     for cut, splits in dict.fromkeys((cut, max(1, int(n * part))) for cut, n in usual.items() for part in SPLITS):
         call = partial(launch, cut, splits)
         check = error_row("tuning", call()[:1], truth, plain)

@@ -11,7 +11,7 @@ from farspan.finetune.losses import linear_distillation
 from farspan.models import FarspanConfig, FarspanForCausalLM
 from farspan.models.frame import Frame, View
 from farspan.models.modeling import FarspanBlock
-from farspan.ops.rotary import product_dtype
+from farspan.ops.launch import product_dtype
 from farspan.training.loss import linear_cross_entropy
 
 NEXT_TOKEN, ATTENTION_OUTPUT, LOGIT_KL = OBJECTIVES = ("next-token", "attention-output", "logit-kl")

@@ -17,8 +17,9 @@ from farspan.errors import require
 from farspan.layers.attention import Attention
 from farspan.ops.coca.decoding import Slots, Steps, wants_gradient
 from farspan.ops.coca.waves import Waves
+from farspan.ops.launch import product_dtype
 from farspan.ops.positions import PositionsArgument, resolve
-from farspan.ops.rotary import Plan, Rotary, product_dtype
+from farspan.ops.rotary import Plan, Rotary
 
 
 @dataclass(frozen=True)

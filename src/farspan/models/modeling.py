@@ -45,6 +45,11 @@ def farspan_attention(
 ) -> tuple[Tensor, None]:
     """The attention implementation "farspan": this library's ops, with no N×N mask anywhere."""
     if view.slots is not None:
+        require(
+            query.dtype == key.dtype == value.dtype,
+            f"past_key_values must hold what attention works in, {query.dtype}, got {key.dtype} and {value.dtype}; "
+            "read and continue a text under the same autocast",
+        )
         return module.decode(query, key, value, slots=view.slots, steps=view.steps).transpose(1, 2), None
     out = module.attend(
         query,

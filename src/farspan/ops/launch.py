@@ -1,4 +1,4 @@
-"""Whether Triton kernels can run at all, and whether what is made for them may be kept."""
+"""Whether Triton kernels can run at all, on which dtype, and whether what is made for them may be kept."""
 
 from collections.abc import Callable
 from functools import cache
@@ -72,8 +72,21 @@ def assembler() -> tuple[int, int]:
     return int(major), int(minor)
 
 
+def product_dtype(x: Tensor) -> torch.dtype:
+    """What matrix products with x come in: autocast's dtype where that is on, but of float64, which it leaves alone.
+
+    >>> with torch.autocast("cpu", torch.bfloat16):
+    ...     product_dtype(torch.zeros(2)), product_dtype(torch.zeros(2, dtype=torch.float64))
+    (torch.bfloat16, torch.float64)
+    """
+    kind = x.device.type
+    if x.dtype == torch.float64 or not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return x.dtype
+    return torch.get_autocast_dtype(kind)
+
+
 def cdiv(x: int, y: int) -> int:
-    """x / y, rounded up. Triton's own takes five microseconds, a tenth of them all at a launch.
+    """x / y, rounded up. Triton's own takes microseconds, and a launch has a dozen of them.
 
     >>> cdiv(9, 4), cdiv(8, 4)
     (3, 2)

@@ -189,17 +189,6 @@ def working_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def product_dtype(x: Tensor) -> torch.dtype:
-    """What matrix products with x come in: autocast's dtype where that is on, else x's own.
-
-    >>> with torch.autocast("cpu", torch.bfloat16):
-    ...     product_dtype(torch.zeros(2))
-    torch.bfloat16
-    """
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-
-
 def rotate(x: Tensor, angles: Angles) -> Tensor:
     """f(x, n) of Eq. 1 on pairs (j, j + d/2): (b, h, n, d) → (b, h, n, d), in x's dtype.
 

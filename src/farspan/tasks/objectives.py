@@ -4,7 +4,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from farspan.models import FarspanForCausalLM, FarspanForMaskedLM, FarspanForSequenceClassification
-from farspan.ops.rotary import product_dtype
+from farspan.ops.launch import product_dtype
 from farspan.training.loss import linear_cross_entropy
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from farspan.data import Batches, Shards, TextTokenizer, load_tokenizer
 from farspan.evaluation.passkey import training_row
 from farspan.models import FarspanConfig, FarspanForCausalLM
-from farspan.ops.rotary import product_dtype
+from farspan.ops.launch import product_dtype
 from farspan.training.config import DataSection, TrainConfig
 from farspan.training.job import Job
 from farspan.training.loop import Progress, run

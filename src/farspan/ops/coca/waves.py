@@ -133,7 +133,7 @@ def _room(like: Tensor, size: int) -> Tensor:
         return like.new_empty(size)
     if like.dtype not in _KEPT.rooms or _KEPT.rooms[like.dtype].numel() < size:
         with torch.inference_mode(False):  # the next call may be outside it
-            _KEPT.rooms[like.dtype] = torch.empty(size, dtype=like.dtype)
+            _KEPT.rooms[like.dtype] = torch.empty(size, dtype=like.dtype, device=like.device)
     return _KEPT.rooms[like.dtype]
 
 

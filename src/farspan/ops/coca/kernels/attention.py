@@ -39,8 +39,9 @@ FEW = {16: Cut(8, 32, 2, 3), 32: Cut(8, 64, 2, 2), 64: Cut(8, 32, 2, 3), 128: Cu
 """For few queries, by d/2 rounded up to a power of two. With fewer than four warps Triton keeps to mma.sync."""
 FEW_BY_WGMMA = {32: Cut(8, 64, 4, 3), 64: Cut(8, 64, 4, 3, waves=2)}
 """The same for up to eight queries, where ptxas is no older than 12.9: 12.8 makes the descriptors of this kernel's
-wgmma from registers that hold something else. At the splits chosen below the fastest of a sweep on an H200, where they
-are nearly twice as fast as the others; those of other widths and more queries have not been checked on a GPU."""
+wgmma from registers that hold something else. The fastest of a sweep on an H200 at four waves, where they are nearly
+twice as fast as the others; with two, 64 is faster still in groups of four (others were not tried). Those of other
+widths and more queries have not been checked on a GPU."""
 ALONE = {16: Cut(1, 64, 1, 2), 32: Cut(1, 16, 1, 4), 64: Cut(1, 16, 1, 3), 128: Cut(1, 16, 2, 2)}
 """For one query a key head; 32 and 64 are the fastest of a sweep on an H200."""
 PREFILL = {16: Cut(128, 64, 8, 3), 32: Cut(128, 64, 8, 3), 64: Cut(128, 64, 8, 3), 128: Cut(64, 32, 8, 2)}

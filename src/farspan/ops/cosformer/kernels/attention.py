@@ -148,7 +148,7 @@ def chosen(q: Tensor, v: Tensor, causal: bool) -> int:
 
 def count_segments(k: Tensor, segment: int) -> int:
     """How many segments of so many tokens the keys (b, g, m, d) have."""
-    return -(-k.shape[2] // segment)
+    return cdiv(k.shape[2], segment)
 
 
 def products(dtype: torch.dtype) -> dict[str, Any]:
