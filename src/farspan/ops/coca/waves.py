@@ -129,7 +129,8 @@ def _scores(amplitudes: Tensor, t: Tensor, wave: Tensor | None) -> Tensor:
 
 def _room(like: Tensor, size: int) -> Tensor:
     """At least `size` numbers, the same ones from call to call: the pages of new ones take as long as filling them."""
-    if type(like) is not Tensor:  # of a trace without numbers; what is kept must be real
+    fake = type(like) is not Tensor  # of a trace without numbers; what is kept must be real
+    if fake or size > BLOCK_ELEMENTS * torch.get_num_threads():  # many texts: too much to hold on to
         return like.new_empty(size)
     if like.dtype not in _KEPT.rooms or _KEPT.rooms[like.dtype].numel() < size:
         with torch.inference_mode(False):  # the next call may be outside it
