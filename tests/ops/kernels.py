@@ -1,4 +1,4 @@
-"""What the tests of CoCA's kernels share."""
+"""What the tests of the kernels share."""
 
 from collections.abc import Iterator
 

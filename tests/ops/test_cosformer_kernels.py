@@ -3,7 +3,6 @@
 import doctest
 import math
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,16 +19,7 @@ from farspan.ops.cosformer.kernels import attention, op
 from farspan.ops.cosformer.triton_backend import _cached
 from farspan.ops.positions import resolve
 from tests.helpers import softmax_inputs
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-@pytest.fixture(autouse=True)
-def _poison() -> Iterator[None]:
-    """torch.empty is full of NaN: what a kernel forgets to write shows."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
+from tests.ops.kernels import DEVICE, poison  # noqa: F401 (a fixture for every test here)
 
 
 @pytest.fixture
