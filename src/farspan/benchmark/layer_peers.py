@@ -105,11 +105,8 @@ def through_sdpa(backend: SDPBackend) -> Callable[[Attention, Tensor, Tensor, Te
     """SDPA's kernel of that name and no other, on rotated queries and keys."""
 
     def core(layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k = turned(layer, q, k)
         with sdpa_kernel(backend):
-            return F.scaled_dot_product_attention(
-                q, k, v, is_causal=True, scale=layer.scaling, enable_gqa=layer.num_heads != layer.num_key_heads
-            )
+            return sdpa(layer, *turned(layer, q, k), v)
 
     return core
 
@@ -121,9 +118,7 @@ def through_preparation(layer: Attention, q: Tensor, t: Tensor, v: Tensor) -> Te
     assert layer.rotary is not None
     step = rotary_steps(layer.rotary, None, q.device)
     q, k = prepare_op(q, t, step, None, None, 0, 0, layer.form, rotary_factor(layer.rotary))
-    return F.scaled_dot_product_attention(
-        q, k, v, is_causal=True, scale=layer.scaling, enable_gqa=layer.num_heads != layer.num_key_heads
-    )
+    return sdpa(layer, q, k, v)
 
 
 def through_flex(shape: Shape, device: str, *, alibi: bool) -> Callable[[Attention, Tensor, Tensor, Tensor], Tensor]:
@@ -160,6 +155,13 @@ def published(layer: Attention, q: Tensor, t: Tensor, v: Tensor) -> Tensor:
     """Slack CoCA with all N×N scores, as its authors run it."""
     assert layer.rotary is not None
     return published_coca(q, repeat_heads(t, q.shape[1]), repeat_heads(v, q.shape[1]), layer.rotary)
+
+
+def sdpa(layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention to ready keys, on the kernel that is allowed or chosen."""
+    return F.scaled_dot_product_attention(
+        q, k, v, is_causal=True, scale=layer.scaling, enable_gqa=layer.num_heads != layer.num_key_heads
+    )
 
 
 def turned(layer: Attention, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
