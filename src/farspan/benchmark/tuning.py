@@ -23,7 +23,7 @@ ALONE = [(1, *rest) for rest in product((16, 32, 64), (1, 2, 4), (2, 3, 4))]
 TOGETHER = [(8, *cut, stages) for cut in ((64, 4), (128, 4), (128, 8)) for stages in (2, 3, 4)]
 BY_WARPS = [*((8, *rest) for rest in product((16, 32), (1, 2), (2, 3, 4))), (8, 64, 2, 2), (8, 64, 2, 3)]
 """Instead of them, where ptxas cannot be trusted with wgmma."""
-SHAPES = [NOTED[0], NOTED[3], NOTED[4], NOTED[5]]
+SHAPES = [NOTED[0], NOTED[1], NOTED[3], NOTED[4], NOTED[5]]
 
 Numbers = tuple[int, int, int, int]
 """Those of a Cut, which this module cannot name before triton is there."""
@@ -85,12 +85,8 @@ def _sweep(shape: Shape, cuts: list[Numbers], device: str, repeats: int) -> Iter
     truth = coca_attention_reference(*(x.double() for x in one), rotary=Rotary(shape.d))
     plain = coca_attention(*one, rotary=Rotary(shape.d), backend="sdpa")
     taken = choose_cut(shape.n * shape.h // shape.g, shape.d // 2, shape.d, q.dtype)
-    tried = {
-        cut: taken if cut == taken[: len(cut)] else Cut(*cut) for cut in cuts
-    }  # the library's has waves of its own
-    usual = {
-        cut: choose_splits(shape.b * shape.g, shape.m, whole, processors(q.device)) for cut, whole in tried.items()
-    }
+    whole = {cut: taken if cut == taken[: len(cut)] else Cut(*cut) for cut in cuts}  # the library's may have own waves
+    usual = {cut: choose_splits(shape.b * shape.g, shape.m, whole[cut], processors(q.device)) for cut in cuts}
     for cut, splits in dict.fromkeys((cut, max(1, int(n * part))) for cut, n in usual.items() for part in SPLITS):
         call = partial(launch, cut, splits)
         check = error_row("tuning", call()[:1], truth, plain)
