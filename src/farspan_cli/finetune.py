@@ -23,7 +23,9 @@ def finetune(
     out: Annotated[Path, typer.Option(help="Folder of the run; the same command continues there.", show_default=False)],
     recipe: Annotated[
         str,
-        typer.Option(help="paper, distill, distill-long, distill-local, long-ntk, long-pi, long-yarn, or a TOML file."),
+        typer.Option(
+            help="paper, distill, distill-long, distill-local-long, long-ntk, long-pi, long-yarn, or a TOML file."
+        ),
     ] = "distill",
     teacher: Annotated[
         str | None,

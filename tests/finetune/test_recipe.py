@@ -34,12 +34,12 @@ def test_the_published_schedule_is_the_papers() -> None:
 
 
 def test_our_recipes_keep_to_the_budget() -> None:
-    assert all(Recipe.load(name).tokens <= 100_000_000 for name in ("distill", "distill-long", "distill-local"))
+    assert all(Recipe.load(name).tokens <= 100_000_000 for name in ("distill", "distill-long", "distill-local-long"))
 
 
 def test_distillations_share_their_stages_and_the_control_has_the_last() -> None:
     distill, long, control = (Recipe.load(name).stages for name in ("distill", "distill-long", "long-ntk"))
-    local = Recipe.load("distill-local").stages
+    local = Recipe.load("distill-local-long").stages
     assert long[:3] == local[:3] == distill
     assert [len(long), len(local)] == [4, 4]
     assert (local[3].rope_parameters, local[3].train_length) == ({}, 8192)

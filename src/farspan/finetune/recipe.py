@@ -12,7 +12,7 @@ from farspan.errors import require, require_choice, unknown
 from farspan.finetune.objectives import NEXT_TOKEN, OBJECTIVES
 from farspan.training.config import OptimizerSection, parse_section, read_toml
 
-NAMES = ("paper", "distill", "distill-long", "distill-local", "long-ntk", "long-pi", "long-yarn")
+NAMES = ("paper", "distill", "distill-long", "distill-local-long", "long-ntk", "long-pi", "long-yarn")
 """The recipes that come with the package."""
 FEWEST_STEPS = 500
 """A budget below a recipe's own first takes rows from a step, and steps only when no more than these are left."""
