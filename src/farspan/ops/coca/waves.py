@@ -128,7 +128,7 @@ def _scores(amplitudes: Tensor, t: Tensor, wave: Tensor | None) -> Tensor:
 
 
 def _room(like: Tensor, size: int) -> Tensor:
-    """At least `size` numbers, the same ones from call to call: the pages of new ones take as long as filling them."""
+    """At least `size` numbers, the same ones from call to call: new ones would have to be paged in at every layer."""
     fake = type(like) is not Tensor  # of a trace without numbers; what is kept must be real
     if fake or size > BLOCK_ELEMENTS * torch.get_num_threads():  # many texts: too much to hold on to
         return like.new_empty(size)
