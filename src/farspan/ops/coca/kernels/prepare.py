@@ -1,42 +1,49 @@
 """(q, t) → (q̃, k̃) in one pass, forward and backward: squares and angles in float32, no table of angles in memory."""
 
-from typing import Any
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.library import custom_op, triton_op, wrap_triton
 
 from farspan.ops.coca.kernels.angles import cos_sin, places
 from farspan.ops.coca.kernels.attention import padded, row_major
-from farspan.ops.coca.kernels.narrow import narrow
-from farspan.ops.launch import cdiv
+from farspan.ops.coca.kernels.narrow import INTERPRETED, narrow
+from farspan.ops.launch import cdiv, is_traced
 
 HEADS = 4
 """Heads that share the angles of one program."""
 TILE = 2048
 """Pairs of one head that a program holds at a time."""
 
+register = custom_op if INTERPRETED else triton_op
+"""torch.compile looks into a `triton_op` and launches its kernel itself, which spares the processor most of a launch;
+there is nothing to look into where the interpreter runs."""
+
 
 @triton.jit
-def _tile(
-    block, count, step, positions, step_b, positions_b, row, first, factor,
-    HALF: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """Indices, mask and factor·(cos, sin) of one block of positions."""
-    index = block * BLOCK_N + tl.arange(0, BLOCK_N)
+def _cos_sin(
+    index, count, step, positions, step_b, positions_b, row, first, factor, HALF: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    """factor·(cos, sin) of a block of positions, (BLOCK_N, BLOCK_D).
+
+    Nothing that becomes an address may come from here: torch.compile would take `step` for a place that is written to.
+    """
     pair = tl.arange(0, BLOCK_D)
-    inside = (index < count)[:, None] & (pair < HALF)[None, :]
     turn = tl.load(step + row * step_b + pair, mask=pair < HALF, other=0)
     at = places(positions, positions_b, row, index, index < count, first)
     cos, sin = cos_sin(at[:, None] * turn[None, :])
-    return index.to(tl.int64)[:, None], pair[None, :], inside, cos * factor, sin * factor
+    return cos * factor, sin * factor
 
 
 @triton.jit
 def prepare_kernel(
     q, t, q_out, k_out, q_gradient, k_gradient, step, query_positions, key_positions,
-    factor, h, g, n, m, query_first, key_first, q_programs, q_blocks, k_blocks,
+    factor, h, g, n, m, query_first, key_first,
     q_b, q_h, q_n, t_b, t_g, t_m, q_out_b, q_out_h, q_out_n, k_out_b, k_out_g, k_out_m,
     q_gradient_b, q_gradient_h, q_gradient_n, k_gradient_b, k_gradient_g, k_gradient_m,
     step_b, query_positions_b, key_positions_b,
@@ -44,55 +51,90 @@ def prepare_kernel(
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """One program: a block of positions of a few heads of q, or of t. Backward, the gradients of q̃ and k̃ come in and
-    those of q and t go out, by `q_out` and `k_out`."""
+    those of q and t go out, by `q_out` and `k_out`.
+
+    The two have functions of their own: in branches of one, sizes of different widths would be one variable.
+    """
     program = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
+    q_programs = tl.cdiv(n, BLOCK_N) * tl.cdiv(h, HEADS)
     if program < q_programs:
-        index, pair, inside, cos, sin = _tile(
-            program % q_blocks, n, step, query_positions, step_b, query_positions_b, row, query_first, factor,
-            HALF, BLOCK_N, BLOCK_D,
+        _prepare_queries(
+            program, row, q, q_out, q_gradient, step, query_positions, factor, h, n, query_first,
+            q_b, q_h, q_n, q_out_b, q_out_h, q_out_n, q_gradient_b, q_gradient_h, q_gradient_n,
+            step_b, query_positions_b, EXACT, BACKWARD, HALF, HEADS, BLOCK_N, BLOCK_D,
         )  # fmt: skip
-        start = (program // q_blocks) * HEADS
-        for head in range(start, tl.minimum(start + HEADS, h)):
-            which = tl.zeros([1, 1], tl.int64) + head  # offsets may pass 2³¹
-            at = row * q_b + which * q_h + index * q_n + pair
-            a = tl.load(q + at, mask=inside, other=0.0).to(tl.float32)
-            b = tl.load(q + at + HALF, mask=inside, other=0.0).to(tl.float32)
-            if BACKWARD:
-                of = row * q_gradient_b + which * q_gradient_h + index * q_gradient_n + pair
-                up = tl.load(q_gradient + of, mask=inside, other=0.0).to(tl.float32)
-                down = tl.load(q_gradient + of + HALF, mask=inside, other=0.0).to(tl.float32)
-                x, y = _query_gradient(a, b, up, down, cos, sin, EXACT)
-            else:
-                x, y = _query(a, b, cos, sin, EXACT)
-            to = q_out + row * q_out_b + which * q_out_h + index * q_out_n + pair
-            tl.store(to, narrow(x, q_out.dtype.element_ty), mask=inside)
-            tl.store(to + HALF, narrow(y, q_out.dtype.element_ty), mask=inside)
     else:
-        program -= q_programs
-        index, pair, inside, cos, sin = _tile(
-            program % k_blocks, m, step, key_positions, step_b, key_positions_b, row, key_first, factor,
-            HALF, BLOCK_N, BLOCK_D,
+        _prepare_keys(
+            program - q_programs, row, t, k_out, k_gradient, step, key_positions, factor, g, m, key_first,
+            t_b, t_g, t_m, k_out_b, k_out_g, k_out_m, k_gradient_b, k_gradient_g, k_gradient_m,
+            step_b, key_positions_b, EXACT, BACKWARD, HALF, HEADS, BLOCK_N, BLOCK_D,
         )  # fmt: skip
-        left = cos
-        right = sin
-        if not EXACT:
-            left = cos - sin
-            right = cos + sin
-        start = (program // k_blocks) * HEADS
-        for head in range(start, tl.minimum(start + HEADS, g)):
-            which = tl.zeros([1, 1], tl.int64) + head
-            to = k_out + row * k_out_b + which * k_out_g + index * k_out_m + pair
-            if BACKWARD:
-                of = row * k_gradient_b + which * k_gradient_g + index * k_gradient_m + pair
-                up = tl.load(k_gradient + of, mask=inside, other=0.0).to(tl.float32)
-                down = tl.load(k_gradient + of + HALF, mask=inside, other=0.0).to(tl.float32)
-                tl.store(to, narrow(up * left + down * right, k_out.dtype.element_ty), mask=inside)
-            else:
-                at = row * t_b + which * t_g + index * t_m + pair
-                size = tl.load(t + at, mask=inside, other=0.0).to(tl.float32)
-                tl.store(to, narrow(size * left, k_out.dtype.element_ty), mask=inside)
-                tl.store(to + HALF, narrow(size * right, k_out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _prepare_queries(
+    program, row, q, q_out, q_gradient, step, positions, factor, h, n, first,
+    q_b, q_h, q_n, q_out_b, q_out_h, q_out_n, q_gradient_b, q_gradient_h, q_gradient_n, step_b, positions_b,
+    EXACT: tl.constexpr, BACKWARD: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    blocks = tl.cdiv(n, BLOCK_N)
+    index = (program % blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
+    cos, sin = _cos_sin(index, n, step, positions, step_b, positions_b, row, first, factor, HALF, BLOCK_D)
+    pair = tl.arange(0, BLOCK_D)[None, :]
+    inside = (index < n)[:, None] & (pair < HALF)
+    index = index.to(tl.int64)[:, None]
+    start = (program // blocks) * HEADS
+    for head in range(start, tl.minimum(start + HEADS, h)):
+        which = tl.zeros([1, 1], tl.int64) + head  # offsets may pass 2³¹
+        at = row * q_b + which * q_h + index * q_n + pair
+        a = tl.load(q + at, mask=inside, other=0.0).to(tl.float32)
+        b = tl.load(q + at + HALF, mask=inside, other=0.0).to(tl.float32)
+        if BACKWARD:
+            of = row * q_gradient_b + which * q_gradient_h + index * q_gradient_n + pair
+            up = tl.load(q_gradient + of, mask=inside, other=0.0).to(tl.float32)
+            down = tl.load(q_gradient + of + HALF, mask=inside, other=0.0).to(tl.float32)
+            x, y = _query_gradient(a, b, up, down, cos, sin, EXACT)
+        else:
+            x, y = _query(a, b, cos, sin, EXACT)
+        to = q_out + row * q_out_b + which * q_out_h + index * q_out_n + pair
+        tl.store(to, narrow(x, q_out.dtype.element_ty), mask=inside)
+        tl.store(to + HALF, narrow(y, q_out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _prepare_keys(
+    program, row, t, k_out, k_gradient, step, positions, factor, g, m, first,
+    t_b, t_g, t_m, k_out_b, k_out_g, k_out_m, k_gradient_b, k_gradient_g, k_gradient_m, step_b, positions_b,
+    EXACT: tl.constexpr, BACKWARD: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    blocks = tl.cdiv(m, BLOCK_N)
+    index = (program % blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
+    cos, sin = _cos_sin(index, m, step, positions, step_b, positions_b, row, first, factor, HALF, BLOCK_D)
+    pair = tl.arange(0, BLOCK_D)[None, :]
+    inside = (index < m)[:, None] & (pair < HALF)
+    index = index.to(tl.int64)[:, None]
+    left = cos
+    right = sin
+    if not EXACT:
+        left = cos - sin
+        right = cos + sin
+    start = (program // blocks) * HEADS
+    for head in range(start, tl.minimum(start + HEADS, g)):
+        which = tl.zeros([1, 1], tl.int64) + head
+        to = k_out + row * k_out_b + which * k_out_g + index * k_out_m + pair
+        if BACKWARD:
+            of = row * k_gradient_b + which * k_gradient_g + index * k_gradient_m + pair
+            up = tl.load(k_gradient + of, mask=inside, other=0.0).to(tl.float32)
+            down = tl.load(k_gradient + of + HALF, mask=inside, other=0.0).to(tl.float32)
+            tl.store(to, narrow(up * left + down * right, k_out.dtype.element_ty), mask=inside)
+        else:
+            at = row * t_b + which * t_g + index * t_m + pair
+            size = tl.load(t + at, mask=inside, other=0.0).to(tl.float32)
+            tl.store(to, narrow(size * left, k_out.dtype.element_ty), mask=inside)
+            tl.store(to + HALF, narrow(size * right, k_out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -121,7 +163,28 @@ def _query_gradient(a, b, up, down, cos, sin, EXACT: tl.constexpr):
     return x, y
 
 
-@torch.library.custom_op("farspan::coca_prepare", mutates_args=())
+
+
+class Room(NamedTuple):
+    """Where a result goes: memory of its own, and whether the heads lie inside the positions there."""
+
+    memory: Tensor
+    folded: bool
+
+    @classmethod
+    def like(cls, x: Tensor, shape: Sequence[int]) -> "Room":
+        """Room for (b, h, n, d), laid out as x is: the output of a projection, transposed, is folded."""
+        b, h, n, d = shape
+        folded = x.stride(1) < x.stride(2)
+        return cls(x.new_empty((b, n, h, d) if folded else (b, h, n, d)), folded)
+
+    @property
+    def view(self) -> Tensor:
+        """(b, h, n, d)"""
+        return self.memory.transpose(1, 2) if self.folded else self.memory
+
+
+@register("farspan::coca_prepare", mutates_args=())
 def prepare_op(
     q: Tensor,
     t: Tensor,
@@ -137,13 +200,13 @@ def prepare_op(
 
     Query i stands at query_first + i, or where query_positions (b|1, n) says; keys likewise.
     """
-    (b, h, n, d), (g, m) = q.shape, t.shape[1:3]
-    q_, k_ = _like(q, (b, h, n, d)), _like(t, (b, g, m, d))
-    _launch(q, t, q_, k_, None, None, step, query_positions, key_positions, query_first, key_first, form, factor)
-    return q_, k_
+    q_, k_ = Room.like(q, q.shape), Room.like(t, (*t.shape[:3], q.shape[-1]))
+    where = (query_positions, key_positions, query_first, key_first)
+    _launch(q, t, q_, k_, None, None, step, *where, form, factor)
+    return q_.view, k_.view
 
 
-@torch.library.custom_op("farspan::coca_prepare_backward", mutates_args=())
+@register("farspan::coca_prepare_backward", mutates_args=())
 def prepare_backward_op(
     q: Tensor,
     q_gradient: Tensor,
@@ -157,18 +220,17 @@ def prepare_backward_op(
     factor: float,
 ) -> tuple[Tensor, Tensor]:
     """The gradients of q and t, given those of q̃ and k̃."""
-    b, g, m, d = k_gradient.shape
-    dq, dt = _like(q, q.shape), _like(k_gradient, (b, g, m, d // 2))
-    places = (query_positions, key_positions, query_first, key_first)
-    _launch(q, None, dq, dt, q_gradient, k_gradient, step, *places, form, factor)
-    return dq, dt
+    dq, dt = Room.like(q, q.shape), Room.like(k_gradient, (*k_gradient.shape[:3], q.shape[-1] // 2))
+    where = (query_positions, key_positions, query_first, key_first)
+    _launch(q, None, dq, dt, q_gradient, k_gradient, step, *where, form, factor)
+    return dq.view, dt.view
 
 
 def _launch(
     q: Tensor,
     t: Tensor | None,
-    q_out: Tensor,
-    k_out: Tensor,
+    q_out: Room,
+    k_out: Room,
     q_gradient: Tensor | None,
     k_gradient: Tensor | None,
     step: Tensor,
@@ -179,46 +241,29 @@ def _launch(
     form: str,
     factor: float,
 ) -> None:
-    (b, h, n, d), (g, m) = q.shape, k_out.shape[1:3]
+    (b, h, n, _), (g, m) = q.shape, k_out.view.shape[1:3]
+    half = int(q.shape[-1]) // 2  # a constant of the kernel, also where torch.compile would let it vary
     q, t, q_gradient, k_gradient = (  # type: ignore[assignment]
         x if x is None else row_major(x) for x in (q, t, q_gradient, k_gradient)
     )
     query_positions, key_positions = (x if x is None else row_major(x) for x in (query_positions, key_positions))
-    width = padded(d // 2)
+    width = padded(half)
     block = max(1, TILE // width)
-    q_blocks, k_blocks = cdiv(n, block), cdiv(m, block)
-    q_programs, k_programs = q_blocks * cdiv(h, HEADS), k_blocks * cdiv(g, HEADS)
-    strides = [s for x in (q, t, q_out, k_out, q_gradient, k_gradient) for s in _strides(x)]
+    programs = cdiv(n, block) * cdiv(h, HEADS) + cdiv(m, block) * cdiv(g, HEADS)
+    strides = [s for x in (q, t, q_out.view, k_out.view, q_gradient, k_gradient) for s in _strides(x)]
     rows = [0 if x is None or x.shape[0] == 1 else x.stride(0) for x in (step, query_positions, key_positions)]
-    with torch.cuda.device_of(q):
-        prepare_kernel[(q_programs + k_programs, b)](
-            q, t, q_out, k_out, q_gradient, k_gradient, step, query_positions, key_positions,
-            factor, h, g, n, m, query_first, key_first, q_programs, q_blocks, k_blocks, *strides, *rows,
-            EXACT=form == "exact", BACKWARD=q_gradient is not None, HALF=d // 2, HEADS=HEADS,
-            BLOCK_N=block, BLOCK_D=width, num_warps=4,
+    kernel = prepare_kernel if INTERPRETED else wrap_triton(prepare_kernel)
+    with nullcontext() if is_traced() else torch.cuda.device_of(q):  # compiled code sets the device itself
+        kernel[(programs, b)](
+            q, t, q_out.memory, k_out.memory, q_gradient, k_gradient, step, query_positions, key_positions,
+            factor, h, g, n, m, query_first, key_first, *strides, *rows,
+            EXACT=form == "exact", BACKWARD=q_gradient is not None, HALF=half, HEADS=HEADS,
+            BLOCK_N=block, BLOCK_D=width,
         )  # fmt: skip
 
 
 def _strides(x: Tensor | None) -> tuple[int, ...]:
     return (0, 0, 0) if x is None else x.stride()[:3]
-
-
-def _like(x: Tensor, shape: tuple[int, ...] | torch.Size) -> Tensor:
-    """Empty, of the given shape; heads inside positions where x has them so (a projection's output, transposed)."""
-    b, h, n, d = shape
-    if x.stride(1) < x.stride(2):
-        return x.new_empty((b, n, h, d)).transpose(1, 2)
-    return x.new_empty((b, h, n, d))
-
-
-@prepare_op.register_fake
-def _(q: Tensor, t: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
-    return _like(q, q.shape), _like(t, (*t.shape[:3], q.shape[-1]))
-
-
-@prepare_backward_op.register_fake
-def _(q: Tensor, q_gradient: Tensor, k_gradient: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
-    return _like(q, q.shape), _like(k_gradient, (*k_gradient.shape[:3], q.shape[-1] // 2))
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -233,3 +278,13 @@ def _backward(ctx: Any, q_gradient: Tensor, k_gradient: Tensor) -> tuple[Any, ..
 
 
 prepare_op.register_autograd(_backward, setup_context=_remember)
+
+if INTERPRETED:  # a `triton_op` is its own description
+
+    @prepare_op.register_fake
+    def _(q: Tensor, t: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
+        return Room.like(q, q.shape).view, Room.like(t, (*t.shape[:3], q.shape[-1])).view
+
+    @prepare_backward_op.register_fake
+    def _(q: Tensor, q_gradient: Tensor, k_gradient: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
+        return Room.like(q, q.shape).view, Room.like(k_gradient, (*k_gradient.shape[:3], q.shape[-1] // 2)).view
