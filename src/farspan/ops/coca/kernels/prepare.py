@@ -27,9 +27,10 @@ there is nothing to look into where the interpreter runs."""
 
 @triton.jit
 def _cos_sin(
-    index, count, step, positions, step_b, positions_b, row, first, factor, HALF: tl.constexpr, BLOCK_D: tl.constexpr
-):
-    """factor·(cos, sin) of a block of positions, (BLOCK_N, BLOCK_D).
+    index, count, step, positions, step_b, positions_b, row, first,
+    FACTOR: tl.constexpr, HALF: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """FACTOR·(cos, sin) of a block of positions, (BLOCK_N, BLOCK_D).
 
     Nothing that becomes an address may come from here: torch.compile would take `step` for a place that is written to.
     """
@@ -37,22 +38,23 @@ def _cos_sin(
     turn = tl.load(step + row * step_b + pair, mask=pair < HALF, other=0)
     at = places(positions, positions_b, row, index, index < count, first)
     cos, sin = cos_sin(at[:, None] * turn[None, :])
-    return cos * factor, sin * factor
+    return cos * FACTOR, sin * FACTOR
 
 
 @triton.jit
 def prepare_kernel(
     q, t, q_out, k_out, q_gradient, k_gradient, step, query_positions, key_positions,
-    factor, h, g, n, m, query_first, key_first,
+    h, g, n, m, query_first, key_first,
     q_b, q_h, q_n, t_b, t_g, t_m, q_out_b, q_out_h, q_out_n, k_out_b, k_out_g, k_out_m,
     q_gradient_b, q_gradient_h, q_gradient_n, k_gradient_b, k_gradient_g, k_gradient_m,
     step_b, query_positions_b, key_positions_b,
-    EXACT: tl.constexpr, BACKWARD: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    EXACT: tl.constexpr, BACKWARD: tl.constexpr, FACTOR: tl.constexpr, HALF: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """One program: a block of positions of a few heads of q, or of t. Backward, the gradients of q̃ and k̃ come in and
     those of q and t go out, by `q_out` and `k_out`.
 
+    FACTOR is no argument: torch.compile hands on a float in float64, and all that it meets would be float64 too.
     The two have functions of their own: in branches of one, sizes of different widths would be one variable.
     """
     program = tl.program_id(0)
@@ -60,28 +62,28 @@ def prepare_kernel(
     q_programs = tl.cdiv(n, BLOCK_N) * tl.cdiv(h, HEADS)
     if program < q_programs:
         _prepare_queries(
-            program, row, q, q_out, q_gradient, step, query_positions, factor, h, n, query_first,
+            program, row, q, q_out, q_gradient, step, query_positions, h, n, query_first,
             q_b, q_h, q_n, q_out_b, q_out_h, q_out_n, q_gradient_b, q_gradient_h, q_gradient_n,
-            step_b, query_positions_b, EXACT, BACKWARD, HALF, HEADS, BLOCK_N, BLOCK_D,
+            step_b, query_positions_b, EXACT, BACKWARD, FACTOR, HALF, HEADS, BLOCK_N, BLOCK_D,
         )  # fmt: skip
     else:
         _prepare_keys(
-            program - q_programs, row, t, k_out, k_gradient, step, key_positions, factor, g, m, key_first,
+            program - q_programs, row, t, k_out, k_gradient, step, key_positions, g, m, key_first,
             t_b, t_g, t_m, k_out_b, k_out_g, k_out_m, k_gradient_b, k_gradient_g, k_gradient_m,
-            step_b, key_positions_b, EXACT, BACKWARD, HALF, HEADS, BLOCK_N, BLOCK_D,
+            step_b, key_positions_b, EXACT, BACKWARD, FACTOR, HALF, HEADS, BLOCK_N, BLOCK_D,
         )  # fmt: skip
 
 
 @triton.jit
 def _prepare_queries(
-    program, row, q, q_out, q_gradient, step, positions, factor, h, n, first,
+    program, row, q, q_out, q_gradient, step, positions, h, n, first,
     q_b, q_h, q_n, q_out_b, q_out_h, q_out_n, q_gradient_b, q_gradient_h, q_gradient_n, step_b, positions_b,
-    EXACT: tl.constexpr, BACKWARD: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    EXACT: tl.constexpr, BACKWARD: tl.constexpr, FACTOR: tl.constexpr, HALF: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(n, BLOCK_N)
     index = (program % blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
-    cos, sin = _cos_sin(index, n, step, positions, step_b, positions_b, row, first, factor, HALF, BLOCK_D)
+    cos, sin = _cos_sin(index, n, step, positions, step_b, positions_b, row, first, FACTOR, HALF, BLOCK_D)
     pair = tl.arange(0, BLOCK_D)[None, :]
     inside = (index < n)[:, None] & (pair < HALF)
     index = index.to(tl.int64)[:, None]
@@ -105,14 +107,14 @@ def _prepare_queries(
 
 @triton.jit
 def _prepare_keys(
-    program, row, t, k_out, k_gradient, step, positions, factor, g, m, first,
+    program, row, t, k_out, k_gradient, step, positions, g, m, first,
     t_b, t_g, t_m, k_out_b, k_out_g, k_out_m, k_gradient_b, k_gradient_g, k_gradient_m, step_b, positions_b,
-    EXACT: tl.constexpr, BACKWARD: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    EXACT: tl.constexpr, BACKWARD: tl.constexpr, FACTOR: tl.constexpr, HALF: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(m, BLOCK_N)
     index = (program % blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
-    cos, sin = _cos_sin(index, m, step, positions, step_b, positions_b, row, first, factor, HALF, BLOCK_D)
+    cos, sin = _cos_sin(index, m, step, positions, step_b, positions_b, row, first, FACTOR, HALF, BLOCK_D)
     pair = tl.arange(0, BLOCK_D)[None, :]
     inside = (index < m)[:, None] & (pair < HALF)
     index = index.to(tl.int64)[:, None]
@@ -256,9 +258,9 @@ def _launch(
     with nullcontext() if is_traced() else torch.cuda.device_of(q):  # compiled code sets the device itself
         kernel[(programs, b)](
             q, t, q_out.memory, k_out.memory, q_gradient, k_gradient, step, query_positions, key_positions,
-            factor, h, g, n, m, query_first, key_first, *strides, *rows,
-            EXACT=form == "exact", BACKWARD=q_gradient is not None, HALF=half, HEADS=HEADS,
-            BLOCK_N=block, BLOCK_D=width,
+            h, g, n, m, query_first, key_first, *strides, *rows,
+            EXACT=form == "exact", BACKWARD=q_gradient is not None, FACTOR=float(factor), HALF=half,
+            HEADS=HEADS, BLOCK_N=block, BLOCK_D=width,
         )  # fmt: skip
 
 
