@@ -44,9 +44,9 @@ def test_steps_on_the_kernel_equal_steps_without(options: dict[str, Any], monkey
     without, kernel = pair(**options)
     x = torch.randn(2, 14, 32, device=DEVICE)
     want = read(without, x, [10, 1, 3], options.get("window"))
-    made, features = [], attention.coca_features
+    made, features = [], attention.prepared
     monkeypatch.setattr(
-        attention, "coca_features", lambda q, t, *rest, **more: made.append(t) or features(q, t, *rest, **more)
+        attention, "prepared", lambda q, t, *rest, **more: made.append(t) or features(q, t, *rest, **more)
     )
     got = read(kernel, x, [10, 1, 3], options.get("window"))
     assert 0 < (got - want).abs().max() <= 1e-5

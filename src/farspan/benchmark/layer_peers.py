@@ -10,8 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from farspan.benchmark.attention import published_coca
 from farspan.layers import Attention
 from farspan.ops import alibi_attention, coca_attention, rope_attention
-from farspan.ops.coca.decoding import rotary_factor
-from farspan.ops.phases import rotary_steps
+from farspan.ops.positions import resolve
 from farspan.ops.softmax.interface import alibi_slopes
 from farspan.ops.softmax.reference import repeat_heads
 
@@ -19,8 +18,8 @@ FAMILIES = ("rope", "coca-exact", "coca-slack", "coca-strict", "alibi")
 KERNELS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 WITH_KERNEL = ("rope", "coca-exact", "coca-slack")
 """Families timed on each of SDPA's kernels by name as well, so that no ratio hangs on which one SDPA picks."""
-FUSED = ("coca-exact", "coca-slack")
-"""Families timed on the fused preparation as well, which torch.compile leaves as it is."""
+IN_TORCH = ("coca-exact", "coca-slack")
+"""Families timed with a preparation in plain torch as well, where the library by itself takes a kernel."""
 SCORES = 2**31
 """The most N×N scores for which the published formulation is run."""
 UNROLLED = 4096
@@ -69,7 +68,7 @@ def contestants(shape: Shape, device: str) -> tuple[dict[str, Attention], dict[s
     for kernel, backend in KERNELS.items():
         layers |= {f"{family}, {kernel}": Peer(shape, family, through_sdpa(backend)) for family in WITH_KERNEL}
     if device == "cuda":
-        layers |= {f"{family}, fused": Peer(shape, family, through_preparation) for family in FUSED}
+        layers |= {f"{family}, torch": Peer(shape, family, through_tables) for family in IN_TORCH}
     for family in ("rope", "alibi"):
         layers[f"{family}, flex"] = Peer(shape, family, through_flex(shape, device, alibi=family == "alibi"))
     scores = shape.b * shape.h * shape.n**2
@@ -111,14 +110,12 @@ def through_sdpa(backend: SDPBackend) -> Callable[[Attention, Tensor, Tensor, Te
     return core
 
 
-def through_preparation(layer: Attention, q: Tensor, t: Tensor, v: Tensor) -> Tensor:
-    """q̃ and k̃ by the Triton kernel, forward and backward, and SDPA's own choice for the rest."""
-    from farspan.ops.coca.kernels.prepare import prepare_op
-
+def through_tables(layer: Attention, q: Tensor, t: Tensor, v: Tensor) -> Tensor:
+    """q̃ and k̃ in plain torch from tables of angles, and SDPA's own choice for the rest."""
     assert layer.rotary is not None
-    step = rotary_steps(layer.rotary, None, q.device)
-    q, k = prepare_op(q, t, step, None, None, 0, 0, layer.form, rotary_factor(layer.rotary))
-    return sdpa(layer, q, k, v)
+    n = q.shape[2]
+    plan = layer.rotary.plan(0, n, n, dtype=q.dtype, device=q.device)
+    return sdpa(layer, *layer.features(q, t, plan), v)
 
 
 def through_flex(shape: Shape, device: str, *, alibi: bool) -> Callable[[Attention, Tensor, Tensor, Tensor], Tensor]:
@@ -166,7 +163,5 @@ def sdpa(layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def turned(layer: Attention, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     """q and k in dot-product form, by the library's own preparation."""
-    n, plan = q.shape[2], None
-    if layer.rotary is not None:
-        plan = layer.rotary.plan(0, n, n, dtype=q.dtype, device=q.device)
-    return layer.features(q, k, plan)
+    n = q.shape[2]
+    return layer.features(q, k, layer.plan(resolve(0, n, n, q.device), q.dtype))

@@ -1,7 +1,7 @@
 """Attention layers: weights, and one op call each."""
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -9,11 +9,13 @@ from torch import Tensor, nn
 
 from farspan.errors import require, require_choice
 from farspan.layers.spec import AttentionSpec
-from farspan.ops import Rotary, alibi_attention, coca_attention, coca_features, rope_attention
+from farspan.ops import Rotary, alibi_attention, coca_attention, rope_attention
 from farspan.ops.coca import decoding
+from farspan.ops.coca.preparation import coca_plan, prepared
 from farspan.ops.coca.waves import Waves, takes_waves
+from farspan.ops.phases import PhasePlan
 from farspan.ops.positions import Positions, PositionsArgument, resolve
-from farspan.ops.rotary import Plan, working_dtype
+from farspan.ops.rotary import Angles, Plan, working_dtype
 from farspan.ops.scaling import log_length
 from farspan.ops.softmax.interface import rotated
 
@@ -163,14 +165,26 @@ class Attention(nn.Module):
         gain = gain.sqrt() if self.spec.kind == "coca" else gain  # CoCA's scores are of second degree in the query
         return gain[:, None, :, None].to(working_dtype(dtype))
 
-    def features(self, q: Tensor, k: Tensor, plan: Plan | None) -> tuple[Tensor, Tensor]:
+    def plan(self, places: Positions, dtype: torch.dtype) -> Plan | PhasePlan | None:
+        """The angles of a call whose queries come in a dtype, as this layer wants them; None without rotation."""
+        if self.rotary is None:
+            return None
+        if self.spec.kind == "coca":
+            return coca_plan(self.rotary, places, causal=self.causal, dtype=dtype)
+        return self.rotary.plan(places, places.n, places.m, causal=self.causal, dtype=dtype)
+
+    def features(self, q: Tensor, k: Tensor, plan: Plan | PhasePlan | None) -> tuple[Tensor, Tensor]:
         """Queries and keys whose plain dot product is this layer's score, under a plan of one segment."""
         query, key = (None, None) if plan is None else (plan[0].query, plan[0].key)
         if self.spec.kind == "coca":
-            q, k = coca_features(q, k, query, key, form=self.form)
+            q, k = prepared(q, k, query, key, form=self.form)
             gap = self.head_dim - q.shape[-1]  # NoPE needs d/2, but other kernels want one width
             return (F.pad(q, (0, gap)), F.pad(k, (0, gap))) if gap else (q, k)
-        return (q, k) if query is None or key is None else rotated(q, k, query, key)
+        if query is None:
+            return q, k
+        assert isinstance(query, Angles)
+        assert isinstance(key, Angles)
+        return rotated(q, k, query, key)
 
     def attend(
         self,
@@ -178,7 +192,7 @@ class Attention(nn.Module):
         k: Tensor,
         v: Tensor,
         *,
-        plan: Plan | Waves | None,
+        plan: Plan | PhasePlan | Waves | None,
         positions: PositionsArgument = None,
         padding_mask: Tensor | None = None,
         documents: Tensor | None = None,
@@ -189,7 +203,7 @@ class Attention(nn.Module):
             return alibi_attention(q, k, v, **options)
         if isinstance(plan, Waves) or (self.spec.kind == "coca" and plan is not None):
             return coca_attention(q, k, v, rotary=plan, form=self.form, **options)
-        return rope_attention(q, k, v, rotary=plan, **options)
+        return rope_attention(q, k, v, rotary=cast("Plan | None", plan), **options)  # phases are for CoCA alone
 
     def decode(self, q: Tensor, t: Tensor, v: Tensor, *, slots: decoding.Slots, steps: decoding.Steps | None) -> Tensor:
         """A decoding step on the half-width kernel → (b, h, n, d); q and t un-rotated, as they come from a cache."""
@@ -249,12 +263,12 @@ class Attention(nn.Module):
         documents: Tensor | None,
     ) -> Tensor:
         """Attention by way of waves for one query, or of ready queries and keys."""
-        plan: Plan | Waves | None = None
+        plan: Plan | PhasePlan | Waves | None
         places = resolve(positions, q.shape[2], k.shape[2], q.device, documents)
         if self.takes_waves(places.n, q.device, documents=documents is not None):
             plan = Waves.of(self.rotary, places, form=self.form, causal=self.causal, dtype=q.dtype)
-        elif self.rotary is not None:
-            plan = self.rotary.plan(places, places.n, places.m, causal=self.causal, dtype=q.dtype)
+        else:
+            plan = self.plan(places, q.dtype)
         if plan is None or (isinstance(plan, tuple) and len(plan) == 1):
             (q, k), plan = self.features(q, k, plan), None
         return self.attend(q, k, v, plan=plan, positions=positions, padding_mask=padding_mask, documents=documents)

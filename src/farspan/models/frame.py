@@ -16,8 +16,10 @@ from transformers.cache_utils import Cache
 from farspan.errors import require
 from farspan.layers.attention import Attention
 from farspan.ops.coca.decoding import Slots, Steps, wants_gradient
+from farspan.ops.coca.preparation import kernel_prepares
 from farspan.ops.coca.waves import Waves
 from farspan.ops.launch import product_dtype
+from farspan.ops.phases import PhasePlan, phase_plan
 from farspan.ops.positions import PositionsArgument, resolve
 from farspan.ops.rotary import Plan, Rotary
 
@@ -30,7 +32,7 @@ class View:
     positions: PositionsArgument
     padding_mask: Tensor | None
     documents: Tensor | None
-    plan: Plan | Waves | None
+    plan: Plan | PhasePlan | Waves | None
     slots: Slots | None = None
     """For a decoding step on the half-width kernel, which reads the cache as it is: then there is no plan."""
     steps: Steps | None = None
@@ -56,6 +58,7 @@ class Frame:
         self.batch, self.n = hidden.shape[:2]
         self.device, self.dtype = hidden.device, hidden.dtype
         self.attends_in = product_dtype(hidden)
+        self.kernel_prepares = kernel_prepares(self.attends_in, rotary.dim, self.device)
         self.rotary, self.causal, self.cache, self.whole_cache = rotary, causal, cache, whole_cache
         past = 0 if cache is None else cache.get_seq_length()
         self.fresh = isinstance(past, int) and past == 0
@@ -68,7 +71,7 @@ class Frame:
             self._read_positions(position_ids)
         if self.padding is not None and not self.fresh and not torch.compiler.is_compiling():
             self._refuse_holes(past)
-        self._plans: dict[tuple[bool, int | None], Plan] = {}
+        self._plans: dict[tuple[bool, int | None, bool], Plan | PhasePlan] = {}
         self._halves: dict[tuple[int | None, bool], View] = {}
         self._waves: dict[tuple[int | None, bool, str], Waves] = {}
         self._gains: dict[tuple[int | None, str], Tensor | None] = {}
@@ -109,15 +112,16 @@ class Frame:
             return self._halves[key]
         past, offset, length, aligned = self._extent(layer_idx)
         positions = self._positions(past, offset, length, aligned)
-        plan: Plan | Waves | None = None
+        plan: Plan | PhasePlan | Waves | None = None
         if not (rotated_cache or self.whole_cache) and layer.takes_waves(
             self.n, self.device, documents=self.documents is not None
         ):
             plan = self._share_waves(layer, positions, length)
         elif layer.rotary is not None and not layer.spec.linear:  # a linear op turns its own features
-            key_of_plan = (rotated_cache, layer.spec.window)
+            phases = self.kernel_prepares and layer.spec.kind == "coca"
+            key_of_plan = (rotated_cache, layer.spec.window, phases)
             if key_of_plan not in self._plans:
-                self._plans[key_of_plan] = self._plan(positions, length, rotated_cache)
+                self._plans[key_of_plan] = self._plan(positions, length, rotated_cache, phases)
             plan = self._plans[key_of_plan]
         gain = self._share_gain(layer, past, offset, length, aligned)
         return View(length, positions, self._keep(offset, length), self.documents, plan, gain=gain)
@@ -230,10 +234,12 @@ class Frame:
             self._gains[key] = layer.gain(places, self.dtype)
         return self._gains[key]
 
-    def _plan(self, positions: PositionsArgument, keys: int, rotated_cache: bool) -> Plan:
+    def _plan(self, positions: PositionsArgument, keys: int, rotated_cache: bool, phases: bool) -> Plan | PhasePlan:
         places = resolve(positions, self.n, keys, self.device, self.documents)
         if rotated_cache:  # only the new tokens are turned; the cache holds the others ready
             places = resolve(places.query, self.n, self.n, self.device, self.documents)
+        if phases:
+            return phase_plan(self.rotary, places, causal=self.causal)
         return self.rotary.plan(places, places.n, places.m, causal=self.causal, dtype=self.dtype)
 
     def _positions(self, past: int | Tensor, offset: int, keys: int, aligned: bool) -> PositionsArgument:

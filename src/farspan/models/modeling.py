@@ -27,6 +27,7 @@ from farspan.models.configuration import FarspanConfig
 from farspan.models.frame import Frame, View, goes_on_by_one
 from farspan.models.linear import LINEAR, FarspanLinearAttention
 from farspan.ops.coca.waves import Waves
+from farspan.ops.phases import PhasePlan
 from farspan.ops.rotary import Plan, working_dtype
 from farspan.ops.softmax.reference import repeat_heads
 
@@ -40,7 +41,7 @@ def farspan_attention(
     *,
     scaling: float,
     view: View,
-    plan: Plan | Waves | None = None,
+    plan: Plan | PhasePlan | Waves | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """The attention implementation "farspan": this library's ops, with no N×N mask anywhere."""

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
+from subprocess import SubprocessError
 from typing import TypeVar
 
 import torch
@@ -43,6 +44,18 @@ def is_hopper(index: int | None) -> bool:
 
 
 @constant
+def is_ampere(index: int | None) -> bool:
+    """Whether a CUDA device is an Nvidia GPU of that generation or a later one: earlier ones have no bfloat16."""
+    return _capability(index) >= (8, 0)
+
+
+@constant
+def cannot_start() -> str | None:
+    """Why Triton cannot run compiled kernels here, whatever the call; None when it can."""
+    return _start()
+
+
+@constant
 def has_sound_wgmma() -> bool:
     """Whether the ptxas that Triton calls for Hopper can be trusted with every wgmma: 12.9 or later.
 
@@ -56,6 +69,23 @@ def _capability(index: int | None) -> tuple[int, int]:
     if not torch.cuda.is_available() or torch.version.hip is not None:  # AMD counts otherwise
         return (0, 0)
     return torch.cuda.get_device_capability(index)
+
+
+@cache
+def _start() -> str | None:
+    if find_spec("triton") is None:
+        return "triton is not installed"
+    from triton.runtime import driver
+
+    from farspan.ops.coca.kernels.narrow import INTERPRETED
+
+    if INTERPRETED:
+        return "TRITON_INTERPRET is set"
+    try:
+        driver.active.get_current_target()
+    except (ImportError, OSError, RuntimeError, SubprocessError) as error:
+        return f"triton cannot start, for which it needs a C compiler and Python's headers: {error}"
+    return None
 
 
 @cache

@@ -7,12 +7,14 @@ exact as the float64 frequencies they come from, and the product loses nothing a
 
 import math
 import threading
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from farspan.ops.launch import is_captured, is_traced
-from farspan.ops.rotary import Rotary
+from farspan.ops.positions import Positions
+from farspan.ops.rotary import Angles, Rotary, Segment, working_dtype
 
 
 def steps_of(frequencies: Tensor) -> Tensor:
@@ -25,6 +27,57 @@ def steps_of(frequencies: Tensor) -> Tensor:
     turns = frequencies / (2 * math.pi)
     turns = turns - turns.round()
     return (turns * 2.0**64).to(torch.int64).reshape(-1, frequencies.shape[-1])
+
+
+class Phases(NamedTuple):
+    """The angles of positions as a kernel finds them by itself: what :class:`Angles` are, with no table made."""
+
+    step: Tensor
+    """(1|b, d/2) int64, see :func:`steps_of`."""
+    first: int
+    """Where position 0 stands, from which the others count on."""
+    positions: Tensor | None
+    """(1|b, n), where they do not."""
+    factor: float
+
+    def angles(self, n: int, dtype: torch.dtype) -> Angles:
+        """The table of n positions after all.
+
+        >>> quarter = steps_of(torch.tensor([math.pi / 2], dtype=torch.float64))
+        >>> Phases(quarter, 4, None, 1.0).angles(2, torch.float32).sin.flatten().tolist()
+        [0.0, 1.0]
+        """
+        at = self.positions
+        if at is None:
+            at = torch.arange(self.first, self.first + n, device=self.step.device)[None]
+        turns = (at.long()[:, None, :, None] * self.step[:, None, None, :]).to(torch.float64)
+        angles = turns * (2 * math.pi / 2.0**64)
+        both = torch.stack((angles.cos(), angles.sin()), dim=-2) * self.factor
+        return Angles(both.to(working_dtype(dtype)))
+
+
+PhasePlan = tuple[Segment[Phases], ...]
+
+
+def phase_plan(rotary: Rotary, places: Positions, *, causal: bool) -> PhasePlan:
+    """:meth:`Rotary.plan` for a kernel: frequencies and positions, and no tables.
+
+    >>> [part] = phase_plan(Rotary(8), Positions(2, 5, torch.device("cpu"), 10, None, True), causal=True)
+    >>> part.query.first, part.key.first, part.keys
+    (13, 10, 5)
+    """
+    plan = []
+    for start, stop, length, member in rotary.runs(places):
+        keys = places.seen(stop, causal=causal)
+        step = rotary_steps(rotary, length, places.device)
+        query = key = None
+        if places.first is None:
+            query, key = places.query[:, start:stop], places.key[:, :keys]
+        first = places.first or 0
+        begin = first + places.m - places.n + start
+        of_queries, of_keys = Phases(step, begin, query, rotary.factor), Phases(step, first, key, rotary.factor)
+        plan.append(Segment(start, stop, keys, of_queries, of_keys, member))
+    return tuple(plan)
 
 
 _Key = tuple[Rotary, int | None, torch.device]

@@ -49,6 +49,10 @@ class Positions:
     def query(self) -> Tensor:
         return self.key[:, self.m - self.n :] if self.tensors is None else self.tensors[0]
 
+    def seen(self, stop: int, *, causal: bool) -> int:
+        """How many keys queries 0 … stop-1 can see at all."""
+        return self.m - self.n + stop if causal and self.aligned else self.m
+
 
 def resolve(
     positions: PositionsArgument, n: int, m: int, device: torch.device, documents: Tensor | None = None

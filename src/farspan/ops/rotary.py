@@ -6,7 +6,7 @@ at the lowest: at position 100 000 a float32 angle is already wrong by 0.004 rad
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -41,23 +41,27 @@ class Run(NamedTuple):
     """(b, stop-start): the queries that belong, when rows of a batch cross into the next frequencies apart."""
 
 
+A = TypeVar("A", covariant=True)
+
+
 @dataclass(frozen=True)
-class Segment:
+class Segment(Generic[A]):
     """Queries ``start … stop-1`` of a call, which share one set of frequencies, and the keys they can see.
 
-    Only `per_query` dynamic NTK makes more than one. `member` (b, stop-start) marks the queries that belong, when
-    rows of a batch cross into the next frequencies at different columns.
+    The angles are tables, :class:`Angles`, or :class:`~farspan.ops.phases.Phases`, from which a kernel finds them.
+    Only `per_query` dynamic NTK makes more than one segment. `member` (b, stop-start) marks the queries that belong,
+    when rows of a batch cross into the next frequencies at different columns.
     """
 
     start: int
     stop: int
     keys: int
-    query: Angles
-    key: Angles
+    query: A
+    key: A
     member: Tensor | None = None
 
 
-Plan = tuple[Segment, ...]
+Plan = tuple[Segment[Angles], ...]
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,11 @@ class Rotary:
     def follows_length(self) -> bool:
         """The frequencies depend on the length of the request."""
         return isinstance(self.scaling, DynamicNTK) and self.scaling.mode == "per_request"
+
+    @property
+    def factor(self) -> float:
+        """What multiplies cos and sin (YaRN's temperature)."""
+        return 1.0 if self.scaling is None else self.scaling.attention_factor
 
     def at_length(self, length: int) -> "Rotary":
         """The rotary whose frequencies are those of a request of this length (itself, unless it follows length)."""
@@ -162,17 +171,15 @@ class Rotary:
         member: Tensor | None,
         causal: bool,
         dtype: torch.dtype,
-    ) -> Segment:
-        offset = places.m - places.n
-        keys = offset + stop if causal and places.aligned else places.m
-        factor = 1.0 if self.scaling is None else self.scaling.attention_factor
+    ) -> Segment[Angles]:
+        offset, keys = places.m - places.n, places.seen(stop, causal=causal)
         frequencies = self.frequencies(length, places.key.device)
-        key = table(places.key[:, :keys], frequencies, factor, dtype)
+        key = table(places.key[:, :keys], frequencies, self.factor, dtype)
         if places.aligned:
             lo, hi = offset + start, offset + stop
             query = Angles(key.both[:, :, lo:hi])
         else:
-            query = table(places.query[:, start:stop], frequencies, factor, dtype)
+            query = table(places.query[:, start:stop], frequencies, self.factor, dtype)
         return Segment(start, stop, keys, query, key, member)
 
 

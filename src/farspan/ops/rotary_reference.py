@@ -20,7 +20,7 @@ def turns(rotary: Rotary | Plan | None, places: Positions, width: int, dtype: to
         require(isinstance(rotary, Rotary), "backend='reference' needs a Rotary, got a ready plan; pass what made it")
         assert isinstance(rotary, Rotary)
         theta = rotary.frequencies(governing_length(rotary, places), places.device)  # (d/2) or (b|1, n, d/2)
-        factor = 1.0 if rotary.scaling is None else rotary.scaling.attention_factor
+        factor = rotary.factor
     theta = theta.expand(places.query.shape[0], places.n, -1)
     query = places.query[:, :, None] * theta
     key = places.key[:, None, :, None] * theta[:, :, None, :]

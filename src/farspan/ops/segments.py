@@ -8,10 +8,10 @@ from torch import Tensor
 from farspan.errors import require
 from farspan.ops.call import Call
 from farspan.ops.positions import Positions
-from farspan.ops.rotary import Angles, Plan, Rotary, Run, Segment
+from farspan.ops.rotary import A, Plan, Rotary, Run, Segment
 from farspan.ops.softmax.core import softmax_attention
 
-Prepare = Callable[[Tensor, Tensor, Angles, Angles], tuple[Tensor, Tensor]]
+Prepare = Callable[[Tensor, Tensor, A, A], tuple[Tensor, Tensor]]
 """(q, k, angles of q, angles of k) → queries and keys whose dot product is the score."""
 
 
@@ -32,8 +32,8 @@ def check_dim(rotary: Rotary, q: Tensor) -> None:
 
 
 def attend_by_segment(
-    plan: Plan,
-    prepare: Prepare,
+    plan: Sequence[Segment[A]],
+    prepare: Prepare[A],
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -48,7 +48,7 @@ def attend_by_segment(
     return join(plan, outputs)
 
 
-def join(runs: Sequence[Run | Segment], outputs: list[Tensor]) -> Tensor:
+def join(runs: Sequence[Run | Segment[A]], outputs: list[Tensor]) -> Tensor:
     """The outputs (b, h, stop-start, dv) of runs of queries, put together to (b, h, n, dv)."""
     if all(run.member is None for run in runs):
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)

@@ -142,12 +142,7 @@ class Steps:
         """The steps of a rotary for queries at their places; a model makes them once for all layers."""
         runs = tuple(rotary.runs(places))
         turns = tuple(rotary_steps(rotary, run.length, places.device) for run in runs)
-        return cls(runs, turns, rotary_factor(rotary))
-
-
-def rotary_factor(rotary: Rotary) -> float:
-    """What multiplies cos and sin (YaRN's temperature)."""
-    return 1.0 if rotary.scaling is None else rotary.scaling.attention_factor
+        return cls(runs, turns, rotary.factor)
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,15 @@ from torch import Tensor
 from farspan.errors import require, require_choice
 from farspan.ops.call import BACKENDS, check_call, reference_twin
 from farspan.ops.coca.decoding import wants_gradient
-from farspan.ops.coca.fused import coca_features
+from farspan.ops.coca.preparation import coca_plan, prepared
 from farspan.ops.coca.reference import scores_exact, scores_slack
 from farspan.ops.coca.triton_backend import auto_takes_triton, triton_attention
 from farspan.ops.coca.waves import Waves, attend_waves, takes_waves
+from farspan.ops.phases import PhasePlan
 from farspan.ops.positions import PositionsArgument
 from farspan.ops.rotary import Plan, Rotary
 from farspan.ops.rotary_reference import turns
-from farspan.ops.segments import attend_by_segment, check_dim, make_plan
+from farspan.ops.segments import attend_by_segment, check_dim
 from farspan.ops.softmax.core import softmax_attention
 from farspan.ops.softmax.reference import attend, visible
 
@@ -26,7 +27,7 @@ def coca_attention(
     t: Tensor,
     v: Tensor,
     *,
-    rotary: Rotary | Plan | Waves | None,
+    rotary: Rotary | Plan | PhasePlan | Waves | None,
     form: str = "exact",
     positions: PositionsArgument = None,
     causal: bool = True,
@@ -54,7 +55,9 @@ def coca_attention(
         backend: "auto", "sdpa" (dot-product form, O(N) memory), "triton" (kernels, see
             :mod:`farspan.ops.coca.triton_backend`; refuses with the reason where they cannot run) or "reference" (the
             equations, N×N×d). "auto" is "sdpa", except for a single query on a CPU (:mod:`farspan.ops.coca.waves`)
-            and a few on a Hopper GPU (:func:`farspan.ops.coca.decoding.half_width_refusal` says where not, and why).
+            and a few on a Hopper GPU (:func:`farspan.ops.coca.decoding.half_width_refusal` says where not, and why);
+            on most GPUs a kernel makes its queries and keys ready
+            (:func:`farspan.ops.coca.preparation.preparation_refusal` says where not).
 
     Returns:
         (b, h, n, dv) in q's dtype.
@@ -91,6 +94,7 @@ def coca_attention(
         require(
             rotary is None or isinstance(rotary, Rotary), "backend='reference' needs a Rotary, got a plan of angles"
         )
+        assert not isinstance(rotary, tuple)
         query, key = turns(rotary, call.places, q.shape[-1], q.dtype)
         scores = (scores_exact if form == "exact" else scores_slack)(q, t, query, key)
         mask = visible(call.places, causal=causal, window=window, padding_mask=padding_mask, documents=documents)
@@ -100,11 +104,16 @@ def coca_attention(
             check_dim(rotary, q)
         waves = Waves.of(rotary, call.places, form=form, causal=causal, dtype=q.dtype)
         return attend_waves(q, t, v, waves, form=form, sight=call.sight, scale=call.scale)
-    plan = make_plan(rotary, call.places, q, causal=causal)
-    prepare = partial(coca_features, form=form)
-    if plan is None:
+    prepare = partial(prepared, form=form)
+    if rotary is None:
         return softmax_attention(*prepare(q, t, None, None), v, sight=call.sight, scale=call.scale)
-    return attend_by_segment(plan, prepare, q, t, v, call)
+    if isinstance(rotary, Rotary):
+        check_dim(rotary, q)
+        if backend == "auto":
+            rotary = coca_plan(rotary, call.places, causal=causal, dtype=q.dtype)
+        else:
+            rotary = rotary.plan(call.places, call.places.n, call.places.m, causal=causal, dtype=q.dtype)
+    return attend_by_segment(rotary, prepare, q, t, v, call)
 
 
 coca_attention_reference = reference_twin(coca_attention)

@@ -4,6 +4,7 @@ Without gradients the half-width kernel reads t as it is cached. With gradients 
 forward and backward, and the attention is SDPA's.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,19 +18,21 @@ from farspan.ops.coca.decoding import (
     Steps,
     attend_half_width,
     kernel_refusal,
-    rotary_factor,
     takes_half_width,
     wants_gradient,
 )
 from farspan.ops.coca.fused import coca_features
+from farspan.ops.coca.preparation import prepared
 from farspan.ops.launch import cannot_derive_forwards
-from farspan.ops.phases import rotary_steps
-from farspan.ops.rotary import Plan, Rotary, Run
-from farspan.ops.segments import check_dim, join
+from farspan.ops.phases import PhasePlan, phase_plan
+from farspan.ops.rotary import Plan, Rotary
+from farspan.ops.segments import attend_by_segment, check_dim
 from farspan.ops.softmax.core import softmax_attention
 
 
-def auto_takes_triton(q: Tensor, t: Tensor, v: Tensor, rotary: Rotary | Plan | None, documents: Tensor | None) -> bool:
+def auto_takes_triton(
+    q: Tensor, t: Tensor, v: Tensor, rotary: Rotary | Plan | PhasePlan | None, documents: Tensor | None
+) -> bool:
     """Whether backend="auto" hands a call to the kernels: a decoding step, where that is measured to be faster."""
     if isinstance(rotary, tuple):
         return False
@@ -46,7 +49,7 @@ def auto_takes_triton(q: Tensor, t: Tensor, v: Tensor, rotary: Rotary | Plan | N
 
 
 def triton_refusal(
-    q: Tensor, t: Tensor, v: Tensor, rotary: Rotary | Plan | None, documents: Tensor | None
+    q: Tensor, t: Tensor, v: Tensor, rotary: Rotary | Plan | PhasePlan | None, documents: Tensor | None
 ) -> str | None:
     """Why backend="triton" cannot take a call, and what to do about it; None when it can."""
     if isinstance(rotary, tuple):
@@ -58,7 +61,9 @@ def triton_refusal(
     return cannot_derive_forwards() or kernel_refusal(q.dtype, max(q.shape[-1], v.shape[-1]), q.device)
 
 
-def triton_attention(q: Tensor, t: Tensor, v: Tensor, *, rotary: Rotary | Plan | None, form: str, call: Call) -> Tensor:
+def triton_attention(
+    q: Tensor, t: Tensor, v: Tensor, *, rotary: Rotary | Plan | PhasePlan | None, form: str, call: Call
+) -> Tensor:
     """:func:`farspan.ops.coca_attention` after its checks; raises where :func:`triton_refusal` has a reason."""
     reason = triton_refusal(q, t, v, rotary, call.sight.documents)
     require(reason is None, str(reason))
@@ -67,8 +72,11 @@ def triton_attention(q: Tensor, t: Tensor, v: Tensor, *, rotary: Rotary | Plan |
         check_dim(rotary, q)
     if not wants_gradient(q, t, v):
         return _half_width(q, t, v, rotary, form, call)
-    runs = [Run(0, q.shape[2], None)] if rotary is None else list(rotary.runs(call.places))
-    return join(runs, [_prepared(q, t, v, rotary, form, call, run) for run in runs])
+    if rotary is None:
+        ready = coca_features(q, t, None, None, form=form)
+        return softmax_attention(*ready, v, sight=call.sight, scale=call.scale)
+    plan = phase_plan(rotary, call.places, causal=call.sight.causal)
+    return attend_by_segment(plan, partial(prepared, form=form), q, t, v, call)
 
 
 def _half_width(q: Tensor, t: Tensor, v: Tensor, rotary: Rotary | None, form: str, call: Call) -> Tensor:
@@ -83,23 +91,3 @@ def _half_width(q: Tensor, t: Tensor, v: Tensor, rotary: Rotary | None, form: st
     steps = None if rotary is None else Steps.of(rotary, places)
     options: dict[str, Any] = {"causal": sight.causal, "window": sight.window, "scale": call.scale}
     return attend_half_width(q, t, v, steps, slots, form=form, **options)
-
-
-def _prepared(q: Tensor, t: Tensor, v: Tensor, rotary: Rotary | None, form: str, call: Call, run: Run) -> Tensor:
-    """One run of queries by way of q̃ and k̃."""
-    places = call.places
-    keys = places.m - places.n + run.stop if call.sight.causal and places.aligned else places.m
-    q, t, v = q[:, :, run.start : run.stop], t[:, :, :keys], v[:, :, :keys]
-    if rotary is None:
-        q_, k_ = coca_features(q, t, None, None, form=form)
-    else:
-        from farspan.ops.coca.kernels.prepare import prepare_op
-
-        query = key = None
-        if places.first is None:
-            query, key = places.query[:, run.start : run.stop], places.key[:, :keys]
-        first = places.first or 0
-        step = rotary_steps(rotary, run.length, q.device)
-        begin = first + places.m - places.n + run.start
-        q_, k_ = prepare_op(q, t, step, query, key, begin, first, form, rotary_factor(rotary))
-    return softmax_attention(q_, k_, v, sight=call.sight.narrow(run.start, run.stop, keys), scale=call.scale)

@@ -55,7 +55,7 @@ class Waves:
         (run,) = rotary.runs(places)
         if form == "exact":
             return cls(_key_waves(rotary, run.length, places, causal, dtype, sines=False))
-        factor = 1.0 if rotary.scaling is None else rotary.scaling.attention_factor
+        factor = rotary.factor
         query = table(places.query, rotary.frequencies(run.length, places.device), factor, dtype)
         return cls(_key_waves(rotary, run.length, places, causal, dtype, sines=True), query)
 
@@ -180,6 +180,6 @@ def _made(rotary: Rotary, length: int | Tensor | None, phases: Tensor, dtype: to
     """factor²·cos of phases (b|1, m), or factor·(cos, sin): (1|2, b|1, m, d/2)."""
     frequencies = rotary.frequencies(length, phases.device)
     angles = phases[:, :, None].to(frequencies.dtype) * (frequencies if frequencies.ndim == 1 else frequencies[:, None])
-    factor = 1.0 if rotary.scaling is None else rotary.scaling.attention_factor
+    factor = rotary.factor
     waves = torch.stack((angles.cos(), angles.sin())) * factor if sines else angles.cos()[None] * factor**2
     return waves.to(working_dtype(dtype))

@@ -165,8 +165,6 @@ def _query_gradient(a, b, up, down, cos, sin, EXACT: tl.constexpr):
     return x, y
 
 
-
-
 class Room(NamedTuple):
     """Where a result goes: memory of its own, and whether the heads lie inside the positions there."""
 
