@@ -1,13 +1,17 @@
 """One way to refuse: name the argument, its value and the remedy."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 
 
-def require(condition: bool, message: str) -> None:
-    """Raise ``ValueError(message)`` unless the condition holds."""
+def require(condition: bool, message: str | Callable[[], str]) -> None:
+    """Raise ``ValueError(message)`` unless the condition holds.
+
+    A message that names a length comes as a function: torch.compile makes each number that is written out a constant
+    of its graph, and a new graph for each length.
+    """
     if not condition:
-        raise ValueError(message)
+        raise ValueError(message if isinstance(message, str) else message())
 
 
 def unknown(argument: str, value: object, options: Iterable[str]) -> ValueError:

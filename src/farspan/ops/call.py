@@ -62,8 +62,10 @@ def check_call(
     free = isinstance(positions, tuple)
     require(
         free or n <= m,
-        f"queries are the last keys, so there must be at least as many keys as queries, got {n} queries and {m} keys; "
-        "pass the cached keys, or positions=(of queries, of keys)",
+        lambda: (
+            f"queries are the last keys, so there must be at least as many keys as queries, got {n} queries and {m} "
+            "keys; pass the cached keys, or positions=(of queries, of keys)"
+        ),
     )
     require(
         window is None or (isinstance(window, int) and window >= 1),
@@ -75,7 +77,9 @@ def check_call(
     places = resolve(positions, n, m, q.device, documents)
     require(
         {places.query.shape[0], places.key.shape[0]} <= {1, b},
-        f"positions must have 1 or {b} rows, like the batch, got {max(places.query.shape[0], places.key.shape[0])}",
+        lambda: (
+            f"positions must have 1 or {b} rows, like the batch, got {max(places.query.shape[0], places.key.shape[0])}"
+        ),
     )
     sight = Sight(
         n=n,
@@ -93,9 +97,10 @@ def check_call(
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, key_name: str, key_width: int) -> None:
     for name, x in (("q", q), (key_name, k), ("v", v)):
-        require(
-            x.ndim == 4, f"{name} must have shape (batch, heads, positions, width), got {tuple(x.shape)}; add the axis"
-        )
+        if x.ndim != 4:
+            raise ValueError(
+                f"{name} must have shape (batch, heads, positions, width), got {tuple(x.shape)}; add the axis"
+            )
         require(
             x.is_floating_point() and x.dtype == q.dtype,
             f"{name} must have the floating dtype of q ({q.dtype}), got {x.dtype}; convert it first",
@@ -108,11 +113,11 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, key_name: str, key_width: int
     )
     require(
         q.shape[0] == k.shape[0] == v.shape[0],
-        f"q, {key_name} and v must share the batch size, got {q.shape[0]}, {k.shape[0]} and {v.shape[0]}",
+        lambda: f"q, {key_name} and v must share the batch size, got {q.shape[0]}, {k.shape[0]} and {v.shape[0]}",
     )
     require(
         k.shape[1:3] == v.shape[1:3],
-        f"{key_name} and v must share heads and positions, got {tuple(k.shape[1:3])} and {tuple(v.shape[1:3])}",
+        lambda: f"{key_name} and v must share heads and positions, got {tuple(k.shape[1:3])} and {tuple(v.shape[1:3])}",
     )
     require(
         q.shape[1] % k.shape[1] == 0,
@@ -130,7 +135,7 @@ def check_mask(name: str, mask: Tensor | None, shape: tuple[int, int], *, boolea
     )
     require(
         tuple(mask.shape) == shape,
-        f"{name} must have shape (batch, keys) = {shape}, got {tuple(mask.shape)}; it covers cached keys too",
+        lambda: f"{name} must have shape (batch, keys) = {shape}, got {tuple(mask.shape)}; it covers cached keys too",
     )
 
 

@@ -68,7 +68,9 @@ def resolve(
         first = positions or 0
         require(
             first >= -LIMIT and first + m <= LIMIT,
-            f"positions must stay within ±{LIMIT}, got {first} … {first + m - 1}; split the text into documents",
+            lambda: (
+                f"positions must stay within ±{LIMIT}, got {first} … {first + m - 1}; split the text into documents"
+            ),
         )
         return Positions(n, m, device, first, None, True)
     if isinstance(positions, tuple):
@@ -94,10 +96,10 @@ def _rows(positions: Tensor, name: str) -> Tensor:
 
 
 def _check_length(positions: Tensor, length: int, name: str, what: str) -> None:
-    if positions.shape[-1] != length:  # not require: a length in a message would become a constant of a compiled graph
-        raise ValueError(
-            f"{name} must give one position to each of the {length} {what}, got shape {tuple(positions.shape)}"
-        )
+    require(
+        positions.shape[-1] == length,
+        lambda: f"{name} must give one position to each of the {length} {what}, got shape {tuple(positions.shape)}",
+    )
 
 
 def _check_values(positions: Tensor, documents: Tensor | None) -> None:
