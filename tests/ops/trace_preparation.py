@@ -1,0 +1,71 @@
+"""What torch.compile makes of the preparation, in a process whose Triton is not interpreted; no GPU is needed.
+
+Prints "forward" and "backward" for each graph that launches the kernel once and copies nothing.
+"""
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "0"  # before triton is imported
+
+import torch
+from torch import Tensor, fx
+from torch._functorch.aot_autograd import aot_function
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from farspan.ops.coca.kernels.prepare import prepare_op
+
+LAUNCH = torch.ops.higher_order.triton_kernel_wrapper_functional
+
+
+class NoGpu:
+    """Stands in for a driver: a kernel is only read, to see what it writes to."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+
+def check(graph: fx.GraphModule, name: str) -> fx.GraphModule:
+    calls = [node for node in graph.graph.nodes if node.op == "call_function"]
+    [launch] = [node for node in calls if node.target is LAUNCH]
+    # All else is taken as read; `q` and `t` among the written would cost a copy of each.
+    assert sorted(launch.kwargs["tensors_to_clone"]) == ["k_out", "q_out"], launch.kwargs["tensors_to_clone"]
+    others = {str(node.target).split(".")[1] for node in calls if node.target is not LAUNCH and "." in str(node.target)}
+    assert others <= {"new_empty", "transpose", "slice", "sym_size", "sym_stride"}, others
+    print(name)
+    return graph
+
+
+def trace(b: int, n: int, m: int, positions: bool, folded: bool, dynamic: bool) -> None:
+    """Shapes as they are, or (dynamic) as letters."""
+    q, t = torch.empty(b, n, 8, 64), torch.empty(b, m, 2, 32)
+    q, t = (x.transpose(1, 2) if folded else x.transpose(1, 2).contiguous() for x in (q.bfloat16(), t.bfloat16()))
+    step, at = torch.zeros(1, 32, dtype=torch.long), torch.zeros(b, m, dtype=torch.long)
+
+    def prepare(q: Tensor, t: Tensor, step: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+        first = t.shape[2] - q.shape[2]
+        places = (at[:, first:], at) if positions else (None, None)
+        return prepare_op(q, t, step, *places, first, 0, "slack", 1.25)
+
+    compiled = aot_function(
+        prepare,
+        fw_compiler=lambda graph, _: check(graph, "forward"),
+        bw_compiler=lambda graph, _: check(graph, "backward"),
+    )
+    with FakeTensorMode(shape_env=ShapeEnv() if dynamic else None) as mode:
+        q, t, step, at = (mode.from_tensor(x) for x in (q, t, step, at))
+        out = compiled(q.requires_grad_(), t.requires_grad_(), step, at)
+        torch.autograd.grad(out, (q, t), [torch.empty_like(x) for x in out])
+
+
+if __name__ == "__main__":
+    driver.set_active(NoGpu())
+    trace(2, 100, 100, positions=False, folded=True, dynamic=False)
+    trace(2, 100, 120, positions=False, folded=True, dynamic=True)
+    trace(1, 100, 120, positions=True, folded=True, dynamic=True)
+    trace(2, 1, 120, positions=True, folded=False, dynamic=False)
