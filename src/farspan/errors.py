@@ -7,8 +7,8 @@ from difflib import get_close_matches
 def require(condition: bool, message: str | Callable[[], str]) -> None:
     """Raise ``ValueError(message)`` unless the condition holds.
 
-    A message that names a length comes as a function: torch.compile makes each number that is written out a constant
-    of its graph, and a new graph for each length.
+    A message that names a size comes as a function: torch.compile makes each number that is written out a constant of
+    its graph, with a new graph for each, or gives up.
     """
     if not condition:
         raise ValueError(message if isinstance(message, str) else message())

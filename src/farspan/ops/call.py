@@ -109,7 +109,10 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, key_name: str, key_width: int
         require(x.shape[2] > 0, f"{name} must hold at least one position, got length 0; skip the call")
     require(
         k.shape[-1] == key_width,
-        f"{key_name} must have width {key_width} for q of width {q.shape[-1]}, got {k.shape[-1]}; check the projection",
+        lambda: (
+            f"{key_name} must have width {key_width} for q of width {q.shape[-1]}, got {k.shape[-1]}; "
+            "check the projection"
+        ),
     )
     require(
         q.shape[0] == k.shape[0] == v.shape[0],
@@ -121,7 +124,10 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, key_name: str, key_width: int
     )
     require(
         q.shape[1] % k.shape[1] == 0,
-        f"key heads must divide query heads, got {k.shape[1]} for {q.shape[1]}; choose num_key_value_heads accordingly",
+        lambda: (
+            f"key heads must divide query heads, got {k.shape[1]} for {q.shape[1]}; "
+            "choose num_key_value_heads accordingly"
+        ),
     )
 
 

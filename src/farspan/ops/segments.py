@@ -27,7 +27,7 @@ def check_dim(rotary: Rotary, q: Tensor) -> None:
     """Refuse angles for another width than that of q."""
     require(
         rotary.dim == q.shape[-1],
-        f"rotary must have dim {q.shape[-1]}, the width of q, got {rotary.dim}; build Rotary(head_dim)",
+        lambda: f"rotary must have dim {q.shape[-1]}, the width of q, got {rotary.dim}; build Rotary(head_dim)",
     )
 
 

@@ -126,5 +126,5 @@ def _takes_waves(q: Tensor, t: Tensor, v: Tensor, documents: Tensor | None) -> b
 def _check_width(q: Tensor) -> None:
     require(
         q.shape[-1] % 2 == 0,
-        f"head_dim must be even to form rotary pairs, got {q.shape[-1]}; choose hidden_size / num_heads even",
+        lambda: f"head_dim must be even to form rotary pairs, got {q.shape[-1]}; choose hidden_size / num_heads even",
     )

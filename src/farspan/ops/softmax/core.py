@@ -183,7 +183,9 @@ def _equal_width(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tenso
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = None, causal: bool = False) -> Tensor:
     (b, h, n, d), g = q.shape, k.shape[1]
-    grouped = h != g
+    grouped = False
+    if h != g:  # asked, not assigned: where torch.compile lets the numbers of heads vary, that makes it a fact
+        grouped = True
     if grouped and n == 1 and q.device.type == "cpu" and (mask is None or mask.shape[1] == 1) and _folds(b, h, g):
         return _sdpa(q.reshape(b, g, h // g, d), k, v, scale, mask).reshape(b, h, 1, -1)
     if grouped and q.is_cuda and mask is not None:  # no CUDA kernel takes a mask and grouped heads together
