@@ -137,6 +137,24 @@ def test_one_graph_prepares_texts_of_every_length(positions: bool) -> None:
     assert graphs.frame_count == 1
 
 
+@pytest.mark.parametrize("who", ["kernel", "torch"])
+def test_one_graph_attends_whatever_the_sizes(who: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With dynamic=True nothing may write a size into a message, nor hand SDPA a truth value that is a letter."""
+    monkeypatch.setattr(preparation, "preparation_refusal", lambda *_: None if who == "kernel" else "not wanted")
+    graphs = CompileCounterWithBackend("aot_eager")
+
+    def attend(q: Tensor, t: Tensor, v: Tensor) -> Tensor:
+        return coca_attention(q, t, v, rotary=Rotary(16), form="slack")
+
+    compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend=graphs)
+    for n in (20, 33):
+        leaves = [x.requires_grad_() for x in inputs(n, b=3, h=4, g=2, d=16)]
+        found = [out.sum() for out in (compiled(*leaves), attend(*leaves))]
+        gradients = [torch.autograd.grad(out, leaves) for out in found]
+        assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(*gradients, strict=True))
+    assert graphs.frame_count == 1
+
+
 def test_torch_compile_looks_into_the_operator() -> None:
     """Without an interpreter, in a process of its own: Inductor is given the kernel, which writes its results alone."""
     script = Path(__file__).with_name("trace_preparation.py")
