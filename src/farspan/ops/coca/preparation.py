@@ -42,16 +42,16 @@ def preparation_refusal(dtype: torch.dtype, width: int, device: torch.device) ->
     """
     if device.type != "cuda":
         return f"the kernel prepares on CUDA alone, got {device.type}"
-    return cannot_derive_forwards() or _lasting_refusal(dtype, width, device)
+    if width > WIDEST:  # which is not told: torch.compile may let it vary
+        return f"the kernel prepares heads up to {WIDEST} wide"
+    return cannot_derive_forwards() or _lasting_refusal(dtype, device)
 
 
 @constant
-def _lasting_refusal(dtype: torch.dtype, width: int, device: torch.device) -> str | None:
+def _lasting_refusal(dtype: torch.dtype, device: torch.device) -> str | None:
     """What of :func:`preparation_refusal` torch.compile may keep: it looks out for torch.func's transforms itself."""
     if dtype not in DTYPES:
         return f"the kernel prepares bfloat16 and float32, got {dtype}"
-    if width > WIDEST:
-        return f"the kernel prepares heads up to {WIDEST} wide, got {width}"
     if torch._C._are_functorch_transforms_active():
         return "the kernel has no rules for the transforms of torch.func"
     if torch.compiler.is_exporting():
