@@ -1,5 +1,6 @@
 """Who prepares queries and keys, and that it is the same whoever does; the kernel is interpreted where no GPU is."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -158,6 +159,7 @@ def test_one_graph_attends_whatever_the_sizes(who: str, monkeypatch: pytest.Monk
 def test_torch_compile_looks_into_the_operator() -> None:
     """Without an interpreter, in a process of its own: Inductor is given the kernel, which writes its results alone."""
     script = Path(__file__).with_name("trace_preparation.py")
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300)
+    own = {**os.environ, "TRITON_INTERPRET": "0"}
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300, env=own)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["forward", "backward"] * 4

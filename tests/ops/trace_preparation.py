@@ -1,29 +1,23 @@
-"""What torch.compile makes of the preparation, in a process whose Triton is not interpreted; no GPU is needed.
+"""What torch.compile makes of the preparation where Triton is not interpreted (TRITON_INTERPRET=0); no GPU is needed.
 
 Prints "forward" and "backward" for each graph that launches the kernel once and copies nothing.
 """
 
-import os
-
-os.environ["TRITON_INTERPRET"] = "0"  # before triton is imported
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch._functorch.aot_autograd import aot_function
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
-
-from farspan.ops.coca.kernels.prepare import prepare_op
-
-LAUNCH = torch.ops.higher_order.triton_kernel_wrapper_functional
 
 
 class NoGpu:
     """Stands in for a driver: a kernel is only read, to see what it writes to."""
 
-    def get_current_target(self) -> GPUTarget:
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
         return GPUTarget("cuda", 90, 32)
 
     def get_current_device(self) -> int:
@@ -31,11 +25,12 @@ class NoGpu:
 
 
 def check(graph: fx.GraphModule, name: str) -> fx.GraphModule:
+    kernel = torch.ops.higher_order.triton_kernel_wrapper_functional
     calls = [node for node in graph.graph.nodes if node.op == "call_function"]
-    [launch] = [node for node in calls if node.target is LAUNCH]
+    [launch] = [node for node in calls if node.target is kernel]
     # All else is taken as read; `q` and `t` among the written would cost a copy of each.
     assert sorted(launch.kwargs["tensors_to_clone"]) == ["k_out", "q_out"], launch.kwargs["tensors_to_clone"]
-    others = {str(node.target).split(".")[1] for node in calls if node.target is not LAUNCH and "." in str(node.target)}
+    others = {str(node.target).split(".")[1] for node in calls if node.target is not kernel and "." in str(node.target)}
     assert others <= {"new_empty", "transpose", "slice", "sym_size", "sym_stride"}, others
     print(name)
     return graph
@@ -43,6 +38,8 @@ def check(graph: fx.GraphModule, name: str) -> fx.GraphModule:
 
 def trace(b: int, n: int, m: int, positions: bool, folded: bool, dynamic: bool) -> None:
     """Shapes as they are, or (dynamic) as letters."""
+    from farspan.ops.coca.kernels.prepare import prepare_op
+
     q, t = torch.empty(b, n, 8, 64), torch.empty(b, m, 2, 32)
     q, t = (x.transpose(1, 2) if folded else x.transpose(1, 2).contiguous() for x in (q.bfloat16(), t.bfloat16()))
     step, at = torch.zeros(1, 32, dtype=torch.long), torch.zeros(b, m, dtype=torch.long)
@@ -64,6 +61,8 @@ def trace(b: int, n: int, m: int, positions: bool, folded: bool, dynamic: bool) 
 
 
 if __name__ == "__main__":
+    from triton.runtime import driver
+
     driver.set_active(NoGpu())
     trace(2, 100, 100, positions=False, folded=True, dynamic=False)
     trace(2, 100, 120, positions=False, folded=True, dynamic=True)
