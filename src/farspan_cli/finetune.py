@@ -24,7 +24,8 @@ def finetune(
     recipe: Annotated[
         str,
         typer.Option(
-            help="paper, distill, distill-long, distill-local-long, long-ntk, long-pi, long-yarn, or a TOML file."
+            help="paper, distill, distill-long, distill-skip, distill-long-skip, distill-local-long, long-ntk, "
+            "long-skip, long-pi, long-yarn, or a TOML file."
         ),
     ] = "distill",
     teacher: Annotated[

@@ -47,6 +47,18 @@ def test_distillations_share_their_stages_and_the_control_has_the_last() -> None
     assert control[1] == long[3]
 
 
+def test_far_positions_come_after_distillation_and_their_control_has_the_same_stage() -> None:
+    distill, skip, wide, control = (
+        Recipe.load(name).stages for name in ("distill", "distill-skip", "distill-long-skip", "long-skip")
+    )
+    assert skip[:3] == wide[:3] == distill
+    assert replace(control[0], train_length=0) == skip[2]
+    assert control[1:] == skip[3:]
+    assert [stage.length * stage.reach for stage in (*skip[3:], *wide[3:])] == [32_768] * 2
+    assert max(stage.length for stage in skip) == 2048
+    assert Recipe.load("distill-skip").capped(64).stages[3].reach == 16
+
+
 def test_a_small_budget_keeps_the_shares_and_at_least_a_row() -> None:
     small = Recipe.load("distill").capped(64).scaled(64 * 40)
     assert [s.length for s in small.stages] == [64] * 3
@@ -91,6 +103,8 @@ def test_a_larger_budget_takes_more_steps() -> None:
         *(
             (f"[[stages]]\nname = 'a'\n{line}", message)
             for line, message in {
+                "reach = 3": "reach of stage a must be a power of two, .* got 3; try 16",
+                "reach = 2\nlength = 17": "length of stage a must be even where reach > 1, .* got 17; try 18",
                 "train = [1]": r"stages\[0\].train\[0\] must be str, got 1",
                 "train = [['*']]": r"stages\[0\].train\[0\] must be str, got \['\*'\]",
                 "lora = { r = 1, target_modules = [1] }": r"lora.target_modules\[0\] must be str, got 1",

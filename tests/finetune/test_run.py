@@ -15,6 +15,7 @@ from farspan import FarspanForCausalLM
 from farspan.convert import from_pretrained
 from farspan.convert.note import read_note
 from farspan.data import prepare
+from farspan.evaluation.laws import law_of
 from farspan.finetune import Distillation, Recipe, Standing, finetune, open_origin
 from farspan.finetune.weights import begun, merge_lora, resumed
 from farspan.training.config import RunSection
@@ -124,6 +125,33 @@ def test_a_recipe_stopped_anywhere_goes_on_to_the_same_model(
         assert losses(tmp_path / "run" / stage) == losses(whole / stage)
     ours, theirs = weights(tmp_path / "run" / "model"), weights(whole / "model")
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_a_stage_of_far_positions_goes_on_where_it_stopped(
+    folders: tuple[Path, Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, coca, source = folders
+    law = {"rope_type": "dynamic", "factor": 4.0}
+    far = recipe({"objective": {"logit-kl": 1.0}, "reach": 8, "rope_parameters": law, "train_length": 16})
+    often = RunSection(checkpoint_every=3)
+    done = finetune(coca, {source: 1.0}, far, tmp_path / "whole", run=often)
+    config = FarspanForCausalLM.from_pretrained(done).config
+    assert (config.train_length, law_of(config)) == (16, "ntk-4")
+    original = loop._Run.advance
+
+    def crash(self, step: int) -> None:
+        if step == 5:
+            raise RuntimeError("power cut")
+        original(self, step)
+
+    monkeypatch.setattr(loop._Run, "advance", crash)
+    with pytest.raises(RuntimeError, match="power cut"):
+        finetune(coca, {source: 1.0}, far, tmp_path / "cut", run=often)
+    monkeypatch.undo()
+    finetune(coca, {source: 1.0}, far, tmp_path / "cut", run=often)
+    assert losses(tmp_path / "cut" / "stage-1-s0") == losses(tmp_path / "whole" / "stage-1-s0")
+    near = finetune(coca, {source: 1.0}, recipe({"objective": {"logit-kl": 1.0}}), tmp_path / "near")
+    assert not torch.equal(weights(near)["model.norm.weight"], weights(done)["model.norm.weight"])
 
 
 def test_a_finished_recipe_is_not_repeated(whole: Path, folders: tuple[Path, Path, str]) -> None:

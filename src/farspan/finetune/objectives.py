@@ -13,6 +13,7 @@ from farspan.models.frame import Frame, View
 from farspan.models.modeling import FarspanBlock
 from farspan.ops.launch import product_dtype
 from farspan.training.loss import linear_cross_entropy
+from farspan.training.skipping import skipped_positions
 
 NEXT_TOKEN, ATTENTION_OUTPUT, LOGIT_KL = OBJECTIVES = ("next-token", "attention-output", "logit-kl")
 """The names a recipe weighs."""
@@ -59,6 +60,8 @@ class Distillation(nn.Module):
         teacher: frozen; kept out of the module's own parameters, so that it is neither saved nor wrapped.
         weights: objective → weight, by the names in :data:`OBJECTIVES`.
         compile: compile the teacher's blocks and the loss.
+        reach: the student's positions go up to so many times the row (:mod:`farspan.training.skipping`), the teacher's
+            count on: it is asked about texts of a length that it knows. 1 = both count on.
     """
 
     def __init__(
@@ -68,11 +71,12 @@ class Distillation(nn.Module):
         weights: Mapping[str, float],
         *,
         compile: bool = False,
+        reach: int = 1,
     ) -> None:
         super().__init__()
         self.model = model
         self._teacher = (teacher.eval().requires_grad_(False),)
-        self.weights, self.compile_loss = dict(weights), compile
+        self.weights, self.compile_loss, self.reach = dict(weights), compile, reach
         check_teacher(model.config, teacher.config, weights)
         self.layers = set(new_layers(model.config, teacher.config)) if ATTENTION_OUTPUT in weights else set[int]()
         self._attend = torch.compile(attend) if compile else attend
@@ -82,11 +86,13 @@ class Distillation(nn.Module):
         teacher, inputs = self._teacher[0], ids[:, :-1]
         if teacher.device != ids.device:
             teacher.to(ids.device)
-        local, theirs = self._through_teacher(teacher, inputs)
+        positions = skipped_positions(inputs, self.reach)
+        local, theirs = self._through_teacher(teacher, inputs, positions)
         loss = self.weights[ATTENTION_OUTPUT] * local if self.layers else local
         if set(self.weights) == {ATTENTION_OUTPUT}:
             return loss
-        ours = _narrow(self.model.model(inputs, use_cache=False).last_hidden_state.flatten(0, 1))
+        ours = self.model.model(inputs, position_ids=positions, use_cache=False).last_hidden_state
+        ours = _narrow(ours.flatten(0, 1))
         head, targets = self.model.lm_head.weight, ids[:, 1:].flatten()
         if theirs is None:
             return loss + self.weights[NEXT_TOKEN] * linear_cross_entropy(ours, head, targets)
@@ -101,13 +107,18 @@ class Distillation(nn.Module):
             compile=self.compile_loss,
         )
 
-    def _through_teacher(self, teacher: FarspanForCausalLM, ids: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The mean error of the new layers, and the teacher's last hidden states where they are wanted."""
+    def _through_teacher(
+        self, teacher: FarspanForCausalLM, ids: Tensor, positions: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The mean error of the new layers, which stand at `positions`, and the teacher's last hidden states where they
+        are wanted."""
         wanted = LOGIT_KL in self.weights
         with torch.no_grad():
             hidden = teacher.model.embed_tokens(ids)
-            views = _views(teacher, hidden)
-        own = _views(self.model, hidden)  # with gradients, which a step on the half-width kernel would not have
+            views = _views(teacher, hidden, None)
+        own = _views(
+            self.model, hidden, positions
+        )  # with gradients, which a step on the half-width kernel would not have
         errors, last = [], len(views) if wanted else max(self.layers) + 1
         for i, (block, student) in enumerate(zip(teacher.model.layers[:last], self.model.model.layers, strict=False)):
             with torch.no_grad():
@@ -121,9 +132,9 @@ class Distillation(nn.Module):
             return local, teacher.model.norm(hidden) if wanted else None
 
 
-def _views(model: FarspanForCausalLM, hidden: Tensor) -> list[View]:
+def _views(model: FarspanForCausalLM, hidden: Tensor, positions: Tensor | None) -> list[View]:
     """How each layer of a model sees a text read whole from its beginning."""
-    options: dict[str, Any] = {"attention_mask": None, "position_ids": None, "cache": None, "whole_cache": False}
+    options: dict[str, Any] = {"attention_mask": None, "position_ids": positions, "cache": None, "whole_cache": False}
     frame = Frame(hidden, rotary=model.config.rotary(), causal=True, **options)
     attentions = [block.self_attn for block in model.model.layers]
     return [frame.view(a, i, hidden, rotated_cache=a.rotates_before_cache) for i, a in enumerate(attentions)]

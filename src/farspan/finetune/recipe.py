@@ -11,8 +11,20 @@ from typing import Any
 from farspan.errors import require, require_choice, unknown
 from farspan.finetune.objectives import NEXT_TOKEN, OBJECTIVES
 from farspan.training.config import OptimizerSection, parse_section, read_toml
+from farspan.training.skipping import check_reach
 
-NAMES = ("paper", "distill", "distill-long", "distill-local-long", "long-ntk", "long-pi", "long-yarn")
+NAMES = (
+    "paper",
+    "distill",
+    "distill-long",
+    "distill-skip",
+    "distill-long-skip",
+    "distill-local-long",
+    "long-ntk",
+    "long-skip",
+    "long-pi",
+    "long-yarn",
+)
 """The recipes that come with the package."""
 FEWEST_STEPS = 500
 """A budget below a recipe's own first takes rows from a step, and steps only when no more than these are left."""
@@ -69,6 +81,8 @@ class Stage:
     """Objective → weight; see :data:`farspan.finetune.objectives.OBJECTIVES`."""
     length: int = 2048
     batch_size: int = 256
+    reach: int = 1
+    """Positions go up to so many times `length` (:mod:`farspan.training.skipping`); 1 = they count on."""
     passkey_share: float = 0.0
     train_length: int = 0
     """What the model's training length is from here on, which dynamic NTK and YaRN measure against; 0 = as it is, or
@@ -105,6 +119,7 @@ class Stage:
         for key, least in (("length", 2), ("batch_size", 1), ("train_length", 0)):
             value = getattr(self, key)
             require(value >= least, f"{key} of stage {name} must be at least {least}, got {value}")
+        check_reach(self.reach, self.length, f"stage {name}")
         optimizer, lora = self.optimizer, self.lora
         require(optimizer.steps >= 1, f"optimizer.steps of stage {name} must be at least 1, got {optimizer.steps}")
         require(

@@ -158,10 +158,10 @@ def stage_job(stage: Stage, path: Path, origin: Origin, run: RunSection) -> Job:
 
     def objective(model: FarspanForCausalLM) -> nn.Module:
         if not stage.needs_teacher:
-            return NextToken(model)
+            return NextToken(model, reach=stage.reach)
         assert origin.teacher is not None  # refused before the first stage
         teacher = load(open_source(origin.teacher), dtype=torch.float32)
-        return Distillation(model, teacher, stage.objective, compile=run.compile)
+        return Distillation(model, teacher, stage.objective, compile=run.compile, reach=stage.reach)
 
     return Job(
         settings={

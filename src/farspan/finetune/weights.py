@@ -65,7 +65,7 @@ def give_lengths(model: FarspanForCausalLM, stage: Stage) -> None:
     elif rope:
         _refuse_other_law(config, stage)
     config.train_length = trained
-    config.max_position_embeddings = max(config.max_position_embeddings, stage.length)
+    config.max_position_embeddings = max(config.max_position_embeddings, stage.length * stage.reach)
     if rope:
         model.set_rope_parameters(**rope)
 

@@ -16,17 +16,22 @@ from farspan.training.config import DataSection, TrainConfig
 from farspan.training.job import Job
 from farspan.training.loop import Progress, run
 from farspan.training.loss import linear_cross_entropy
+from farspan.training.skipping import skipped_positions
 
 
 class NextToken(nn.Module):
-    """The objective of pre-training: ids (b, n+1) → mean loss of predicting each token from those before it."""
+    """The objective of pre-training: ids (b, n+1) → mean loss of predicting each token from those before it.
 
-    def __init__(self, model: FarspanForCausalLM) -> None:
+    reach: positions go up to so many times the row (:mod:`farspan.training.skipping`); 1 = they count on.
+    """
+
+    def __init__(self, model: FarspanForCausalLM, *, reach: int = 1) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.reach = model, reach
 
     def forward(self, ids: Tensor) -> Tensor:
-        hidden = self.model.model(ids[:, :-1], use_cache=False).last_hidden_state.flatten(0, 1)
+        positions = skipped_positions(ids[:, :-1], self.reach)
+        hidden = self.model.model(ids[:, :-1], position_ids=positions, use_cache=False).last_hidden_state.flatten(0, 1)
         return linear_cross_entropy(hidden.to(product_dtype(hidden)), self.model.lm_head.weight, ids[:, 1:].flatten())
 
 
