@@ -1,4 +1,4 @@
-"""On a GPU layers and models prepare queries and keys with the kernel by themselves, compiled or not."""
+"""On a GPU layers and models can prepare queries and keys with the kernel, compiled or not."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,13 +11,15 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from farspan import FarspanConfig, FarspanForCausalLM
 from farspan.layers import Attention
 from farspan.ops import DynamicNTK, Rotary, coca_attention
+from farspan.ops.coca import preparation
 from farspan.ops.coca.preparation import preparation_refusal
 
 pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(autouse=True)
-def _forget() -> Iterator[None]:
+def _by_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(preparation, "AUTO", True)
     yield
     torch.compiler.reset()
 

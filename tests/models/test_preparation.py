@@ -36,7 +36,8 @@ def by(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def choose(who: str) -> None:
         monkeypatch.setattr(frame, "kernel_prepares", lambda *_: who == "kernel")
-        monkeypatch.setattr(preparation, "preparation_refusal", lambda *_: None if who == "kernel" else "not wanted")
+        monkeypatch.setattr(preparation, "AUTO", who == "kernel")
+        monkeypatch.setattr(preparation, "preparation_refusal", lambda *_: None)
 
     return choose
 

@@ -26,7 +26,8 @@ LAWS = [None, YaRN(4, 16), DynamicNTK(4, 16, "per_request"), DynamicNTK(4, 16, "
 
 @pytest.fixture
 def _by_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU where "auto" takes the kernel."""
+    """As on a GPU, were "auto" to take the kernel."""
+    monkeypatch.setattr(preparation, "AUTO", True)
     monkeypatch.setattr(preparation, "preparation_refusal", lambda *_: None)
 
 
@@ -141,7 +142,8 @@ def test_one_graph_prepares_texts_of_every_length(positions: bool) -> None:
 @pytest.mark.parametrize("who", ["kernel", "torch"])
 def test_one_graph_attends_whatever_the_sizes(who: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With dynamic=True nothing may write a size into a message, nor hand SDPA a truth value that is a letter."""
-    monkeypatch.setattr(preparation, "preparation_refusal", lambda *_: None if who == "kernel" else "not wanted")
+    monkeypatch.setattr(preparation, "AUTO", who == "kernel")
+    monkeypatch.setattr(preparation, "preparation_refusal", lambda *_: None)
     graphs = CompileCounterWithBackend("aot_eager")
 
     def attend(q: Tensor, t: Tensor, v: Tensor) -> Tensor:

@@ -23,8 +23,8 @@ QUICK = {
     "coca-strict",
     "rope, flash",
     "rope, cudnn",
-    "coca-exact, torch",
-    "coca-slack, torch",
+    "coca-exact, fused",
+    "coca-slack, fused",
 }
 MUST_RUN = ("rope", "coca-exact", "coca-slack", "coca-strict")
 """If one of these fails there is no row; of the others the reason is told."""

@@ -50,7 +50,7 @@ def check(shape: Shape, device: str, dtype: torch.dtype) -> list[dict[str, Any]]
                 raise
             rows.append({"kind": "check", "attention": name, **shape._asdict(), "missing": reason(failure)})
             continue
-        least = 0.0 if name in (family, f"{family}, torch") else LOOSE[dtype]
+        least = 0.0 if name in (family, f"{family}, fused") else LOOSE[dtype]
         shares = {what: _share(got[what], plain[what], truth[what], least) for what in truth}
         worst = max(shares, key=lambda what: shares[what][0] / shares[what][1])
         error, allowed = shares[worst]

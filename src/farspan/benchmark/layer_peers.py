@@ -10,6 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from farspan.benchmark.attention import published_coca
 from farspan.layers import Attention
 from farspan.ops import alibi_attention, coca_attention, rope_attention
+from farspan.ops.phases import phase_plan
 from farspan.ops.positions import resolve
 from farspan.ops.softmax.interface import alibi_slopes
 from farspan.ops.softmax.reference import repeat_heads
@@ -18,8 +19,8 @@ FAMILIES = ("rope", "coca-exact", "coca-slack", "coca-strict", "alibi")
 KERNELS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 WITH_KERNEL = ("rope", "coca-exact", "coca-slack")
 """Families timed on each of SDPA's kernels by name as well, so that no ratio hangs on which one SDPA picks."""
-IN_TORCH = ("coca-exact", "coca-slack")
-"""Families timed with a preparation in plain torch as well, where the library by itself takes a kernel."""
+FUSED = ("coca-exact", "coca-slack")
+"""Families timed with the kernel's preparation as well, where the library by itself takes plain torch."""
 SCORES = 2**31
 """The most N×N scores for which the published formulation is run."""
 UNROLLED = 4096
@@ -68,7 +69,7 @@ def contestants(shape: Shape, device: str) -> tuple[dict[str, Attention], dict[s
     for kernel, backend in KERNELS.items():
         layers |= {f"{family}, {kernel}": Peer(shape, family, through_sdpa(backend)) for family in WITH_KERNEL}
     if device == "cuda":
-        layers |= {f"{family}, torch": Peer(shape, family, through_tables) for family in IN_TORCH}
+        layers |= {f"{family}, fused": Peer(shape, family, through_preparation) for family in FUSED}
     for family in ("rope", "alibi"):
         layers[f"{family}, flex"] = Peer(shape, family, through_flex(shape, device, alibi=family == "alibi"))
     scores = shape.b * shape.h * shape.n**2
@@ -110,11 +111,11 @@ def through_sdpa(backend: SDPBackend) -> Callable[[Attention, Tensor, Tensor, Te
     return core
 
 
-def through_tables(layer: Attention, q: Tensor, t: Tensor, v: Tensor) -> Tensor:
-    """q̃ and k̃ in plain torch from tables of angles, and SDPA's own choice for the rest."""
+def through_preparation(layer: Attention, q: Tensor, t: Tensor, v: Tensor) -> Tensor:
+    """q̃ and k̃ by the Triton kernel, forward and backward, and SDPA's own choice for the rest."""
     assert layer.rotary is not None
     n = q.shape[2]
-    plan = layer.rotary.plan(0, n, n, dtype=q.dtype, device=q.device)
+    plan = phase_plan(layer.rotary, resolve(0, n, n, q.device), causal=True)
     return sdpa(layer, *layer.features(q, t, plan), v)
 
 

@@ -55,9 +55,7 @@ def coca_attention(
         backend: "auto", "sdpa" (dot-product form, O(N) memory), "triton" (kernels, see
             :mod:`farspan.ops.coca.triton_backend`; refuses with the reason where they cannot run) or "reference" (the
             equations, N×N×d). "auto" is "sdpa", except for a single query on a CPU (:mod:`farspan.ops.coca.waves`)
-            and a few on a Hopper GPU (:func:`farspan.ops.coca.decoding.half_width_refusal` says where not, and why);
-            on most GPUs a kernel makes its queries and keys ready
-            (:func:`farspan.ops.coca.preparation.preparation_refusal` says where not).
+            and a few on a Hopper GPU (:func:`farspan.ops.coca.decoding.half_width_refusal` says where not, and why).
 
     Returns:
         (b, h, n, dv) in q's dtype.

@@ -13,6 +13,9 @@ from farspan.ops.phases import PhasePlan, Phases, phase_plan
 from farspan.ops.positions import Positions
 from farspan.ops.rotary import Angles, Plan, Rotary
 
+AUTO = False
+"""Whether "auto" takes the kernel wherever it can: not before compiled layers are timed with it (`farspan bench layer`,
+", fused"). backend="triton" does."""
 DTYPES = (torch.bfloat16, torch.float32)
 """Those the kernel prepares: squares leave float16's range, which :func:`~farspan.ops.coca.fused.balance` mends."""
 
@@ -31,11 +34,11 @@ def coca_plan(rotary: Rotary, places: Positions, *, causal: bool, dtype: torch.d
 
 def kernel_prepares(dtype: torch.dtype, width: int, device: torch.device) -> bool:
     """Whether "auto" prepares q̃ and k̃ with the kernel."""
-    return preparation_refusal(dtype, width, device) is None
+    return AUTO and preparation_refusal(dtype, width, device) is None
 
 
 def preparation_refusal(dtype: torch.dtype, width: int, device: torch.device) -> str | None:
-    """Why "auto" prepares heads of a width with plain torch; None when it takes the kernel.
+    """Why the kernel cannot prepare heads of a width; None when it can.
 
     >>> preparation_refusal(torch.float32, 64, torch.device("cpu"))
     'the kernel prepares on CUDA alone, got cpu'
