@@ -68,6 +68,13 @@ def test_a_layer_launches_it_once_forwards_and_once_backwards(compiled: bool, dt
     assert launches(lambda: layer.half()(x.half())) == 0
 
 
+def test_by_default_nobody_launches_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    layer = Attention(256, 4, "coca-slack", num_key_heads=1).to("cuda", torch.bfloat16)
+    x = torch.randn(2, 300, 256, device="cuda", dtype=torch.bfloat16)
+    assert launches(lambda: layer(x).sum().backward()) == 0
+
+
 @pytest.mark.parametrize("form", ["exact", "slack"])
 @pytest.mark.parametrize("group", [1, 4])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

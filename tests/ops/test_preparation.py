@@ -90,7 +90,8 @@ def test_transforms_of_torch_func_keep_plain_torch() -> None:
     assert "forward-mode" in str(found[2])
 
 
-def test_a_cpu_prepares_from_tables() -> None:
+def test_a_cpu_prepares_from_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preparation, "AUTO", True)
     places = resolve(None, 5, 5, torch.device("cpu"))
     [part] = coca_plan(Rotary(8), places, causal=True, dtype=torch.float32)
     assert not isinstance(part.query, Phases)
@@ -106,6 +107,14 @@ def test_another_dtype_than_the_plan_was_made_for_is_prepared_by_torch(dtype: to
     got = prepared(q, t, part.query, part.key, form="slack")
     for a, b in zip(got, coca_features(q, t, table.query, table.key, form="slack"), strict=True):
         assert (a - b).abs().max() <= 20 * torch.finfo(dtype).eps * b.abs().max()
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "triton", "reference"])
+def test_a_plan_of_phases_is_for_auto(backend: str) -> None:
+    q, t, v = inputs(6, d=16)
+    plan = phase_plan(Rotary(16), resolve(None, 6, 6, q.device), causal=True)
+    with pytest.raises(ValueError, match=f"a plan of phases is for backend='auto', got '{backend}'; pass the Rotary"):
+        coca_attention(q, t, v, rotary=plan, backend=backend)
 
 
 def test_angles_of_another_device_are_refused() -> None:

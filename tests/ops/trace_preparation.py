@@ -64,6 +64,12 @@ if __name__ == "__main__":
     from triton.runtime import driver
 
     driver.set_active(NoGpu())
+    from torch._library.triton import get_triton_kernels_for_op
+
+    from farspan.ops.coca.kernels.prepare import prepare_kernel
+
+    for name in ("farspan::coca_prepare", "farspan::coca_prepare_backward"):  # else a cache would keep an old kernel
+        assert get_triton_kernels_for_op(name) == [prepare_kernel], name
     trace(2, 100, 100, positions=False, folded=True, dynamic=False)
     trace(2, 100, 120, positions=False, folded=True, dynamic=True)
     trace(1, 100, 120, positions=True, folded=True, dynamic=True)

@@ -11,7 +11,7 @@ from farspan.ops.coca.preparation import coca_plan, prepared
 from farspan.ops.coca.reference import scores_exact, scores_slack
 from farspan.ops.coca.triton_backend import auto_takes_triton, triton_attention
 from farspan.ops.coca.waves import Waves, attend_waves, takes_waves
-from farspan.ops.phases import PhasePlan
+from farspan.ops.phases import PhasePlan, Phases
 from farspan.ops.positions import PositionsArgument
 from farspan.ops.rotary import Plan, Rotary
 from farspan.ops.rotary_reference import turns
@@ -43,8 +43,9 @@ def coca_attention(
         q: (b, h, n, d) queries, before rotation. When n < m they are the last n positions.
         t: (b, g, m, d/2) coefficients, un-rotated, after their activation (Eq. 6); g divides h.
         v: (b, g, m, dv) values.
-        rotary: the angles; None for no rotation (NoPE); or a ready :meth:`Rotary.plan`, to share it between layers, or
-            for a single query ready :class:`~farspan.ops.coca.waves.Waves`.
+        rotary: the angles; None for no rotation (NoPE); or, to share them between layers, a ready :meth:`Rotary.plan`
+            or :func:`~farspan.ops.coca.preparation.coca_plan`, for a single query ready
+            :class:`~farspan.ops.coca.waves.Waves`.
         form: "exact" (Eq. 9 = Eq. 17) or "slack" (Eq. 10). Strict is exact with tied q (Eq. 11).
         positions: see :mod:`farspan.ops.positions`.
         causal: a query sees keys up to itself.
@@ -86,6 +87,8 @@ def coca_attention(
         require(backend == "auto", f"ready waves are for backend='auto', got {backend!r}; pass the Rotary")
         rotary.check(q, t, form)
         return attend_waves(q, t, v, rotary, form=form, sight=call.sight, scale=call.scale)
+    if isinstance(rotary, tuple) and any(isinstance(part.query, Phases) for part in rotary):
+        require(backend == "auto", f"a plan of phases is for backend='auto', got {backend!r}; pass the Rotary")
     if backend == "triton" or (backend == "auto" and auto_takes_triton(q, t, v, rotary, documents)):
         return triton_attention(q, t, v, rotary=rotary, form=form, call=call)
     if backend == "reference":

@@ -21,8 +21,11 @@ TILE = 2048
 """Pairs of one head that a program holds at a time."""
 
 register = custom_op if INTERPRETED else triton_op
-"""torch.compile looks into a `triton_op` and launches its kernel itself, which spares the processor most of a launch;
-there is nothing to look into where the interpreter runs."""
+"""torch.compile looks into a `triton_op`, so that the launch comes from compiled code; there is nothing to look into
+where the interpreter runs. Registering one imports Inductor, some seconds at the first use of this module.
+
+The ops name their kernel themselves: torch.compile's cache on disk looks for it in their source, and would not notice a
+change of one that is named elsewhere."""
 
 
 @triton.jit
@@ -202,7 +205,8 @@ def prepare_op(
     """
     q_, k_ = Room.like(q, q.shape), Room.like(t, (*t.shape[:3], q.shape[-1]))
     where = (query_positions, key_positions, query_first, key_first)
-    _launch(q, t, q_, k_, None, None, step, *where, form, factor)
+    kernel = prepare_kernel if INTERPRETED else wrap_triton(prepare_kernel)
+    _launch(kernel, q, t, q_, k_, None, None, step, *where, form, factor)
     return q_.view, k_.view
 
 
@@ -222,11 +226,13 @@ def prepare_backward_op(
     """The gradients of q and t, given those of q̃ and k̃; both laid out as q is, which t most likely was, too."""
     dq, dt = Room.like(q, q.shape), Room.like(q, (*k_gradient.shape[:3], q.shape[-1] // 2))
     where = (query_positions, key_positions, query_first, key_first)
-    _launch(q, None, dq, dt, q_gradient, k_gradient, step, *where, form, factor)
+    kernel = prepare_kernel if INTERPRETED else wrap_triton(prepare_kernel)
+    _launch(kernel, q, None, dq, dt, q_gradient, k_gradient, step, *where, form, factor)
     return dq.view, dt.view
 
 
 def _launch(
+    kernel: Any,
     q: Tensor,
     t: Tensor | None,
     q_out: Room,
@@ -252,7 +258,6 @@ def _launch(
     programs = cdiv(n, block) * cdiv(h, HEADS) + cdiv(m, block) * cdiv(g, HEADS)
     strides = [s for x in (q, t, q_out.view, k_out.view, q_gradient, k_gradient) for s in _strides(x)]
     rows = [0 if x is None or x.shape[0] == 1 else x.stride(0) for x in (step, query_positions, key_positions)]
-    kernel = prepare_kernel if INTERPRETED else wrap_triton(prepare_kernel)
     with nullcontext() if is_traced() else torch.cuda.device_of(q):  # compiled code sets the device itself
         kernel[(programs, b)](
             q, t, q_out.memory, k_out.memory, q_gradient, k_gradient, step, query_positions, key_positions,
