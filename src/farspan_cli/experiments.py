@@ -25,6 +25,9 @@ def reproduce(
         str | None,
         typer.Option(help="Tables, figures, tasks or runs, e.g. table1,figure1 or listops or distill. Default: all."),
     ] = None,
+    ends: Annotated[
+        bool, typer.Option("--ends", help="`dropin`: measure only what the runs end with, not their stages before.")
+    ] = False,
     text: Annotated[
         list[str] | None,
         typer.Option(help="Training text, or SOURCE=WEIGHT; repeat for a mixture.", show_default=False),
@@ -78,7 +81,8 @@ def reproduce(
             text = f"{standing.step}: {standing.detail}" if standing.detail else standing.step
             show(standing.share, 1.0, text)
 
-        page = run(replace(chosen, corpus=corpus), out, only=only.split(",") if only else None, report=tell)
+        names = only.split(",") if only else None
+        page = run(replace(chosen, corpus=corpus), out, only=names, ends=ends, report=tell)
     tables = page.parent / "tables"
     for table in sorted([*tables.glob("table*.md"), *tables.glob("cosformer-*.md"), *tables.glob("dropin*.md")]):
         console.print(table.read_text(), markup=False, highlight=False)

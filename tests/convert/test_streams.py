@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from farspan import FarspanConfig, FarspanForCausalLM
-from farspan.convert.streams import Streams, mapped
+from farspan.convert import streams as streams_module
+from farspan.convert.streams import Streams, fits, mapped
 from farspan.convert.target import replace_attention
 from farspan.layers import AttentionSpec
 
@@ -59,10 +60,19 @@ def test_anonymous_memory_does_not_grow_with_the_tokens() -> None:
     assert grown <= allowed
 
 
-def test_streams_are_the_models_hidden_states_on_both_sides() -> None:
-    torch.manual_seed(0)
-    model = FarspanForCausalLM(FarspanConfig.preset("tiny", attention="rope")).eval()
-    ids, layers = torch.randint(0, 512, (5, 12)), model.model.layers
+@pytest.mark.parametrize(
+    ("device", "kept"), [("cpu", False), ("cpu", True), pytest.param("cuda", True, marks=pytest.mark.gpu)]
+)
+def test_streams_are_the_models_hidden_states_on_both_sides(
+    device: str, kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In files, and in the memory of a device that has room."""
+    if device == "cpu":
+        monkeypatch.setattr(streams_module, "fits", lambda *_: kept)
+    made, right = list[object](), streams_module.mapped
+    monkeypatch.setattr(streams_module, "mapped", lambda *a: made.append(a) or right(*a))
+    model = FarspanForCausalLM(FarspanConfig.preset("tiny", attention="rope")).eval().to(device)
+    ids, layers = torch.randint(0, 512, (5, 12), device=device), model.model.layers
     with torch.no_grad():
         before = model(ids, output_hidden_states=True).hidden_states
         streams = Streams(model, ids, batch=2)
@@ -77,6 +87,14 @@ def test_streams_are_the_models_hidden_states_on_both_sides() -> None:
     for i, stream in enumerate((before[2], after[2])):
         assert torch.allclose(torch.cat([pair[i] for pair in inputs]), norm(stream[1:4]), atol=1e-5)
     assert not torch.allclose(before[2], after[2], atol=1e-3)
+    assert len(made) == (0 if kept else 2)
+
+
+def test_a_device_keeps_streams_where_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (400, 1000))
+    assert fits(100, torch.device("cuda"))
+    assert not fits(101, torch.device("cuda"))
+    assert not fits(1, torch.device("cpu"))
 
 
 def test_a_temporary_folder_without_room_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

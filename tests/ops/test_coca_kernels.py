@@ -34,9 +34,10 @@ def eager(q: Tensor, t: Tensor, v: Tensor, *, mask: Tensor, rotary: Rotary | Non
 def assert_as_good_as_eager(out: Tensor, truth: Tensor, plain: Tensor) -> None:
     """Error at most twice that of eager in the same dtype; the rounding of the result itself is always allowed.
 
-    Two of them in float32 on a GPU, whose power of two is itself only right to that.
+    Four of them in float32: the kernel's angles are right to one, so are its powers of two on a GPU, and how good eager
+    is depends on how a processor adds up.
     """
-    units = 2 if out.dtype == torch.float32 and DEVICE == "cuda" else 1
+    units = 4 if out.dtype == torch.float32 else 1
     rounding = units * float(truth.abs().max()) * torch.finfo(out.dtype).eps
     ours, theirs = ((x.double() - truth).abs() for x in (out, plain))
     assert out.isfinite().all()

@@ -233,6 +233,11 @@ def test_only_takes_a_run_with_all_it_comes_from(toml: Path, tmp_path: Path) -> 
         "distill-long-4-long",
         "distill-3-text",
     ]  # its end, then what it shares
+    ends = plan(Preset.load("dropin"), tmp_path, ["distill-long", "calibrated"], ends=True)
+    assert {step.model for step in ends if step.kind == "bits"} == {"distill-long-4-long", "calibrated"}
+    assert [s.name for s in ends if s.kind == "finetune"] == [s.name for s in steps if s.kind == "finetune"]
+    with pytest.raises(ValueError, match="--ends is for a preset with a study, such as dropin"):
+        plan(Preset.load("cpu"), tmp_path, ends=True)
     with pytest.raises(ValueError, match=r"--only must name some of original, calibrated, distill, .* got 'table1'"):
         plan(Preset.load(toml), tmp_path, ["table1"])
 

@@ -97,8 +97,8 @@ def calibrate(
     """Replace a RoPE model's attention in place, fitted on ids (windows, length); the report says how well.
 
     Layers are done from below. Memory is for the model, a few copies of one layer's attention and a batch of windows;
-    the hidden states of all windows lie in the temporary folder (:class:`Streams`), two times ids.numel() · hidden_size
-    numbers of the model's dtype.
+    the hidden states of all windows, two times ids.numel() · hidden_size numbers of the model's dtype, lie on a GPU
+    that has room, else in the temporary folder (:class:`Streams`).
     `keep_rope` puts the worst layers back as they were: a mixed model. The layers above them were fitted on what the
     replaced ones gave.
 

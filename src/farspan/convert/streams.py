@@ -1,4 +1,4 @@
-"""Hidden states of all calibration windows on their way up through a model, kept on disk."""
+"""Hidden states of all calibration windows on their way up through a model, kept on a GPU with room or on disk."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -11,6 +11,21 @@ from farspan.files import NO_ROOM
 from farspan.layers.attention import Attention
 from farspan.models import FarspanForCausalLM
 from farspan.models.modeling import FarspanBlock
+
+PASS = 16
+"""Windows that go through a block together on a GPU that keeps the streams: fewer leave it idle."""
+
+
+def fits(size: int, device: torch.device) -> bool:
+    """Whether a device keeps so many bytes for good: a GPU with four times as many free."""
+    return device.type == "cuda" and 4 * size <= torch.cuda.mem_get_info(device)[0]
+
+
+def room(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Empty, on the device if it :func:`fits` there, else :func:`mapped`."""
+    if fits(torch.Size(shape).numel() * dtype.itemsize, device):
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
+    return mapped(shape, dtype)
 
 
 def mapped(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -41,14 +56,15 @@ def mapped(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 class Streams:
     """What the original gives each layer, and what the new model gives it: (windows, length, hidden) each.
 
-    They lie in the temporary folder in the model's dtype, once as long as both agree, and pass through memory `batch`
-    windows at a time. So calibration needs memory for a batch, whatever the number of windows.
+    In the model's dtype, once as long as both agree: on a GPU that has room, else in the temporary folder, from where
+    they pass through memory `batch` windows at a time. So calibration needs memory for a batch, whatever the number of
+    windows.
     """
 
     def __init__(self, model: FarspanForCausalLM, ids: Tensor, batch: int) -> None:
         embed = model.model.embed_tokens
         self._batch, self._device = batch, model.device
-        self._teacher = self._student = mapped((*ids.shape, embed.embedding_dim), model.dtype)
+        self._teacher = self._student = room((*ids.shape, embed.embedding_dim), model.dtype, model.device)
         with torch.no_grad():
             for place, rows in zip(self._teacher.split(batch), ids.split(batch), strict=True):
                 place.copy_(embed(rows.to(self._device)))
@@ -67,9 +83,10 @@ class Streams:
         """Both through a block, each with its own attention; as long as they agree, once."""
         parted = self._student is self._teacher and student is not teacher
         if parted:
-            self._student = mapped(self._teacher.shape, self._teacher.dtype)
-        for start in range(0, len(self._teacher), self._batch):
-            part = slice(start, start + self._batch)
+            self._student = room(self._teacher.shape, self._teacher.dtype, self._device)
+        step = max(self._batch, PASS) if self._teacher.is_cuda else self._batch
+        for start in range(0, len(self._teacher), step):
+            part = slice(start, start + step)
             theirs = self._teacher[part].to(self._device)
             if self._student is not self._teacher:
                 ours = theirs if parted else self._student[part].to(self._device)

@@ -16,10 +16,14 @@ MEASUREMENTS = {"perplexity": "ppl", "passkey": "passkey", "near-far": "passkey"
 """The step that gives each kind of table or figure its numbers."""
 
 
-def plan(preset: Preset, folder: Path, only: list[str] | None = None) -> list[Step]:
-    """All steps for the chosen tables and figures; training comes before what needs it."""
+def plan(preset: Preset, folder: Path, only: list[str] | None = None, *, ends: bool = False) -> list[Step]:
+    """All steps for the chosen tables and figures; training comes before what needs it.
+
+    ends: of a study, measure only the models that runs end with.
+    """
     if preset.study.conversions:
-        return study_steps(preset, folder, only)
+        return study_steps(preset, folder, only, ends=ends)
+    require(not ends, "--ends is for a preset with a study, such as dropin, got another; leave it out")
     return _task_steps(preset, folder, only) if preset.tasks else _length_steps(preset, folder, only)
 
 

@@ -41,6 +41,7 @@ def reproduce(
     out: str | os.PathLike[str],
     *,
     only: list[str] | None = None,
+    ends: bool = False,
     report: Callable[[Standing], None] | None = None,
 ) -> Path:
     """Do what is missing in `out` and return the path of its page. Call again after an interruption.
@@ -48,13 +49,18 @@ def reproduce(
     Several processes may be given one folder, on one GPU or on several: each takes the first step of the plan that is
     ready and that no other has taken. A step that fails is recorded in ``status.json`` with its message; steps that
     need it are left pending.
+
+    Args:
+        only: names of tables, figures, tasks or runs; None = all.
+        ends: of a study, measure only the models that these runs end with. A second process then waits for them,
+            where it would measure others beside a training on the same device.
     """
     require(
         int(os.environ.get("WORLD_SIZE", "1")) == 1,
         f"reproduce runs in one process, got WORLD_SIZE {os.environ.get('WORLD_SIZE')}; use farspan train for several",
     )
     folder = Path(out).resolve()
-    steps = plan(preset, folder, only)
+    steps = plan(preset, folder, only, ends=ends)
     study = bool(preset.study.conversions)
     if not all(step.result.exists() for step in (steps if study else steps[:1])):
         if study:

@@ -212,28 +212,28 @@ class Study:
                 before = known.name
         return list(found.values())
 
-    def chosen(self, only: list[str] | None) -> tuple[list[Member], list[Member]]:
-        """The models of these conversions and runs, what they end with first, and, in the order they are made, those
-        and all they come from."""
+    def chosen(self, only: list[str] | None, *, ends: bool = False) -> tuple[list[Member], list[Member]]:
+        """The models of these conversions and runs, what they end with first or alone, and, in the order they are
+        made, all of them with what they come from."""
         known = [*self.conversions, *self.runs]
         for name in only or []:
             require(
                 name in known, f"--only must name some of {', '.join(known)}, got {name!r}; separate them by commas"
             )
         wanted = set(only or known) & self.conversions.keys()
-        ends = set(wanted)
+        last = set(wanted)
         for name in set(only or known) & self.runs.keys():
             run, stages = self.run(name), self.recipe(name).stages
             own = [m for m in self.members.values() if m.stages and m.start == run.start]
             wanted |= {m.name for m in own if stages[: len(m.stages)] == m.stages}
-            ends |= {m.name for m in own if stages == m.stages}
+            last |= {m.name for m in own if stages == m.stages}
         made, members = set[str](), self.members
         for name in wanted:
             while name:
                 made.add(name)
                 name = members[name].before
-        asked = sorted((m for m in members.values() if m.name in wanted), key=lambda m: m.name not in ends)
-        return asked, [m for m in members.values() if m.name in made]
+        asked = sorted((m for m in members.values() if m.name in wanted), key=lambda m: m.name not in last)
+        return asked[: len(last)] if ends else asked, [m for m in members.values() if m.name in made]
 
 
 def _require_least(section: object, **least: int) -> None:

@@ -8,14 +8,14 @@ from farspan.reproduce.step import Step
 from farspan.reproduce.study import Member
 
 
-def study_steps(preset: Preset, folder: Path, only: list[str] | None) -> list[Step]:
+def study_steps(preset: Preset, folder: Path, only: list[str] | None, *, ends: bool) -> list[Step]:
     """Conversions, the longest first, text, trainings, and then measurements, in the order of ``[study.measures]``,
-    of the models that the chosen runs end with before those on the way there.
+    of the models that the chosen runs end with before those on the way there, or of these alone.
 
     A process takes the first step that is ready, so that a measurement is made only where no training could begin.
     """
     study, results = preset.study, folder / "results"
-    wanted, made = study.chosen(only)
+    wanted, made = study.chosen(only, ends=ends)
     data = Step("data", folder / "data" / "done.json")
     makes = {m.name: _making(m, data, results) for m in made}
     starts = [m.name for m in made if not m.stages]
