@@ -26,7 +26,8 @@ def reproduce(
         typer.Option(help="Tables, figures, tasks or runs, e.g. table1,figure1 or listops or distill. Default: all."),
     ] = None,
     ends: Annotated[
-        bool, typer.Option("--ends", help="`dropin`: measure only what the runs end with, not their stages before.")
+        bool,
+        typer.Option("--ends", help="`dropin`: measure conversions and what runs end with, not the stages before."),
     ] = False,
     text: Annotated[
         list[str] | None,

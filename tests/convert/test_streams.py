@@ -66,7 +66,8 @@ def test_anonymous_memory_does_not_grow_with_the_tokens() -> None:
 def test_streams_are_the_models_hidden_states_on_both_sides(
     device: str, kept: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In files, and in the memory of a device that has room."""
+    """In files, and in the memory of a device that has room, there three windows at a time."""
+    monkeypatch.setattr(streams_module, "PASS", 40)
     if device == "cpu":
         monkeypatch.setattr(streams_module, "fits", lambda *_: kept)
     made, right = list[object](), streams_module.mapped
@@ -91,7 +92,7 @@ def test_streams_are_the_models_hidden_states_on_both_sides(
 
 
 def test_a_device_keeps_streams_where_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (400, 1000))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (200, 1000))
     assert fits(100, torch.device("cuda"))
     assert not fits(101, torch.device("cuda"))
     assert not fits(1, torch.device("cpu"))

@@ -11,13 +11,13 @@ from safetensors.torch import load_file
 
 import farspan.training.loop as loop
 import farspan_cli
-from farspan import FarspanForCausalLM
+from farspan import FarspanConfig, FarspanForCausalLM
 from farspan.convert import from_pretrained
 from farspan.convert.note import read_note
 from farspan.data import prepare
 from farspan.evaluation.laws import law_of
 from farspan.finetune import Distillation, Recipe, Standing, finetune, open_origin
-from farspan.finetune.weights import begun, merge_lora, resumed
+from farspan.finetune.weights import begun, give_lengths, merge_lora, resumed
 from farspan.training.config import RunSection
 from tests.finetune.folders import losses, made, recipe
 
@@ -152,6 +152,37 @@ def test_a_stage_of_far_positions_goes_on_where_it_stopped(
     assert losses(tmp_path / "cut" / "stage-1-s0") == losses(tmp_path / "whole" / "stage-1-s0")
     near = finetune(coca, {source: 1.0}, recipe({"objective": {"logit-kl": 1.0}}), tmp_path / "near")
     assert not torch.equal(weights(near)["model.norm.weight"], weights(done)["model.norm.weight"])
+
+
+FAR = recipe({"reach": 4, "rope_parameters": {"rope_type": "yarn"}}).stages[0]
+
+
+@pytest.mark.parametrize(
+    "options", [{"attention": "rope", "log_length": True}, {"attention": {"kind": "coca", "window": 8}}], ids=str
+)
+def test_far_positions_are_refused_where_they_would_mean_something_else(options: dict) -> None:
+    model = FarspanForCausalLM(FarspanConfig.preset("tiny", train_length=16, **options))
+    with pytest.raises(ValueError, match=r"reach of stage s0 must be 1 for a model with windows.* got 4"):
+        give_lengths(model, FAR)
+
+
+def test_a_factor_follows_from_what_positions_reach() -> None:
+    model = FarspanForCausalLM(FarspanConfig.preset("tiny", train_length=16))
+    give_lengths(model, FAR)
+    assert law_of(model.config) == "yarn-4"
+
+
+def test_a_run_from_before_there_was_a_reach_is_the_same_run(folders: tuple[Path, Path, str], tmp_path: Path) -> None:
+    _, coca, source = folders
+    near, far = recipe({}), recipe({"reach": 2})
+    finetune(coca, {source: 1.0}, near, tmp_path / "near")
+    settings = json.loads((tmp_path / "near" / "stage-1-s0" / "model" / "trainer.json").read_text())["config"]
+    assert "reach" not in settings["stage"]
+    with pytest.raises(ValueError, match=r"stage.reach is 2, but .* was started with None"):
+        finetune(coca, {source: 1.0}, far, tmp_path / "near")
+    finetune(coca, {source: 1.0}, far, tmp_path / "far")
+    with pytest.raises(ValueError, match=r"stage.reach is None, but .* was started with 2"):
+        finetune(coca, {source: 1.0}, near, tmp_path / "far")
 
 
 def test_a_finished_recipe_is_not_repeated(whole: Path, folders: tuple[Path, Path, str]) -> None:

@@ -19,6 +19,12 @@ def drawn(seed: int, rows: int = 6, n: int = 32) -> torch.Tensor:
     return torch.randint(257, (rows, n), generator=torch.Generator().manual_seed(seed))
 
 
+def far_ids() -> torch.Tensor:
+    """Rows of 16 tokens and one more whose halves a reach of 8 takes apart."""
+    found = (drawn(seed, 3, 17) for seed in range(100))
+    return next(ids for ids in found if (skipped_positions(ids[:, :-1], 8)[:, 8] > 16).all())  # type: ignore[index]
+
+
 @given(st.integers(0, 10_000), st.integers(1, 12), st.integers(1, 5))
 def test_halves_stay_whole_and_the_second_ends_in_the_last_half_of_one_length(
     seed: int, pairs: int, doublings: int
@@ -30,22 +36,30 @@ def test_halves_stay_whole_and_the_second_ends_in_the_last_half_of_one_length(
     assert (first.diff(dim=1) == 1).all()
     assert (second.diff(dim=1) == 1).all()
     assert (first[:, -1] < second[:, 0]).all()
-    (length,) = [n << k for k in range(1, doublings + 1) if (second >= n << k >> 1).all() and (second < n << k).all()]
-    assert (first[:, 0] == 0).all() or (first >= length // 2).all()
+    (length,) = [n << k for k in range(doublings + 1) if (second >= n << k >> 1).all() and (second < n << k).all()]
+    assert (first[:, 0] == 0).all() or (length > n and (first >= length // 2).all())
 
 
 def test_every_length_and_every_distance_is_drawn() -> None:
     positions = torch.stack([skipped_positions(drawn(seed), 8) for seed in range(800)])  # type: ignore[misc]
     near, far = positions[..., 0], positions[..., 16]
+    assert 150 < (positions == torch.arange(32)).all(-1).all(-1).sum() < 250
     for length in (64, 128, 256):
         mine = (far >= length // 2) & (far < length)
-        assert 210 < mine[:, 0].sum() < 330
+        assert 150 < mine[:, 0].sum() < 250
         assert 0.4 < (near[mine] == 0).double().mean() < 0.6
         between = {*range(16, length // 2 - 16 + 1), *range(length // 2, length - 16 + 1)}
         found = set((far - near)[mine].tolist())
         assert found <= between
         assert len(found) > 0.95 * len(between)
-    assert (far.double().std(1) > 0).double().mean() > 0.8  # rows of a batch stand apart
+    assert (far.double().std(1) > 0).double().mean() > 0.6  # rows of a batch stand apart
+
+
+@pytest.mark.parametrize(("n", "reach"), [(32, 16), (128, 4)])
+def test_every_law_of_dynamic_ntk_is_met(n: int, reach: int) -> None:
+    law = DynamicNTK(4.0, 32)
+    met = {int(x) for seed in range(60) for x in law.buckets(skipped_positions(drawn(seed, n=n), reach)).unique()}  # type: ignore[arg-type]
+    assert met == {32 << k for k in range(5)}
 
 
 def test_positions_follow_from_the_tokens() -> None:
@@ -68,7 +82,7 @@ def test_under_per_query_ntk_all_batches_have_the_same_runs() -> None:
 @pytest.mark.parametrize("weights", [{"logit-kl": 0.5, "next-token": 0.5}, {"logit-kl": 1.0}, {"next-token": 1.0}])
 def test_the_student_stands_far_and_its_teacher_does_not(weights: dict[str, float]) -> None:
     original = teacher().double()
-    model, ids = student(original), torch.randint(257, (3, 17))
+    model, ids = student(original), far_ids()
     positions = skipped_positions(ids[:, :-1], 8)
     ours = model(ids[:, :-1], position_ids=positions, use_cache=False).logits.log_softmax(-1)
     theirs = original(ids[:, :-1]).logits.log_softmax(-1)
@@ -84,14 +98,20 @@ def test_the_student_stands_far_and_its_teacher_does_not(weights: dict[str, floa
 
 def test_attention_outputs_are_compared_at_the_students_far_positions() -> None:
     original = teacher().double()
-    model, ids = student(original), torch.randint(257, (3, 17))
+    model, ids = student(original), far_ids()
     far, near = (Distillation(model, original, {"attention-output": 1.0}, reach=reach)(ids) for reach in (8, 1))
     assert abs(far.item() - near.item()) > 1e-4
 
 
 @pytest.mark.parametrize(
     ("reach", "length", "message"),
-    [(0, 8, "power of two"), (3, 8, "power of two.* got 3"), (-4, 8, "power of two"), (2, 7, "even.* got 7; try 8")],
+    [
+        (0, 8, "power of two"),
+        (3, 8, "power of two.* got 3"),
+        (-4, 8, "power of two"),
+        (2, 7, "even.* got 7; try 8"),
+        (2**40, 8, "within 2147483647, got"),
+    ],
 )
 def test_a_reach_that_cannot_be_drawn_is_refused(reach: int, length: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):

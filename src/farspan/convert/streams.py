@@ -12,20 +12,13 @@ from farspan.layers.attention import Attention
 from farspan.models import FarspanForCausalLM
 from farspan.models.modeling import FarspanBlock
 
-PASS = 16
-"""Windows that go through a block together on a GPU that keeps the streams: fewer leave it idle."""
+PASS = 8192
+"""Tokens that go through a block together where the device keeps the streams: fewer leave a GPU idle."""
 
 
 def fits(size: int, device: torch.device) -> bool:
-    """Whether a device keeps so many bytes for good: a GPU with four times as many free."""
-    return device.type == "cuda" and 4 * size <= torch.cuda.mem_get_info(device)[0]
-
-
-def room(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Empty, on the device if it :func:`fits` there, else :func:`mapped`."""
-    if fits(torch.Size(shape).numel() * dtype.itemsize, device):
-        return torch.empty(tuple(shape), dtype=dtype, device=device)
-    return mapped(shape, dtype)
+    """Whether a device keeps so many bytes for good: a GPU with twice as many free."""
+    return device.type == "cuda" and 2 * size <= torch.cuda.mem_get_info(device)[0]
 
 
 def mapped(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -64,10 +57,15 @@ class Streams:
     def __init__(self, model: FarspanForCausalLM, ids: Tensor, batch: int) -> None:
         embed = model.model.embed_tokens
         self._batch, self._device = batch, model.device
-        self._teacher = self._student = room((*ids.shape, embed.embedding_dim), model.dtype, model.device)
+        shape = (*ids.shape, embed.embedding_dim)
+        self._kept = fits(2 * torch.Size(shape).numel() * model.dtype.itemsize, model.device)
+        self._teacher = self._student = self._room(shape, model.dtype)
         with torch.no_grad():
             for place, rows in zip(self._teacher.split(batch), ids.split(batch), strict=True):
                 place.copy_(embed(rows.to(self._device)))
+
+    def _room(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty(tuple(shape), dtype=dtype, device=self._device) if self._kept else mapped(shape, dtype)
 
     def inputs(self, block: FarspanBlock, windows: slice) -> "Inputs":
         """What the attention of a block gets, for some of the windows."""
@@ -83,8 +81,8 @@ class Streams:
         """Both through a block, each with its own attention; as long as they agree, once."""
         parted = self._student is self._teacher and student is not teacher
         if parted:
-            self._student = room(self._teacher.shape, self._teacher.dtype, self._device)
-        step = max(self._batch, PASS) if self._teacher.is_cuda else self._batch
+            self._student = self._room(self._teacher.shape, self._teacher.dtype)
+        step = max(self._batch, PASS // self._teacher.shape[1]) if self._kept else self._batch
         for start in range(0, len(self._teacher), step):
             part = slice(start, start + step)
             theirs = self._teacher[part].to(self._device)

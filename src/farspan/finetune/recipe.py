@@ -86,11 +86,11 @@ class Stage:
     passkey_share: float = 0.0
     train_length: int = 0
     """What the model's training length is from here on, which dynamic NTK and YaRN measure against; 0 = as it is, or
-    `length` where a linear law takes its factor from the lengths."""
+    `length` times `reach` where a linear law takes its factor from the lengths."""
     rope_parameters: dict[str, Any] = field(default_factory=dict)
     """Another law for the angles from here on, as in transformers. A missing factor of linear and yarn is the one that
-    takes the training length to `length`: the one before the model's own law, if that is of the same kind. Where it
-    is of another kind, these are refused."""
+    takes the training length to `length` times `reach`: the one before the model's own law, if that is of the same
+    kind. Where it is of another kind, these are refused."""
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     lora: Lora = field(default_factory=Lora)
 

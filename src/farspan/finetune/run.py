@@ -165,7 +165,7 @@ def stage_job(stage: Stage, path: Path, origin: Origin, run: RunSection) -> Job:
 
     return Job(
         settings={
-            "stage": asdict(stage),
+            "stage": {k: v for k, v in asdict(stage).items() if (k, v) != ("reach", 1)},  # older runs go on
             "origin": {"model": str(origin.model), "teacher": str(origin.teacher), "data": origin.data},
             "run": asdict(run),
         },

@@ -48,26 +48,38 @@ def prepared(model: FarspanForCausalLM, stage: Stage, teacher: FarspanConfig | N
 
 def give_lengths(model: FarspanForCausalLM, stage: Stage) -> None:
     """The stage's training length and angles, which the model keeps."""
-    config, rope = model.config, dict(stage.rope_parameters)
+    config, rope, longest = model.config, dict(stage.rope_parameters), stage.length * stage.reach
+    _refuse_far(config, stage)
     kind, trained = rope.get("rope_type"), stage.train_length or config.train_length
     if kind in ("linear", "yarn"):
         original = _original_length(config, stage)
         if kind == "linear" and "factor" not in rope and not stage.train_length:
-            trained = stage.length  # interpolated positions are as far as these rows go, and the next law starts there
-        rope.setdefault("factor", stage.length / original)
+            trained = longest  # interpolated positions are as far as these rows go, and the next law starts there
+        rope.setdefault("factor", longest / original)
         require(
             rope["factor"] > 1,
             f"rope_parameters of stage {stage.name} need a factor > 1, got {rope['factor']:g} for length "
-            f"{stage.length} and a model trained at {original:g}; lengthen the rows or leave them out",
+            f"{longest} and a model trained at {original:g}; lengthen the rows or leave them out",
         )
         if kind == "yarn":
             rope.setdefault("original_max_position_embeddings", round(original))
     elif rope:
         _refuse_other_law(config, stage)
     config.train_length = trained
-    config.max_position_embeddings = max(config.max_position_embeddings, stage.length * stage.reach)
+    config.max_position_embeddings = max(config.max_position_embeddings, longest)
     if rope:
         model.set_rope_parameters(**rope)
+
+
+def _refuse_far(config: FarspanConfig, stage: Stage) -> None:
+    """Where positions jump, a window would reach across, `log_length` count keys that are not there, and a linear
+    attention run out of its table."""
+    good = not config.log_length and all(not spec.linear and spec.window is None for spec in config.attention_specs)
+    require(
+        stage.reach == 1 or good,
+        f"reach of stage {stage.name} must be 1 for a model with windows, linear attention or log_length, "
+        f"got {stage.reach}; train it in longer rows",
+    )
 
 
 def _original_length(config: FarspanConfig, stage: Stage) -> float:

@@ -239,8 +239,9 @@ def _check_same_run(earlier: dict[str, Any], job: Job, folder: Path) -> None:
     """A folder holds one run: only the `run` section may change between calls."""
     now = json.loads(json.dumps(job.settings))
     for section in sorted(now.keys() - {"run"}):
-        for key, value in now[section].items():
-            was = earlier.get(section, {}).get(key)
+        before = earlier.get(section, {})
+        for key in sorted(now[section].keys() | before.keys()):
+            value, was = now[section].get(key), before.get(key)
             require(
                 was == value,
                 f"{section}.{key} is {value!r}, but {folder} was started with {was!r}; choose another --out",
