@@ -116,9 +116,8 @@ class Distillation(nn.Module):
         with torch.no_grad():
             hidden = teacher.model.embed_tokens(ids)
             views = _views(teacher, hidden, None)
-        own = _views(
-            self.model, hidden, positions
-        )  # with gradients, which a step on the half-width kernel would not have
+        # With gradients, which a step on the half-width kernel would not have.
+        own = _views(self.model, hidden, positions)
         errors, last = [], len(views) if wanted else max(self.layers) + 1
         for i, (block, student) in enumerate(zip(teacher.model.layers[:last], self.model.model.layers, strict=False)):
             with torch.no_grad():
