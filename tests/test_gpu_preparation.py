@@ -1,4 +1,4 @@
-"""On a GPU layers and models can prepare queries and keys with the kernel, compiled or not."""
+"""On a GPU layers and models prepare queries and keys with the kernel, compiled or not."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(autouse=True)
 def _by_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(preparation, "AUTO", True)
+    monkeypatch.setattr(preparation, "KERNEL_FORMS", ("exact", "slack"))
     yield
     torch.compiler.reset()
 
@@ -68,11 +68,12 @@ def test_a_layer_launches_it_once_forwards_and_once_backwards(compiled: bool, dt
     assert launches(lambda: layer.half()(x.half())) == 0
 
 
-def test_by_default_nobody_launches_it(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("attention", "times"), [("coca-slack", 2), ("coca-exact", 0), ("coca-strict", 0)])
+def test_by_default_slack_launches_it(attention: str, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    layer = Attention(256, 4, "coca-slack", num_key_heads=1).to("cuda", torch.bfloat16)
+    layer = Attention(256, 4, attention, num_key_heads=1).to("cuda", torch.bfloat16)
     x = torch.randn(2, 300, 256, device="cuda", dtype=torch.bfloat16)
-    assert launches(lambda: layer(x).sum().backward()) == 0
+    assert launches(lambda: layer(x).sum().backward()) == times
 
 
 @pytest.mark.parametrize("form", ["exact", "slack"])

@@ -32,11 +32,10 @@ def _forget() -> Iterator[None]:
 
 @pytest.fixture
 def by(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """by("kernel") or by("torch"): who prepares from now on, whatever the device."""
+    """by("kernel") or by("torch"): who prepares both forms from now on, whatever the device."""
 
     def choose(who: str) -> None:
-        monkeypatch.setattr(frame, "kernel_prepares", lambda *_: who == "kernel")
-        monkeypatch.setattr(preparation, "AUTO", who == "kernel")
+        monkeypatch.setattr(preparation, "KERNEL_FORMS", ("exact", "slack") if who == "kernel" else ())
         monkeypatch.setattr(preparation, "preparation_refusal", lambda *_: None)
 
     return choose
@@ -85,6 +84,10 @@ def test_layers_share_phases_and_tables_are_made_for_others_alone(by: Any, monke
         made.clear()
         small({"attention": attention})(tokens(1, 9).to(DEVICE))
         assert made == wanted
+    made.clear()
+    monkeypatch.setattr(preparation, "KERNEL_FORMS", ("slack",))
+    small({"attention": ["coca-slack", "coca-strict", "coca-exact"]})(tokens(1, 9).to(DEVICE))
+    assert made == ["phases", "tables"]  # which strict and exact CoCA share
 
 
 @pytest.mark.slow

@@ -13,11 +13,13 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 pytest.importorskip("triton", reason="needs triton (pip install farspan[gpu])")
 
+from farspan.layers import Attention
 from farspan.ops import DynamicNTK, Rotary, YaRN, coca_attention, coca_features
 from farspan.ops.coca import preparation
 from farspan.ops.coca.preparation import coca_plan, preparation_refusal, prepared
 from farspan.ops.phases import Phases, phase_plan, rotary_steps
 from farspan.ops.positions import resolve
+from farspan.ops.rotary import Angles
 from tests.helpers import coca_inputs
 from tests.ops.kernels import DEVICE, inputs, poison  # noqa: F401 (a fixture for every test here)
 
@@ -26,8 +28,8 @@ LAWS = [None, YaRN(4, 16), DynamicNTK(4, 16, "per_request"), DynamicNTK(4, 16, "
 
 @pytest.fixture
 def _by_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, were "auto" to take the kernel."""
-    monkeypatch.setattr(preparation, "AUTO", True)
+    """As on a GPU, were "auto" to take the kernel for both forms."""
+    monkeypatch.setattr(preparation, "KERNEL_FORMS", ("exact", "slack"))
     monkeypatch.setattr(preparation, "preparation_refusal", lambda *_: None)
 
 
@@ -90,13 +92,27 @@ def test_transforms_of_torch_func_keep_plain_torch() -> None:
     assert "forward-mode" in str(found[2])
 
 
-def test_a_cpu_prepares_from_tables(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preparation, "AUTO", True)
+def plan_of(form: str) -> str:
     places = resolve(None, 5, 5, torch.device("cpu"))
-    [part] = coca_plan(Rotary(8), places, causal=True, dtype=torch.float32)
-    assert not isinstance(part.query, Phases)
+    [part] = coca_plan(Rotary(8), places, form=form, causal=True, dtype=torch.float32)
+    return type(part.query).__name__
+
+
+def test_a_cpu_prepares_from_tables() -> None:
+    assert plan_of("slack") == "Angles"
     q, t, v = (x.detach() for x in coca_inputs(9, dtype=torch.float32))
-    assert torch.equal(*(coca_attention(q, t, v, rotary=Rotary(8), backend=one) for one in ("auto", "sdpa")))
+    options: dict[str, Any] = {"rotary": Rotary(8), "form": "slack"}
+    assert torch.equal(*(coca_attention(q, t, v, **options, backend=one) for one in ("auto", "sdpa")))
+
+
+def test_where_it_can_run_the_kernel_prepares_slack_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preparation, "preparation_refusal", lambda *_: None)
+    assert (plan_of("slack"), plan_of("exact")) == ("Phases", "Angles")
+    places = resolve(None, 5, 5, torch.device("cpu"))
+    for name, wanted in (("coca-slack", Phases), ("coca-exact", Angles), ("coca-strict", Angles), ("rope", Angles)):
+        plan = Attention(32, 4, name).plan(places, torch.float32)
+        assert plan is not None
+        assert isinstance(plan[0].query, wanted)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64], ids=str)
@@ -151,7 +167,7 @@ def test_one_graph_prepares_texts_of_every_length(positions: bool) -> None:
 @pytest.mark.parametrize("who", ["kernel", "torch"])
 def test_one_graph_attends_whatever_the_sizes(who: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With dynamic=True nothing may write a size into a message, nor hand SDPA a truth value that is a letter."""
-    monkeypatch.setattr(preparation, "AUTO", who == "kernel")
+    monkeypatch.setattr(preparation, "KERNEL_FORMS", ("slack",) if who == "kernel" else ())
     monkeypatch.setattr(preparation, "preparation_refusal", lambda *_: None)
     graphs = CompileCounterWithBackend("aot_eager")
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from farspan.benchmark.agree import ResultsDifferError
-from farspan.benchmark.layer_peers import Peer, Shape, contestants, definition, family_of
+from farspan.benchmark.layer_peers import OTHERWISE, Peer, Shape, contestants, definition, family_of
 from farspan.benchmark.truth import LOOSE, far
 from farspan.layers import Attention
 
@@ -50,7 +50,7 @@ def check(shape: Shape, device: str, dtype: torch.dtype) -> list[dict[str, Any]]
                 raise
             rows.append({"kind": "check", "attention": name, **shape._asdict(), "missing": reason(failure)})
             continue
-        least = 0.0 if name in (family, f"{family}, fused") else LOOSE[dtype]
+        least = 0.0 if name == family or name in OTHERWISE else LOOSE[dtype]
         shares = {what: _share(got[what], plain[what], truth[what], least) for what in truth}
         worst = max(shares, key=lambda what: shares[what][0] / shares[what][1])
         error, allowed = shares[worst]

@@ -19,8 +19,6 @@ FAMILIES = ("rope", "coca-exact", "coca-slack", "coca-strict", "alibi")
 KERNELS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 WITH_KERNEL = ("rope", "coca-exact", "coca-slack")
 """Families timed on each of SDPA's kernels by name as well, so that no ratio hangs on which one SDPA picks."""
-FUSED = ("coca-exact", "coca-slack")
-"""Families timed with the kernel's preparation as well, where the library by itself takes plain torch."""
 SCORES = 2**31
 """The most N×N scores for which the published formulation is run."""
 UNROLLED = 4096
@@ -69,7 +67,7 @@ def contestants(shape: Shape, device: str) -> tuple[dict[str, Attention], dict[s
     for kernel, backend in KERNELS.items():
         layers |= {f"{family}, {kernel}": Peer(shape, family, through_sdpa(backend)) for family in WITH_KERNEL}
     if device == "cuda":
-        layers |= {f"{family}, fused": Peer(shape, family, through_preparation) for family in FUSED}
+        layers |= {name: Peer(shape, family_of(name), core) for name, core in OTHERWISE.items()}
     for family in ("rope", "alibi"):
         layers[f"{family}, flex"] = Peer(shape, family, through_flex(shape, device, alibi=family == "alibi"))
     scores = shape.b * shape.h * shape.n**2
@@ -111,12 +109,24 @@ def through_sdpa(backend: SDPBackend) -> Callable[[Attention, Tensor, Tensor, Te
     return core
 
 
-def through_preparation(layer: Attention, q: Tensor, t: Tensor, v: Tensor) -> Tensor:
+def by_kernel(layer: Attention, q: Tensor, t: Tensor, v: Tensor) -> Tensor:
     """q̃ and k̃ by the Triton kernel, forward and backward, and SDPA's own choice for the rest."""
     assert layer.rotary is not None
     n = q.shape[2]
     plan = phase_plan(layer.rotary, resolve(0, n, n, q.device), causal=True)
     return sdpa(layer, *layer.features(q, t, plan), v)
+
+
+def by_torch(layer: Attention, q: Tensor, t: Tensor, v: Tensor) -> Tensor:
+    """q̃ and k̃ by plain torch from tables of angles, for torch.compile to fuse."""
+    assert layer.rotary is not None
+    n = q.shape[2]
+    plan = layer.rotary.plan(resolve(0, n, n, q.device), n, n, causal=True, dtype=q.dtype)
+    return sdpa(layer, *layer.features(q, t, plan), v)
+
+
+OTHERWISE = {"coca-exact, fused": by_kernel, "coca-slack, plain": by_torch}
+"""Families timed with the other preparation too: the kernel's where the library takes plain torch, and vice versa."""
 
 
 def through_flex(shape: Shape, device: str, *, alibi: bool) -> Callable[[Attention, Tensor, Tensor, Tensor], Tensor]:

@@ -170,7 +170,7 @@ class Attention(nn.Module):
         if self.rotary is None:
             return None
         if self.spec.kind == "coca":
-            return coca_plan(self.rotary, places, causal=self.causal, dtype=dtype)
+            return coca_plan(self.rotary, places, form=self.form, causal=self.causal, dtype=dtype)
         return self.rotary.plan(places, places.n, places.m, causal=self.causal, dtype=dtype)
 
     def features(self, q: Tensor, k: Tensor, plan: Plan | PhasePlan | None) -> tuple[Tensor, Tensor]:

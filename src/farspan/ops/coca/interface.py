@@ -111,7 +111,7 @@ def coca_attention(
     if isinstance(rotary, Rotary):
         check_dim(rotary, q)
         if backend == "auto":
-            rotary = coca_plan(rotary, call.places, causal=causal, dtype=q.dtype)
+            rotary = coca_plan(rotary, call.places, form=form, causal=causal, dtype=q.dtype)
         else:
             rotary = rotary.plan(call.places, call.places.n, call.places.m, causal=causal, dtype=q.dtype)
     return attend_by_segment(rotary, prepare, q, t, v, call)
