@@ -57,6 +57,7 @@ def test_far_positions_come_after_distillation_and_their_control_has_the_same_st
     assert [stage.length * stage.reach for stage in (*skip[3:], *wide[3:])] == [32_768] * 2
     assert max(stage.length for stage in skip) == 2048
     assert Recipe.load("distill-skip").capped(64).stages[3].reach == 16
+    assert all(Recipe.load(name).scaled(10**6).log_length for name in ("distill-skip", "long-skip"))
 
 
 def test_a_small_budget_keeps_the_shares_and_at_least_a_row() -> None:
@@ -95,6 +96,7 @@ def test_a_larger_budget_takes_more_steps() -> None:
         ("[[stages]]\nname = 'a'\nobjective = { logits-kl = 1.0 }", "objective of stage a .*did you mean 'logit-kl'"),
         ("[[stages]]\nname = 'a'\nobjective = { logit-kl = 0 }", "must have a weight > 0, got 0"),
         ("[[stages]]\nname = 'a/b'", "stages.name must be letters"),
+        ("log_length = 2048\n[[stages]]\nname = 'a'", "log_length of a recipe must be true or false, got 2048"),
         ("[[stages]]\nname = 'a'\n[[stages]]\nname = 'a'", "names of their own"),
         ("[[stages]]\nname = 'a'\npasskey_share = 0.2", "passkey_share of stage a must lie in 0 … 0.05, got 0.2"),
         ("[[stages]]\nname = 'a'\nbatch_size = 3", "multiple of optimizer.accumulation = 2, got 3"),

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -142,6 +143,10 @@ def test_a_stage_of_far_positions_keeps_its_training_length_and_law(
     done = finetune(coca, {source: 1.0}, recipe(FAR_UNDER_NTK), tmp_path / "far")
     config = FarspanForCausalLM.from_pretrained(done).config
     assert (config.train_length, law_of(config)) == (16, "ntk-4")
+    logarithmic = replace(recipe(FAR_UNDER_NTK), log_length=True)
+    same = finetune(coca, {source: 1.0}, logarithmic, tmp_path / "log")
+    assert law_of(FarspanForCausalLM.from_pretrained(same).config) == "ntk-4+log"
+    assert torch.equal(weights(same)["model.norm.weight"], weights(done)["model.norm.weight"])  # trained without
     assert not torch.equal(weights(near)["model.norm.weight"], weights(done)["model.norm.weight"])
 
 

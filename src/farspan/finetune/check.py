@@ -37,3 +37,5 @@ def check(
         text_batches(DataSection(dict(data), stage.length, stage.batch_size), tokenizer(), 0)
         if stage.passkey_share:
             check_row(tokenizer(), stage.length, f"length of stage {stage.name}")
+    if recipe.log_length:
+        student.set_log_length(True)

@@ -162,6 +162,9 @@ class Recipe:
 
     description: str
     stages: tuple[Stage, ...]
+    log_length: bool = False
+    """Whether the finished model has `log_length` on. No stage trains with it: it says what to do with more keys than
+    rows have, and up to the training length it changes nothing."""
 
     @classmethod
     def load(cls, name: str | Path) -> "Recipe":
@@ -191,7 +194,9 @@ class Recipe:
         stages += tuple(parse_section(Stage, one, f"stages[{i}].") for i, one in enumerate(raw))
         names = [stage.name for stage in stages]
         require(len(set(names)) == len(names), f"stages must have names of their own, got {names}; rename one")
-        return cls(str(values.get("description", "")), stages)
+        log_length = values.get("log_length", False)
+        require(isinstance(log_length, bool), f"log_length of a recipe must be true or false, got {log_length!r}")
+        return cls(str(values.get("description", "")), stages, log_length)
 
     @property
     def tokens(self) -> int:

@@ -110,7 +110,10 @@ def finetune(
     if _is_main() and not final.exists():
         rows = [stage_row(place, stage, origin) for place, stage in zip(places, recipe.stages, strict=True)]
         write_result(folder / "recipe.json", rows, device=_device(), seed=run.seed)
-        save(load(open_source(path)), final, origin.write_beside)
+        finished = load(open_source(path))
+        if recipe.log_length:
+            finished.set_log_length(True)
+        save(finished, final, origin.write_beside)
     _wait()
     return final
 
