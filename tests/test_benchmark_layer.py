@@ -52,6 +52,16 @@ def test_every_step_at_toy_size() -> None:
     assert "checked against float64: the worst of" in printed
 
 
+def test_nothing_is_compiled_when_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", None)
+    [shape] = layer.shapes([64], [1], "cpu")
+    names = {"rope", "coca-slack", "rope, flex"}
+    rows = [row for _, new in layer.run([shape], repeats=1, only=names, eager=True) for row in new]
+    for row in [row for row in rows if row["kind"] == "layer"]:
+        assert (row["compiler"], set(row["milliseconds"])) == ("none", {"rope", "coca-slack"})
+        assert row["missing"]["rope, flex"] == "FlexAttention is made to be compiled"
+
+
 def test_ratios_are_of_neighbours_in_time() -> None:
     """A machine that slows down tenfold half way changes neither ratio."""
     slow = [1.0] * 5 + [10.0] * 5
@@ -133,7 +143,7 @@ def test_a_training_step_of_a_compiled_layer_is_checked_in_every_weight(monkeypa
 
     monkeypatch.setattr(layer, "as_call", off)
     with pytest.raises(ResultsDifferError, match=r"rope, d o_proj\.weight: 1\.0e-02 \(allowed: 1\.0e-04\)"):
-        layer.compare(shape, "forward and backward", **options)
+        layer.compare(shape, "forward and backward", "aot_eager", **options)
 
 
 def test_the_named_shapes_and_what_is_too_large_for_them() -> None:

@@ -20,6 +20,7 @@ def bench_layer(
     quick: Annotated[
         bool, typer.Option("--quick", help="The main contestants, at 2048 and 32768 tokens if no lengths are given.")
     ] = False,
+    eager: Annotated[bool, typer.Option("--eager", help="Without torch.compile.")] = False,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     seed: Annotated[int, typer.Option(help="Seed of weights and inputs.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Write the result as JSON.")] = None,
@@ -38,7 +39,8 @@ def bench_layer(
 
     shapes = layer.shapes(chosen, whole_numbers(groups, "--groups", "1,4"), device)
     console, widths = make_console(), len({(shape.d, shape.h // shape.g) for shape in shapes})
-    steps = layer.run(shapes, repeats=repeats, only=layer.QUICK if quick else None, device=device, seed=seed)
+    whom = layer.QUICK if quick else None
+    steps = layer.run(shapes, repeats=repeats, only=whom, device=device, seed=seed, eager=eager)
     rows = collect(steps, 1 + widths + len(shapes) * len(layer.PASSES), console, out, device, seed)
     show_layer(console, rows)
     tell(out, console)

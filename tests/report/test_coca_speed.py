@@ -15,7 +15,7 @@ from farspan.report.decodings import decoding_notes, decoding_tables, decoding_v
 from farspan.report.inference import DECODE, KERNELS, parse_inference
 from farspan.report.speed_figures import speed_figures
 from farspan.report.speeds import SpeedTable, load_speed_tables, speed_tables, speed_verdicts
-from farspan.report.timings import parse_timings
+from farspan.report.timings import COCA, groups, parse_timings
 from farspan.reproduce import Preset, reproduce
 from farspan.reproduce.plan import plan
 from tests.report.fabricate import write
@@ -38,6 +38,7 @@ def layers(length: int, exact: float, passes: str = "forward", **more: Any) -> d
         "time_over_best_rope": {"coca-exact": spread(exact), "alibi": spread(1.3), "alibi, flex": spread(1.2)},
         "peak_bytes": {"rope, cudnn": 100, "coca-exact": 90},
         "compiler": "inductor",
+        "dtype": "torch.bfloat16",
         **more,
     }
 
@@ -94,8 +95,17 @@ def test_lengths_are_in_order_with_shape_unit_and_range(table: SpeedTable) -> No
     assert lines[table.paper_label][0].text == "1.05–1.10"
 
 
+def test_layers_that_are_not_compiled_stand_apart() -> None:
+    timings = parse_timings(
+        [layers(512, 0.9), layers(512, 0.6, compiler="none"), layers(512, 0.7, g=2, compiler="none")], Path("x")
+    )
+    assert [name for name, _ in groups(timings, COCA)] == [
+        "forward", "forward, not compiled", "forward, not compiled, 4 query heads a key head"
+    ]  # fmt: skip
+
+
 def test_a_toy_has_neither_milliseconds_nor_memory_and_is_called_one(table: SpeedTable) -> None:
-    timings = parse_timings([layers(64, 0.9, compiler="aot_eager")], Path("x"))
+    timings = parse_timings([layers(64, 0.9, compiler="aot_eager", dtype="torch.float32")], Path("x"))
     (made,) = speed_tables(timings, table)
     assert speed_verdicts(timings)[0].startswith("One layer, a toy on a CPU, forward: CoCA exact takes")
     assert made.lines[0].cells[0].note == ""

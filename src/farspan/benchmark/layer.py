@@ -1,4 +1,4 @@
-"""One attention layer with its projections, compiled: CoCA against RoPE on every kernel, in turn, in one run."""
+"""One attention layer with its projections, compiled or not: CoCA against RoPE on every kernel, in turn, in one run."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
@@ -53,11 +53,12 @@ def run(
     device: str = "cpu",
     seed: int = 0,
     dtype: torch.dtype | None = None,
+    eager: bool = False,
 ) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """Yield (what was done, its rows); raises ResultsDifferError before a clock starts if a layer is wrong.
 
-    bfloat16 and Inductor on a GPU; elsewhere float32, and torch.compile only traces. `only`: whom to time, by name;
-    all are checked in any case.
+    bfloat16 and Inductor on a GPU; elsewhere float32, and torch.compile only traces. `eager`: nothing is compiled.
+    `only`: whom to time, by name; all are checked in any case.
     """
     torch.manual_seed(seed)
     dtype = dtype or (torch.bfloat16 if device == "cuda" else torch.float32)
@@ -67,13 +68,15 @@ def run(
         yield f"layers of width {small.d} against float64", check(small, device, dtype)
     for shape in todo:
         for passes in PASSES:
-            rows = compare(shape, passes, device=device, dtype=dtype, repeats=repeats, only=only, peak=peak)
+            compiler = None if eager else "inductor" if device == "cuda" else "aot_eager"
+            rows = compare(shape, passes, compiler, device=device, dtype=dtype, repeats=repeats, only=only, peak=peak)
             yield f"{passes}, {tuple(shape)}", rows
 
 
 def compare(
     shape: Shape,
     passes: str,
+    compiler: str | None,
     *,
     device: str,
     dtype: torch.dtype,
@@ -81,17 +84,19 @@ def compare(
     only: Collection[str] | None,
     peak: float,
 ) -> list[dict[str, Any]]:
-    """The checks of each compiled layer at this shape, and one row with the figures of all."""
+    """The checks of each layer as it is timed at this shape, and one row with the figures of all."""
     layers, missing = contestants(shape, device)
     x = torch.randn(shape.b, shape.n, shape.hidden, device=device).to(dtype)
     calls: dict[str, Callable[[], tuple[Tensor, ...]]] = {}
     memory: dict[str, int] = {}
     rows, wanted = [], {}
-    compiler = "inductor" if device == "cuda" else "aot_eager"
     torch.compiler.reset()
     with torch._dynamo.config.patch(recompile_limit=ALLOWED_GRAPHS):
         for name, layer in layers.items():
             if only is not None and name not in only:
+                continue
+            if compiler is None and name.endswith(", flex"):
+                missing[name] = "FlexAttention is made to be compiled"
                 continue
             layer.to(device, dtype)
             family = family_of(name)
@@ -99,8 +104,10 @@ def compare(
                 own = Attention(shape.hidden, shape.h, family, num_key_heads=shape.g).to(device, dtype)
                 own.load_state_dict(layer.state_dict())
                 wanted[family] = as_call(own, own, x, passes)()
-            compiled = torch.compile(layer, backend=compiler, dynamic=False, fullgraph=True)
-            call = as_call(layer, compiled, x, passes)
+            run: Callable[[Tensor], Tensor] = layer
+            if compiler is not None:
+                run = torch.compile(layer, backend=compiler, dynamic=False, fullgraph=True)
+            call = as_call(layer, run, x, passes)
             try:
                 got = call()
                 memory[name] = measure(call, repeats=0, device=device).peak_bytes
@@ -117,7 +124,10 @@ def compare(
         seconds = clock_in_turn(calls, device=device, repeats=repeats)
     weights = {name: sum(p.numel() for p in layers[name].parameters()) for name in seconds}
     row = report(shape, passes, seconds, weights, peak)
-    return [*rows, row | {"peak_bytes": memory, "missing": missing, "compiler": compiler, "dtype": str(dtype)}]
+    return [
+        *rows,
+        row | {"peak_bytes": memory, "missing": missing, "compiler": compiler or "none", "dtype": str(dtype)},
+    ]
 
 
 def as_call(

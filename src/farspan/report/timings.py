@@ -118,14 +118,14 @@ def _alone(row: Mapping[str, Any]) -> Timing:
 
 
 def _of_layers(row: Mapping[str, Any]) -> Timing:
-    """Layers of CoCA and ALiBi over the best of RoPE's; a toy, on a CPU, is only traced by torch.compile."""
+    """Layers of CoCA and ALiBi over the best of RoPE's; on a CPU, in float32, they are toys."""
     times = {name: Spread.of(spread) for name, spread in row["time_over_best_rope"].items()}
-    best, peaks, group, toy = row["best_rope"], row["peak_bytes"], row["h"] // row["g"], row["compiler"] != "inductor"
-    setting = "" if group == 1 else f"{group} query heads a key head"
+    best, peaks, group, toy = row["best_rope"], row["peak_bytes"], row["h"] // row["g"], row["dtype"] == "torch.float32"
+    settings = ["not compiled"] * (row["compiler"] == "none") + [f"{group} query heads a key head"] * (group > 1)
     heading = f"{row['b']} × {row['n']:,}, {row['h']} of {row['d']}"
     unit = "" if toy else f"{row['milliseconds'][best]['median']:.2f} ms; {best}"
     memory = None if toy else peaks[FIRST_FORM] / peaks[best]
-    return Timing(COCA, row["passes"], setting, row["n"], heading, times, unit, memory)
+    return Timing(COCA, row["passes"], ", ".join(settings), row["n"], heading, times, unit, memory)
 
 
 READERS = {"layer": _of_layers, "linear": _of_kernels, "softmax": _against_softmax, "length": _alone}
