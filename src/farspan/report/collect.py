@@ -11,6 +11,7 @@ from farspan.errors import require
 from farspan.report.inference import DECODE, KERNELS, Inferred, parse_inference
 from farspan.report.looks import Look, parse_look
 from farspan.report.records import (
+    PAIR_KINDS,
     Bits,
     CacheBytes,
     Measurement,
@@ -171,8 +172,8 @@ def _evaluated(raw: Any, variant: str, seed: int) -> Evaluated:
 def _rows(kind: type[Measurement], folder: Path, prefix: str, sources: list[Source]) -> tuple[Measurement, ...]:
     """All rows of the files with this prefix; the same measurement twice is refused, for neither is known right."""
     found: dict[tuple[Any, ...], tuple[Path, Measurement]] = {}
-    for path in sorted(folder.glob(f"{prefix}-*.json")):
-        for i, raw in enumerate(_result(path, sources)):
+    for path, raws in _measured(folder, prefix, sources):
+        for i, raw in enumerate(raws):
             with _errors_name(f"{path} row {i}"):
                 row = parse_measurement(kind, raw)
             key = (row.variant, row.seed, row.scaling, row.length, row.mode)
@@ -188,11 +189,27 @@ def _rows(kind: type[Measurement], folder: Path, prefix: str, sources: list[Sour
 def _records(kind: type[StudyRecord], folder: Path, prefix: str, sources: list[Source]) -> tuple[StudyRecord, ...]:
     """All rows of the files with this prefix."""
     found = []
-    for path in sorted(folder.glob(f"{prefix}-*.json")):
-        for i, raw in enumerate(_result(path, sources)):
+    for path, raws in _measured(folder, prefix, sources):
+        for i, raw in enumerate(raws):
             with _errors_name(f"{path} row {i}"):
                 found.append(parse_plain(kind, raw))
     return tuple(found)
+
+
+def _measured(folder: Path, prefix: str, sources: list[Source]) -> Iterator[tuple[Path, list[Any]]]:
+    """The files with this prefix and their rows, less benchmarks: `bench model` may well write a ``model-x.json``."""
+    for path in sorted(folder.glob(f"{prefix}-*.json")):
+        own: list[Source] = []
+        rows = _result(path, own)
+        if not _is_benchmark(rows):
+            sources += own
+            yield path, rows
+
+
+def _is_benchmark(rows: list[Any]) -> bool:
+    """Whether each row says its kind, as those of benchmarks do; of measurements only pairs have kinds, their own."""
+    kinds = [row.get("kind") if isinstance(row, dict) else None for row in rows]
+    return bool(kinds) and not any(kind in (None, *PAIR_KINDS) for kind in kinds)
 
 
 def _timings(folder: Path, sources: list[Source]) -> tuple[Timing, ...]:
