@@ -1,7 +1,9 @@
 """The time left is estimated within a kind of work: a slow kind says nothing about a fast one."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,6 +50,13 @@ def test_a_phase_is_not_averaged_with_the_one_before(clock: Clock) -> None:
     assert left == Left(pytest.approx(20.0), whole=True)
 
 
+def test_what_is_read_first_is_not_taken_for_the_whole(clock: Clock) -> None:
+    ahead = Pace().begin(CONVERT, [])
+    for clock.now, part in ((1.0, 0.25), (2.0, 0.5)):
+        left = ahead.left(part)
+    assert left == Left(pytest.approx(2.0), whole=False)  # fitting may follow
+
+
 def test_a_step_speaks_for_those_alike_and_for_no_others(clock: Clock) -> None:
     pace = Pace()
     ahead = pace.begin(CONVERT, [CONVERT, COPY, COPY])
@@ -67,9 +76,12 @@ def test_a_step_that_an_earlier_call_began_counts_in_full(clock: Clock) -> None:
     assert ahead.takes == pytest.approx(100.0)
 
 
-def test_a_slow_calibration_does_not_make_a_short_study_seem_long(
+@pytest.fixture
+def study(
     tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+) -> Callable[[], list[tuple[int, str]]]:
+    """Runs a study whose steps only pretend; the seconds left that it has shown, and the "+" after each."""
+
     def pretend(self: StudyWork, step: Step) -> None:
         for tenth in range(1, 11):
             clock.now += SECONDS.get(step.like, 1.0) / 10
@@ -81,12 +93,28 @@ def test_a_slow_calibration_does_not_make_a_short_study_seem_long(
     monkeypatch.setattr("farspan.report.write_report", lambda folder: folder / "index.html")
     command = ["farspan", "reproduce", "--preset", str(made(tmp_path)), "--out", str(tmp_path / "out")]
     monkeypatch.setattr("sys.argv", command)
-    with pytest.raises(SystemExit) as ended:
-        farspan_cli.main()
-    assert not ended.value.code
-    said = re.findall(r"(\d+):(\d+):(\d+)(\+?) left", capsys.readouterr().err)
+
+    def run() -> list[tuple[int, str]]:
+        with pytest.raises(SystemExit) as ended:
+            farspan_cli.main()
+        assert not ended.value.code
+        said = re.findall(r"(\d+):(\d+):(\d+)(\+?) left", capsys.readouterr().err)
+        return [(int(h) * 3600 + int(m) * 60 + int(s), more) for h, m, s, more in said]
+
+    return run
+
+
+def test_a_slow_calibration_does_not_make_a_short_study_seem_long(study: Any, clock: Clock) -> None:
+    said = study()
     assert len(said) >= 10
-    longest = max(int(hours) * 3600 + int(minutes) * 60 + int(seconds) for hours, minutes, seconds, _ in said)
-    assert longest <= clock.now
-    assert said[0][-1] == "+"  # trainings and measurements are to come, of which nothing is known
-    assert said[-1][-1] == ""
+    assert max(seconds for seconds, _ in said) <= clock.now
+    assert said[0][1] == "+"  # trainings and measurements are to come, of which nothing is known
+    assert said[-1][1] == ""
+
+
+def test_what_an_earlier_call_has_done_is_not_to_come(study: Any, tmp_path: Path) -> None:
+    study()
+    next((tmp_path / "out" / "results").glob("model-*-1-*.json")).unlink()  # a training, before finished measurements
+    said = study()
+    assert said
+    assert all(more == "" for _, more in said)

@@ -156,7 +156,7 @@ def test_ctrl_c_is_answered_within_the_step_and_the_run_goes_on(
     monkeypatch.setattr(loop._Run, "advance", press)
     with pytest.raises(KeyboardInterrupt, match=stopped):
         train(config(source), tmp_path)
-    wanted = "stopping after this training step; Ctrl-C again stops now, back at step 4\n"
+    wanted = "stopping after this training step; Ctrl-C again stops sooner, back at step 4\n"
     assert said + capsys.readouterr().err == wanted
     assert checkpoints(tmp_path)[-1].name == f"checkpoint-{kept:08d}"
     monkeypatch.undo()

@@ -11,7 +11,6 @@ from farspan.errors import require
 from farspan.report.inference import DECODE, KERNELS, Inferred, parse_inference
 from farspan.report.looks import Look, parse_look
 from farspan.report.records import (
-    PAIR_KINDS,
     Bits,
     CacheBytes,
     Measurement,
@@ -197,7 +196,7 @@ def _records(kind: type[StudyRecord], folder: Path, prefix: str, sources: list[S
 
 
 def _measured(folder: Path, prefix: str, sources: list[Source]) -> Iterator[tuple[Path, list[Any]]]:
-    """The files with this prefix and their rows, less benchmarks: `bench model` may well write a ``model-x.json``."""
+    """The files with this prefix and their rows, less those of `bench model`, which may be called ``model-x.json``."""
     for path in sorted(folder.glob(f"{prefix}-*.json")):
         own: list[Source] = []
         rows = _result(path, own)
@@ -207,9 +206,8 @@ def _measured(folder: Path, prefix: str, sources: list[Source]) -> Iterator[tupl
 
 
 def _is_benchmark(rows: list[Any]) -> bool:
-    """Whether each row says its kind, as those of benchmarks do; of measurements only pairs have kinds, their own."""
-    kinds = [row.get("kind") if isinstance(row, dict) else None for row in rows]
-    return bool(kinds) and not any(kind in (None, *PAIR_KINDS) for kind in kinds)
+    """Whether these are rows of `bench model`."""
+    return any(isinstance(row, dict) and row.get("kind") in ("training", "window") for row in rows)
 
 
 def _timings(folder: Path, sources: list[Source]) -> tuple[Timing, ...]:

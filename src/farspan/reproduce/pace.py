@@ -39,7 +39,7 @@ class Pace:
         """A step begins, and these are to come."""
         kinds = [other.alike for other in others]
         rest = [self._usual(kind) for kind in kinds if kind != step.alike]
-        return Ahead(self._usual(step.alike), kinds.count(step.alike), rest)
+        return Ahead(self._usual(step.alike), kinds.count(step.alike), rest, phases=step.kind == "convert")
 
     def _usual(self, kind: tuple[str, ...]) -> float | None:
         return fmean(self._took[kind]) if kind in self._took else None
@@ -48,8 +48,10 @@ class Pace:
 class Ahead:
     """One step that is being done, and those after it."""
 
-    def __init__(self, usual: float | None, twins: int, rest: list[float | None]) -> None:
+    def __init__(self, usual: float | None, twins: int, rest: list[float | None], *, phases: bool) -> None:
+        """`phases`: after weights are read there may be fitting to do, of which reading says nothing."""
         self._usual, self._twins, self._rest = usual, twins, rest
+        self._phases_to_come = 2 if phases and usual is None else 0
         self._began = time.monotonic()
         self._first = self._last = (self._began, 1.0)
 
@@ -63,12 +65,13 @@ class Ahead:
         if part is not None:
             news = (time.monotonic(), part)
             if part < self._last[1]:  # another phase: weights are read, now they are fitted
+                self._phases_to_come -= 1
                 self._first = news
             self._last = news
         each = self._phase if self._usual is None else self._usual
         steps = [self._own, *[each] * self._twins, *self._rest]
         known = [seconds for seconds in steps if seconds is not None]
-        return Left(sum(known), len(known) == len(steps)) if known else None
+        return Left(sum(known), len(known) == len(steps) and self._phases_to_come <= 0) if known else None
 
     @property
     def _elapsed(self) -> float:

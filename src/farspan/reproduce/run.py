@@ -95,7 +95,7 @@ def _run_steps(
     while left:
         for step in left:
             done = total - sum(s.weight for s in steps if states[s.name]["state"] in ("pending", "busy"))
-            ahead = pace.begin(step, (other for other in left if other is not step))
+            ahead = pace.begin(step, (other for other in left if other is not step and not other.result.exists()))
             standing = Standing(done / total, step.name, left=ahead.left())
             say(standing)
             work = worker(preset, folder, partial(_say_detail, say, standing, step.weight / total, ahead))

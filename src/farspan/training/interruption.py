@@ -1,6 +1,7 @@
-"""Ctrl-C while a model is trained: the first is answered at once and obeyed after the step, the second at once."""
+"""Ctrl-C while a model is trained: the first is answered at once and obeyed after the step, the second sooner."""
 
 import signal
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,7 +11,7 @@ from typing import Any
 
 @contextmanager
 def interruption(saved: Callable[[], int], *, say: bool = True) -> Iterator[Callable[[], bool]]:
-    """Turn the first Ctrl-C into a question that the loop asks after each step; a second one stops at once.
+    """Turn the first Ctrl-C into a question that the loop asks after each step; a second one raises KeyboardInterrupt.
 
     Args:
         saved: gives the step that the same command would continue from, should the run end now.
@@ -21,14 +22,11 @@ def interruption(saved: Callable[[], int], *, say: bool = True) -> Iterator[Call
     False
     """
     seen: list[int] = []
-    answer = Thread(target=lambda: _answer(saved()))  # the signal may come while this thread holds a bar's lock
 
     def remember(number: int, _: Any) -> None:
         if seen:
             raise KeyboardInterrupt(f"stopped at once; the same command continues from step {saved()}")
         seen.append(number)
-        if say:
-            answer.start()
 
     try:
         before = signal.signal(signal.SIGINT, remember)
@@ -36,13 +34,38 @@ def interruption(saved: Callable[[], int], *, say: bool = True) -> Iterator[Call
         yield lambda: False
         return
     try:
-        yield lambda: bool(seen)
+        with _answering(saved if say else None):
+            yield lambda: bool(seen)
     finally:
         signal.signal(signal.SIGINT, before)
-        if answer.is_alive():
-            answer.join()  # before the caller has more to say
 
 
-def _answer(saved: int) -> None:
-    line = f"stopping after this training step; Ctrl-C again stops now, back at step {saved}"
-    print(line, file=sys.stderr, flush=True)
+@contextmanager
+def _answering(saved: Callable[[], int] | None) -> Iterator[None]:
+    """Answer the first Ctrl-C from a thread that the operating system's handler wakes.
+
+    Python's own handler waits until the operation that runs, perhaps a whole backward pass, is done.
+    """
+    if saved is None:
+        yield
+        return
+    ear, mouth = socket.socketpair()
+    mouth.setblocking(False)
+
+    def listen() -> None:
+        while heard := ear.recv(1):
+            if heard[0] == signal.SIGINT:
+                line = f"stopping after this training step; Ctrl-C again stops sooner, back at step {saved()}"
+                print(line, file=sys.stderr, flush=True)
+                return
+
+    thread = Thread(target=listen, daemon=True)
+    thread.start()
+    before = signal.set_wakeup_fd(mouth.fileno(), warn_on_full_buffer=False)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        mouth.close()  # the thread hears the end, having said what there was to say
+        thread.join()
+        ear.close()
