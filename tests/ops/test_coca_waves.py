@@ -148,7 +148,7 @@ def test_what_is_taken() -> None:
 
 def test_ready_waves_are_refused_by_another_backend() -> None:
     with pytest.raises(ValueError, match="backend='auto', got 'sdpa'; pass the Rotary"):
-        coca_attention(*inputs(3), rotary=Waves(None), backend="sdpa")
+        coca_attention(*inputs(3), rotary=Waves(()), backend="sdpa")
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ def check_call(
     require(not (free and documents is not None), "documents cannot be combined with a pair of positions; use a tensor")
     places = resolve(positions, n, m, q.device, documents)
     require(
-        {places.query.shape[0], places.key.shape[0]} <= {1, b},
+        places.tensors is None or {rows.shape[0] for rows in places.tensors} <= {1, b},
         lambda: (
             f"positions must have 1 or {b} rows, like the batch, got {max(places.query.shape[0], places.key.shape[0])}"
         ),

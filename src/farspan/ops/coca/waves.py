@@ -6,6 +6,7 @@ of keys at a time, which stays in the processor's cache until it has met the que
 """
 
 import threading
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -34,8 +35,8 @@ _KEPT = _Kept()
 class Waves:
     """What t is multiplied by for one query a row; a model makes it once for all layers, in place of a plan."""
 
-    key: Tensor | None
-    """(waves, b|1, 1, m, d/2): cos((m-n)θ) for exact; cos nθ and sin nθ for slack; None without rotation (NoPE)."""
+    key: tuple[Tensor, ...]
+    """Each (b|1, 1, m, d/2): cos((m-n)θ) for exact; cos nθ and sin nθ for slack; none without rotation (NoPE)."""
     query: Angles | None = None
     """Of the query itself, which slack turns."""
 
@@ -46,28 +47,34 @@ class Waves:
         """The waves of a call with one query.
 
         >>> Waves.of(Rotary(2), Positions(1, 3, torch.device("cpu"), 0, None, True), form="exact", dtype=torch.float32)
-        Waves(key=tensor([[[[[-0.4161],
-                   [ 0.5403],
-                   [ 1.0000]]]]]), query=None)
+        Waves(key=(tensor([[[[-0.4161],
+                  [ 0.5403],
+                  [ 1.0000]]]]),), query=None)
         """
         if rotary is None:
-            return cls(None)
+            return cls(())
         (run,) = rotary.runs(places)
         if form == "exact":
-            return cls(_key_waves(rotary, run.length, places, causal, dtype, sines=False))
-        factor = rotary.factor
-        query = table(places.query, rotary.frequencies(run.length, places.device), factor, dtype)
-        return cls(_key_waves(rotary, run.length, places, causal, dtype, sines=True), query)
+            return cls(_key_waves(rotary, run.length, places, causal, dtype, sines=False).unbind())
+        key = _key_waves(rotary, run.length, places, causal, dtype, sines=True)
+        if places.aligned:  # the query stands where the last key does
+            query = Angles(key[:, :, :, -1:].movedim(0, -2))
+        else:
+            query = table(places.query, rotary.frequencies(run.length, places.device), rotary.factor, dtype)
+        return cls(key.unbind(), query)
 
     def check(self, q: Tensor, t: Tensor, form: str) -> None:
         """Refuse a call that these waves were not made for."""
-        require(q.shape[2] == 1, f"ready waves are for one query, got {q.shape[2]}; pass the Rotary")
-        if self.key is None:
+        require(q.shape[2] == 1, lambda: f"ready waves are for one query, got {q.shape[2]}; pass the Rotary")
+        if not self.key:
             return
+        wave = self.key[0]
         require(
-            self.key.shape[3:] == t.shape[2:],
-            f"ready waves must have the keys and width of t {tuple(t.shape[2:])}, got {tuple(self.key.shape[3:])}; "
-            "make them for this call",
+            wave.shape[2:] == t.shape[2:],
+            lambda: (
+                f"ready waves must have the keys and width of t {tuple(t.shape[2:])}, got {tuple(wave.shape[2:])}; "
+                "make them for this call"
+            ),
         )
         made_for = "exact" if self.query is None else "slack"
         require(form == made_for, f"ready waves were made for form {made_for!r}, got {form!r}; make them for this call")
@@ -86,87 +93,102 @@ def takes_waves(n: int, device: torch.device, *, gradient: bool, documents: bool
 def attend_waves(q: Tensor, t: Tensor, v: Tensor, waves: Waves, *, form: str, sight: Sight, scale: float) -> Tensor:
     """q (b, h, 1, d), un-rotated t (b, g, m, d/2) and v (b, g, m, dv) → (b, h, 1, dv) in q's dtype."""
     low, high = sight.key_range(0, 1)
-    keys = slice(low, high)
-    wave = None if waves.key is None else waves.key[:, :, :, keys]
-    with torch.autocast("cpu", enabled=False):  # it would round squares and waves
-        scores = _scores(_amplitudes(q, waves, form) * scale, t[:, :, keys], wave)
+    key = waves.key
+    if high - low < t.shape[2]:
+        t, v, key = t[:, :, low:high], v[:, :, low:high], tuple(wave[:, :, low:high] for wave in key)
+    with torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else nullcontext():
+        scores = _scores(_amplitudes(q, waves, form, scale), t, key)
     blind = None
     if not sight.everything:
         mask = sight.mask(Span(0, 1, low, high), q.device)
         blind = ~mask.any(dim=-1, keepdim=True)
-        scores = scores.masked_fill(~(mask | blind), -torch.inf)
-    out = _means(scores, v[:, :, keys]).reshape(*q.shape[:3], v.shape[-1])
+        by_row = scores.unflatten(0, t.shape[:2])
+        scores = by_row.masked_fill(~(mask | blind), -torch.inf).flatten(0, 1)
+    out = _means(scores, v.flatten(0, 1)).view(*q.shape[:3], v.shape[-1])
     return out if blind is None else out.masked_fill(blind, 0.0)
 
 
-def _amplitudes(q: Tensor, waves: Waves, form: str) -> Tensor:
-    """(waves, b, h, 1, d/2): what each wave of t meets."""
+def _amplitudes(q: Tensor, waves: Waves, form: str, scale: float) -> tuple[Tensor, ...]:
+    """(b, h, 1, d/2) for each wave: what t∘wave meets, times the scale."""
     a, b = q.to(working_dtype(q.dtype)).chunk(2, dim=-1)
     if form == "exact" or waves.query is None:
-        return (a * a + b * b)[None]
-    cos, sin = waves.query.cos, waves.query.sin
-    a, b = a * (a * cos - b * sin), b * (a * sin + b * cos)
-    return torch.stack((a + b, b - a))
+        return (torch.addcmul(a * a, b, b) * scale,)
+    cos, sin = waves.query.cos * scale, waves.query.sin * scale
+    a, b = a * torch.addcmul(a * cos, b, sin, value=-1), b * torch.addcmul(a * sin, b, cos)
+    return a + b, b - a
 
 
-def _scores(amplitudes: Tensor, t: Tensor, wave: Tensor | None) -> Tensor:
-    """Σ over waves of amplitude·(t∘wave): (b, g, h/g, m) in the working dtype."""
-    (b, g, m, width), count = t.shape, len(amplitudes)
-    amplitudes = amplitudes.reshape(count * b * g, -1, width)
-    if wave is None:
-        parts = [torch.bmm(amplitudes, t.to(amplitudes.dtype).flatten(0, 1).mT)]
-    else:
-        rows = max(64, BLOCK_ELEMENTS * torch.get_num_threads() // (count * b * g * width))
-        room = _room(amplitudes, count * b * g * min(rows, m) * width)
-        parts = []
-        for block, turned in zip(t.split(rows, dim=2), wave.split(rows, dim=3), strict=True):
-            product = room[: count * b * g * block.shape[2] * width].view(count, b, g, -1, width)
-            torch.mul(block, turned, out=product)
-            parts.append(torch.bmm(amplitudes, product.flatten(0, 2).mT))
-    scores = torch.cat(parts, dim=-1).view(count, b, g, -1, m)
-    return scores[0] if count == 1 else scores.sum(0)
+def _scores(amplitudes: tuple[Tensor, ...], t: Tensor, waves: tuple[Tensor, ...]) -> Tensor:
+    """Σ over waves of amplitude·(t∘wave): (b·g, h/g, m) in the working dtype."""
+    b, g, m, width = t.shape
+    amplitudes = tuple(each.reshape(b * g, -1, width) for each in amplitudes)
+    if not waves:
+        (amplitude,) = amplitudes
+        return torch.bmm(amplitude, t.to(amplitude.dtype).flatten(0, 1).mT)
+    rows = min(m, max(64, BLOCK_ELEMENTS * torch.get_num_threads() // (b * g * width)))
+    product = _room(amplitudes[0], b * g * rows * width).view(b, g, rows, width)
+    keys = product.flatten(0, 1).mT
+    parts: list[Tensor] = []
+    for block, *turns in zip(t.split(rows, dim=2), *(wave.split(rows, dim=2) for wave in waves), strict=True):
+        if (short := block.shape[2]) < rows:  # the last one
+            product, keys = product[:, :, :short], keys[:, :, :short]
+        for amplitude, turn in zip(amplitudes, turns, strict=True):  # both waves at once: each thread would read all t
+            torch.mul(block, turn, out=product)
+            if turn is turns[0]:
+                parts.append(torch.bmm(amplitude, keys))
+            else:
+                parts[-1].baddbmm_(amplitude, keys)
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
 def _room(like: Tensor, size: int) -> Tensor:
-    """At least `size` numbers, the same ones from call to call: new ones would have to be paged in at every layer."""
+    """`size` numbers, the same ones from call to call: new ones would have to be paged in at every layer."""
     fake = type(like) is not Tensor  # of a trace without numbers; what is kept must be real
     if fake or size > BLOCK_ELEMENTS * torch.get_num_threads():  # many texts: too much to hold on to
         return like.new_empty(size)
     if like.dtype not in _KEPT.rooms or _KEPT.rooms[like.dtype].numel() < size:
         with torch.inference_mode(False):  # the next call may be outside it
             _KEPT.rooms[like.dtype] = torch.empty(size, dtype=like.dtype, device=like.device)
-    return _KEPT.rooms[like.dtype]
+    return _KEPT.rooms[like.dtype][:size]
 
 
 def _means(scores: Tensor, v: Tensor) -> Tensor:
-    """softmax(scores)·v: (b, g, h/g, dv) in v's dtype."""
+    """softmax(scores)·v: (b·g, h/g, dv) in v's dtype."""
     if scores.dtype == v.dtype:
-        return scores.softmax(dim=-1) @ v
+        return torch.bmm(scores.softmax(dim=-1), v)
     weights = (scores - scores.amax(dim=-1, keepdim=True)).exp()  # divided later: small shares would lose their digits
-    return ((weights.to(v.dtype) @ v) / weights.sum(dim=-1, keepdim=True)).to(v.dtype)
+    return (torch.bmm(weights.to(v.dtype), v) / weights.sum(dim=-1, keepdim=True)).to(v.dtype)
 
 
 def _key_waves(
     rotary: Rotary, length: int | Tensor | None, places: Positions, causal: bool, dtype: torch.dtype, *, sines: bool
 ) -> Tensor:
-    """Waves of each key's phase: its distance from the query (≤ 0) for cosines alone, its position with sines."""
-    m = places.m
-    if sines:
-        low, phases = places.first, places.key
+    """Waves of each key's phase, see :func:`_phases`: (1|2, b|1, 1, m, d/2), those of last time where they serve."""
+    m, phases = places.m, None
+    if places.first is not None:  # a look at the numbers would cost as much as a small layer
+        least = places.first if sines else 1 - m
+        most = least + m - 1
     else:
-        low = None if places.first is None else 1 - m
-        phases = places.key - places.query
-        phases = phases.clamp(max=0) if causal else phases  # what lies ahead (a static cache's empty slots) is hidden
-    least, most = (int(phases.min()), int(phases.max())) if low is None else (low, low + m - 1)
+        phases = _phases(places, causal, sines)
+        least, most = int(phases.min()), int(phases.max())
     ahead, behind = (most + 1, least) if sines else (1 - least, -most)
-    fake = type(phases) is not Tensor  # of a trace without numbers; what is kept must be real
+    fake = type(torch.empty(0)) is not Tensor  # a trace without numbers; what is kept must be real
     if behind < 0 or ahead > 2 * m or isinstance(length, Tensor) or rotary.follows_length or fake:
+        phases = _phases(places, causal, sines) if phases is None else phases
         return _made(rotary, length, phases, dtype, sines)[:, :, None]
     room = 1 << (ahead - 1).bit_length()
     start = 0 if sines else 1 - room
     lasting = _lasting(rotary, length, start, room, working_dtype(dtype), sines)
-    chosen = lasting[:, :, least - start : most + 1 - start] if low is not None else lasting[:, 0, phases - start]
+    chosen = lasting[:, :, least - start : most + 1 - start] if phases is None else lasting[:, 0, phases - start]
     return chosen[:, :, None]
+
+
+def _phases(places: Positions, causal: bool, sines: bool) -> Tensor:
+    """(b|1, m): where each key stands, for sines; for cosines alone how far behind the query, a number ≤ 0."""
+    if sines:
+        return places.key
+    distance = places.key - places.query
+    return distance.clamp(max=0) if causal else distance  # what lies ahead (a static cache's empty slots) is hidden
 
 
 @lru_cache(maxsize=4)
