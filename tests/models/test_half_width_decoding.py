@@ -16,7 +16,7 @@ pytest.importorskip("triton", reason="needs triton (pip install farspan[gpu])")
 from farspan import FarspanCache, FarspanForCausalLM
 from farspan.benchmark.clock import captured
 from farspan.layers import Attention
-from tests.models.test_modeling import LOCAL, PER_QUERY, PER_REQUEST, make, name_of, tokens
+from tests.models.small import LOCAL, PER_QUERY, PER_REQUEST, make, name_of, tokens
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NOPE = {"kind": "coca", "rotary": False}
