@@ -52,7 +52,9 @@ def test_every_step_at_toy_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert copies["before"] > 0 < copies["after"]
         for name, share in row.get("of_copy", {}).items():
             assert share == pytest.approx(row["terabytes_a_second"][name] / max(copies.values()))
-    assert decode["of_copy"].keys() == {"exact", "slack"}
+    assert decode["of_copy"].keys() == decode["of_copy_alike"].keys() == {"exact", "slack"}
+    alike = decode["terabytes_a_second"]["slack"] / decode["copy_alike_terabytes_a_second"]
+    assert decode["of_copy_alike"]["slack"] == pytest.approx(alike)
     assert prepared["of_copy"].keys() == prepared["backward"]["of_copy"].keys() == {"fused"}
     assert all(decode["error_as_timed"][form] <= decode["allowed_as_timed"][form] for form in ("exact", "slack"))
     assert prepared["backward"]["error_as_timed"] <= prepared["backward"]["allowed_as_timed"]

@@ -20,3 +20,12 @@ def test_a_narrow_terminal_cuts_the_text_and_not_the_times(width: int) -> None:
     assert len(line) <= width
     assert " 40% 0:00:00 left -:--:-- stage-2-logits: " in line
     assert line.endswith("tokens/s" if width == 140 else "…")
+
+
+@pytest.mark.parametrize(("left", "shown"), [("0:12:00+", "left 0:12:00+ convert"), ("", "left -:--:-- convert")])
+def test_what_the_caller_knows_of_the_time_left_is_shown_as_it_is(left: str, shown: str) -> None:
+    console = Console(force_terminal=True, width=80, file=(file := io.StringIO()))
+    with progress(console) as show:
+        for done in (0.0, 0.2, 0.4):
+            show(done, 1.0, "convert", left=left)
+    assert shown in Text.from_ansi(file.getvalue().replace("\r", "\n")).plain.splitlines()[-1]

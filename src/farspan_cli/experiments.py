@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 
 from farspan_cli.app import app, fail
-from farspan_cli.progress import progress
+from farspan_cli.progress import duration, progress
 
 
 @app.command()
@@ -53,7 +53,8 @@ def reproduce(
 
     CoCA's Tables 1 to 3 and Figures 1, 4 and 5 (`cpu`, `gpu`; its speed, Figure 6, with `--only speed`), or cosFormer's
     tasks (`cosformer-cpu`, `cosformer-gpu`), or CoCA dropped into a checkpoint (`dropin-cpu`, `dropin`). Several
-    processes may share one folder and its steps.
+    processes may share one folder and its steps. The time left is by steps of the same kind that were done before; "+"
+    stands for others that are to come.
 
     Example: `farspan reproduce --preset cpu --out runs/demo`
 
@@ -80,7 +81,9 @@ def reproduce(
         def tell(standing: Standing) -> None:
             failed[:] = standing.failed
             text = f"{standing.step}: {standing.detail}" if standing.detail else standing.step
-            show(standing.share, 1.0, text)
+            left = standing.left
+            known = f"{duration(left.seconds)}{'' if left.whole else '+'}" if left else ""
+            show(standing.share, 1.0, text, left=known)
 
         names = only.split(",") if only else None
         page = run(replace(chosen, corpus=corpus), out, only=names, ends=ends, report=tell)

@@ -18,9 +18,14 @@ SILENT = 2.0
 
 
 class Show(Protocol):
-    """Told how far the work is; work of several phases gets a bar, and an estimate, for each."""
+    """Told how far the work is; work of several phases gets a bar, and an estimate, for each.
 
-    def __call__(self, done: float, total: float | None, text: str, *, phase: str = "") -> None: ...
+    The time left is estimated by how fast `done` has grown, unless `left` says it: "" where it is not known.
+    """
+
+    def __call__(
+        self, done: float, total: float | None, text: str, *, phase: str = "", left: str | None = None
+    ) -> None: ...
 
 
 @contextmanager
@@ -29,9 +34,15 @@ def progress(console: "Console") -> Iterator[Show]:
     if not console.is_terminal:
         yield _Log()
         return
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
-    from rich.progress import TimeRemainingColumn as TimeLeft
+    from rich.progress import BarColumn, Progress, Task, TaskProgressColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import TimeRemainingColumn as Estimate
     from rich.table import Column
+    from rich.text import Text
+
+    class TimeLeft(Estimate):
+        def render(self, task: Task) -> Text:
+            said = task.fields["left"]
+            return super().render(task) if said is None else Text(said or "-:--:--", style="progress.remaining")
 
     # In a narrow terminal the text is cut, and not the times before it.
     rest = TextColumn("{task.description}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"))
@@ -41,10 +52,10 @@ def progress(console: "Console") -> Iterator[Show]:
     with Progress(*columns, console=console, speed_estimate_period=3600, expand=True) as bars:
         tasks: dict[str, TaskID] = {}
 
-        def show(done: float, total: float | None, text: str, *, phase: str = "") -> None:
+        def show(done: float, total: float | None, text: str, *, phase: str = "", left: str | None = None) -> None:
             if phase not in tasks:
-                tasks[phase] = bars.add_task(text, total=total)
-            bars.update(tasks[phase], completed=done, total=total, description=text)
+                tasks[phase] = bars.add_task(text, total=total, left=left)
+            bars.update(tasks[phase], completed=done, total=total, description=text, left=left)
 
         yield show
 
@@ -58,7 +69,9 @@ class _Log:
         self.begun = self.first = 0.0
         self.last = self.started - EVERY
 
-    def __call__(self, done: float, total: float | None, text: str, *, phase: str = "") -> None:
+    def __call__(
+        self, done: float, total: float | None, text: str, *, phase: str = "", left: str | None = None
+    ) -> None:
         now = time.monotonic()
         if phase != self.phase:
             self.phase, self.begun, self.first, self.last = phase, now, done, now - EVERY
@@ -66,10 +79,18 @@ class _Log:
             return
         self.last = now
         share = f"{done / total:4.0%}  " if total else ""
-        print(f"{share}{text}{self._left(done, total, now)}", file=sys.stderr, flush=True)
+        left = self._left(done, total, now) if left is None else left
+        print(f"{share}{text}{f'  ({left} left)' if left else ''}", file=sys.stderr, flush=True)
 
     def _left(self, done: float, total: float | None, now: float) -> str:
         if not total or done <= self.first:
             return ""
-        seconds = (now - self.begun) * (total - done) / (done - self.first)
-        return f"  ({timedelta(seconds=round(seconds))} left)"
+        return duration((now - self.begun) * (total - done) / (done - self.first))
+
+
+def duration(seconds: float) -> str:
+    """
+    >>> duration(3725.4)
+    '1:02:05'
+    """
+    return str(timedelta(seconds=round(seconds)))

@@ -69,7 +69,10 @@ def test_ctrl_c_says_where_it_stopped_and_the_same_command_goes_on(
 
     monkeypatch.setattr(loop._Run, "advance", press)
     assert command(monkeypatch, *given) == 130
-    assert capsys.readouterr().err == "interrupted; stopped at step 3; the same command continues\n"
+    assert capsys.readouterr().err.splitlines() == [
+        "stopping after this training step; Ctrl-C again stops sooner, back at step 0",
+        "interrupted; stopped at step 3; the same command continues",
+    ]
     monkeypatch.setattr(loop._Run, "advance", original)
     assert command(monkeypatch, *given) == 0
     assert [

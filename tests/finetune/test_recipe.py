@@ -58,6 +58,9 @@ def test_far_positions_come_after_distillation_and_their_control_has_the_same_st
     assert max(stage.length for stage in skip) == 2048
     assert Recipe.load("distill-skip").capped(64).stages[3].reach == 16
     assert all(Recipe.load(name).scaled(10**6).log_length for name in ("distill-skip", "long-skip"))
+    more = {"after": "distill-skip", "stages": [{"name": "more"}]}
+    assert Recipe.parse(more).log_length
+    assert not Recipe.parse({**more, "log_length": False}).log_length
 
 
 def test_a_small_budget_keeps_the_shares_and_at_least_a_row() -> None:

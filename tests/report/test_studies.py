@@ -157,10 +157,27 @@ def test_every_measured_model_of_the_shipped_studies_has_a_label() -> None:
         assert {m.name for m in Preset.load(name).study.members.values() if m.measures} == labelled
 
 
+def test_a_benchmark_of_the_model_is_no_model_of_the_study(folder: Path) -> None:
+    made = collect(folder)
+    benchmark = Path(__file__).parents[2] / "results" / "model-h200.json"  # of `farspan bench model`
+    for name in ("model-h200", "pairs-h200", "train-h200"):
+        (folder / "results" / f"{name}.json").write_text(benchmark.read_text())
+    assert collect(folder) == made
+
+
+def test_a_folder_with_nothing_but_a_benchmark_of_the_model_says_what_a_report_needs(tmp_path: Path) -> None:
+    write(tmp_path, "model-350m", [{"kind": "training", "attention": "rope"}])
+    with pytest.raises(ValueError, match=r"results must hold ppl-, passkey-, .* run `farspan reproduce` first"):
+        collect(tmp_path)
+
+
 def test_bad_files_are_refused_by_name(folder: Path) -> None:
     row = {"variant": "mine", "scaling": "none", "kind": "all", "set": "", "field": "", "cases": 2, "correct": 3}
     write(folder, "pairs-mine", [row])
     with pytest.raises(ValueError, match=r"pairs-mine.json row 0: correct must lie in 0 … cases, got 3 of 2"):
+        collect(folder)
+    write(folder, "model-mine", [{"attention": "rope"}])
+    with pytest.raises(ValueError, match=r"model-mine.json row 0: model must be given; a row has model, attention"):
         collect(folder)
     text = 'title = "t"\nkind = "study"\ntrain_length = 4\nwindows = [1]\nprompts = [1]\n'
     text += '[[rows]]\nlabel = "a"\nmodel = "b"\n'

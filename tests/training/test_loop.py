@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import farspan.training.loop as loop
 from farspan import FarspanForCausalLM
 from farspan.training import TrainConfig, TrainingStoppedError, pretraining_job, run, train
 from farspan.training.checkpoint import checkpoints
@@ -62,8 +63,6 @@ def test_a_finished_run_is_not_repeated(whole: Path, source: str) -> None:
 def test_a_run_stopped_at_any_step_goes_on_to_the_same_losses(
     whole: Path, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import farspan.training.loop as loop
-
     original = loop._Run.advance
 
     def crash(self, step: int) -> None:
@@ -123,22 +122,43 @@ def test_kill_9_at_20_random_moments_changes_nothing(source: str, tmp_path: Path
     assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
 
 
-def test_ctrl_c_saves_and_the_run_goes_on(
-    whole: Path, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("presses", "stopped", "kept"),
+    [
+        (1, "stopped at step 6; the same command continues", 6),
+        (2, "stopped at once; the same command continues from step 4", 4),
+    ],
+)
+def test_ctrl_c_is_answered_within_the_step_and_the_run_goes_on(
+    presses: int,
+    stopped: str,
+    kept: int,
+    whole: Path,
+    source: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    import farspan.training.loop as loop
+    original, said = loop._Run.advance, ""
 
-    original = loop._Run.advance
-
-    def press(self, step: int) -> None:
+    def press(self: loop._Run, step: int) -> None:
+        nonlocal said
         original(self, step)
         if step == 5:
             os.kill(os.getpid(), signal.SIGINT)
+            deadline = time.monotonic() + 30
+            while not said and time.monotonic() < deadline:
+                time.sleep(0.001)
+                said = capsys.readouterr().err
+            for _ in range(1, presses):
+                os.kill(os.getpid(), signal.SIGINT)
 
     monkeypatch.setattr(loop._Run, "advance", press)
-    with pytest.raises(KeyboardInterrupt, match="stopped at step 6; the same command continues"):
+    with pytest.raises(KeyboardInterrupt, match=stopped):
         train(config(source), tmp_path)
-    assert checkpoints(tmp_path)[-1].name == "checkpoint-00000006"
+    wanted = "stopping after this training step; Ctrl-C again stops sooner, back at step 4\n"
+    assert said + capsys.readouterr().err == wanted
+    assert checkpoints(tmp_path)[-1].name == f"checkpoint-{kept:08d}"
     monkeypatch.undo()
     train(config(source), tmp_path)
     assert losses(tmp_path) == losses(whole)
@@ -186,8 +206,6 @@ def test_a_loss_that_is_not_a_number_stops_with_the_last_good_checkpoint(
 
 def test_a_bad_gradient_is_never_saved(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The loss of the step is still fine; its gradient is not, and the weights after it would not be."""
-    import farspan.training.loop as loop
-
     original = loop._Run.advance
 
     def overflow(self, step: int) -> None:
@@ -204,8 +222,6 @@ def test_a_bad_gradient_is_never_saved(source: str, tmp_path: Path, monkeypatch:
 def test_a_run_killed_while_finishing_is_finished_by_the_next_call(
     whole: Path, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import farspan.training.loop as loop
-
     def cut(folder: Path) -> None:
         raise RuntimeError("power cut")
 

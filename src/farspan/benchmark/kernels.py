@@ -132,7 +132,10 @@ def decode(shape: Shape, device: str, repeats: int) -> dict[str, Any]:
     times = times_of(calls, device, repeats)
     half, full = shape.key_bytes
     moved = {name: half if name in ("exact", "slack") else full for name in times}
-    return report("decode", shape, times, moved) | checked
+    row = report("decode", shape, times, moved) | checked
+    alike = copy_speed(device, half // 2)  # what a launch, and memory coming to speed, cost at this size
+    row["of_copy_alike"] = {name: row["terabytes_a_second"][name] / alike for name in outs}
+    return row | {"copy_alike_terabytes_a_second": alike}
 
 
 @torch.no_grad()

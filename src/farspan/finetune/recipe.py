@@ -163,8 +163,8 @@ class Recipe:
     description: str
     stages: tuple[Stage, ...]
     log_length: bool = False
-    """Whether the finished model has `log_length` on. No stage trains with it: it says what to do with more keys than
-    rows have, and up to the training length it changes nothing."""
+    """Whether `log_length` is switched on in the finished model, after all stages: it says what to do with more keys
+    than rows have, and up to the training length it changes nothing."""
 
     @classmethod
     def load(cls, name: str | Path) -> "Recipe":
@@ -178,7 +178,7 @@ class Recipe:
     def parse(cls, values: Mapping[str, Any]) -> "Recipe":
         """From nested mappings; an unknown key is refused with the nearest valid one.
 
-        ``after`` names a shipped recipe whose stages come first.
+        ``after`` names a shipped recipe whose stages come first, and whose `log_length` holds unless another is given.
         """
         for key in values:
             require_choice("recipe key", key, [*(f.name for f in fields(cls)), "after"])
@@ -190,11 +190,12 @@ class Recipe:
             isinstance(raw, list) and bool(raw) and all(isinstance(one, Mapping) for one in raw),
             "recipe must have at least one [[stages]] table, got none; see the shipped recipes",
         )
-        stages = cls.load(first).stages if first is not None else ()
+        before = cls.load(first) if first is not None else cls("", ())
+        stages = before.stages
         stages += tuple(parse_section(Stage, one, f"stages[{i}].") for i, one in enumerate(raw))
         names = [stage.name for stage in stages]
         require(len(set(names)) == len(names), f"stages must have names of their own, got {names}; rename one")
-        log_length = values.get("log_length", False)
+        log_length = values.get("log_length", before.log_length)
         require(isinstance(log_length, bool), f"log_length of a recipe must be true or false, got {log_length!r}")
         return cls(str(values.get("description", "")), stages, log_length)
 

@@ -100,7 +100,7 @@ def finetune(
     final, path, done = folder / "model", origin.model, 0
     places = [folder / f"stage-{i + 1}-{stage.name}" for i, stage in enumerate(recipe.stages)]
     if final.exists():
-        _refuse_other_recipe(folder, [place.name for place in places])
+        _refuse_other_recipe(folder, [place.name for place in places], log_length=recipe.log_length)
     else:
         origin.check(recipe)
     for index, (place, stage) in enumerate(zip(places, recipe.stages, strict=True)):
@@ -212,13 +212,18 @@ def _teacher(model: Path, given: str | os.PathLike[str] | None, recipe: Recipe) 
     return found
 
 
-def _refuse_other_recipe(folder: Path, stages: list[str]) -> None:
+def _refuse_other_recipe(folder: Path, stages: list[str], *, log_length: bool) -> None:
     """A finished model is the last stage's of the recipe that made it, and of no shorter or longer one."""
     made = [row["folder"] for row in json.loads((folder / "recipe.json").read_text())["rows"]]
     require(
         made == stages,
         f"--out {str(folder)!r} holds a finished model of another recipe, of {', '.join(made)} and not "
         f"{', '.join(stages)}; choose another",
+    )
+    require(
+        not log_length or FarspanConfig.from_pretrained(folder / "model").log_length,
+        f"--out {str(folder)!r} holds a finished model without the recipe's log_length; choose another, or switch it "
+        "on with model.set_log_length(True)",
     )
 
 

@@ -171,8 +171,8 @@ def _evaluated(raw: Any, variant: str, seed: int) -> Evaluated:
 def _rows(kind: type[Measurement], folder: Path, prefix: str, sources: list[Source]) -> tuple[Measurement, ...]:
     """All rows of the files with this prefix; the same measurement twice is refused, for neither is known right."""
     found: dict[tuple[Any, ...], tuple[Path, Measurement]] = {}
-    for path in sorted(folder.glob(f"{prefix}-*.json")):
-        for i, raw in enumerate(_result(path, sources)):
+    for path, raws in _measured(folder, prefix, sources):
+        for i, raw in enumerate(raws):
             with _errors_name(f"{path} row {i}"):
                 row = parse_measurement(kind, raw)
             key = (row.variant, row.seed, row.scaling, row.length, row.mode)
@@ -188,11 +188,26 @@ def _rows(kind: type[Measurement], folder: Path, prefix: str, sources: list[Sour
 def _records(kind: type[StudyRecord], folder: Path, prefix: str, sources: list[Source]) -> tuple[StudyRecord, ...]:
     """All rows of the files with this prefix."""
     found = []
-    for path in sorted(folder.glob(f"{prefix}-*.json")):
-        for i, raw in enumerate(_result(path, sources)):
+    for path, raws in _measured(folder, prefix, sources):
+        for i, raw in enumerate(raws):
             with _errors_name(f"{path} row {i}"):
                 found.append(parse_plain(kind, raw))
     return tuple(found)
+
+
+def _measured(folder: Path, prefix: str, sources: list[Source]) -> Iterator[tuple[Path, list[Any]]]:
+    """The files with this prefix and their rows, less those of `bench model`, which may be called ``model-x.json``."""
+    for path in sorted(folder.glob(f"{prefix}-*.json")):
+        own: list[Source] = []
+        rows = _result(path, own)
+        if not _is_benchmark(rows):
+            sources += own
+            yield path, rows
+
+
+def _is_benchmark(rows: list[Any]) -> bool:
+    """Whether these are rows of `bench model`."""
+    return any(isinstance(row, dict) and row.get("kind") in ("training", "window") for row in rows)
 
 
 def _timings(folder: Path, sources: list[Source]) -> tuple[Timing, ...]:

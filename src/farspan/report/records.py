@@ -8,6 +8,7 @@ from typing import Any, TypeVar, cast, get_args
 from farspan.errors import require, require_choice
 
 STATES = ("done", "failed", "pending", "busy")
+PAIR_KINDS = ("all", "field", "set")
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,7 @@ class Bits:
 
 @dataclass(frozen=True)
 class Pairs:
-    """Minimal pairs that a model gets right: of all ("all"), of a field or of a set."""
+    """Minimal pairs that a model gets right: of all, of a field or of a set (:data:`PAIR_KINDS`)."""
 
     variant: str
     scaling: str

@@ -12,6 +12,7 @@ from farspan.data import load_tokenizer
 from farspan.data.sources import resolve
 from farspan.errors import require
 from farspan.files import claim, write_whole
+from farspan.reproduce.pace import Ahead, Left, Pace
 from farspan.reproduce.plan import plan
 from farspan.reproduce.preset import Corpus, Preset
 from farspan.reproduce.step import Step
@@ -22,6 +23,8 @@ POLL_SECONDS = 2.0
 """Between looks at steps that another process has taken."""
 
 ENDED = ("done", "failed")
+DONE_HERE = {"state": "done", "message": ""}
+"""A step that this call has done, and no other."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,8 @@ class Standing:
     """Of the whole work, by the weights of its steps."""
     step: str
     detail: str = ""
+    left: Left | None = None
+    """The time until all is done, were no other process at it; None before anything is known."""
     failed: tuple[str, ...] = ()
     """At the end: the steps that failed in this call, not in another process, with their messages."""
 
@@ -86,14 +91,17 @@ def _run_steps(
     worker = StudyWork if preset.study.conversions else Work
     states: dict[str, dict[str, str]] = {s.name: {"state": "pending", "message": ""} for s in steps}
     _write_status(folder, states)
-    total, left = sum(step.weight for step in steps), steps
+    total, left, pace = sum(step.weight for step in steps), steps, Pace()
     while left:
         for step in left:
             done = total - sum(s.weight for s in steps if states[s.name]["state"] in ("pending", "busy"))
-            standing = Standing(done / total, step.name)
+            ahead = pace.begin(step, (other for other in left if other is not step and not other.result.exists()))
+            standing = Standing(done / total, step.name, left=ahead.left())
             say(standing)
-            work = worker(preset, folder, partial(_say_detail, say, standing, step.weight / total))
+            work = worker(preset, folder, partial(_say_detail, say, standing, step.weight / total, ahead))
             state = _attempt(work, step, states)
+            if state == DONE_HERE:
+                pace.add(step, ahead.takes)
             if state != states[step.name]:
                 states[step.name] = state
                 _write_status(folder, {step.name: state})
@@ -115,8 +123,11 @@ def _check_corpus(corpus: Corpus) -> None:
         load_tokenizer(corpus.tokenizer)
 
 
-def _say_detail(say: Callable[[Standing], None], standing: Standing, weight: float, detail: str, part: float) -> None:
-    say(replace(standing, detail=detail, share=standing.share + weight * part))
+def _say_detail(
+    say: Callable[[Standing], None], standing: Standing, weight: float, ahead: Ahead, detail: str, part: float
+) -> None:
+    share = standing.share + weight * part
+    say(replace(standing, detail=detail, share=share, left=ahead.left(part)))
 
 
 def _attempt(work: Work, step: Step, states: dict[str, dict[str, str]]) -> dict[str, str]:
@@ -136,7 +147,7 @@ def _attempt(work: Work, step: Step, states: dict[str, dict[str, str]]) -> dict[
             work.do(step)
         except Exception as error:  # whatever it is: name it, and let the other steps go on
             return {"state": "failed", "message": " ".join(f"{type(error).__name__}: {error}".split())}
-    return {"state": "done", "message": ""}
+    return DONE_HERE
 
 
 def _keep_preset(preset: Preset, folder: Path) -> None:

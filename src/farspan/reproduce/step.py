@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 WEIGHTS = {"train": 8, "finetune": 8, "convert": 2}
-"""How long each kind of step takes, very roughly, beside the others, which count 1: for the time left."""
+"""How long each kind of step takes, very roughly, beside the others, which count 1: for the share that is done."""
 MEASURED_UNDER_A_LAW = ("ppl", "passkey")
 
 
@@ -28,12 +28,19 @@ class Step:
     """Of a drop-in study: what is made or measured."""
     part: str = ""
     """Of a drop-in study's windows: "near" or "far"; of CoCA's speed: "layer" or "decode"."""
+    like: str = ""
+    """Of a drop-in study: what else its time depends on, such as the stage that is trained."""
     needs: tuple[str, ...] = ()
     """Names of the steps that must be done before; they stand before it in a plan."""
 
     @property
     def weight(self) -> int:
         return WEIGHTS.get(self.kind, 1)
+
+    @property
+    def alike(self) -> tuple[str, ...]:
+        """Steps that have this in common take about as long."""
+        return self.kind, self.part, self.task, self.scaling, self.like
 
     @property
     def lock(self) -> str:

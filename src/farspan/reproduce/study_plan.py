@@ -1,11 +1,12 @@
 """The steps of a drop-in study: models first, those that others wait for before the rest, then what is measured."""
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from farspan.reproduce.preset import Preset
 from farspan.reproduce.step import Step
-from farspan.reproduce.study import Member
+from farspan.reproduce.study import Member, Study
 
 
 def study_steps(preset: Preset, folder: Path, only: list[str] | None, *, ends: bool) -> list[Step]:
@@ -17,7 +18,7 @@ def study_steps(preset: Preset, folder: Path, only: list[str] | None, *, ends: b
     study, results = preset.study, folder / "results"
     wanted, made = study.chosen(only, ends=ends)
     data = Step("data", folder / "data" / "done.json")
-    makes = {m.name: _making(m, data, results) for m in made}
+    makes = {m.name: _making(study, m, data, results) for m in made}
     starts = [m.name for m in made if not m.stages]
     starts.sort(key=lambda name: -study.conversion(name).calibrate_tokens)
     steps = [makes[name] for name in starts]
@@ -29,12 +30,13 @@ def study_steps(preset: Preset, folder: Path, only: list[str] | None, *, ends: b
     return steps
 
 
-def _making(member: Member, data: Step, results: Path) -> Step:
+def _making(study: Study, member: Member, data: Step, results: Path) -> Step:
     path = results / f"model-{member.name}.json"
     if not member.stages:
-        return Step("convert", path, model=member.name)
-    kind = "convert" if member.before == member.start else "finetune"
-    return Step("finetune", path, model=member.name, needs=(data.name, f"{kind} {member.before}"))
+        like = "calibrated" if study.conversion(member.name).calibrate_tokens else "copied"
+        return Step("convert", path, model=member.name, like=like)
+    needs = (data.name, f"{'convert' if member.before == member.start else 'finetune'} {member.before}")
+    return Step("finetune", path, model=member.name, like=member.stages[-1].name, needs=needs)
 
 
 def _measuring(preset: Preset, member: Member, results: Path) -> Iterator[Step]:
@@ -47,11 +49,12 @@ def _measuring(preset: Preset, member: Member, results: Path) -> Iterator[Step]:
     yield Step("bits", results / f"bits-{name}.json", model=name, needs=(model,))
     yield Step("pairs", results / f"pairs-{name}.json", model=name, needs=(model,))
     for law in member.scalings or preset.evaluation.scalings:
+        under = partial(Step, scaling=law, model=name, like=member.measures)
         file = f"{name}-{law.replace('/', '-')}.json"
         inside = law == "none" or law.startswith("yarn-")  # the others change nothing up to the training length
         if measures.near and inside:
-            yield Step("ppl", results / f"ppl-near-{file}", scaling=law, model=name, part="near", needs=text)
+            yield under("ppl", results / f"ppl-near-{file}", part="near", needs=text)
         if measures.far:
-            yield Step("ppl", results / f"ppl-far-{file}", scaling=law, model=name, part="far", needs=text)
+            yield under("ppl", results / f"ppl-far-{file}", part="far", needs=text)
         if preset.study.prompts(member, law):
-            yield Step("passkey", results / f"passkey-{file}", scaling=law, model=name, needs=(model,))
+            yield under("passkey", results / f"passkey-{file}", needs=(model,))

@@ -30,7 +30,17 @@ FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 def checkpoints(folder: Path) -> list[Path]:
     """Complete checkpoints, oldest first."""
     found = (p for p in folder.glob("checkpoint-*") if p.name.removeprefix("checkpoint-").isdigit())
-    return sorted(found, key=lambda p: int(p.name.removeprefix("checkpoint-")))
+    return sorted(found, key=_step)
+
+
+def last_step(folder: Path) -> int:
+    """The step of the newest complete checkpoint; 0 without one."""
+    found = checkpoints(folder)
+    return _step(found[-1]) if found else 0
+
+
+def _step(path: Path) -> int:
+    return int(path.name.removeprefix("checkpoint-"))
 
 
 def save(

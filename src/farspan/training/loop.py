@@ -9,11 +9,10 @@ import json
 import math
 import os
 import shutil
-import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from farspan.errors import require
 from farspan.training import checkpoint
+from farspan.training.interruption import interruption
 from farspan.training.job import Job
 from farspan.training.metrics import Metrics
 from farspan.training.optimizer import compile_blocks, make_optimizer
@@ -74,7 +74,7 @@ def run(job: Job, out: str | os.PathLike[str], *, report: Callable[[Progress], N
         cpu=not torch.cuda.is_available(),  # several processes on CPUs form a group only when told so
     )
     here, steps = _Run(job, folder, accelerator), job.optimizer.steps
-    with _interruption() as interrupted:
+    with interruption(partial(checkpoint.last_step, folder), say=accelerator.is_main_process) as interrupted:
         for step in range(here.step, steps):
             here.advance(step)
             last = step + 1 == steps
@@ -254,24 +254,3 @@ def _check_same_run(earlier: dict[str, Any], job: Job, folder: Path) -> None:
 
 def _bf16(precision: str) -> bool:
     return precision == "bf16" or (precision == "auto" and torch.cuda.is_available())
-
-
-@contextmanager
-def _interruption() -> Iterator[Callable[[], bool]]:
-    """Turn the first Ctrl-C into a question the loop asks after each step; a second one stops at once."""
-    seen: list[int] = []
-
-    def remember(number: int, _: Any) -> None:
-        if seen:
-            raise KeyboardInterrupt
-        seen.append(number)
-
-    try:
-        before = signal.signal(signal.SIGINT, remember)
-    except ValueError:  # not the main thread
-        yield lambda: False
-        return
-    try:
-        yield lambda: bool(seen)
-    finally:
-        signal.signal(signal.SIGINT, before)

@@ -55,8 +55,9 @@ def coca_attention(
         scale: multiplies the scores; default 1/√d.
         backend: "auto", "sdpa" (dot-product form, O(N) memory), "triton" (kernels, see
             :mod:`farspan.ops.coca.triton_backend`; refuses with the reason where they cannot run) or "reference" (the
-            equations, N×N×d). "auto" is "sdpa", except for a single query on a CPU (:mod:`farspan.ops.coca.waves`)
-            and a few on a Hopper GPU (:func:`farspan.ops.coca.decoding.half_width_refusal` says where not, and why).
+            equations, N×N×d). "auto" is "sdpa", except for a single query on a CPU (:mod:`farspan.ops.coca.waves`),
+            a few on a Hopper GPU (:func:`farspan.ops.coca.decoding.half_width_refusal` says where not, and why), and
+            slack's preparation on Nvidia GPUs (:mod:`farspan.ops.coca.preparation`; no second derivatives).
 
     Returns:
         (b, h, n, dv) in q's dtype.
