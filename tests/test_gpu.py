@@ -19,7 +19,7 @@ from farspan.ops import (
     rope_attention_reference,
 )
 from tests.helpers import coca_inputs, eager, largest_difference, masks
-from tests.models.test_modeling import CONFIGURATIONS, make, name_of, tokens
+from tests.models.small import CONFIGURATIONS, make, name_of, tokens
 
 pytestmark = pytest.mark.gpu
 

@@ -18,7 +18,7 @@ from farspan.evaluation.passkey import (
     training_document,
     training_row,
 )
-from tests.models.test_modeling import make
+from tests.models.small import make
 
 
 class Letters:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from farspan.evaluation.perplexity import perplexity
 from farspan.evaluation.windows import windows
-from tests.models.test_modeling import PER_QUERY, PER_REQUEST, make, tokens
+from tests.models.small import PER_QUERY, PER_REQUEST, make, tokens
 
 
 def texts(*lengths: int) -> list[torch.Tensor]:

@@ -20,7 +20,7 @@ from farspan.convert import convert_folder, from_pretrained
 from farspan.data import load_tokenizer
 from farspan.export.source import ALWAYS_THERE, flat_source, rewrite
 from tests.convert.test_folder import called
-from tests.models.test_modeling import MIXED, make
+from tests.models.small import MIXED, make
 
 LAYERS = [*MIXED, "alibi", "cosformer", "linear-coca"]
 """Every kind of layer, a window and one without positions."""

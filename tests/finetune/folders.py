@@ -4,12 +4,21 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import load_file
+
 from farspan.convert import convert_folder
 from farspan.finetune import Recipe
 from farspan.training import TrainConfig, train
 from tests.training.runs import tokens
 
 OPTIMIZER = {"steps": 8, "peak_lr": 3e-3, "end_lr": 3e-4, "weight_decay": 0.0, "accumulation": 1}
+FAR_UNDER_NTK = {
+    "objective": {"logit-kl": 1.0},
+    "reach": 8,
+    "rope_parameters": {"rope_type": "dynamic", "factor": 4.0},
+    "train_length": 16,
+}
 
 
 def recipe(*stages: dict[str, Any]) -> Recipe:
@@ -34,3 +43,7 @@ def made(folder: Path) -> tuple[Path, Path, str]:
 
 def losses(stage: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (stage / "metrics.jsonl").read_text().splitlines()]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")

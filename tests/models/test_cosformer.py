@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForMaskedLM, AutoModelForSequenceClassification, DynamicCache
 
 from farspan import FarspanCache, FarspanConfig, FarspanForMaskedLM, FarspanForSequenceClassification
-from tests.models.test_modeling import MIXED, TIGHT, make, tokens
+from tests.models.small import MIXED, TIGHT, make, tokens
 
 
 def encoder(

@@ -5,7 +5,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from farspan import FarspanCache
-from tests.models.test_modeling import CONFIGURATIONS, MIXED, PER_QUERY, PER_REQUEST, TIGHT, make, name_of, tokens
+from tests.models.small import CONFIGURATIONS, MIXED, PER_QUERY, PER_REQUEST, TIGHT, make, name_of, tokens
 
 
 def greedy_by_hand(model, x: torch.Tensor, new: int) -> torch.Tensor:

@@ -7,7 +7,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from farspan import FarspanCache
-from tests.models.test_modeling import LOCAL, TIGHT, make, tokens
+from tests.models.small import LOCAL, TIGHT, make, tokens
 
 NEAR = [("cosformer", {"cosformer_max_length": 64}), ("linear-coca", {})]
 """Each on texts that it was made for."""

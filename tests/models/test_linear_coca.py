@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from farspan import FarspanCache, FarspanForMaskedLM, FarspanForSequenceClassification
 from farspan.models.linear import FarspanLinearCocaAttention
 from farspan.ops import NTK, Linear
-from tests.models.test_modeling import LOCAL, PER_QUERY, PER_REQUEST, TIGHT, make, tokens
+from tests.models.small import LOCAL, PER_QUERY, PER_REQUEST, TIGHT, make, tokens
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ from farspan import (
     FarspanModel,
 )
 from farspan.training.speed import flops_per_token
-from tests.models.test_modeling import MIXED, TIGHT, make, tokens
+from tests.models.small import MIXED, TIGHT, make, tokens
 
 PLAIN = {"kind": "cosformer", "rotary": False}
 EVEN = ["cosformer", PLAIN, "linear-coca", "coca-exact", "coca-strict", "alibi"]

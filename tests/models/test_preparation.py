@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="needs triton (pip install farspan[gpu])")
 from farspan import FarspanCache, FarspanForCausalLM
 from farspan.models import frame
 from farspan.ops.coca import preparation
-from tests.models.test_modeling import LOCAL, PER_QUERY, make, name_of, tokens
+from tests.models.small import LOCAL, PER_QUERY, make, name_of, tokens
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CONFIGURATIONS: list[dict[str, Any]] = [

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from farspan import FarspanForCausalLM
-from tests.models.test_modeling import MIXED, make, tokens
+from tests.models.small import MIXED, make, tokens
 
 ATTENTIONS = ["rope", "alibi", "coca-exact", "coca-strict", "coca-slack", "cosformer", "linear-coca", MIXED]
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from tests.helpers import coca_inputs
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+FORMS = ["exact", "slack"]
 
 
 @pytest.fixture(autouse=True)

@@ -12,12 +12,8 @@ from farspan.ops import NTK, DynamicNTK, Rotary, YaRN, coca_attention, coca_atte
 from farspan.ops.coca.half_width import half_width_attention
 from farspan.ops.coca.kernels import attention, few_queries, half_width, one_query
 from farspan.ops.coca.kernels.attention import Cut
-from farspan.ops.coca.kernels.prepare import prepare_op
-from farspan.ops.coca.triton_backend import triton_refusal
 from farspan.ops.phases import rotary_steps
-from tests.ops.kernels import DEVICE, inputs, poison  # noqa: F401 (a fixture for every test here)
-
-FORMS = ["exact", "slack"]
+from tests.ops.kernels import DEVICE, FORMS, inputs, poison  # noqa: F401 (a fixture for every test here)
 
 
 def eager(q: Tensor, t: Tensor, v: Tensor, *, mask: Tensor, rotary: Rotary | None, form: str) -> Tensor:
@@ -253,119 +249,6 @@ def test_splits_of_many_queries_add_up() -> None:
     assert (half_width_attention(q, t, v, rotary=Rotary(16), splits=2) - truth).abs().max() <= 1e-5
 
 
-# Preparation.
-
-
-def prepared(q: Tensor, t: Tensor, rotary: Rotary, form: str, **places: Any) -> tuple[Tensor, Tensor]:
-    query, key = places.get("positions", (None, None))
-    first = places.get("first", 0)
-    step = rotary_steps(rotary, None, q.device)
-    return prepare_op(q, t, step, query, key, first + t.shape[2] - q.shape[2], first, form, 1.0)
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(("n", "d"), [(1, 64), (63, 64), (64, 64), (65, 64), (257, 6), (20, 128)])
-def test_preparation_equals_the_features_forward_and_backward(form: str, n: int, d: int) -> None:
-    q, t, _ = inputs(n, n + 3, h=5, g=1, d=d)
-    wide = [x.double().requires_grad_() for x in (q, t)]
-    part = Rotary(d).plan(131_000, n, n + 3, dtype=torch.float64, device=DEVICE)[0]
-    truth = coca_features(*wide, part.query, part.key, form=form)
-    weights = [torch.randn_like(x) for x in truth]
-    true_gradients = torch.autograd.grad(truth, wide, weights)
-    for dtype, limit in ((torch.float32, 1e-6), (torch.bfloat16, 2**-8)):
-        narrow = [x.to(dtype).requires_grad_() for x in (q, t)]
-        out = prepared(*narrow, Rotary(d), form, first=131_000)
-        gradients = torch.autograd.grad(out, narrow, [x.to(dtype) for x in weights])
-        for got, want in zip((*out, *gradients), (*truth, *true_gradients), strict=True):
-            # In bfloat16 the inputs themselves are rounded, and q̃ is quadratic in them.
-            assert (got - want).abs().max() <= limit * (1 if dtype == torch.float32 else 3) * want.abs().max()
-
-
-def test_preparation_rounds_once() -> None:
-    """From the same bfloat16 inputs, the result is within half a unit of the float64 one."""
-    q, t, _ = inputs(33, dtype=torch.bfloat16, d=16)
-    part = Rotary(16).plan(0, 33, 33, dtype=torch.float64, device=DEVICE)[0]
-    truth = coca_features(q.double(), t.double(), part.query, part.key)
-    for got, want in zip(prepared(q, t, Rotary(16), "exact"), truth, strict=True):
-        assert ((got - want).abs() <= want.abs() * 2**-8 * 1.001 + 1e-6).all()
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_preparation_takes_positions_and_frequencies_a_row(form: str) -> None:
-    q, t, _ = inputs(11, 20, b=2, d=16)
-    positions = (torch.arange(20) * 7 + torch.tensor([[0], [100_000]])).to(DEVICE)
-    rotary = Rotary(16, scaling=DynamicNTK(4, 32, "per_request"))
-    places = (positions[:, 9:], positions)
-    step = rotary_steps(rotary, positions.amax(-1) + 1, q.device)
-    got = prepare_op(q, t, step, *places, 0, 0, form, 1.0)
-    part = rotary.plan(positions, 11, 20, dtype=torch.float64, device=DEVICE)[0]
-    for a, b in zip(got, coca_features(q.double(), t.double(), part.query, part.key, form=form), strict=True):
-        assert (a - b).abs().max() <= 1e-5
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("law", [None, DynamicNTK(4, 16), YaRN(4, 16)], ids=str)
-def test_gradients_through_the_backend_equal_the_reference(form: str, law: Any) -> None:
-    q, t, v = inputs(30, b=2, h=2, g=1, d=16)
-    options: dict[str, Any] = {"rotary": Rotary(16, scaling=law), "form": form, "window": 20}
-    leaves, wide = ([x.to(dtype).requires_grad_() for x in (q, t, v)] for dtype in (torch.float32, torch.float64))
-    out, truth = coca_attention(*leaves, **options, backend="triton"), coca_attention_reference(*wide, **options)
-    weights = torch.randn_like(out)
-    gradients = (torch.autograd.grad(out, leaves, weights), torch.autograd.grad(truth, wide, weights.double()))
-    assert (out - truth).abs().max() <= 1e-5
-    for got, want in zip(*gradients, strict=True):
-        assert (got - want).abs().max() <= 1e-5 * max(1.0, float(want.abs().max()))
-
-
-# Registration with torch, and dispatch.
-
-
-def test_operators_pass_torchs_own_check() -> None:
-    q, t, _ = (x.requires_grad_() for x in inputs(5, 9, d=16))
-    step = rotary_steps(Rotary(16), None, q.device)
-    folded = q.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
-    torch.library.opcheck(torch.ops.farspan.coca_prepare.default, (folded, t, step, None, None, 4, 0, "slack", 1.0))
-    q, t, v = inputs(1, 9, d=16)
-    places = (None, None, None, None, None, None, 0, 0, "exact", False, True, None, 0.25, 2)
-    torch.library.opcheck(torch.ops.farspan.half_width_attention.default, (q, t, v, step, *places))
-
-
-@pytest.mark.parametrize("gradient", [True, False])
-def test_compiles_in_one_graph(gradient: bool) -> None:
-    q, t, v = (x.requires_grad_(gradient) for x in inputs(6, 12, d=16))
-
-    def attention(q: Tensor, t: Tensor, v: Tensor) -> Tensor:
-        return coca_attention(q, t, v, rotary=Rotary(16), form="slack", backend="triton")
-
-    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
-    want, got = attention(q, t, v), compiled(q, t, v)
-    assert torch.allclose(want, got, atol=1e-6)
-    if gradient:
-        weights = torch.randn_like(want)
-        pairs = zip(*(torch.autograd.grad(x, (q, t, v), weights) for x in (want, got)), strict=True)
-        assert all(torch.allclose(a, b, atol=1e-5) for a, b in pairs)
-
-
-@pytest.mark.parametrize(
-    ("options", "dtype", "message"),
-    [
-        ({}, torch.float64, "takes float32, bfloat16 or float16, got torch.float64; use backend='sdpa'"),
-        ({"documents": torch.zeros(1, 5, dtype=torch.long)}, torch.float32, "does not see documents; use"),
-        ({"rotary": Rotary(8).plan(0, 5, 5)}, torch.float32, "pass the Rotary, not a plan of angles"),
-        ({"rotary": Rotary(16)}, torch.float32, "rotary must have dim 8, the width of q, got 16"),
-    ],
-)
-def test_what_the_kernels_cannot_do_is_refused_with_the_reason(
-    options: dict[str, Any], dtype: torch.dtype, message: str
-) -> None:
-    q, t, v = inputs(5, dtype=dtype)
-    options = {"rotary": Rotary(8), **options}
-    with pytest.raises(ValueError, match=message):
-        coca_attention(q, t, v, **options, backend="triton")
-    half = [x.half().requires_grad_() for x in (q, t, v)]
-    assert "no gradients in float16" in str(triton_refusal(*half, Rotary(8), None))
-
-
 @pytest.mark.skipif(DEVICE == "cuda", reason="only the interpreter lets a kernel be changed")
 @pytest.mark.parametrize(("anchor", "drift"), [(1, 1.05), (4, 1.0)])
 @pytest.mark.parametrize(
@@ -405,15 +288,3 @@ def test_angles_start_afresh_after_some_tiles(
     wide = [x.double() for x in (q, t, v)]
     truth = coca_attention_reference(*wide, rotary=Rotary(8), positions=1000, scale=0.5)
     assert (out - truth).abs().max() <= 1e-5
-
-
-def test_forward_derivatives_are_refused_rather_than_zero() -> None:
-    leaves = inputs(20, d=8)
-
-    def attend(backend: str) -> Any:
-        return lambda *leaves: coca_attention(*leaves, rotary=Rotary(8), backend=backend)
-
-    _, tangent = torch.func.jvp(attend("reference"), leaves, leaves)
-    assert tangent.abs().sum() > 0
-    with pytest.raises(ValueError, match="no forward-mode derivatives; use backend='sdpa'"):
-        torch.func.jvp(attend("triton"), leaves, leaves)

@@ -1,0 +1,68 @@
+"""Small models of every configuration, and tokens for them."""
+
+import torch
+
+from farspan import FarspanConfig, FarspanForCausalLM
+
+NAMES = ["rope", "alibi", "coca-exact", "coca-strict", "coca-slack"]
+LOCAL = {"kind": "coca", "form": "exact", "window": 8}
+MIXED = [LOCAL, "rope", {"kind": "coca", "form": "slack", "rotary": False}]
+PER_QUERY = {"rope_type": "dynamic", "factor": 4.0, "mode": "per_query"}
+PER_REQUEST = {"rope_type": "dynamic", "factor": 4.0, "mode": "per_request"}
+TIGHT = 1e-10
+"""Bound for float64, where the initialisation is strong: nothing but rounding may differ."""
+
+
+def make(
+    attention: object = "coca-exact", *, dtype: torch.dtype = torch.float64, **options: object
+) -> FarspanForCausalLM:
+    settings = {
+        "vocab_size": 97,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "train_length": 8,
+        # Strong enough that a wrong mask or angle moves the logits; float32 would show its rounding at 0.3.
+        "initializer_range": 0.3 if dtype == torch.float64 else 0.1,
+    }
+    return FarspanForCausalLM(FarspanConfig(attention=attention, **(settings | options))).to(dtype).eval()
+
+
+def tokens(*shape: int) -> torch.Tensor:
+    return torch.randint(1, 97, shape)  # 0 is padding, from which `generate` would infer a mask
+
+
+CONFIGURATIONS = [
+    *({"attention": name} for name in NAMES),
+    {"attention": MIXED},
+    {"attention": "coca-exact", "rope_parameters": PER_QUERY},
+    {"attention": "rope", "rope_parameters": PER_QUERY},
+    {"attention": MIXED, "rope_parameters": PER_QUERY},
+    {"attention": "coca-slack", "cache_layout": "rotated"},
+    {"attention": "coca-exact", "coca_activation": "softplus", "qk_norm": True, "qkv_bias": True},
+    {"attention": "coca-exact", "rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
+    {"attention": [{"kind": "alibi", "window": 1}, {"kind": "coca", "window": 2}, {"kind": "rope", "window": 1}]},
+    {"attention": "coca-exact", "rope_parameters": {"rope_type": "ntk", "factor": 4.0}},
+    {"attention": [*MIXED[:2], "alibi"], "log_length": True},
+    {"attention": "coca-slack", "log_length": True, "rope_parameters": PER_QUERY},
+    {
+        "attention": ["cosformer", {"kind": "coca", "rotary": False}, "rope"],
+        "log_length": True,
+        "cosformer_beyond": "decay",
+    },
+    {"attention": "cosformer", "cosformer_max_length": 300},
+    {"attention": "cosformer", "cosformer_beyond": "decay"},
+    {"attention": ["cosformer", LOCAL, "cosformer"], "cosformer_beyond": "decoupled", "qk_norm": True},
+    {
+        "attention": ["linear-coca", LOCAL, {"kind": "linear-coca", "rotary": False}],
+        "rope_parameters": {"rope_type": "ntk", "factor": 4.0},
+        "coca_activation": "softplus",
+        "qk_norm": True,
+    },
+]
+
+
+def name_of(options: dict) -> str:
+    return "-".join(str(v.get("rope_type")) if isinstance(v, dict) else str(v)[:12] for v in options.values())

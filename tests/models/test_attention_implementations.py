@@ -1,0 +1,128 @@
+"""Other implementations of attention, vLLM's among them: the same numbers, or a refusal."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from farspan import FarspanCache
+from farspan.models.modeling import farspan_attention
+from tests.models.small import MIXED, PER_QUERY, PER_REQUEST, TIGHT, make, tokens
+
+
+def test_attention_reads_as_vllm_wants_it() -> None:
+    """Its Transformers backend parses forward's source: the interface's name, one call of it, scaling an attribute."""
+    import ast
+    import inspect
+    import textwrap
+
+    from farspan.models.modeling import FarspanAttention
+
+    tree = ast.parse(textwrap.dedent(inspect.getsource(FarspanAttention.forward)))
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    interface = [call for call in calls if getattr(call.func, "id", None) == "attention_interface"]
+    assert len(interface) == 1
+    scaling = next(keyword.value for keyword in interface[0].keywords if keyword.arg == "scaling")
+    assert isinstance(scaling, ast.Attribute)
+    assert scaling.value.id == "self"  # type: ignore[attr-defined]
+    assert "ALL_ATTENTION_FUNCTIONS" in {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+
+
+@pytest.mark.parametrize("attention", ["rope", "coca-exact", "coca-slack", MIXED], ids=str)
+@pytest.mark.parametrize("log_length", [False, True], ids=["", "log"])
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@torch.no_grad()
+def test_other_attention_implementations_agree(attention: object, log_length: bool, implementation: str) -> None:
+    model, x = make(attention, log_length=log_length), tokens(2, 30)
+    mask = torch.ones_like(x)
+    mask[1, :7] = 0
+    want = model(x, attention_mask=mask).logits
+    model.set_attn_implementation(implementation)
+    got = model(x, attention_mask=mask).logits
+    assert (got[0] - want[0]).abs().max() <= TIGHT
+    assert (got[1, 7:] - want[1, 7:]).abs().max() <= TIGHT
+    for length in (None, 40):
+        cache = FarspanCache(model.config, max_length=length)
+        parts = [model(piece, past_key_values=cache).logits for piece in x.split([20, 1, 1, 8], dim=1)]
+        assert (torch.cat(parts, dim=1) - model(x).logits).abs().max() <= TIGHT
+
+
+@torch.no_grad()
+def test_eager_shows_attention_weights() -> None:
+    model = make("coca-exact")
+    model.set_attn_implementation("eager")
+    weights = model(tokens(1, 10), output_attentions=True).attentions
+    assert len(weights) == 3
+    assert torch.allclose(weights[0].sum(-1), torch.ones(1, 4, 10, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [({"attention": "alibi"}, "ALiBi"), ({"rope_parameters": PER_QUERY}, "per_query dynamic NTK")],
+)
+def test_what_other_implementations_cannot_do_is_refused(options: dict, what: str) -> None:
+    model = make(**options)
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(ValueError, match=f"attn_implementation 'sdpa' cannot run {what}; use 'farspan'"):
+        model(tokens(1, 5))
+
+
+@pytest.fixture
+def flat_attention() -> Iterator[str]:
+    """vLLM's attention function gives one row a token, (tokens, heads·width), where transformers' give four axes."""
+
+    def attend(*arguments: object, **options: object) -> tuple[torch.Tensor, None]:
+        out, _ = farspan_attention(*arguments, **options)
+        return out.flatten(2).flatten(0, 1), None
+
+    ALL_ATTENTION_FUNCTIONS.register("vllm", attend)
+    yield "vllm"
+    del ALL_ATTENTION_FUNCTIONS._global_mapping["vllm"]
+
+
+@torch.no_grad()
+def test_attention_may_give_one_row_a_token(flat_attention: str) -> None:
+    model, x = make(MIXED), tokens(2, 20)
+    expected = model(x, use_cache=False).logits
+    model.set_attn_implementation(flat_attention)
+    assert torch.equal(model(x, use_cache=False).logits, expected)
+
+
+@torch.library.custom_op("farspan_tests::attend", mutates_args=())
+def opaque_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Something of q, all k so far and v that the compiler cannot look into, no more than into vLLM's attention."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    return ((q * k.cumsum(2)).sum(-1, keepdim=True).tanh() * v).transpose(1, 2).flatten(2).flatten(0, 1).contiguous()
+
+
+@opaque_attention.register_fake
+def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return q.new_empty((q.shape[0] * q.shape[2], q.shape[1] * v.shape[3]))
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_one_graph_serves_steps_of_any_number_of_tokens(flat_attention: str) -> None:
+    """What vLLM compiles: one row of tokens, positions that start again with each request, and no cache."""
+    ALL_ATTENTION_FUNCTIONS.register(flat_attention, lambda _, q, k, v, mask, **rest: (opaque_attention(q, k, v), None))
+    model = make(MIXED)
+    model.set_attn_implementation(flat_attention)
+    graphs = CompileCounterWithBackend("eager")
+    step = torch.compile(model.model, fullgraph=True, backend=graphs)
+    for first, second in ((12, 8), (21, 12)):
+        x, positions = tokens(1, first + second), torch.cat((torch.arange(first), torch.arange(second)))[None]
+        options = {"input_ids": x, "position_ids": positions, "use_cache": False}
+        expected = model.model(**options).last_hidden_state
+        for tensor in (x, positions):
+            torch._dynamo.mark_dynamic(tensor, 1)  # refuses a graph that fixes this number
+        assert (step(**options).last_hidden_state - expected).abs().max() <= TIGHT
+    assert graphs.frame_count == 1
+
+
+def test_a_base_that_needs_the_length_of_the_request_is_refused_under_vllm(flat_attention: str) -> None:
+    model = make(rope_parameters=PER_REQUEST)
+    model.set_attn_implementation(flat_attention)
+    with pytest.raises(ValueError, match="attn_implementation 'vllm' cannot run per_request dynamic NTK"):
+        model(tokens(1, 5))

@@ -1,0 +1,78 @@
+"""Configurations, masks and positions that no model can mean: one line that says which and why."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from farspan import FarspanConfig, FarspanForCausalLM, FarspanForMaskedLM
+from farspan.convert import from_pretrained
+from tests.models.small import PER_QUERY, make, tokens
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"attention_mask": torch.ones(1, 7, dtype=torch.long)},
+            r"attention_mask must have shape \(1, 10\).* got \(1, 7\)",
+        ),
+        ({"attention_mask": torch.ones(2, 10, dtype=torch.long)}, r"attention_mask must have shape \(1, 10\)"),
+        ({"attention_mask": torch.zeros(1, 10)}, "as integers or bool, got torch.float32"),
+        ({"attention_mask": torch.ones(1, 1, 10, 10, dtype=torch.bool)}, r"must have shape \(batch, tokens so far\)"),
+        ({"position_ids": torch.arange(10)}, r"position_ids must have shape \(1, 10\).* got \(10,\)"),
+        ({"position_ids": torch.arange(9)[None]}, r"position_ids must have shape \(1, 10\)"),
+    ],
+)
+def test_masks_and_positions_of_the_wrong_shape_are_refused(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()(tokens(1, 10), **options)
+
+
+def test_a_mask_that_forgets_the_cache_is_refused() -> None:
+    model = make()
+    cache = model(tokens(1, 10), use_cache=True).past_key_values
+    with pytest.raises(
+        ValueError, match=r"attention_mask must have shape \(1, 13\), cached tokens included, got \(1, 3\)"
+    ):
+        model(tokens(1, 3), attention_mask=torch.ones(1, 3, dtype=torch.long), past_key_values=cache)
+
+
+def test_an_encoder_is_no_language_model(tmp_path: Path) -> None:
+    """Its weights fit, but it would read what it predicts."""
+    FarspanForMaskedLM(FarspanConfig.preset("tiny")).save_pretrained(tmp_path)
+    for load in (FarspanForCausalLM.from_pretrained, AutoModelForCausalLM.from_pretrained, from_pretrained):
+        with pytest.raises(ValueError, match=r"config.causal must be True for FarspanForCausalLM, got False"):
+            load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"attention": "coca-exat"}, "attention must be one of .* got 'coca-exat'; did you mean 'coca-exact'"),
+        ({"attention": ["rope"]}, "one entry for each of the 3 layers, got 1"),
+        ({"attention": [{"kind": "rope", "windw": 3}] * 3}, "did you mean 'window'"),
+        ({"atention": "rope"}, "did you mean 'attention'"),
+        ({"hidden_size": 30, "num_attention_heads": 2}, "head_dim must be even to form rotary pairs, got 15"),
+        ({"hidden_size": 33}, "hidden_size must be a multiple of num_attention_heads = 4, got 33"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads must divide num_attention_heads = 4, got 3"),
+        ({"cache_layout": "full"}, "cache_layout must be one of 'half', 'rotated', got 'full'"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 0.5}}, "scaling factor must be at least 1, got 0.5"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type.* must be one of"),
+        ({"rope_parameters": PER_QUERY, "cache_layout": "rotated"}, "cannot hold keys that turn with each query"),
+        (
+            {"attention": "cosformer", "log_length": True},
+            "log_length needs a causal model with a softmax .*'cosformer'",
+        ),
+        ({"train_length": 1, "log_length": True}, "train_length ≥ 2, got .*train_length=1; leave it out"),
+    ],
+)
+def test_bad_configurations_are_refused(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make(**options)
+
+
+def test_empty_input_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least one token, got length 0"):
+        make()(torch.zeros(1, 0, dtype=torch.long))

@@ -1,0 +1,26 @@
+"""What the tests of cosFormer's op share: its difference from the definition, and a stream of calls."""
+
+import torch
+
+from farspan.ops import cosformer_attention, cosformer_attention_reference
+from farspan.ops.cosformer.kernel import BEYOND
+from tests.helpers import largest_difference
+
+PAST_M = [beyond for beyond in BEYOND if beyond != "raise"]
+
+
+def differs(inputs: tuple[torch.Tensor, ...], **options: object) -> float:
+    return largest_difference(cosformer_attention, cosformer_attention_reference, inputs, **options)
+
+
+def in_pieces(
+    inputs: tuple[torch.Tensor, ...], pieces: int | list[int], **options: object
+) -> tuple[torch.Tensor, object]:
+    """The outputs of a stream of calls, each continuing the last, and its state."""
+    state, parts = None, []
+    mask = options.pop("padding_mask", None)
+    masks_ = [None] * inputs[0].shape[2] if mask is None else mask.split(pieces, dim=1)
+    for q, k, v, keep in zip(*(x.split(pieces, dim=2) for x in inputs), masks_, strict=False):
+        out, state = cosformer_attention(q, k, v, state=state, return_state=True, padding_mask=keep, **options)
+        parts.append(out)
+    return torch.cat(parts, dim=2), state

@@ -1,0 +1,160 @@
+"""cosFormer's kernels as operators of torch: registered, compiled, taken where timed, refused with a reason."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+pytest.importorskip("triton", reason="needs triton (pip install farspan[gpu])")
+
+from farspan.ops import cosformer_attention
+from farspan.ops.cosformer import triton_backend
+from farspan.ops.cosformer.kernel import cosformer_kernel
+from farspan.ops.cosformer.triton_backend import _cached
+from farspan.ops.positions import resolve
+from tests.ops.cosformer_kernels import inputs, with_gradients
+from tests.ops.kernels import DEVICE, poison  # noqa: F401 (a fixture for every test here)
+
+
+def test_operators_pass_torchs_own_check() -> None:
+    q, k, v = inputs(40, h=2, d=8)
+    folded = q.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
+    crossed = q.detach().permute(0, 3, 2, 1).contiguous().permute(0, 3, 2, 1).requires_grad_()
+    angles = torch.rand(1, 2, 40, device=DEVICE)
+    state = (torch.rand(1, 1, 16, 8, device=DEVICE), torch.rand(1, 1, 16, device=DEVICE))
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    nothing = (None, None)
+    for given, initial, causal, remember in (
+        (folded, state, True, True),
+        (folded, nothing, False, False),
+        (crossed, nothing, True, False),
+    ):
+        arguments = (
+            given,
+            k,
+            v,
+            *initial,
+            angles,
+            angles,
+            None,
+            None,
+            0.0,
+            1.0,
+            True,
+            True,
+            1e-6,
+            causal,
+            64,
+            remember,
+        )
+        torch.library.opcheck(torch.ops.farspan.linear_attention.default, arguments, test_utils=tests)
+
+
+@pytest.mark.slow
+def test_it_compiles_in_one_graph() -> None:
+    leaves = inputs(40, h=1, d=8)
+
+    def attend(*leaves: Tensor) -> Tensor:
+        return cosformer_attention(*leaves, max_length=40, backend="triton")
+
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    weights = torch.randn(1, 1, 40, 8, device=DEVICE)
+    for got, want in zip(
+        with_gradients(compiled, leaves, weights), with_gradients(attend, leaves, weights), strict=True
+    ):
+        assert torch.allclose(got, want, atol=1e-6)
+
+
+def test_angles_are_made_once() -> None:
+    _cached.cache_clear()
+    q, k, v = (x.detach() for x in inputs(40, h=1, d=8))
+    for n in (33, 40, 40):
+        cosformer_attention(q[:, :, :n], k[:, :, :n], v[:, :, :n], max_length=4711, backend="triton")
+    assert _cached.cache_info().misses == 1
+
+
+def test_angles_made_in_a_cuda_graph_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    leaves = [x.detach() for x in inputs(40, h=1, d=8)]
+    want = cosformer_attention(*leaves, max_length=4712, backend="triton")
+    _cached.cache_clear()
+    with monkeypatch.context() as capture:
+        capture.setattr(torch.cuda, "is_available", lambda: True)
+        capture.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        assert torch.equal(cosformer_attention(*leaves, max_length=4712, backend="triton"), want)
+    assert _cached.cache_info().currsize == 0
+    cosformer_attention(*leaves, max_length=4712, backend="triton")
+    assert _cached.cache_info().currsize == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype", "message"),
+    [
+        ({}, torch.float64, "takes float32, bfloat16 or float16, got torch.float64; use backend='chunked'"),
+        ({"beyond": "decay"}, torch.float32, "has no decay: .*; use backend='chunked'"),
+        (
+            {"causal": False, "documents": torch.zeros(1, 5, dtype=torch.long)},
+            torch.float32,
+            "documents only with causal",
+        ),
+        ({"positions": (torch.arange(5), torch.arange(5))}, torch.float32, "queries that are the last keys"),
+    ],
+)
+def test_what_the_kernels_cannot_do_is_refused_with_the_reason(
+    options: dict[str, Any], dtype: torch.dtype, message: str
+) -> None:
+    options = {name: x.to(DEVICE) if isinstance(x, Tensor) else x for name, x in options.items()}
+    with pytest.raises(ValueError, match=message):
+        cosformer_attention(*inputs(5, dtype=dtype), max_length=8, backend="triton", **options)
+
+
+AUTO: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16, "causal": True, "n": 64, "d": 16, "hopper": True}
+PAPER: dict[str, Any] = {"beyond": "raise", "activation": "relu", "reweight": True}
+
+
+@pytest.mark.parametrize(
+    ("changed", "taken"),
+    [
+        ({}, True),
+        ({"hopper": False}, False),
+        ({"device": "cpu"}, False),
+        ({"dtype": torch.float32}, False),
+        ({"causal": False}, False),
+        ({"n": 1}, False),
+        ({"n": 63}, False),
+        ({"d": 256}, False),
+        ({"beyond": "raised-cosine"}, False),
+        ({"beyond": "decoupled"}, False),
+        ({"beyond": "decay"}, False),
+        ({"activation": "elu"}, False),
+        ({"reweight": False}, False),
+    ],
+)
+def test_auto_takes_the_kernels_where_they_were_timed(
+    changed: dict[str, Any], taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = {**AUTO, **PAPER, **changed}
+    monkeypatch.setattr(triton_backend, "is_hopper", lambda index: case["hopper"])
+    kernel = cosformer_kernel(150, case["beyond"], case["activation"], case["reweight"])
+    with FakeTensorMode():  # has CUDA tensors on any machine
+        q = torch.empty(1, 2, case["n"], case["d"], dtype=case["dtype"], device=case["device"])
+        places = resolve(None, case["n"], 64, q.device)
+        assert triton_backend.auto_takes_triton(kernel, q, q, places, case["causal"], None) is taken
+
+
+def test_forward_derivatives_are_refused_rather_than_zero() -> None:
+    leaves = tuple(x.detach() for x in inputs(40, h=1, d=8))
+
+    def attend(backend: str) -> Any:
+        return lambda *leaves: cosformer_attention(*leaves, max_length=40, backend=backend)
+
+    _, tangent = torch.func.jvp(attend("chunked"), leaves, leaves)
+    assert tangent.abs().sum() > 0
+    with pytest.raises(ValueError, match="no forward-mode derivatives; use backend='chunked'"):
+        torch.func.jvp(attend("triton"), leaves, leaves)
+
+
+def test_heads_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match="heads up to 128 wide, got 136; use backend='chunked'"):
+        cosformer_attention(*inputs(5, d=136), max_length=8, backend="triton")

@@ -1,0 +1,115 @@
+"""cosFormer's state: a stream of calls is the whole text, however it is cut and however far it has come."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from farspan.ops import cosformer_attention, cosformer_attention_reference
+from farspan.ops.cosformer.kernel import BEYOND
+from tests.helpers import softmax_inputs
+from tests.ops.cosformer import PAST_M, in_pieces
+
+
+@pytest.mark.parametrize("beyond", BEYOND)
+@pytest.mark.parametrize("size", [1, 7, 64])
+def test_a_stream_in_pieces_equals_the_whole(beyond: str, size: int) -> None:
+    inputs = softmax_inputs(30 if size == 1 else 135, b=2)
+    options = {"max_length": 150 if beyond == "raise" else 10, "beyond": beyond}
+    whole = cosformer_attention(*inputs, **options)
+    parts, _ = in_pieces(inputs, size, **options)
+    assert (parts - whole).abs().max() <= 1e-12
+    weights = torch.randn_like(whole)
+    pairs = zip(*(torch.autograd.grad(out, inputs, weights) for out in (whole, parts)), strict=True)
+    assert max(float((a - b).abs().max()) for a, b in pairs) <= 1e-12
+
+
+def test_padding_in_a_stream_may_arrive_in_its_own_pieces() -> None:
+    inputs = tuple(x.detach() for x in softmax_inputs(60, b=2))
+    keep = torch.ones(2, 60, dtype=torch.bool)
+    keep[0, :25], keep[1, 40:] = False, False
+    for beyond in BEYOND:
+        whole = cosformer_attention(*inputs, max_length=60, beyond=beyond, padding_mask=keep)
+        parts, _ = in_pieces(inputs, 10, max_length=60, beyond=beyond, padding_mask=keep)
+        assert (parts - whole).abs().max() <= 1e-12
+
+
+@pytest.mark.parametrize("beyond", BEYOND)
+@torch.no_grad()
+def test_state_bytes_and_outputs_do_not_depend_on_how_far_the_text_has_come(beyond: str) -> None:
+    """A stream at position 1 000 and one at 1 000 000 (M is large enough for "raise")."""
+    inputs = tuple(x.detach() for x in softmax_inputs(100))
+    held, outputs = [], []
+    for begin in (1_000, 1_000_000, 2**31 - 1000):
+        out, state = cosformer_attention(*inputs, max_length=256, beyond=beyond, positions=begin, return_state=True)
+        more = cosformer_attention(*inputs, max_length=256, beyond=beyond, state=state)
+        held.append(state.nbytes)
+        outputs.append(torch.cat((out, more), dim=2))
+        assert sum(x.untyped_storage().nbytes() for x in state[:5]) == state.nbytes  # not views of something larger
+    assert len(set(held)) == 1
+    assert max(float((x - outputs[0]).abs().max()) for x in outputs) <= 1e-12
+
+
+@pytest.mark.parametrize("beyond", PAST_M)
+@torch.no_grad()
+def test_a_long_gap_in_a_stream_keeps_the_state_exact(beyond: str) -> None:
+    """Jumping from 1k to 1M generated positions: the same state, the same bytes, the right weights."""
+    q, k, v = (x.detach() for x in softmax_inputs(20))
+    positions = torch.cat((torch.arange(10), torch.arange(10) + 1_000_000))
+    want = cosformer_attention_reference(q, k, v, max_length=37, beyond=beyond, positions=positions)
+    options = {"max_length": 37, "beyond": beyond, "return_state": True}
+    old, state = cosformer_attention(*(x[:, :, :10] for x in (q, k, v)), **options)
+    new, after = cosformer_attention(*(x[:, :, 10:] for x in (q, k, v)), state=state, positions=1_000_000, **options)
+    assert (torch.cat((old, new), dim=2) - want).abs().max() <= 1e-12
+    assert state.nbytes == after.nbytes
+
+
+@pytest.mark.parametrize("beyond", BEYOND)
+@torch.no_grad()
+def test_float32_stays_exact_over_many_steps(beyond: str) -> None:
+    """One token at a time; turning the state in float32 at each step would drift."""
+    q, k, v = (x.detach() for x in softmax_inputs(500, d=4, h=1, g=1))
+    options = {"max_length": 500, "beyond": beyond}
+    want = cosformer_attention(q, k, v, **options)
+    got, _ = in_pieces((q.float(), k.float(), v.float()), 1, **options)
+    assert (got - want).abs().max() <= 2e-5
+
+
+@given(st.integers(0, 2**32 - 1), st.lists(st.integers(1, 40), min_size=1, max_size=6), st.sampled_from(BEYOND))
+@settings(max_examples=30, deadline=None)
+def test_any_cutting_of_a_stream_gives_the_same(seed: int, pieces: list[int], beyond: str) -> None:
+    torch.manual_seed(seed)
+    inputs = tuple(x.detach() for x in softmax_inputs(sum(pieces), b=2))
+    options = {"max_length": 300 if beyond == "raise" else 11, "beyond": beyond}
+    whole = cosformer_attention(*inputs, **options)
+    assert (in_pieces(inputs, pieces, **options)[0] - whole).abs().max() <= 1e-12
+
+
+def test_a_state_can_be_asked_by_more_keys_than_queries_and_selected() -> None:
+    q, k, v = (x.detach() for x in softmax_inputs(40, b=3))
+    whole = cosformer_attention(q, k, v, max_length=64)
+    _, state = cosformer_attention(*(x[:, :, :15] for x in (q, k, v)), max_length=64, return_state=True)
+    end = cosformer_attention(q[:, :, -2:], k[:, :, 15:], v[:, :, 15:], max_length=64, state=state)
+    assert (end - whole[:, :, -2:]).abs().max() <= 1e-12
+    rows = torch.tensor([2, 0])
+    chosen = cosformer_attention(*(x[rows, :, 15:] for x in (q, k, v)), max_length=64, state=state.select(rows))
+    assert (chosen - whole[rows, :, 15:]).abs().max() <= 1e-12
+
+
+def test_a_stream_that_goes_back_is_refused() -> None:
+    q, k, v = softmax_inputs(5)
+    _, state = cosformer_attention(q, k, v, max_length=2, beyond="decay", positions=10_000, return_state=True)
+    for back in (0, torch.arange(5)):
+        with pytest.raises(ValueError, match=r"must not go back .* stands at 10004, got a step of -10004; leave"):
+            cosformer_attention(q, k, v, max_length=2, beyond="decay", positions=back, state=state)
+
+
+def test_a_state_of_another_attention_is_refused() -> None:
+    inputs = softmax_inputs(5)
+    _, state = cosformer_attention(*inputs, max_length=16, return_state=True)
+    with pytest.raises(
+        ValueError, match=r"state was made by 'cosformer, M = 16.* cannot continue as 'cosformer, M = 32"
+    ):
+        cosformer_attention(*inputs, max_length=32, state=state)
+    with pytest.raises(ValueError, match="state must have batch, key heads and value width"):
+        cosformer_attention(*softmax_inputs(5, b=2), max_length=16, state=state)
