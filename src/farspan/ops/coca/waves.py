@@ -132,7 +132,7 @@ def _scores(amplitudes: tuple[Tensor, ...], t: Tensor, waves: tuple[Tensor, ...]
     for block, *turns in zip(t.split(rows, dim=2), *(wave.split(rows, dim=2) for wave in waves), strict=True):
         if (short := block.shape[2]) < rows:  # the last one
             product, keys = product[:, :, :short], keys[:, :, :short]
-        for amplitude, turn in zip(amplitudes, turns, strict=True):  # both waves at once: each thread would read all t
+        for amplitude, turn in zip(amplitudes, turns, strict=True):  # one at a time: both need twice the room
             torch.mul(block, turn, out=product)
             if turn is turns[0]:
                 parts.append(torch.bmm(amplitude, keys))
