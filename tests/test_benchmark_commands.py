@@ -141,7 +141,16 @@ def spread(median: float) -> dict[str, float]:
 
 def layer_rows() -> list[dict[str, Any]]:
     names = ["rope", "coca-exact, cudnn", "coca-slack, published"]
-    row = {"kind": "layer", "passes": "forward and backward", "b": 1, "n": 32_768, "h": 32, "d": 128, "g": 32}
+    row = {
+        "kind": "layer",
+        "compiler": "inductor",
+        "passes": "forward and backward",
+        "b": 1,
+        "n": 32_768,
+        "h": 32,
+        "d": 128,
+        "g": 32,
+    }
     row |= {"best_rope": "rope", "milliseconds": {name: {"median": 1234.567} for name in names}}
     row |= {"time_over_best_rope": {names[1]: spread(1.074), names[2]: spread(21.345)}}
     row |= {"time_over_same_kernel": {names[1]: spread(0.983)}, "of_matmul_peak": dict.fromkeys(names, 0.123)}

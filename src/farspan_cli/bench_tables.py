@@ -161,7 +161,8 @@ def show_layer(console: Console, rows: list[Row]) -> None:
     found = _of_kind(rows, "layer")
     headings = ["layer", "ms", "time / best RoPE", "time / same kernel", "of matrix peak", "peak GB"]
     for row in found:
-        title = f"{row['passes']}, {row['b']} × {row['n']:,} tokens, {row['h']} heads of {row['d']} on {row['g']}"
+        how = f"{row['passes']}, not compiled" if row["compiler"] == "none" else row["passes"]
+        title = f"{how}, {row['b']} × {row['n']:,} tokens, {row['h']} heads of {row['d']} on {row['g']}"
         lines = [
             [
                 name + (" (best)" if name == row["best_rope"] else ""),

@@ -7,17 +7,18 @@ import pytest
 
 from farspan.finetune import finetune
 from farspan.models import FarspanForCausalLM
-from tests.finetune.folders import made, recipe
+from tests.finetune.folders import recipe
 
 PLAIN = recipe({"objective": {"logit-kl": 1.0}})
 
 
-def test_a_finished_model_without_it_is_not_taken_for_one_with_it(tmp_path: Path) -> None:
-    _, coca, source = made(tmp_path)
-    done = finetune(coca, {source: 1.0}, PLAIN, tmp_path / "run")
-    with pytest.raises(ValueError, match=r"holds a finished model without the recipe's log_length; choose another"):
-        finetune(coca, {source: 1.0}, replace(PLAIN, log_length=True), tmp_path / "run")
-    model = FarspanForCausalLM.from_pretrained(done)
-    model.set_log_length(True)
-    model.save_pretrained(done)
-    assert finetune(coca, {source: 1.0}, replace(PLAIN, log_length=True), tmp_path / "run") == done
+@pytest.mark.parametrize("first", [False, True])
+def test_a_finished_model_is_not_taken_for_one_of_the_other_kind(
+    first: bool, folders: tuple[Path, Path, str], tmp_path: Path
+) -> None:
+    _, coca, source = folders
+    done = finetune(coca, {source: 1.0}, replace(PLAIN, log_length=first), tmp_path / "run")
+    assert FarspanForCausalLM.from_pretrained(done).config.log_length == first
+    with pytest.raises(ValueError, match=rf"a finished model with log_length {first} and not {not first}"):
+        finetune(coca, {source: 1.0}, replace(PLAIN, log_length=not first), tmp_path / "run")
+    assert finetune(coca, {source: 1.0}, replace(PLAIN, log_length=first), tmp_path / "run") == done

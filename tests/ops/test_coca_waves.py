@@ -188,6 +188,15 @@ def test_ready_waves_that_do_not_fit_the_call_are_refused() -> None:
         coca_attention(q, t[:, :, :3], v[:, :, :3], rotary=ready)
     with pytest.raises(ValueError, match="ready waves were made for form 'exact', got 'slack'"):
         coca_attention(q, t, v, rotary=ready, form="slack")
+    rows = resolve(torch.arange(5) * torch.tensor([[1], [3]]), 1, 5, torch.device("cpu"))
+    with pytest.raises(ValueError, match="ready waves must be of 1 or 1 texts, got 2"):
+        coca_attention(q, t, v, rotary=Waves.of(Rotary(8), rows, form="exact", dtype=torch.float32))
+
+
+@torch.no_grad()
+def test_many_keys_stay_within_float16() -> None:
+    q, t, v = torch.zeros(1, 1, 1, 8), torch.ones(1, 1, 40_000, 4), torch.full((1, 1, 40_000, 8), 3.0)
+    assert (coca_attention(q.half(), t.half(), v.half(), rotary=Rotary(8)) == 3).all()
 
 
 def test_a_trace_without_numbers_leaves_nothing_behind() -> None:

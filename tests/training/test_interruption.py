@@ -46,12 +46,31 @@ def test_the_answer_does_not_wait_for_a_long_operation(monkeypatch: pytest.Monke
     assert answered < ended - 0.5
 
 
+def test_two_during_one_operation_are_two() -> None:
+    rounds = int(100_000 / seconds_of_hashing(100_000))
+    with interruption(lambda: 7, say=False):
+        for delay in (0.2, 0.4):
+            threading.Timer(delay, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt, match="stopped at once"):
+            seconds_of_hashing(rounds)
+
+
+def test_a_forked_child_does_not_keep_it_waiting() -> None:
+    with interruption(lambda: 0):
+        child = os.fork()
+        if child == 0:
+            time.sleep(60)
+            os._exit(0)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+
+
 @pytest.mark.parametrize("say", [True, False])
 def test_afterwards_all_is_as_it_was(say: bool) -> None:
     before, threads = signal.getsignal(signal.SIGINT), threading.active_count()
     with interruption(lambda: 0, say=say) as interrupted:
         assert not interrupted()
-        assert threading.active_count() == threads + say
+        assert threading.active_count() == threads + 1
     assert signal.getsignal(signal.SIGINT) == before
     assert threading.active_count() == threads
     assert signal.set_wakeup_fd(-1) == -1

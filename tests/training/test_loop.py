@@ -164,6 +164,25 @@ def test_ctrl_c_is_answered_within_the_step_and_the_run_goes_on(
     assert losses(tmp_path) == losses(whole)
 
 
+def test_ctrl_c_while_the_last_checkpoint_is_saved_is_obeyed(
+    whole: Path, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or the next stage of a recipe would begin."""
+    original, steps = loop._Run.save, len(losses(whole))
+
+    def press(self: loop._Run) -> None:
+        original(self)
+        if self.step == steps:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(loop._Run, "save", press)
+    with pytest.raises(KeyboardInterrupt, match=f"stopped at step {steps}; the same command continues"):
+        train(config(source), tmp_path)
+    monkeypatch.undo()
+    train(config(source), tmp_path)
+    assert losses(tmp_path) == losses(whole)
+
+
 @pytest.mark.slow
 def test_two_processes_equal_one(whole: Path, source: str, tmp_path: Path) -> None:
     launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29511", "-m")

@@ -62,7 +62,9 @@ def contestants(shape: Shape, device: str) -> tuple[dict[str, Attention], dict[s
         if family != "alibi" or shape.n <= UNROLLED
     }
     missing = (
-        {} if "alibi" in layers else {"alibi": f"its blocks are unrolled by the compiler beyond {UNROLLED} tokens"}
+        {}
+        if "alibi" in layers
+        else {"alibi": f"its blocks would be unrolled by torch.compile beyond {UNROLLED} tokens"}
     )
     for kernel, backend in KERNELS.items():
         layers |= {f"{family}, {kernel}": Peer(shape, family, through_sdpa(backend)) for family in WITH_KERNEL}

@@ -100,7 +100,8 @@ def finetune(
     final, path, done = folder / "model", origin.model, 0
     places = [folder / f"stage-{i + 1}-{stage.name}" for i, stage in enumerate(recipe.stages)]
     if final.exists():
-        _refuse_other_recipe(folder, [place.name for place in places], log_length=recipe.log_length)
+        log_length = recipe.log_length or read_config(open_source(origin.model).config).log_length
+        _refuse_other_recipe(folder, [place.name for place in places], log_length=log_length)
     else:
         origin.check(recipe)
     for index, (place, stage) in enumerate(zip(places, recipe.stages, strict=True)):
@@ -220,10 +221,11 @@ def _refuse_other_recipe(folder: Path, stages: list[str], *, log_length: bool) -
         f"--out {str(folder)!r} holds a finished model of another recipe, of {', '.join(made)} and not "
         f"{', '.join(stages)}; choose another",
     )
+    made_with = FarspanConfig.from_pretrained(folder / "model").log_length
     require(
-        not log_length or FarspanConfig.from_pretrained(folder / "model").log_length,
-        f"--out {str(folder)!r} holds a finished model without the recipe's log_length; choose another, or switch it "
-        "on with model.set_log_length(True)",
+        made_with == log_length,
+        f"--out {str(folder)!r} holds a finished model with log_length {made_with} and not {log_length}, as the recipe "
+        "has it; choose another",
     )
 
 

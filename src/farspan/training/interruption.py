@@ -22,11 +22,18 @@ def interruption(saved: Callable[[], int], *, say: bool = True) -> Iterator[Call
     False
     """
     seen: list[int] = []
+    heard: list[int] = []
 
     def remember(number: int, _: Any) -> None:
-        if seen:
+        if seen or len(heard) > 1:  # two during one operation reach this handler once
             raise KeyboardInterrupt(f"stopped at once; the same command continues from step {saved()}")
         seen.append(number)
+
+    def hear() -> None:
+        heard.append(signal.SIGINT)
+        if say and len(heard) == 1:
+            line = f"stopping after this training step; Ctrl-C again stops sooner, back at step {saved()}"
+            print(line, file=sys.stderr, flush=True)
 
     try:
         before = signal.signal(signal.SIGINT, remember)
@@ -34,30 +41,25 @@ def interruption(saved: Callable[[], int], *, say: bool = True) -> Iterator[Call
         yield lambda: False
         return
     try:
-        with _answering(saved if say else None):
+        with _listening(hear):
             yield lambda: bool(seen)
     finally:
         signal.signal(signal.SIGINT, before)
 
 
 @contextmanager
-def _answering(saved: Callable[[], int] | None) -> Iterator[None]:
-    """Answer the first Ctrl-C from a thread that the operating system's handler wakes.
+def _listening(hear: Callable[[], None]) -> Iterator[None]:
+    """Call `hear` for each Ctrl-C, in a thread that the operating system's handler wakes.
 
     Python's own handler waits until the operation that runs, perhaps a whole backward pass, is done.
     """
-    if saved is None:
-        yield
-        return
     ear, mouth = socket.socketpair()
     mouth.setblocking(False)
 
     def listen() -> None:
-        while heard := ear.recv(1):
-            if heard[0] == signal.SIGINT:
-                line = f"stopping after this training step; Ctrl-C again stops sooner, back at step {saved()}"
-                print(line, file=sys.stderr, flush=True)
-                return
+        while byte := ear.recv(1):
+            if byte[0] == signal.SIGINT:
+                hear()
 
     thread = Thread(target=listen, daemon=True)
     thread.start()
@@ -66,6 +68,7 @@ def _answering(saved: Callable[[], int] | None) -> Iterator[None]:
         yield
     finally:
         signal.set_wakeup_fd(before)
-        mouth.close()  # the thread hears the end, having said what there was to say
+        mouth.shutdown(socket.SHUT_RDWR)  # the thread hears the end, even if a forked child holds a copy
         thread.join()
+        mouth.close()
         ear.close()

@@ -88,6 +88,8 @@ def run(job: Job, out: str | os.PathLike[str], *, report: Callable[[Progress], N
                 here.save()
             if stop:
                 raise KeyboardInterrupt(f"stopped at step {step + 1}; the same command continues")
+        if here.any_process(interrupted()):  # while the last checkpoint was saved: whatever comes next should not begin
+            raise KeyboardInterrupt(f"stopped at step {steps}; the same command continues")
     return here.finish()
 
 

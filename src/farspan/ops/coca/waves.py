@@ -76,6 +76,10 @@ class Waves:
                 "make them for this call"
             ),
         )
+        require(
+            wave.shape[0] in (1, q.shape[0]),
+            lambda: f"ready waves must be of 1 or {q.shape[0]} texts, got {wave.shape[0]}; make them for this call",
+        )
         made_for = "exact" if self.query is None else "slack"
         require(form == made_for, f"ready waves were made for form {made_for!r}, got {form!r}; make them for this call")
 
@@ -157,7 +161,8 @@ def _means(scores: Tensor, v: Tensor) -> Tensor:
     if scores.dtype == v.dtype:
         return torch.bmm(scores.softmax(dim=-1), v)
     weights = (scores - scores.amax(dim=-1, keepdim=True)).exp()  # divided later: small shares would lose their digits
-    return (torch.bmm(weights.to(v.dtype), v) / weights.sum(dim=-1, keepdim=True)).to(v.dtype)
+    wide = v.float() if v.dtype == torch.float16 else v  # whose range the sums of many keys leave
+    return (torch.bmm(weights.to(wide.dtype), wide) / weights.sum(dim=-1, keepdim=True)).to(v.dtype)
 
 
 def _key_waves(
@@ -172,7 +177,7 @@ def _key_waves(
         phases = _phases(places, causal, sines)
         least, most = int(phases.min()), int(phases.max())
     ahead, behind = (most + 1, least) if sines else (1 - least, -most)
-    fake = type(torch.empty(0)) is not Tensor  # a trace without numbers; what is kept must be real
+    fake = type(torch.empty(0, device="cpu")) is not Tensor  # a trace without numbers; what is kept must be real
     if behind < 0 or ahead > 2 * m or isinstance(length, Tensor) or rotary.follows_length or fake:
         phases = _phases(places, causal, sines) if phases is None else phases
         return _made(rotary, length, phases, dtype, sines)[:, :, None]
