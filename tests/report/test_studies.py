@@ -102,6 +102,13 @@ def test_the_headline_names_cost_and_reach(folder: Path) -> None:
     write(folder, "ppl-near-control-3-all-none", [ppl_row("control-3-all", 0, "none", 2048, 27.0)])
     said = study_verdicts(collect(folder), load_study_table())
     assert said[2].startswith("Original, fine-tuned on the text (control) (3M tokens): perplexity 27.00 at 2,048;")
+    for law, keys, value in (("ntk-4", 6, 30.0), ("ntk-4+log", 9, 28.0)):
+        found = [(30_000, True)] * keys + [(30_000, False)] * (10 - keys)
+        write(folder, f"passkey-control-3-all-{law}", [passkey_row("control-3-all", 0, law, 32768, found, 2048)])
+        write(folder, f"ppl-far-control-3-all-{law}", [ppl_row("control-3-all", 0, law, 32768, value)])
+    said = study_verdicts(collect(folder), load_study_table())
+    assert "at 2,048; with dynamic NTK 4 ×1.11 of that at 32,768; passkey there 0.60 (95% 0.31–0.83), with" in said[2]
+    assert "with log length 0.90 (95% 0.60–0.98); what a CoCA model gains" in said[2]
 
 
 def test_a_layout_that_needs_no_law_is_in_the_headline_and_is_no_control(folder: Path) -> None:

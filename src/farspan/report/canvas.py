@@ -2,6 +2,7 @@
 
 import io
 import re
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,8 @@ from matplotlib.figure import Figure as Canvas
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 INK, FAINT = "#1f2328", "#9aa0a6"
+TITLE_WIDTH = 44
+"""Letters of a title that fit above a figure; more go on another line."""
 STYLE: Any = {
     "font.size": 10,
     "axes.titlesize": 11,
@@ -53,7 +56,7 @@ def blank(title: str, x: str, y: str, size: tuple[float, float] = (5.0, 3.9)) ->
         canvas = Canvas(figsize=size, layout="constrained")
         FigureCanvasAgg(canvas)
         axes = canvas.add_subplot()
-    axes.set(title=title, xlabel=x, ylabel=y)
+    axes.set(title=textwrap.fill(title, TITLE_WIDTH), xlabel=x, ylabel=y)
     return canvas, axes
 
 
@@ -69,7 +72,7 @@ def finish(canvas: Canvas, name: str, group: str, caption: str, columns: int = 3
         svg, png = io.BytesIO(), io.BytesIO()
         canvas.savefig(svg, format="svg", transparent=True, metadata={"Date": None})
         canvas.savefig(png, format="png", dpi=160)
-    return Figure(name, group, axes.get_title(), caption, svg.getvalue().decode(), png.getvalue())
+    return Figure(name, group, axes.get_title().replace("\n", " "), caption, svg.getvalue().decode(), png.getvalue())
 
 
 def inline_svg(figure: Figure) -> str:

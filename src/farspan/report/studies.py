@@ -13,6 +13,8 @@ from farspan.report.summary import amount
 from farspan.report.tables import Cell, Line, Table, counts_text, estimate_cell, perplexity_text, share_text
 
 PAPER_LAW = "ntk-4"
+LOG = "+log"
+"""What a law's name ends with where scores grow with the logarithm of the length."""
 
 
 def in_order(run: Run, table: StudyTable) -> list[tuple[str, StudyModel]]:
@@ -126,27 +128,35 @@ def study_verdicts(run: Run, table: StudyTable) -> list[str]:
     said: list[tuple[float, str]] = []
     for label, model in models:
         near = window_perplexity(run, model, "none", base)
-        law = PAPER_LAW if window_perplexity(run, model, PAPER_LAW, far) else "none"  # some need no law
-        reach = window_perplexity(run, model, law, far)
+        reach = _reach(run, model, far)[1]
         if model.stages and not model.plain and near and reach:
             cost = f", {near.value / before.value - 1:+.1%} against the original's" if before else ""
-            text = (
-                f"{label} ({amount(model.tokens)} tokens): perplexity {perplexity_text(near.value)} at {base:,}{cost}; "
-                f"with {scaling_name(law)} ×{reach.value / near.value:,.2f} of that at {far:,}"
-            )
-            said.append((reach.value, text + _keys_found(run, model, law, far) + "."))
+            said.append((reach.value, _at_both_ends(run, label, model, near, base, far, cost) + "."))
     if not said:
         return ["No fine-tuned model was measured inside and past the window: this study compares nothing yet."]
     ordered = [text for value, text in sorted(said, key=lambda one: math.inf if math.isnan(one[0]) else one[0])]
-    return ordered + _paper_verdict(table) + _control_verdict(run, models, base)
+    return ordered + _paper_verdict(table) + _control_verdict(run, models, base, far)
 
 
-def _keys_found(run: Run, model: StudyModel, law: str, length: int) -> str:
-    keys = passkey_at(run, model.model, law, length)
-    if keys is None or keys.interval is None:
-        return ""
-    low, high = map(share_text, keys.interval)
-    return f"; passkey there {share_text(keys.value)} (95% {low}–{high})"
+def _reach(run: Run, model: StudyModel, far: int) -> tuple[str, Estimate | None]:
+    """The law a model is judged by far past its window, and its perplexity there; some need no law."""
+    law = PAPER_LAW if window_perplexity(run, model, PAPER_LAW, far) else "none"
+    return law, window_perplexity(run, model, law, far)
+
+
+def _at_both_ends(run: Run, label: str, model: StudyModel, near: Estimate, base: int, far: int, cost: str = "") -> str:
+    """Perplexity inside the window and, as far as it was measured, what becomes of it far past it, with the keys."""
+    said = f"{label} ({amount(model.tokens)} tokens): perplexity {perplexity_text(near.value)} at {base:,}{cost}"
+    law, reach = _reach(run, model, far)
+    if reach is None:
+        return said
+    said += f"; with {scaling_name(law)} ×{reach.value / near.value:,.2f} of that at {far:,}"
+    found = [passkey_at(run, model.model, name, far) for name in (law, law + LOG)]
+    for keys, lead in zip(found, ("; passkey there ", ", with log length "), strict=True):
+        if keys is not None and keys.interval is not None:
+            low, high = map(share_text, keys.interval)
+            said += f"{lead}{share_text(keys.value)} (95% {low}–{high})"
+    return said
 
 
 def _paper_verdict(table: StudyTable) -> list[str]:
@@ -165,7 +175,7 @@ def _paper_verdict(table: StudyTable) -> list[str]:
     ]
 
 
-def _control_verdict(run: Run, models: list[tuple[str, StudyModel]], base: int) -> list[str]:
+def _control_verdict(run: Run, models: list[tuple[str, StudyModel]], base: int, far: int) -> list[str]:
     """What the text alone did to the original: a model tuned on books is better at books, whatever its attention."""
     controls = [(label, m) for label, m in models if m.plain and m.stages]
     found = [(label, m, window_perplexity(run, m, "none", base)) for label, m in controls]
@@ -174,8 +184,8 @@ def _control_verdict(run: Run, models: list[tuple[str, StudyModel]], base: int) 
             "The original was not fine-tuned on the same text: how much of any gain on it is the text's is not known."
         ]
     return [
-        f"{label} ({amount(model.tokens)} tokens): perplexity {perplexity_text(at.value)} at {base:,}; "
-        "what a CoCA model gains on the original must be seen beside this."
+        f"{_at_both_ends(run, label, model, at, base, far)}; what a CoCA model gains on the original must be seen "
+        "beside this."
         for label, model, at in found
         if at is not None
     ]
