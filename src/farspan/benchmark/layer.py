@@ -66,9 +66,9 @@ def run(
     yield "matrix products", [{"kind": "matmul", "teraflops_a_second": peak / 1e12}]
     for small in dict.fromkeys(Shape(2, 200, 8 * x.d, 8, 8 * x.g // x.h) for x in todo):
         yield f"layers of width {small.d} against float64", check(small, device, dtype)
+    compiler = None if eager else "inductor" if device == "cuda" else "aot_eager"
     for shape in todo:
         for passes in PASSES:
-            compiler = None if eager else "inductor" if device == "cuda" else "aot_eager"
             rows = compare(shape, passes, compiler, device=device, dtype=dtype, repeats=repeats, only=only, peak=peak)
             yield f"{passes}, {tuple(shape)}", rows
 
@@ -104,10 +104,10 @@ def compare(
                 own = Attention(shape.hidden, shape.h, family, num_key_heads=shape.g).to(device, dtype)
                 own.load_state_dict(layer.state_dict())
                 wanted[family] = as_call(own, own, x, passes)()
-            run: Callable[[Tensor], Tensor] = layer
+            timed: Callable[[Tensor], Tensor] = layer
             if compiler is not None:
-                run = torch.compile(layer, backend=compiler, dynamic=False, fullgraph=True)
-            call = as_call(layer, run, x, passes)
+                timed = torch.compile(layer, backend=compiler, dynamic=False, fullgraph=True)
+            call = as_call(layer, timed, x, passes)
             try:
                 got = call()
                 memory[name] = measure(call, repeats=0, device=device).peak_bytes

@@ -8,7 +8,6 @@ from typing import Any, TypeVar, cast, get_args
 from farspan.errors import require, require_choice
 
 STATES = ("done", "failed", "pending", "busy")
-PAIR_KINDS = ("all", "field", "set")
 
 
 @dataclass(frozen=True)
@@ -144,7 +143,7 @@ class Bits:
 
 @dataclass(frozen=True)
 class Pairs:
-    """Minimal pairs that a model gets right: of all, of a field or of a set (:data:`PAIR_KINDS`)."""
+    """Minimal pairs that a model gets right: of all ("all"), of a field or of a set."""
 
     variant: str
     scaling: str

@@ -13,8 +13,6 @@ from farspan.report.summary import amount
 from farspan.report.tables import Cell, Line, Table, counts_text, estimate_cell, perplexity_text, share_text
 
 PAPER_LAW = "ntk-4"
-LOG = "+log"
-"""What a law's name ends with where scores grow with the logarithm of the length."""
 
 
 def in_order(run: Run, table: StudyTable) -> list[tuple[str, StudyModel]]:
@@ -151,7 +149,7 @@ def _at_both_ends(run: Run, label: str, model: StudyModel, near: Estimate, base:
     if reach is None:
         return said
     said += f"; with {scaling_name(law)} ×{reach.value / near.value:,.2f} of that at {far:,}"
-    found = [passkey_at(run, model.model, name, far) for name in (law, law + LOG)]
+    found = [passkey_at(run, model.model, name, far) for name in (law, f"{law}+log")]
     for keys, lead in zip(found, ("; passkey there ", ", with log length "), strict=True):
         if keys is not None and keys.interval is not None:
             low, high = map(share_text, keys.interval)
