@@ -56,7 +56,7 @@ def decoding_shapes() -> list[Shape]:
     """Every length, width, group size and batch that the record asks for, but those too large to hold."""
     grid = [
         Shape(b, 32, 32 // group, 1, m, d)
-        for d in (128, 64)
+        for d in (64, 128)
         for group in (1, 4, 8)
         for b in (1, 8, 32)
         for m in (512, 2048, 8192, 32_768, 131_072)
