@@ -3,7 +3,6 @@
 import io
 import sys
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -96,11 +95,10 @@ def test_contestants_of_a_family_compute_the_same(g: int) -> None:
 
 
 @pytest.mark.parametrize("family", ["coca-exact", "coca-slack"])
-@pytest.mark.parametrize("prepare", [layer_peers.by_kernel, layer_peers.by_torch])
-def test_either_preparation_is_its_family_with_gradients(family: str, prepare: Any) -> None:
-    """Kept from a CPU's contestants, where the kernel would be interpreted."""
+def test_plain_preparation_is_its_family_with_gradients(family: str) -> None:
+    """Kept from a CPU's contestants, where it is what the family does."""
     own = Attention(32, 4, family, num_key_heads=2)
-    peer = Peer(Shape(2, 33, 32, 4, 2), family, prepare)
+    peer = Peer(Shape(2, 33, 32, 4, 2), family, layer_peers.by_torch)
     peer.load_state_dict(own.state_dict())
     x, weights = torch.randn(2, 33, 32), torch.randn(2, 33, 32)
     got, want = (layer_checks.results(one, one, x, weights) for one in (peer, own))

@@ -28,8 +28,7 @@ LAWS = [None, YaRN(4, 16), DynamicNTK(4, 16, "per_request"), DynamicNTK(4, 16, "
 
 @pytest.fixture
 def _by_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, were "auto" to take the kernel for both forms."""
-    monkeypatch.setattr(preparation, "KERNEL_FORMS", ("exact", "slack"))
+    """As on a GPU."""
     monkeypatch.setattr(preparation, "preparation_refusal", lambda *_: None)
 
 
@@ -92,24 +91,18 @@ def test_transforms_of_torch_func_keep_plain_torch() -> None:
     assert "forward-mode" in str(found[2])
 
 
-def plan_of(form: str) -> str:
-    places = resolve(None, 5, 5, torch.device("cpu"))
-    [part] = coca_plan(Rotary(8), places, form=form, causal=True, dtype=torch.float32)
-    return type(part.query).__name__
-
-
 def test_a_cpu_prepares_from_tables() -> None:
-    assert plan_of("slack") == "Angles"
+    [part] = coca_plan(Rotary(8), resolve(None, 5, 5, torch.device("cpu")), causal=True, dtype=torch.float32)
+    assert isinstance(part.query, Angles)
     q, t, v = (x.detach() for x in coca_inputs(9, dtype=torch.float32))
     options: dict[str, Any] = {"rotary": Rotary(8), "form": "slack"}
     assert torch.equal(*(coca_attention(q, t, v, **options, backend=one) for one in ("auto", "sdpa")))
 
 
-def test_where_it_can_run_the_kernel_prepares_slack_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preparation, "preparation_refusal", lambda *_: None)
-    assert (plan_of("slack"), plan_of("exact")) == ("Phases", "Angles")
+@pytest.mark.usefixtures("_by_kernel")
+def test_where_it_can_run_the_kernel_prepares_exact_and_slack() -> None:
     places = resolve(None, 5, 5, torch.device("cpu"))
-    for name, wanted in (("coca-slack", Phases), ("coca-exact", Angles), ("coca-strict", Angles), ("rope", Angles)):
+    for name, wanted in (("coca-slack", Phases), ("coca-exact", Phases), ("coca-strict", Angles), ("rope", Angles)):
         plan = Attention(32, 4, name).plan(places, torch.float32)
         assert plan is not None
         assert isinstance(plan[0].query, wanted)
@@ -167,8 +160,7 @@ def test_one_graph_prepares_texts_of_every_length(positions: bool) -> None:
 @pytest.mark.parametrize("who", ["kernel", "torch"])
 def test_one_graph_attends_whatever_the_sizes(who: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With dynamic=True nothing may write a size into a message, nor hand SDPA a truth value that is a letter."""
-    monkeypatch.setattr(preparation, "KERNEL_FORMS", ("slack",) if who == "kernel" else ())
-    monkeypatch.setattr(preparation, "preparation_refusal", lambda *_: None)
+    monkeypatch.setattr(preparation, "preparation_refusal", lambda *_: None if who == "kernel" else "not asked")
     graphs = CompileCounterWithBackend("aot_eager")
 
     def attend(q: Tensor, t: Tensor, v: Tensor) -> Tensor:

@@ -10,6 +10,9 @@ from farspan.benchmark.measure import drawn_orders, in_turn, measure_once
 
 FLUSH = 2**28
 """Bytes written between two timings, so that no call finds its inputs in the cache: five times an H200's."""
+START = 2**24
+"""Cycles that a GPU idles before a call that is not captured, 8 ms or so: by then the processor has launched all of it,
+as it runs ahead in a model of many layers."""
 
 
 class Times(NamedTuple):
@@ -50,10 +53,13 @@ def clock(call: Callable[[], Any], *, device: str, repeats: int, graph: bool = T
     return quantiles([start.elapsed_time(stop) / 1e3 for start, stop in events], graph)
 
 
-def clock_in_turn(calls: dict[str, Callable[[], Any]], *, device: str, repeats: int) -> dict[str, list[float]]:
+def clock_in_turn(
+    calls: dict[str, Callable[[], Any]], *, device: str, repeats: int, start: bool = False
+) -> dict[str, list[float]]:
     """Seconds of each call, `repeats` of them, taken in turn after one round that warms up.
 
-    As :func:`in_turn` does, but on a GPU between events, with its caches cold.
+    As :func:`in_turn` does, but on a GPU between events, with its caches cold. `start`: the processor gets a head start
+    of :data:`START`, so that what is timed is the GPU's work and not a wait for launches.
 
     >>> found = clock_in_turn({"one": lambda: sum(range(10)), "other": lambda: None}, device="cpu", repeats=3)
     >>> {name: len(seconds) for name, seconds in found.items()}
@@ -68,14 +74,16 @@ def clock_in_turn(calls: dict[str, Callable[[], Any]], *, device: str, repeats: 
     events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in calls}
     for order in drawn_orders(calls, repeats):
         for name in order:
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            if start:
+                torch.cuda._sleep(START)
             waste.zero_()
-            start.record()
+            begin.record()
             calls[name]()
-            stop.record()
-            events[name].append((start, stop))
+            end.record()
+            events[name].append((begin, end))
     torch.cuda.synchronize()
-    return {name: [start.elapsed_time(stop) / 1e3 for start, stop in found] for name, found in events.items()}
+    return {name: [begin.elapsed_time(end) / 1e3 for begin, end in found] for name, found in events.items()}
 
 
 UNFAIR = "cannot be captured in a CUDA graph: timed with its launches, and left out of speedups over ours without"

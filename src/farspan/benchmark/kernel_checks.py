@@ -14,9 +14,12 @@ from farspan.ops.phases import rotary_steps
 PAGE = 16
 LAST = 4
 """Queries of a timed call that are compared."""
-DRAWS = 8
+DRAWS = 32
 """Inputs a case is checked with. Full-width keys and ours are rounded at other angles: which of two paths is nearer to
 the truth on one input is chance."""
+USUAL, WORST = 1.5, 3.0
+"""How many times the full-width path's error ours may have: in the root mean square, and at its largest, which a few
+scores decide."""
 
 
 class Case(NamedTuple):
@@ -84,10 +87,9 @@ def check_kernels(device: str, *, toy: bool = False) -> list[dict[str, Any]]:
     sizes = (16,) if toy else (64, 128)
     rows += [check_pages(device, d, n, shifted) for d in sizes for n in (1, 20) for shifted in (False, True)]
     rows += [check_preparation(device, form, d) for form in ("exact", "slack") for d in sizes]
-    wrong = [row for row in rows if not row["error"] <= row["allowed"]]
+    wrong = [f"{row['case']}: {why}" for row in rows if (why := complaint(row))]
     if wrong:
-        names = "; ".join(f"{row['case']}: {row['error']:.1e} (allowed: {row['allowed']:.1e})" for row in wrong)
-        raise ResultsDifferError(f"{len(wrong)} of {len(rows)} kernel checks fail: {names}")
+        raise ResultsDifferError(f"{len(wrong)} of {len(rows)} kernel checks fail: {'; '.join(wrong)}")
     return rows
 
 
@@ -98,15 +100,28 @@ def _inputs(case: Case, device: str, b: int = 2) -> list[Tensor]:
 
 
 def error_row(name: str, out: Tensor, truth: Tensor, plain: Tensor) -> dict[str, Any]:
-    """The error, and what is allowed: twice that of the full-width path in the same dtype, plus one rounding.
+    """The largest error, that of the full-width path in the same dtype, and what is allowed, with a rounding to spare.
 
     `rms_ratio` compares root mean squares, which say more than the largest of few; None where the path has no error.
     """
     ours, theirs = (float((x.double() - truth).abs().max()) for x in (out, plain))
     usual, theirs_usual = (float((x.double() - truth).square().mean().sqrt()) for x in (out, plain))
     rounding = float(truth.abs().max()) * torch.finfo(out.dtype).eps
-    row = {"kind": "check", "case": name, "error": ours, "full_width": theirs, "allowed": 2 * theirs + rounding}
+    row = {"kind": "check", "case": name, "error": ours, "full_width": theirs, "allowed": WORST * theirs + rounding}
     return row | {"rms_ratio": usual / theirs_usual if theirs_usual > 0 else None}
+
+
+def complaint(row: Mapping[str, Any]) -> str | None:
+    """What is wrong with an :func:`error_row`; None if nothing is.
+
+    >>> complaint({"error": 1e-3, "allowed": 2e-3, "rms_ratio": 1.6})
+    'its error is usually 1.60 times that of the full-width path (allowed: 1.5)'
+    """
+    if not row["error"] <= row["allowed"]:
+        return f"{row['error']:.1e} (allowed: {row['allowed']:.1e})"
+    if row["rms_ratio"] is not None and not row["rms_ratio"] <= USUAL:
+        return f"its error is usually {row['rms_ratio']:.2f} times that of the full-width path (allowed: {USUAL})"
+    return None
 
 
 def _moved(options: Any, device: str) -> Any:
@@ -149,10 +164,8 @@ def check_at_size(
         truth = coca_attention_reference(q.double(), t.double(), v.double(), rotary=rotary, form=form)
         plain = coca_attention(q, t, v, rotary=rotary, form=form, backend="sdpa")
         row = error_row(form, out[:1, :, -LAST:], truth, plain)
-        if not row["error"] <= row["allowed"]:
-            raise ResultsDifferError(
-                f"{form} as timed is wrong on {what}: {row['error']:.1e} (allowed: {row['allowed']:.1e})"
-            )
+        if why := complaint(row):
+            raise ResultsDifferError(f"{form} as timed is wrong on {what}: {why}")
         found["error_as_timed"][form], found["allowed_as_timed"][form] = row["error"], row["allowed"]
     return found
 

@@ -249,7 +249,7 @@ def times_of(
                     ready[name] = captured(call)
                     graphs.add(name)
     ready = {name: call for name, call in ready.items() if _runs(name, call, failed)}
-    seconds = clock_in_turn(ready, device=device, repeats=repeats)
+    seconds = clock_in_turn(ready, device=device, repeats=repeats, start=not capture)
     return {name: failed.get(name) or quantiles(seconds[name], name in graphs) for name in calls}
 
 

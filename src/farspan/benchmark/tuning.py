@@ -11,7 +11,7 @@ from torch import Tensor
 from farspan.benchmark.agree import ResultsDifferError
 from farspan.benchmark.ahead import compile_ahead, refused
 from farspan.benchmark.clock import clock, copy_speed
-from farspan.benchmark.kernel_checks import error_row
+from farspan.benchmark.kernel_checks import complaint, error_row
 from farspan.benchmark.kernels import NOTED, TOY, Shape, assembler_row, random_inputs
 from farspan.ops import Rotary, coca_attention, coca_attention_reference
 from farspan.ops.launch import has_sound_wgmma
@@ -90,11 +90,8 @@ def _sweep(shape: Shape, cuts: list[Numbers], device: str, repeats: int) -> Iter
     for cut, splits in dict.fromkeys((cut, max(1, int(n * part))) for cut, n in usual.items() for part in SPLITS):
         call = partial(launch, cut, splits)
         check = error_row("tuning", call()[:1], truth, plain)
-        if not check["error"] <= check["allowed"]:
-            raise ResultsDifferError(
-                f"cut {cut}, splits {splits}, is wrong on {tuple(shape)}: {check['error']:.1e} "
-                f"(allowed: {check['allowed']:.1e})"
-            )
+        if why := complaint(check):
+            raise ResultsDifferError(f"cut {cut}, splits {splits}, is wrong on {tuple(shape)}: {why}")
         times = clock(call, device=device, repeats=repeats)
         yield {
             "kind": "tuning",

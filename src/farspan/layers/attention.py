@@ -169,9 +169,15 @@ class Attention(nn.Module):
         """The angles of a call whose queries come in a dtype, as this layer wants them; None without rotation."""
         if self.rotary is None:
             return None
-        if self.spec.kind == "coca":
-            return coca_plan(self.rotary, places, form=self.form, causal=self.causal, dtype=dtype)
+        if self.wants_phases:
+            return coca_plan(self.rotary, places, causal=self.causal, dtype=dtype)
         return self.rotary.plan(places, places.n, places.m, causal=self.causal, dtype=dtype)
+
+    @property
+    def wants_phases(self) -> bool:
+        """Whether a kernel may prepare its queries and keys: strict CoCA's tied query would first have to be written
+        out for it, where torch.compile doubles it on the way."""
+        return self.spec.kind == "coca" and self.spec.form != "strict"
 
     def features(self, q: Tensor, k: Tensor, plan: Plan | PhasePlan | None) -> tuple[Tensor, Tensor]:
         """Queries and keys whose plain dot product is this layer's score, under a plan of one segment."""

@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache
 from farspan.errors import require
 from farspan.layers.attention import Attention
 from farspan.ops.coca.decoding import Slots, Steps, wants_gradient
-from farspan.ops.coca.preparation import kernel_forms
+from farspan.ops.coca.preparation import preparation_refusal
 from farspan.ops.coca.waves import Waves
 from farspan.ops.launch import product_dtype
 from farspan.ops.phases import PhasePlan, phase_plan
@@ -58,7 +58,7 @@ class Frame:
         self.batch, self.n = hidden.shape[:2]
         self.device, self.dtype = hidden.device, hidden.dtype
         self.attends_in = product_dtype(hidden)
-        self.kernel_forms = kernel_forms(self.attends_in, rotary.dim, self.device)
+        self.prepares_by_kernel = preparation_refusal(self.attends_in, rotary.dim, self.device) is None
         self.rotary, self.causal, self.cache, self.whole_cache = rotary, causal, cache, whole_cache
         past = 0 if cache is None else cache.get_seq_length()
         self.fresh = isinstance(past, int) and past == 0
@@ -118,7 +118,7 @@ class Frame:
         ):
             plan = self._share_waves(layer, positions, length)
         elif layer.rotary is not None and not layer.spec.linear:  # a linear op turns its own features
-            phases = layer.spec.kind == "coca" and layer.form in self.kernel_forms
+            phases = layer.wants_phases and self.prepares_by_kernel
             key_of_plan = (rotated_cache, layer.spec.window, phases)
             if key_of_plan not in self._plans:
                 self._plans[key_of_plan] = self._plan(positions, length, rotated_cache, phases)

@@ -57,7 +57,7 @@ def coca_attention(
             :mod:`farspan.ops.coca.triton_backend`; refuses with the reason where they cannot run) or "reference" (the
             equations, N×N×d). "auto" is "sdpa", except for a single query on a CPU (:mod:`farspan.ops.coca.waves`),
             a few on a Hopper GPU (:func:`farspan.ops.coca.decoding.half_width_refusal` says where not, and why), and
-            slack's preparation on Nvidia GPUs (:mod:`farspan.ops.coca.preparation`; no second derivatives).
+            the preparation on Nvidia GPUs (:mod:`farspan.ops.coca.preparation`; no second derivatives).
 
     Returns:
         (b, h, n, dv) in q's dtype.
@@ -112,7 +112,7 @@ def coca_attention(
     if isinstance(rotary, Rotary):
         check_dim(rotary, q)
         if backend == "auto":
-            rotary = coca_plan(rotary, call.places, form=form, causal=causal, dtype=q.dtype)
+            rotary = coca_plan(rotary, call.places, causal=causal, dtype=q.dtype)
         else:
             rotary = rotary.plan(call.places, call.places.n, call.places.m, causal=causal, dtype=q.dtype)
     return attend_by_segment(rotary, prepare, q, t, v, call)

@@ -13,33 +13,20 @@ from farspan.ops.phases import PhasePlan, Phases, phase_plan
 from farspan.ops.positions import Positions
 from farspan.ops.rotary import Angles, Plan, Rotary
 
-KERNEL_FORMS: tuple[str, ...] = ("slack",)
-"""Forms that "auto" prepares with the kernel where it can. On an H200 it makes compiled layers of slack CoCA 1 to 9%
-faster, forward and backward, and is neither here nor there for exact CoCA, whose preparation torch.compile fuses as
-well (docs/reproducing.md). backend="triton" takes it for both."""
 DTYPES = (torch.bfloat16, torch.float32)
 """Those the kernel prepares: squares leave float16's range, which :func:`~farspan.ops.coca.fused.balance` mends."""
 
 
-def coca_plan(rotary: Rotary, places: Positions, *, form: str, causal: bool, dtype: torch.dtype) -> Plan | PhasePlan:
+def coca_plan(rotary: Rotary, places: Positions, *, causal: bool, dtype: torch.dtype) -> Plan | PhasePlan:
     """The angles of a CoCA call in q's dtype as "auto" wants them: phases where the kernel prepares, else tables.
 
     >>> places = Positions(2, 5, torch.device("cpu"), 0, None, True)
-    >>> type(coca_plan(Rotary(8), places, form="slack", causal=True, dtype=torch.float32)[0].query).__name__
+    >>> type(coca_plan(Rotary(8), places, causal=True, dtype=torch.float32)[0].query).__name__
     'Angles'
     """
-    if form in kernel_forms(dtype, rotary.dim, places.device):
+    if preparation_refusal(dtype, rotary.dim, places.device) is None:
         return phase_plan(rotary, places, causal=causal)
     return rotary.plan(places, places.n, places.m, causal=causal, dtype=dtype)
-
-
-def kernel_forms(dtype: torch.dtype, width: int, device: torch.device) -> tuple[str, ...]:
-    """The forms whose q̃ and k̃ "auto" prepares with the kernel in such a call.
-
-    >>> kernel_forms(torch.float32, 64, torch.device("cpu"))
-    ()
-    """
-    return KERNEL_FORMS if preparation_refusal(dtype, width, device) is None else ()
 
 
 def preparation_refusal(dtype: torch.dtype, width: int, device: torch.device) -> str | None:
