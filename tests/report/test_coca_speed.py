@@ -21,7 +21,7 @@ from farspan.reproduce.plan import plan
 from tests.report.fabricate import write
 
 RESULTS = Path(__file__).parents[2] / "results"
-COMMITTED = ("layer-512-h200", "layer-2048-h200", "layer-long-h200", "decode-h200", "coca-kernels-h200")
+COMMITTED = ("layer-coca-h200", "decode-h200", "coca-kernels-h200")
 
 
 def spread(median: float, half: float = 0.01) -> dict[str, float]:
