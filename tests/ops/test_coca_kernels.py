@@ -249,6 +249,16 @@ def test_splits_of_many_queries_add_up() -> None:
     assert (half_width_attention(q, t, v, rotary=Rotary(16), splits=2) - truth).abs().max() <= 1e-5
 
 
+@pytest.mark.parametrize(("h", "n"), [(1, 1), (2, 1), (2, 70)])  # of each kernel
+def test_large_scores_do_not_blur_what_splits_weigh(h: int, n: int) -> None:
+    """All scores are alike, some 3 000: results are the mean of values, which splits of unequal size tell apart."""
+    m, d = 170, 16
+    q, t = torch.full((1, h, n, d), 28.0, device=DEVICE), torch.ones(1, 1, m, d // 2, device=DEVICE)
+    v = (torch.arange(m, device=DEVICE) < 70).float()[None, None, :, None].repeat(1, 1, 1, d)
+    out = half_width_attention(q, t, v, rotary=None, causal=False, splits=2)
+    assert (out - 70 / m).abs().max() <= 1e-6
+
+
 @pytest.mark.skipif(DEVICE == "cuda", reason="only the interpreter lets a kernel be changed")
 @pytest.mark.parametrize(("anchor", "drift"), [(1, 1.05), (4, 1.0)])
 @pytest.mark.parametrize(

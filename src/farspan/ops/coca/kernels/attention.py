@@ -121,11 +121,11 @@ def launch(
         splits = max(splits, cdiv(cdiv(seen, cut.keys), ANCHOR.value))
     out = torch.empty((b, n, h, width), dtype=q.dtype, device=q.device).transpose(1, 2)
     parts: Tensor = out.unsqueeze(3)
-    lse: Tensor | None = None
+    sums: Tensor | None = None
     if splits > 1:
         parts = torch.empty((b, h, n, splits, width), dtype=torch.float32, device=q.device)
-        lse = torch.empty((b, h, n, splits), dtype=torch.float32, device=q.device)
-    lse_b, lse_h, lse_n = (0, 0, 0) if lse is None else lse.stride()[:3]
+        sums = torch.empty((b, h, n, splits, 2), dtype=torch.float32, device=q.device)
+    sums_b, sums_h, sums_n = (0, 0, 0) if sums is None else sums.stride()[:3]
     aside = (step, query_positions, key_positions, None if padding is None else padding.view(torch.uint8), pages)
     step, query_positions, key_positions, padding, pages = (x if x is None else row_major(x) for x in aside)
     rows = [_row_stride(x) for x in (step, query_positions, key_positions, padding, pages)]
@@ -140,19 +140,19 @@ def launch(
     with torch.cuda.device_of(q):
         if cut.rows == 1:
             one_query_kernel[(1, g * splits, b)](
-                q, t, v, parts, lse, *places, scale * LOG2_E, m, first, behind, window or 0, splits,
-                *q.stride()[:2], *t.stride()[:3], *v.stride()[:3], out_b, out_h, out_s, lse_b, lse_h, *rows,
+                q, t, v, parts, sums, *places, scale * LOG2_E, m, first, behind, window or 0, splits,
+                *q.stride()[:2], *t.stride()[:3], *v.stride()[:3], out_b, out_h, out_s, sums_b, sums_h, *rows,
                 **options, STAGES=cut.stages,
             )  # fmt: skip
         else:
             (few_queries_kernel if few else half_width_kernel)[(blocks, g * splits, b)](
-                q, t, v, parts, lse, *places, scale * LOG2_E, n, m, first, behind, window or 0, splits,
-                *q.stride()[:3], *t.stride()[:3], *v.stride()[:3], out_b, out_h, out_n, out_s, lse_b, lse_h, lse_n,
+                q, t, v, parts, sums, *places, scale * LOG2_E, n, m, first, behind, window or 0, splits,
+                *q.stride()[:3], *t.stride()[:3], *v.stride()[:3], out_b, out_h, out_n, out_s, sums_b, sums_h, sums_n,
                 *rows, **options, GROUP=h // g, BLOCK_M=cut.rows, num_stages=cut.stages,
             )  # fmt: skip
-        if lse is not None:
+        if sums is not None:
             merge_kernel[(h * n, b)](
-                parts, lse, out, n, splits, out_b, out_h, out_n, out_s, lse_b, lse_h, lse_n, *out.stride()[:3],
+                parts, sums, out, n, splits, out_b, out_h, out_n, out_s, sums_b, sums_h, sums_n, *out.stride()[:3],
                 WIDTH=width, BLOCK_S=power_of_2(splits),
                 BLOCK_V=padded(width), num_warps=4,
             )  # fmt: skip

@@ -15,11 +15,11 @@ from farspan.ops.coca.kernels.half_width import key_range, key_slots, sees, tile
 from farspan.ops.coca.kernels.narrow import narrow, product
 
 
-@triton.jit(do_not_specialize=["n", "m", "first", "behind", "window", "splits", "lse_b", "lse_h", "lse_n"])
+@triton.jit(do_not_specialize=["n", "m", "first", "behind", "window", "splits", "sums_b", "sums_h", "sums_n"])
 def few_queries_kernel(
-    q, t, v, out, lse, step, lengths, firsts, query_positions, key_positions, padding, pages,
+    q, t, v, out, sums, step, lengths, firsts, query_positions, key_positions, padding, pages,
     scale, n, m, first, behind, window, splits,
-    q_b, q_h, q_n, t_b, t_g, t_m, v_b, v_g, v_m, out_b, out_h, out_n, out_s, lse_b, lse_h, lse_n,
+    q_b, q_h, q_n, t_b, t_g, t_m, v_b, v_g, v_m, out_b, out_h, out_n, out_s, sums_b, sums_h, sums_n,
     step_b, query_positions_b, key_positions_b, padding_b, pages_b,
     EXACT: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BY_POSITION: tl.constexpr, DIRECT: tl.constexpr,
     GROUP: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
@@ -134,9 +134,10 @@ def few_queries_kernel(
         narrow(joined(mixed, BLOCK_M) / whole[None, :], out.dtype.element_ty),
         mask=(column < WIDTH)[:, None] & live[None, :],
     )
-    if lse is not None:
-        logarithm = tl.where(sighted, top + tl.log2(whole), float("-inf"))
-        tl.store(lse + row * lse_b + head * lse_h + query.to(tl.int64) * lse_n + split, logarithm, mask=live)
+    if sums is not None:
+        where_sums = sums + row * sums_b + head * sums_h + query.to(tl.int64) * sums_n + 2 * split
+        tl.store(where_sums, top, mask=live)
+        tl.store(where_sums + 1, tl.where(sighted, whole, 0.0), mask=live)
 
 
 @triton.jit

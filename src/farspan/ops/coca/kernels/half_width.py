@@ -17,11 +17,11 @@ ANCHOR = tl.constexpr(1024)
 """Tiles from one exact base angle to the next."""
 
 
-@triton.jit(do_not_specialize=["n", "m", "first", "behind", "window", "splits", "lse_b", "lse_h", "lse_n"])
+@triton.jit(do_not_specialize=["n", "m", "first", "behind", "window", "splits", "sums_b", "sums_h", "sums_n"])
 def half_width_kernel(
-    q, t, v, out, lse, step, lengths, firsts, query_positions, key_positions, padding, pages,
+    q, t, v, out, sums, step, lengths, firsts, query_positions, key_positions, padding, pages,
     scale, n, m, first, behind, window, splits,
-    q_b, q_h, q_n, t_b, t_g, t_m, v_b, v_g, v_m, out_b, out_h, out_n, out_s, lse_b, lse_h, lse_n,
+    q_b, q_h, q_n, t_b, t_g, t_m, v_b, v_g, v_m, out_b, out_h, out_n, out_s, sums_b, sums_h, sums_n,
     step_b, query_positions_b, key_positions_b, padding_b, pages_b,
     EXACT: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BY_POSITION: tl.constexpr, DIRECT: tl.constexpr,
     GROUP: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
@@ -152,9 +152,10 @@ def half_width_kernel(
         narrow(mixed, out.dtype.element_ty),
         mask=live[:, None] & (column < WIDTH)[None, :],
     )
-    if lse is not None:
-        logarithm = tl.where(sighted, top + tl.log2(tl.where(sighted, total, 1.0)), float("-inf"))
-        tl.store(lse + row * lse_b + head * lse_h + query.to(tl.int64) * lse_n + split, logarithm, mask=live)
+    if sums is not None:
+        where_sums = sums + row * sums_b + head * sums_h + query.to(tl.int64) * sums_n + 2 * split
+        tl.store(where_sums, top, mask=live)
+        tl.store(where_sums + 1, tl.where(sighted, total, 0.0), mask=live)
 
 
 @triton.jit
@@ -214,20 +215,23 @@ def key_range(
     return low, high
 
 
-@triton.jit(do_not_specialize=["n", "splits", "lse_b", "lse_h", "lse_n"])
+@triton.jit(do_not_specialize=["n", "splits", "sums_b", "sums_h", "sums_n"])
 def merge_kernel(
-    parts, lse, out, n, splits, part_b, part_h, part_n, part_s, lse_b, lse_h, lse_n, out_b, out_h, out_n,
+    parts, sums, out, n, splits, part_b, part_h, part_n, part_s, sums_b, sums_h, sums_n, out_b, out_h, out_n,
     WIDTH: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """One program: the splits of one query and head, weighted by what each has seen."""
+    """One program: the splits of one query and head, weighted by what each has seen: its largest score, and the sum of
+    its weights beside that. One logarithm of both would round off what float32 results can show."""
     query = (tl.program_id(0) % n).to(tl.int64)
     head = (tl.program_id(0) // n).to(tl.int64)
     row = tl.program_id(1).to(tl.int64)
     split = tl.arange(0, BLOCK_S)
     column = tl.arange(0, BLOCK_V)
-    size = tl.load(lse + row * lse_b + head * lse_h + query * lse_n + split, mask=split < splits, other=float("-inf"))
-    top = tl.max(size, axis=0)
-    weight = tl.exp2(size - tl.where(top == float("-inf"), 0.0, top))
+    where_sums = sums + row * sums_b + head * sums_h + query * sums_n + 2 * split
+    top = tl.load(where_sums, mask=split < splits, other=float("-inf"))
+    size = tl.load(where_sums + 1, mask=split < splits, other=0.0)
+    peak = tl.max(top, axis=0)
+    weight = size * tl.exp2(top - tl.where(peak == float("-inf"), 0.0, peak))
     total = tl.sum(weight, axis=0)
     part = tl.load(
         parts + row * part_b + head * part_h + query * part_n + split[:, None] * part_s + column[None, :],

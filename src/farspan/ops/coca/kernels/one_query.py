@@ -13,11 +13,11 @@ from farspan.ops.coca.kernels.half_width import anchored, key_range, key_slots, 
 from farspan.ops.coca.kernels.narrow import narrow
 
 
-@triton.jit(do_not_specialize=["m", "first", "behind", "window", "splits", "lse_b", "lse_h"])
+@triton.jit(do_not_specialize=["m", "first", "behind", "window", "splits", "sums_b", "sums_h"])
 def one_query_kernel(
-    q, t, v, out, lse, step, lengths, firsts, query_positions, key_positions, padding, pages,
+    q, t, v, out, sums, step, lengths, firsts, query_positions, key_positions, padding, pages,
     scale, m, first, behind, window, splits,
-    q_b, q_h, t_b, t_g, t_m, v_b, v_g, v_m, out_b, out_h, out_s, lse_b, lse_h,
+    q_b, q_h, t_b, t_g, t_m, v_b, v_g, v_m, out_b, out_h, out_s, sums_b, sums_h,
     step_b, query_positions_b, key_positions_b, padding_b, pages_b,
     EXACT: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BY_POSITION: tl.constexpr, DIRECT: tl.constexpr,
     HALF: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
@@ -114,6 +114,7 @@ def one_query_kernel(
     result = tl.sum(mixed, axis=0) / tl.where(whole > 0, whole, 1.0)
     where_out = out + row * out_b + head * out_h + split * out_s
     tl.store(where_out + column, narrow(result, out.dtype.element_ty), mask=column < WIDTH)
-    if lse is not None:
-        logarithm = tl.where(whole > 0, top + tl.log2(tl.where(whole > 0, whole, 1.0)), float("-inf"))
-        tl.store(lse + row * lse_b + head * lse_h + split, logarithm)
+    if sums is not None:
+        where_sums = sums + row * sums_b + head * sums_h + 2 * split
+        tl.store(where_sums, top)
+        tl.store(where_sums + 1, whole)
