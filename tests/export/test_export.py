@@ -183,13 +183,44 @@ def test_the_card_holds_the_numbers_and_where_they_come_from(exported: Path) -> 
     assert "1 layer coca-exact (window 8), 1 layer rope, 1 layer coca-slack (without positions)" in card
 
 
-def test_the_card_of_a_model_that_can_be_stretched_says_how(tmp_path: Path) -> None:
-    make(LAYERS[:-1], dtype=torch.float32, num_hidden_layers=5, vocab_size=257).save_pretrained(tmp_path / "model")
-    load_tokenizer("bytes").save(tmp_path / "model")
-    assert called("export", tmp_path / "model", "--out", tmp_path / "hub")[0] == 0
-    card = (tmp_path / "hub" / "README.md").read_text()
-    assert 'model.set_rope_parameters(rope_type="dynamic", factor=4.0)' in card
+def card_of(model: FarspanForCausalLM, folder: Path, *rows: dict[str, Any]) -> str:
+    """The card of a model, with these results."""
+    model.save_pretrained(folder / "model")
+    load_tokenizer("bytes").save(folder / "model")
+    options = ["--results", result(folder / "rows.json", list(rows))] if rows else []
+    assert called("export", folder / "model", *options, "--out", folder / "hub")[0] == 0
+    return (folder / "hub" / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("rows", "line", "said"),
+    [
+        ([], 'rope_type="dynamic", factor=4.0', "not been measured for this model"),
+        ([perplexity(512, 20.0)], 'rope_type="dynamic", factor=4.0', "not been measured for this model"),
+        ([perplexity(512, 20.0, "ntk-8+log")], 'rope_type="dynamic", factor=4.0', "not been measured for this model"),
+        ([perplexity(512, 20.0, "ntk-8")], 'rope_type="dynamic", factor=8.0', "is measured below"),
+        ([bits(1.0) | {"scaling": "ntk-2/per_request"}], 'factor=2.0, mode="per_request"', "is measured below"),
+    ],
+)
+def test_the_card_offers_dynamic_ntk_and_says_whether_it_was_measured(
+    rows: list[dict[str, Any]], line: str, said: str, tmp_path: Path
+) -> None:
+    model = make(LAYERS[:-1], dtype=torch.float32, num_hidden_layers=5, vocab_size=257)
+    card = card_of(model, tmp_path, *rows)
+    assert f"{line})\n```" in card
+    assert said in card
     assert "experiment" not in card
+
+
+@pytest.mark.parametrize("law", ["linear", "dynamic", "yarn", "llama3"])
+def test_the_card_of_a_model_with_a_law_of_its_own_leaves_it_alone(law: str, tmp_path: Path) -> None:
+    """Another law in its place would change what the model computes inside its training length."""
+    rope = {"rope_type": law, "rope_theta": 10_000.0, "factor": 2.0}
+    rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0} if law == "llama3" else {}
+    model = make(MIXED, dtype=torch.float32, num_hidden_layers=len(MIXED), vocab_size=257, rope_parameters=rope)
+    card = card_of(model, tmp_path, perplexity(512, 20.0, "ntk-4"))
+    assert f'a law of its own, `"rope_type": "{law}"`, factor 2, and' in card
+    assert "model.set_rope_parameters" not in card
 
 
 def test_the_snippet_of_the_card_runs_as_it_stands_and_asks_nothing(tmp_path: Path) -> None:
@@ -198,8 +229,9 @@ def test_the_snippet_of_the_card_runs_as_it_stands_and_asks_nothing(tmp_path: Pa
     load_tokenizer("bytes").save(tmp_path / "model")
     out = tmp_path / "owner" / "toy"
     assert called("export", tmp_path / "model", "--name", "owner/toy", "--out", out)[0] == 0
-    snippet = (out / "README.md").read_text().split("```python\n")[1].split("```")[0]
-    assert "set_rope_parameters" in snippet
+    first, option = ((out / "README.md").read_text().split("```python\n")[i].split("```")[0] for i in (1, 2))
+    snippet = first.replace("\nids =", f"\n{option}ids =")
+    assert "set_rope_parameters" in option
     blocked = "import sys\nsys.modules['farspan'] = None\n" + snippet
     environment = {**os.environ, "HF_HOME": str(tmp_path / "home")}
     done = subprocess.run(
