@@ -17,6 +17,8 @@ from yaml import safe_load
 
 from farspan import FarspanForCausalLM
 from farspan.convert import convert_folder, from_pretrained
+from farspan.convert.fingerprint import fingerprint
+from farspan.convert.sources import open_source
 from farspan.data import load_tokenizer
 from farspan.export.source import ALWAYS_THERE, flat_source, rewrite
 from tests.convert.test_folder import called
@@ -180,6 +182,7 @@ def test_the_card_holds_the_numbers_and_where_they_come_from(exported: Path) -> 
     assert "| dynamic NTK 4 | 0.70 (95% 0.40–0.89) |" in card
     assert "cut to the training length have perplexity 21.00" in card
     assert "`` farspan eval ppl `x` ``; CPU, commit abc" in card
+    assert " ".join(card.split()).count("seed 0, torch 2; nothing in the file ties it to these weights") == 2
     assert "1 layer coca-exact (window 8), 1 layer rope, 1 layer coca-slack (without positions)" in card
 
 
@@ -270,6 +273,59 @@ def test_the_card_takes_what_every_evaluation_writes(trained: Path, tmp_path: Pa
     assert "(320 bytes of 1 text)" in card
     assert "the share of 3 (f 2, g 1) whose right sentence" in card
     assert card.count("### ") == 3
+    assert "nothing in the file ties" not in " ".join(card.split())
+
+
+def test_results_of_another_model_are_refused_and_those_of_another_law_are_not(tmp_path: Path) -> None:
+    """The other two have the same tensors in another attention, and the same attention with one number changed."""
+    options = {"num_hidden_layers": 2, "vocab_size": 257, "train_length": 64}
+    mine = make("coca-exact", dtype=torch.float32, **options)
+    mine.save_pretrained(tmp_path / "mine")
+    other = make("coca-exact", dtype=torch.float32, **options)
+    other.load_state_dict(mine.state_dict())
+    other.model.norm.weight.data[3] += 0.5
+    other.save_pretrained(tmp_path / "moved")
+    slack = make("coca-slack", dtype=torch.float32, **options)
+    slack.load_state_dict(mine.state_dict())
+    slack.save_pretrained(tmp_path / "slack")
+    (tmp_path / "text.txt").write_text("words and words " * 20)
+    for name in ("mine", "moved", "slack"):
+        load_tokenizer("bytes").save(tmp_path / name)
+        for law in ([], ["--ntk", 4, "--log-length"]):
+            measured = ("eval", "ppl", tmp_path / name, "--text", tmp_path / "text.txt", "--lengths", 64)
+            out = tmp_path / f"{name}{len(law)}.json"
+            assert called(*measured, "--text-tokens", 128, *law, "--out", out)[0] == 0
+    for name in ("moved", "slack"):
+        status, _, err = called(
+            "export", tmp_path / "mine", "--results", tmp_path / f"{name}0.json", "--out", tmp_path / "x"
+        )
+        assert status == 2
+        assert f"--results must be about '{tmp_path / 'mine'}', got '{name}0.json' of another model" in err
+        assert err.count("\n") == 1
+        assert not (tmp_path / "x").exists()
+    results = ["--results", tmp_path / "mine0.json", "--results", tmp_path / "mine3.json"]
+    assert called("export", tmp_path / "mine", *results, "--dtype", "bfloat16", "--out", tmp_path / "hub")[0] == 0
+    assert "dynamic NTK 4, log length" in (tmp_path / "hub" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("case", ["shards", "llama", "bfloat16"])
+def test_a_fingerprint_is_that_of_the_numbers_and_not_of_the_file(case: str, tmp_path: Path) -> None:
+    lengths = {"train_length": 64, "max_position_embeddings": 64}
+    model = make("rope", dtype=torch.float32, num_hidden_layers=2, vocab_size=257, **lengths)
+    if case == "bfloat16":
+        model.to(torch.bfloat16).float()
+    model.save_pretrained(tmp_path / "model")
+    if case == "shards":
+        model.save_pretrained(tmp_path / "copy", max_shard_size="20KB")
+    else:
+        convert_folder(
+            tmp_path / "model",
+            tmp_path / "copy",
+            to="llama" if case == "llama" else None,
+            dtype=torch.bfloat16 if case == "bfloat16" else None,
+        )
+    first, second = (fingerprint(open_source(tmp_path / name)) for name in ("model", "copy"))
+    assert first == second
 
 
 def test_minimal_pairs_stand_on_the_card_by_field_with_their_intervals(trained: Path, tmp_path: Path) -> None:
