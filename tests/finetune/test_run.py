@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from shutil import copytree
 
 import pytest
 import torch
@@ -156,6 +157,21 @@ def test_merged_lora_gives_the_logits_of_the_unmerged(folders: tuple[Path, Path,
     assert before.keys() == after.keys()  # nothing of PEFT is left
     changed = {name.split(".")[-2] for name in after if not torch.equal(before[name], after[name])}
     assert changed == {"q_proj", "t_proj", "down_proj"}
+
+
+def test_the_unmerged_folder_of_a_stage_with_lora_is_refused_by_naming_the_merged(
+    folders: tuple[Path, Path, str], tmp_path: Path
+) -> None:
+    _, coca, source = folders
+    finetune(coca, {source: 1.0}, recipe({"lora": {"r": 2}}), tmp_path / "out")
+    place, again = tmp_path / "out" / "stage-1-s0", tmp_path / "alone" / "model"
+    with pytest.raises(
+        ValueError, match=rf"with low-rank additions \(tensor '.*lora_A.*'\); give '{place / 'merged'}'$"
+    ):
+        from_pretrained(place / "model", attention=None)
+    copytree(place / "model", again)
+    with pytest.raises(ValueError, match="merge them into its weights first"):
+        from_pretrained(again, attention=None)
 
 
 @pytest.mark.parametrize("stage", [{"lora": {"r": 2}}, FAR_UNDER_NTK], ids=["lora", "far positions"])
