@@ -74,10 +74,12 @@ def finetune(
         checkpoint_every=checkpoint_every,
     )
     console = Console()
-    for stage in chosen.stages:
-        rows = f"{stage.batch_size:,} row{'s' if stage.batch_size > 1 else ''} of {stage.length:,} tokens"
-        console.print(f"stage {stage.name}: {stage.optimizer.steps:,} steps of {rows}", highlight=False)
     with progress(console) as show:
+
+        def plan() -> None:
+            for stage in chosen.stages:
+                rows = f"{stage.batch_size:,} row{'s' if stage.batch_size > 1 else ''} of {stage.length:,} tokens"
+                console.print(f"stage {stage.name}: {stage.optimizer.steps:,} steps of {rows}", highlight=False)
 
         def tell(at: Standing) -> None:
             now = at.now
@@ -92,6 +94,7 @@ def finetune(
                 out,
                 teacher=teacher,
                 run=section,
+                begin=plan,
                 report=tell,
             )
         except TrainingStoppedError as error:
