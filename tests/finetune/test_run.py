@@ -135,6 +135,13 @@ def test_a_folder_holds_one_recipe(whole: Path, folders: tuple[Path, Path, str])
     _, coca, source = folders
     with pytest.raises(ValueError, match=r"stage.length is 12, but .*stage-1-s0 was started with 16"):
         finetune(coca, {source: 1.0}, DISTIL.capped(12), whole)
+    with pytest.raises(ValueError, match=r"^stage.optimizer.steps is 16, but \S*stage-1-s0 was started with 8; choose"):
+        finetune(coca, {source: 1.0}, DISTIL.scaled(2 * DISTIL.tokens), whole)
+    halved = (
+        r"^stage.batch_size is 1, but \S*stage-1-s0 was started with 4, stage.optimizer.steps is 14 and was 8; choose"
+    )
+    with pytest.raises(ValueError, match=halved):
+        finetune(coca, {source: 1.0}, DISTIL.scaled(round(0.43 * DISTIL.tokens)), whole)
     more = Recipe(DISTIL.description, (*DISTIL.stages, recipe({"name": "more"}).stages[0]))
     with pytest.raises(ValueError, match=r"finished model of another recipe, of .* and not .*, stage-4-more"):
         finetune(coca, {source: 1.0}, more, whole)
