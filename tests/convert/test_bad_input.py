@@ -51,6 +51,10 @@ def only_pickle(folder: Path) -> None:
 
 BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "architecture": (lambda f: edit_config(f, model_type="gpt2"), "model_type must be one of 'llama', .*, got 'gpt2'"),
+    "family with a like name": (
+        lambda f: edit_config(f, model_type="gemma"),
+        "model_type must be one of .*, got 'gemma'; checkpoints of other families cannot be converted$",
+    ),
     "no architecture": (lambda f: edit_config(f, remove=("model_type",)), "model_type must be one of .*, got None"),
     "missing tensor": (lambda f: tensors(f, lambda t: t.pop(UP)), f"tensor '{UP}' is missing from"),
     "extra tensor": (
@@ -87,7 +91,11 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "lost shard": (lose_shard, "names the shard 'model-00002-of-.*', which is missing"),
     "rope type": (
         lambda f: edit_config(f, rope_parameters={"rope_type": "longrope", "rope_theta": 1e4}),
-        r"rope_parameters\['rope_type'\] must be one of 'default', .*, got 'longrope'",
+        r"rope_parameters\['rope_type'\] must be .* got 'longrope'; checkpoints with other laws cannot be converted$",
+    ),
+    "rope type of our own kind": (
+        lambda f: edit_config(f, model_type="farspan", rope_parameters={"rope_type": "longrope", "rope_theta": 1e4}),
+        r"rope_parameters\['rope_type'\] must be one of 'default', .*, got 'longrope'; choose one of these$",
     ),
     "old rope type": (
         lambda f: edit_config(f, remove=("rope_parameters",), rope_scaling={"type": "su", "factor": 2.0}),

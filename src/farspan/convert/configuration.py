@@ -8,7 +8,7 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 from transformers.activations import ACT2FN
 
-from farspan.convert.families import FAMILIES, ROPE_TYPES, Family
+from farspan.convert.families import FAMILIES, OTHER_FAMILIES, OTHER_LAWS, ROPE_TYPES, Family
 from farspan.errors import require, unknown
 from farspan.layers.spec import AttentionSpec
 from farspan.models.configuration import FarspanConfig
@@ -64,7 +64,7 @@ def read_config(raw: dict[str, Any]) -> FarspanConfig:
     """
     kind = raw.get("model_type")
     if not isinstance(kind, str) or kind not in (*FAMILIES, FarspanConfig.model_type):
-        raise unknown("config.json's model_type", kind, [*FAMILIES, FarspanConfig.model_type])
+        raise unknown("config.json's model_type", kind, [*FAMILIES, FarspanConfig.model_type], OTHER_FAMILIES)
     with sound_config(raw):
         config = FarspanConfig.from_dict(raw) if kind == FarspanConfig.model_type else _foreign(raw, kind)
     if config.hidden_act not in ACT2FN:
@@ -108,7 +108,7 @@ def _check_rope_type(raw: dict[str, Any]) -> None:
         require(isinstance(rope, dict), f"config.json's {field} must be an object or null, got {rope!r}; repair it")
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind not in ROPE_TYPES:
-            raise unknown(f"config.json's {field}['rope_type']", kind, ROPE_TYPES)
+            raise unknown(f"config.json's {field}['rope_type']", kind, ROPE_TYPES, OTHER_LAWS)
 
 
 def _rope(source: Any) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from farspan.convert.families import (
     GGUF_SCALING,
     GGUF_WEIGHTS,
     INTERLEAVED,
+    OTHER_FAMILIES,
 )
 from farspan.convert.names import template
 from farspan.convert.sources import Source
@@ -43,7 +44,7 @@ class GgufFile(Source):
     def _config(self) -> dict[str, Any]:
         kind = self._fields.get("general.architecture")
         if kind not in GGUF_ARCHITECTURES:
-            raise unknown(f"general.architecture of {str(self.path)!r}", kind, GGUF_ARCHITECTURES)
+            raise unknown(f"general.architecture of {str(self.path)!r}", kind, GGUF_ARCHITECTURES, OTHER_FAMILIES)
         for field in GGUF_NEEDED:
             require(
                 f"{kind}.{field}" in self._fields,
