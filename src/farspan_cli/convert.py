@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from rich.table import Column, Table
 
-from farspan_cli.app import app, fail
+from farspan_cli.app import app, fail, making
 from farspan_cli.progress import progress
 
 if TYPE_CHECKING:
@@ -72,36 +72,37 @@ def convert(
     if dtype is not None and dtype not in DTYPES:
         fail(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}; choose one of these")
     console = Console()
-    with progress(console) as show:
+    with making(out):
+        with progress(console) as show:
 
-        def tell(what: str, done: int, total: int) -> None:
-            show(done, total, what, phase=what)
+            def tell(what: str, done: int, total: int) -> None:
+                show(done, total, what, phase=what)
 
-        done = convert_folder(
-            source,
-            out,
-            attention.split(",") if attention and "," in attention else attention,
-            to=to,
-            text=calibrate or (),
-            tokens=calibrate_tokens,
-            length=calibrate_length,
-            calibration_config=CalibrationConfig(fit=fit, steps=calibrate_steps),
-            keep_rope=keep_rope,
-            window=window,
-            global_every=global_every,
-            dtype=getattr(torch, dtype) if dtype else None,
-            device="cuda" if calibrate and torch.cuda.is_available() else "cpu",
-            progress=tell,
-        )
-    if done.report is not None:
-        _show(console, done.report)
-    console.print(f"written: {out}")
-    if done.copied:
-        print(
-            f"farspan: {len(done.copied)} CoCA layers start from copied W_K and do not yet compute what the original "
-            "did: convert with --calibrate TEXT, or train them with farspan finetune --recipe distill",
-            file=sys.stderr,
-        )
+            done = convert_folder(
+                source,
+                out,
+                attention.split(",") if attention and "," in attention else attention,
+                to=to,
+                text=calibrate or (),
+                tokens=calibrate_tokens,
+                length=calibrate_length,
+                calibration_config=CalibrationConfig(fit=fit, steps=calibrate_steps),
+                keep_rope=keep_rope,
+                window=window,
+                global_every=global_every,
+                dtype=getattr(torch, dtype) if dtype else None,
+                device="cuda" if calibrate and torch.cuda.is_available() else "cpu",
+                progress=tell,
+            )
+        if done.report is not None:
+            _show(console, done.report)
+        console.print(f"written: {out}")
+        if done.copied:
+            print(
+                f"farspan: {len(done.copied)} CoCA layers start from copied W_K and do not yet compute what the "
+                "original did: convert with --calibrate TEXT, or train them with farspan finetune --recipe distill",
+                file=sys.stderr,
+            )
 
 
 def _show(console: Console, report: "CalibrationReport") -> None:
