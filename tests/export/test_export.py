@@ -399,6 +399,16 @@ def test_results_that_cannot_be_right_are_refused(
     assert not (tmp_path / "hub").exists()
 
 
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path: Path) -> None:
+    make(dtype=torch.float32, vocab_size=256).save_pretrained(tmp_path / "model")
+    load_tokenizer("bytes").save(tmp_path / "model")
+    status, _, err = called("export", tmp_path / "model", "--out", tmp_path / "hub")
+    assert status == 2
+    assert "must have at most the model's vocab_size = 256 tokens, got 257; put" in err
+    assert err.count("\n") == 1
+    assert not (tmp_path / "hub").exists()
+
+
 def test_a_model_without_its_tokenizer_is_refused(tmp_path: Path) -> None:
     make(dtype=torch.float32).save_pretrained(tmp_path / "model")
     status, _, err = called("export", tmp_path / "model", "--out", tmp_path / "hub")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from farspan.convert.configuration import read_config
 from farspan.convert.fingerprint import fingerprint
 from farspan.convert.folder import check_out, save
 from farspan.convert.load import Progress, load
@@ -56,7 +57,7 @@ def export_folder(
     name = name or out.resolve().name
     run = collect_files([Path(path) for path in results], name)
     opened = open_source(Path(source))
-    tokenizer_of(opened)  # refuses a source without one before any work is done
+    _check_tokenizer(opened)  # before any work is done
     _refuse_results_of_another(run, opened)
     model = load(opened, dtype=dtype, progress=progress)
     model.config.auto_map = dict(AUTO_MAP)
@@ -72,6 +73,16 @@ def export_folder(
             (folder / file).write_text(text, encoding="utf-8")
 
     save(model, out, beside)
+
+
+def _check_tokenizer(source: Source) -> None:
+    """Refuse a source without a tokenizer, and one whose tokens the model has no embedding for."""
+    tokens, size = max(tokenizer_of(source).get_vocab().values()) + 1, read_config(source.config).vocab_size
+    require(
+        tokens <= size,
+        f"the tokenizer of {str(source.path)!r} must have at most the model's vocab_size = {size} tokens, got {tokens}"
+        "; put the one beside the model that it was trained with",
+    )
 
 
 def _refuse_results_of_another(run: Run, source: Source) -> None:
