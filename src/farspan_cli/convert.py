@@ -25,7 +25,10 @@ def convert(
     out: Annotated[Path, typer.Option(help="Folder for the model; new or empty.", show_default=False)],
     attention: Annotated[
         str | None,
-        typer.Option(help="rope (the source's logits), coca-exact, coca-slack, coca-strict; or one a layer: rope,…"),
+        typer.Option(
+            help="rope (the source's logits), coca-exact, coca-slack, coca-strict; or one a layer: rope,… "
+            "Default: rope, or what a farspan folder has."
+        ),
     ] = None,
     to: Annotated[str | None, typer.Option(help="Write for transformers instead: llama, mistral, qwen2 …")] = None,
     calibrate: Annotated[
@@ -48,7 +51,13 @@ def convert(
     ] = 512,
     calibrate_steps: Annotated[int, typer.Option(help="Adam steps a layer; 0 = the closed form alone.", min=0)] = 100,
     fit: Annotated[str, typer.Option(help="What is fitted: t, or tq for W_Q as well; also v, o.")] = "tq",
-    keep_rope: Annotated[int, typer.Option(help="Leave so many of the worst layers as they were.", min=0)] = 0,
+    keep_rope: Annotated[
+        int,
+        typer.Option(
+            help="Leave so many layers as they were, those with the largest error of the stream, as the table has it.",
+            min=0,
+        ),
+    ] = 0,
     window: Annotated[int | None, typer.Option(help="Let each layer see only so many keys.", min=1)] = None,
     global_every: Annotated[
         int, typer.Option(help="But the last of so many layers all of them, without positions; 0 = none.", min=0)

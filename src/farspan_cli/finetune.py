@@ -23,10 +23,7 @@ def finetune(
     out: Annotated[Path, typer.Option(help="Folder of the run; the same command continues there.", show_default=False)],
     recipe: Annotated[
         str,
-        typer.Option(
-            help="paper, distill, distill-long, distill-skip, distill-long-skip, distill-local-long, long-ntk, "
-            "long-skip, long-pi, long-yarn, or a TOML file."
-        ),
+        typer.Option(help="One of those above, or a TOML file."),
     ] = "distill",
     teacher: Annotated[
         str | None,
@@ -48,6 +45,9 @@ def finetune(
     checkpoint_every: Annotated[int, typer.Option(help="Steps between checkpoints.", min=1)] = 500,
 ) -> None:
     """Fine-tune a converted model, stage by stage; the same command continues where it stopped.
+
+    Recipes: paper, distill, distill-long, distill-skip, distill-long-skip, distill-local-long, long-ntk, long-skip,
+    long-pi, long-yarn (docs/finetuning.md says what they do).
 
     Several processes: `accelerate launch -m farspan_cli finetune …`.
 

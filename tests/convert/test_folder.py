@@ -124,6 +124,12 @@ def test_ctrl_c_after_the_folder_is_whole_says_so_and_before_asks_for_the_same_c
     assert (status, "must be a new or empty folder" in err) == (2, True)
 
 
+def test_help_says_what_attention_is_by_default_and_which_layers_are_kept() -> None:
+    shown = " ".join(called("convert", "--help")[1].replace("│", " ").split())
+    assert "Default: rope, or what a farspan folder has." in shown
+    assert "those with the largest error of the stream" in shown
+
+
 def test_convert_and_generate_from_the_command_line(tmp_path: Path) -> None:
     source = with_tokenizer(tmp_path / "source")
     status, out, err = called(

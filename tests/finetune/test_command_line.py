@@ -10,6 +10,7 @@ import pytest
 
 import farspan.training.loop as loop
 import farspan_cli
+from farspan.finetune.recipe import NAMES
 from tests.convert.sources import edit_config
 
 
@@ -54,6 +55,13 @@ def test_the_command_line_refuses_in_one_line(
     assert message in said
     assert said.count("\n") == 1
     assert not (tmp_path / "out").exists()
+
+
+def test_help_names_every_recipe_whole(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert command(monkeypatch, "--help") == 0
+    shown = capsys.readouterr().out.replace(",", " ").split()
+    assert set(NAMES) <= set(shown)
 
 
 def test_a_model_of_another_family_is_refused_as_such_and_not_for_its_teacher(
