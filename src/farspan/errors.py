@@ -14,20 +14,22 @@ def require(condition: bool, message: str | Callable[[], str]) -> None:
         raise ValueError(message if isinstance(message, str) else message())
 
 
-def unknown(argument: str, value: object, options: Iterable[str]) -> ValueError:
-    """The error for a name that is not among the options, with the nearest valid one.
+def unknown(argument: str, value: object, options: Iterable[str], remedy: str | None = None) -> ValueError:
+    """The error for a name that is not among the options, with the nearest valid one or, in its place, a remedy.
+
+    A remedy is for names that are no slip of the pen: a law or a family of models must not be taken for another.
 
     >>> print(unknown("attention", "coca-exat", ["rope", "coca-exact"]))
     attention must be one of 'rope', 'coca-exact', got 'coca-exat'; did you mean 'coca-exact'?
     """
     names = list(options)
     near = get_close_matches(str(value), names, n=1, cutoff=0.4)
-    hint = f"; did you mean {near[0]!r}?" if near else "; choose one of these"
-    return ValueError(f"{argument} must be one of {', '.join(map(repr, names))}, got {value!r}{hint}")
+    hint = remedy or (f"did you mean {near[0]!r}?" if near else "choose one of these")
+    return ValueError(f"{argument} must be one of {', '.join(map(repr, names))}, got {value!r}; {hint}")
 
 
-def require_choice(argument: str, value: object, options: Iterable[str]) -> None:
+def require_choice(argument: str, value: object, options: Iterable[str], remedy: str | None = None) -> None:
     """Raise unless the value is one of the options."""
     names = list(options)
     if value not in names:
-        raise unknown(argument, value, names)
+        raise unknown(argument, value, names, remedy)

@@ -16,12 +16,16 @@ from farspan.files import write_whole
 PACKAGES = ("farspan", "torch", "transformers", "triton")
 
 
-def write_result(path: str | os.PathLike[str], rows: list[dict[str, Any]], *, device: str, seed: int) -> None:
+def write_result(
+    path: str | os.PathLike[str], rows: list[dict[str, Any]], *, device: str, seed: int, model: str | None = None
+) -> None:
     """Write rows with their provenance as one JSON file: whole, or not at all.
 
-    The file is ``{"schema": 1, "command", "commit", "versions", "device", "seed", "rows"}``.
+    The file is ``{"schema": 1, "command", "commit", "versions", "device", "seed", "rows"}``, with "model_fingerprint"
+    (:func:`farspan.convert.fingerprint.fingerprint`) where `model` says of which model the rows are.
     """
-    result = {"schema": 1, **provenance(device), "seed": seed, "rows": rows}
+    of = {} if model is None else {"model_fingerprint": model}
+    result = {"schema": 1, **provenance(device), "seed": seed, **of, "rows": rows}
     write_whole(Path(path), json.dumps(result, indent=1) + "\n")
 
 

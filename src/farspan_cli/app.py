@@ -1,7 +1,10 @@
 """The application object, and how every command fails: one line on stderr, exit 2, never a traceback."""
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import metadata
+from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -47,6 +50,19 @@ def main() -> None:
     except (InterruptedByUserError, KeyboardInterrupt, typer.Abort) as error:
         print(f"interrupted; {str(error) or 'give the same command again'}", file=sys.stderr)
         sys.exit(130)
+
+
+@contextmanager
+def making(out: Path) -> Iterator[None]:
+    """Ctrl-C once the model's folder has its name says so: the same command again would refuse it as not empty."""
+    config = out / "config.json"  # the last of its files to come
+    before = config.exists()
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        if before or not config.exists():
+            raise
+        raise KeyboardInterrupt(f"{out} is complete") from error
 
 
 def fail(message: str) -> NoReturn:

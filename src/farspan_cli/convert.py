@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from rich.table import Column, Table
 
-from farspan_cli.app import app, fail
+from farspan_cli.app import app, fail, making
 from farspan_cli.progress import progress
 
 if TYPE_CHECKING:
@@ -25,7 +25,10 @@ def convert(
     out: Annotated[Path, typer.Option(help="Folder for the model; new or empty.", show_default=False)],
     attention: Annotated[
         str | None,
-        typer.Option(help="rope (the source's logits), coca-exact, coca-slack, coca-strict; or one a layer: rope,…"),
+        typer.Option(
+            help="rope (the source's logits), coca-exact, coca-slack, coca-strict; or one a layer: rope,… "
+            "Default: rope, or what a farspan folder has."
+        ),
     ] = None,
     to: Annotated[str | None, typer.Option(help="Write for transformers instead: llama, mistral, qwen2 …")] = None,
     calibrate: Annotated[
@@ -48,7 +51,13 @@ def convert(
     ] = 512,
     calibrate_steps: Annotated[int, typer.Option(help="Adam steps a layer; 0 = the closed form alone.", min=0)] = 100,
     fit: Annotated[str, typer.Option(help="What is fitted: t, or tq for W_Q as well; also v, o.")] = "tq",
-    keep_rope: Annotated[int, typer.Option(help="Leave so many of the worst layers as they were.", min=0)] = 0,
+    keep_rope: Annotated[
+        int,
+        typer.Option(
+            help="Leave so many layers as they were, those with the largest error of the stream, as the table has it.",
+            min=0,
+        ),
+    ] = 0,
     window: Annotated[int | None, typer.Option(help="Let each layer see only so many keys.", min=1)] = None,
     global_every: Annotated[
         int, typer.Option(help="But the last of so many layers all of them, without positions; 0 = none.", min=0)
@@ -72,36 +81,37 @@ def convert(
     if dtype is not None and dtype not in DTYPES:
         fail(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}; choose one of these")
     console = Console()
-    with progress(console) as show:
+    with making(out):
+        with progress(console) as show:
 
-        def tell(what: str, done: int, total: int) -> None:
-            show(done, total, what, phase=what)
+            def tell(what: str, done: int, total: int) -> None:
+                show(done, total, what, phase=what)
 
-        done = convert_folder(
-            source,
-            out,
-            attention.split(",") if attention and "," in attention else attention,
-            to=to,
-            text=calibrate or (),
-            tokens=calibrate_tokens,
-            length=calibrate_length,
-            calibration_config=CalibrationConfig(fit=fit, steps=calibrate_steps),
-            keep_rope=keep_rope,
-            window=window,
-            global_every=global_every,
-            dtype=getattr(torch, dtype) if dtype else None,
-            device="cuda" if calibrate and torch.cuda.is_available() else "cpu",
-            progress=tell,
-        )
-    if done.report is not None:
-        _show(console, done.report)
-    console.print(f"written: {out}")
-    if done.copied:
-        print(
-            f"farspan: {len(done.copied)} CoCA layers start from copied W_K and do not yet compute what the original "
-            "did: convert with --calibrate TEXT, or train them with farspan finetune --recipe distill",
-            file=sys.stderr,
-        )
+            done = convert_folder(
+                source,
+                out,
+                attention.split(",") if attention and "," in attention else attention,
+                to=to,
+                text=calibrate or (),
+                tokens=calibrate_tokens,
+                length=calibrate_length,
+                calibration_config=CalibrationConfig(fit=fit, steps=calibrate_steps),
+                keep_rope=keep_rope,
+                window=window,
+                global_every=global_every,
+                dtype=getattr(torch, dtype) if dtype else None,
+                device="cuda" if calibrate and torch.cuda.is_available() else "cpu",
+                progress=tell,
+            )
+        if done.report is not None:
+            _show(console, done.report)
+        console.print(f"written: {out}")
+        if done.copied:
+            print(
+                f"farspan: {len(done.copied)} CoCA layers start from copied W_K and do not yet compute what the "
+                "original did: convert with --calibrate TEXT, or train them with farspan finetune --recipe distill",
+                file=sys.stderr,
+            )
 
 
 def _show(console: Console, report: "CalibrationReport") -> None:

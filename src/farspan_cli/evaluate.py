@@ -72,7 +72,7 @@ def ppl(
     require_choice("--mode", mode, ("sliding", "yarn", "whole", "disjoint"))
     if max(wanted) > text_tokens:
         fail(f"--text-tokens must be at least the longest window {max(wanted)}, got {text_tokens}; raise it")
-    loaded, law = _load(model, ntk, ntk_mode, yarn, scaling, log_length)
+    loaded, law, of = _load(model, out, ntk, ntk_mode, yarn, scaling, log_length)
     needed, trained = max(*wanted, 2), loaded.config.train_length
     found = _long_texts(text, text_tokenizer(model), text_tokens, texts, needed, trained)
     if not found:
@@ -93,7 +93,7 @@ def ppl(
     if not controlled:
         cut = f": --text-tokens cuts them to {text_tokens:,}" if text_tokens < trained else ""
         print(f"without the truncation control, whose texts need the training length of {trained:,} tokens{cut}")
-    _write(out, rows)
+    _write(out, rows, of)
 
 
 @evaluate.command("passkey")
@@ -120,7 +120,7 @@ def passkey_command(
 
     wanted, tokenizer = whole_numbers(lengths), text_tokenizer(model)
     check_prompt(tokenizer, min(wanted), "--lengths")
-    loaded, law = _load(model, ntk, ntk_mode, yarn, scaling, log_length)
+    loaded, law, of = _load(model, out, ntk, ntk_mode, yarn, scaling, log_length)
     rows: list[dict[str, Any]] = []
     with as_trained(loaded.device.type), progress(Console(stderr=True)) as show:
         for length in wanted:
@@ -130,7 +130,7 @@ def passkey_command(
             )
             rows.append({**row, "scaling": law})
     _show(rows, ("length", "cases", "correct", "accuracy", "ci95"), law)
-    _write(out, rows, seed)
+    _write(out, rows, of, seed)
 
 
 @evaluate.command("pairs")
@@ -147,14 +147,14 @@ def pairs_command(
     from farspan.evaluation import as_trained, minimal_pairs, read_pairs, start_token
 
     made = [pair for file in pairs for pair in read_pairs(file)]
-    loaded, law = _load(model)
+    loaded, law, of = _load(model, out)
     tokenizer = text_tokenizer(model)
     with as_trained(loaded.device.type), progress(Console(stderr=True)) as show:
         tell = _counter(show, 2 * len(made), f"{len(made):,} pairs")
         rows = minimal_pairs(loaded, made, tokenizer.encode, start=start_token(loaded, tokenizer.end), progress=tell)
     rows = [{**row, "scaling": law} for row in rows]
     _show([row for row in rows if row["kind"] != "set"], ("kind", "field", "cases", "correct", "accuracy", "ci95"))
-    _write(out, rows)
+    _write(out, rows, of)
 
 
 @evaluate.command("bits")
@@ -183,7 +183,7 @@ def bits_command(
         first_bytes(document.text, text_bytes)
         for document in islice((document for source in text for document in documents(source)), texts)
     ]
-    loaded, law = _load(model)
+    loaded, law, of = _load(model, out)
     tokenizer, window = text_tokenizer(model), length or min(2048, loaded.config.train_length)
     start = start_token(loaded, tokenizer.end)
     with as_trained(loaded.device.type), progress(Console(stderr=True)) as show:
@@ -191,7 +191,7 @@ def bits_command(
         row = bits_per_byte(loaded, found, tokenizer.encode, start=start, length=window, progress=tell)
     rows = [{**row, "scaling": law}]
     _show(rows, ("length", "texts", "bytes", "tokens", "bits_per_byte"))
-    _write(out, rows)
+    _write(out, rows, of)
 
 
 def _long_texts(
@@ -229,16 +229,19 @@ def _counter(show: Show, total: int, text: str) -> Callable[[int], None]:
 
 def _load(
     path: str,
+    out: Path | None,
     ntk: float | None = None,
     mode: str = "per_query",
     yarn: float | None = None,
     scaling: str = "own",
     log_length: bool | None = None,
-) -> "tuple[FarspanForCausalLM, str]":
-    """The model with its angles and scores as asked for, and what their law is called."""
+) -> "tuple[FarspanForCausalLM, str, str | None]":
+    """The model with its angles and scores as asked for, what their law is called, and for a file which model it is."""
     import torch
 
     from farspan.convert import from_pretrained
+    from farspan.convert.fingerprint import fingerprint
+    from farspan.convert.sources import open_source
     from farspan.errors import require_choice
     from farspan.evaluation.laws import law_of, scaling_name
 
@@ -263,7 +266,7 @@ def _load(
         model.set_rope_parameters(rope_type="dynamic", factor=ntk, mode=mode)
     if log_length is not None or scaling == "none":
         model.set_log_length(bool(log_length))
-    return model, law_of(model.config)
+    return model, law_of(model.config), None if out is None else fingerprint(open_source(Path(path)))
 
 
 def _show(rows: list[dict[str, Any]], columns: tuple[str, ...], scaling: str | None = None) -> None:
@@ -279,11 +282,11 @@ def _cell(value: Any) -> str:
     return f"{value:.3f}" if isinstance(value, float) else str(value)
 
 
-def _write(out: Path | None, rows: list[dict[str, Any]], seed: int = 0) -> None:
+def _write(out: Path | None, rows: list[dict[str, Any]], of: str | None, seed: int = 0) -> None:
     if out is not None:
         import torch
 
         from farspan.results import write_result
 
-        write_result(out, rows, device="cuda" if torch.cuda.is_available() else "cpu", seed=seed)
+        write_result(out, rows, device="cuda" if torch.cuda.is_available() else "cpu", seed=seed, model=of)
         print(f"written: {out}")

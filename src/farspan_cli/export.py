@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from farspan_cli.app import app, fail
+from farspan_cli.app import app, fail, making
 from farspan_cli.convert import DTYPES
 from farspan_cli.progress import progress
 
@@ -45,15 +45,16 @@ def export(
     if dtype is not None and dtype not in DTYPES:
         fail(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}; choose one of these")
     console = Console()
-    with progress(console) as show:
-        export_folder(
-            model,
-            out,
-            name=name,
-            results=results or (),
-            license=license,
-            base_model=base_model,
-            dtype=getattr(torch, dtype) if dtype else None,
-            progress=lambda what, done, total: show(done, total, what, phase=what),
-        )
-    console.print(f"written: {out}")
+    with making(out):
+        with progress(console) as show:
+            export_folder(
+                model,
+                out,
+                name=name,
+                results=results or (),
+                license=license,
+                base_model=base_model,
+                dtype=getattr(torch, dtype) if dtype else None,
+                progress=lambda what, done, total: show(done, total, what, phase=what),
+            )
+        console.print(f"written: {out}")

@@ -23,10 +23,7 @@ def finetune(
     out: Annotated[Path, typer.Option(help="Folder of the run; the same command continues there.", show_default=False)],
     recipe: Annotated[
         str,
-        typer.Option(
-            help="paper, distill, distill-long, distill-skip, distill-long-skip, distill-local-long, long-ntk, "
-            "long-skip, long-pi, long-yarn, or a TOML file."
-        ),
+        typer.Option(help="One of those above, or a TOML file."),
     ] = "distill",
     teacher: Annotated[
         str | None,
@@ -48,6 +45,9 @@ def finetune(
     checkpoint_every: Annotated[int, typer.Option(help="Steps between checkpoints.", min=1)] = 500,
 ) -> None:
     """Fine-tune a converted model, stage by stage; the same command continues where it stopped.
+
+    Recipes: paper, distill, distill-long, distill-skip, distill-long-skip, distill-local-long, long-ntk, long-skip,
+    long-pi, long-yarn (docs/finetuning.md says what they do).
 
     Several processes: `accelerate launch -m farspan_cli finetune …`.
 
@@ -74,10 +74,12 @@ def finetune(
         checkpoint_every=checkpoint_every,
     )
     console = Console()
-    for stage in chosen.stages:
-        rows = f"{stage.batch_size:,} row{'s' if stage.batch_size > 1 else ''} of {stage.length:,} tokens"
-        console.print(f"stage {stage.name}: {stage.optimizer.steps:,} steps of {rows}", highlight=False)
     with progress(console) as show:
+
+        def plan() -> None:
+            for stage in chosen.stages:
+                rows = f"{stage.batch_size:,} row{'s' if stage.batch_size > 1 else ''} of {stage.length:,} tokens"
+                console.print(f"stage {stage.name}: {stage.optimizer.steps:,} steps of {rows}", highlight=False)
 
         def tell(at: Standing) -> None:
             now = at.now
@@ -92,6 +94,7 @@ def finetune(
                 out,
                 teacher=teacher,
                 run=section,
+                begin=plan,
                 report=tell,
             )
         except TrainingStoppedError as error:

@@ -51,6 +51,10 @@ def only_pickle(folder: Path) -> None:
 
 BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "architecture": (lambda f: edit_config(f, model_type="gpt2"), "model_type must be one of 'llama', .*, got 'gpt2'"),
+    "family with a like name": (
+        lambda f: edit_config(f, model_type="gemma"),
+        "model_type must be one of .*, got 'gemma'; checkpoints of other families cannot be converted$",
+    ),
     "no architecture": (lambda f: edit_config(f, remove=("model_type",)), "model_type must be one of .*, got None"),
     "missing tensor": (lambda f: tensors(f, lambda t: t.pop(UP)), f"tensor '{UP}' is missing from"),
     "extra tensor": (
@@ -87,7 +91,11 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "lost shard": (lose_shard, "names the shard 'model-00002-of-.*', which is missing"),
     "rope type": (
         lambda f: edit_config(f, rope_parameters={"rope_type": "longrope", "rope_theta": 1e4}),
-        r"rope_parameters\['rope_type'\] must be one of 'default', .*, got 'longrope'",
+        r"rope_parameters\['rope_type'\] must be .* got 'longrope'; checkpoints with other laws cannot be converted$",
+    ),
+    "rope type of our own kind": (
+        lambda f: edit_config(f, model_type="farspan", rope_parameters={"rope_type": "longrope", "rope_theta": 1e4}),
+        r"rope_parameters\['rope_type'\] must be one of 'default', .*, got 'longrope'; choose one of these$",
     ),
     "old rope type": (
         lambda f: edit_config(f, remove=("rope_parameters",), rope_scaling={"type": "su", "factor": 2.0}),
@@ -102,6 +110,10 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "no configuration": (lambda f: (f / "config.json").unlink(), "checkpoint must have a config.json"),
     "broken configuration": (lambda f: (f / "config.json").write_text("{"), "config.json' is not JSON"),
     "configuration of another kind": (lambda f: (f / "config.json").write_text("[]"), "must hold a JSON object"),
+    "no weight map": (
+        lambda f: (f / "model.safetensors.index.json").write_text("{}"),
+        "model.safetensors.index.json' must have a weight_map, got none; download it again",
+    ),
     "weight map as a list": (lambda f: spoil_index(f, []), "weight_map of .* must name a file for each tensor"),
     "weight map as null": (lambda f: spoil_index(f, None), "weight_map of .* must name a file for each tensor"),
     "a shard as a number": (lambda f: spoil_index(f, {"a": 3}), "weight_map of .* must name a file for each tensor"),
@@ -110,13 +122,30 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "rope as text": (lambda f: edit_config(f, rope_parameters="x"), "rope_parameters must be an object .*, got 'x'"),
     "rope as a list": (lambda f: edit_config(f, rope_scaling=[]), r"rope_scaling must be an object .*, got \[\]"),
     "rope as a number": (lambda f: edit_config(f, rope_scaling=2), "rope_scaling must be an object .*, got 2"),
-    "no key heads": (lambda f: edit_config(f, num_key_value_heads=0), "must be a valid llama configuration"),
-    "negative width": (lambda f: edit_config(f, intermediate_size=-64), "must be a valid llama configuration"),
-    "negative vocabulary": (lambda f: edit_config(f, vocab_size=-1), "must be a valid llama configuration"),
-    "negative hidden size": (lambda f: edit_config(f, hidden_size=-32), "must be a valid llama configuration .*-"),
-    "negative heads": (lambda f: edit_config(f, num_attention_heads=-4), "must be a valid llama configuration .*-"),
-    "negative key heads": (lambda f: edit_config(f, num_key_value_heads=-2), "must be a valid llama configuration .*-"),
-    "negative layers": (lambda f: edit_config(f, num_hidden_layers=-1), "must be a valid llama configuration .*-"),
+    "no key heads": (
+        lambda f: edit_config(f, num_key_value_heads=0),
+        "s num_key_value_heads must be at least 1, got 0",
+    ),
+    "no layers": (lambda f: edit_config(f, num_hidden_layers=0), "s num_hidden_layers must be at least 1, got 0"),
+    "negative width": (lambda f: edit_config(f, intermediate_size=-64), "s intermediate_size must be .* got -64"),
+    "negative vocabulary": (
+        lambda f: edit_config(f, vocab_size=-5),
+        "config.json's vocab_size must be .* got -5; repair",
+    ),
+    "negative hidden size": (lambda f: edit_config(f, hidden_size=-32), "s hidden_size must be at least 1, got -32"),
+    "negative heads": (lambda f: edit_config(f, num_attention_heads=-4), "s num_attention_heads must be .*, got -4"),
+    "factor as text": (
+        lambda f: edit_config(f, rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": "four"}),
+        "config.json's rope_parameters.factor must be a number above 0, got 'four'; repair that field",
+    ),
+    "negative base": (
+        lambda f: edit_config(f, rope_parameters={"rope_type": "default", "rope_theta": -1}),
+        "config.json's rope_parameters.rope_theta must be a number above 1, got -1; repair that field",
+    ),
+    "negative base in an older file": (
+        lambda f: edit_config(f, remove=("rope_parameters",), rope_theta=-1.0),
+        "config.json's rope_theta must be a number above 1, got -1.0; repair that field",
+    ),
     "dtype": (lambda f: edit_config(f, dtype="x"), "must be a valid llama configuration"),
     "architecture as a list": (lambda f: edit_config(f, model_type=[]), r"model_type must be one of .*, got \[\]"),
     "settings of generate": (

@@ -10,6 +10,7 @@ import sys
 import time
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -19,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from farspan import FarspanConfig, FarspanForCausalLM
 from farspan.convert import convert_folder, from_pretrained
 from farspan.convert.configuration import write_config
-from farspan.convert.folder import whole_folder
+from farspan.convert.folder import save, whole_folder
 from farspan.convert.text import stream
 from farspan.data import load_tokenizer
 from farspan.files import claim
@@ -93,6 +94,40 @@ def with_tokenizer(folder: Path) -> Path:
     load_tokenizer("bytes").save(folder)
     edit_config(folder, eos_token_id=0)
     return folder
+
+
+@pytest.mark.parametrize("existed", [False, True], ids=["new", "empty"])
+@pytest.mark.parametrize("command_name", ["convert", "export"])
+def test_ctrl_c_after_the_folder_is_whole_says_so_and_before_asks_for_the_same_command(
+    command_name: str, existed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, out = with_tokenizer(tmp_path / "source"), tmp_path / "out"
+    if existed:
+        out.mkdir()
+    place = {"convert": "farspan.convert.pretrained.save", "export": "farspan.export.folder.save"}[command_name]
+
+    def press(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    def save_and_press(*arguments: Any, **options: Any) -> None:
+        save(*arguments, **options)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(place, press)
+    status, _, err = called(command_name, source, "--out", out)
+    assert (status, err) == (130, "interrupted; give the same command again\n")
+    monkeypatch.setattr(place, save_and_press)
+    status, _, err = called(command_name, source, "--out", out)
+    assert (status, err) == (130, f"interrupted; {out} is complete\n")
+    assert from_pretrained(out).config.vocab_size == 257
+    status, _, err = called(command_name, source, "--out", out)  # refused: what was there before is not called complete
+    assert (status, "must be a new or empty folder" in err) == (2, True)
+
+
+def test_help_says_what_attention_is_by_default_and_which_layers_are_kept() -> None:
+    shown = " ".join(called("convert", "--help")[1].replace("│", " ").split())
+    assert "Default: rope, or what a farspan folder has." in shown
+    assert "those with the largest error of the stream" in shown
 
 
 def test_convert_and_generate_from_the_command_line(tmp_path: Path) -> None:

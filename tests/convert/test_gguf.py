@@ -176,11 +176,19 @@ def test_broken_files_are_refused(tmp_path: Path) -> None:
     path, model = tmp_path / "m.gguf", random_model("llama")
     write(path, model, "llama")
     whole = path.read_bytes()
-    for share in (0.0, 0.001, 0.02, 0.5, 0.99):
+    for share in (0.0, 0.0001, 0.001, 0.02, 0.5, 0.99):
         path.write_bytes(whole[: int(len(whole) * share)])
         with pytest.raises(ValueError, match=re.escape("m.gguf' is not a whole GGUF file")) as caught:
             from_pretrained(path)
+        assert share == 0.0 or "the file ends too early: byte " in str(caught.value)
         assert (share < 0.5) or re.search(r"\(tensor '[a-z0-9_.]+' cannot be read: ", str(caught.value))
+    path.write_bytes(whole[:4] + (99).to_bytes(4, "little") + whole[8:])
+    with pytest.raises(ValueError, match=r"m.gguf' must be of GGUF version 2 or 3, got 99; export it again"):
+        from_pretrained(path)
+    after = whole.index(b"blk.1.attn_k.weight") + len(b"blk.1.attn_k.weight")  # two axes, and then the type
+    path.write_bytes(whole[: after + 20] + (999).to_bytes(4, "little") + whole[after + 24 :])
+    with pytest.raises(ValueError, match=r"^tensor 'blk.1.attn_k.weight' in .* gguf knows, got type 999; install"):
+        from_pretrained(path)
     write(path, model, "gpt2")
     with pytest.raises(ValueError, match=r"general.architecture of .* must be one of 'llama', .*, got 'gpt2'"):
         from_pretrained(path)

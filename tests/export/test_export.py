@@ -17,6 +17,8 @@ from yaml import safe_load
 
 from farspan import FarspanForCausalLM
 from farspan.convert import convert_folder, from_pretrained
+from farspan.convert.fingerprint import fingerprint
+from farspan.convert.sources import open_source
 from farspan.data import load_tokenizer
 from farspan.export.source import ALWAYS_THERE, flat_source, rewrite
 from tests.convert.test_folder import called
@@ -180,16 +182,48 @@ def test_the_card_holds_the_numbers_and_where_they_come_from(exported: Path) -> 
     assert "| dynamic NTK 4 | 0.70 (95% 0.40–0.89) |" in card
     assert "cut to the training length have perplexity 21.00" in card
     assert "`` farspan eval ppl `x` ``; CPU, commit abc" in card
+    assert " ".join(card.split()).count("seed 0, torch 2; nothing in the file ties it to these weights") == 2
     assert "1 layer coca-exact (window 8), 1 layer rope, 1 layer coca-slack (without positions)" in card
 
 
-def test_the_card_of_a_model_that_can_be_stretched_says_how(tmp_path: Path) -> None:
-    make(LAYERS[:-1], dtype=torch.float32, num_hidden_layers=5, vocab_size=257).save_pretrained(tmp_path / "model")
-    load_tokenizer("bytes").save(tmp_path / "model")
-    assert called("export", tmp_path / "model", "--out", tmp_path / "hub")[0] == 0
-    card = (tmp_path / "hub" / "README.md").read_text()
-    assert 'model.set_rope_parameters(rope_type="dynamic", factor=4.0)' in card
+def card_of(model: FarspanForCausalLM, folder: Path, *rows: dict[str, Any]) -> str:
+    """The card of a model, with these results."""
+    model.save_pretrained(folder / "model")
+    load_tokenizer("bytes").save(folder / "model")
+    options = ["--results", result(folder / "rows.json", list(rows))] if rows else []
+    assert called("export", folder / "model", *options, "--out", folder / "hub")[0] == 0
+    return (folder / "hub" / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("rows", "line", "said"),
+    [
+        ([], 'rope_type="dynamic", factor=4.0', "not been measured for this model"),
+        ([perplexity(512, 20.0)], 'rope_type="dynamic", factor=4.0', "not been measured for this model"),
+        ([perplexity(512, 20.0, "ntk-8+log")], 'rope_type="dynamic", factor=4.0', "not been measured for this model"),
+        ([perplexity(512, 20.0, "ntk-8")], 'rope_type="dynamic", factor=8.0', "is measured below"),
+        ([bits(1.0) | {"scaling": "ntk-2/per_request"}], 'factor=2.0, mode="per_request"', "is measured below"),
+    ],
+)
+def test_the_card_offers_dynamic_ntk_and_says_whether_it_was_measured(
+    rows: list[dict[str, Any]], line: str, said: str, tmp_path: Path
+) -> None:
+    model = make(LAYERS[:-1], dtype=torch.float32, num_hidden_layers=5, vocab_size=257)
+    card = card_of(model, tmp_path, *rows)
+    assert f"{line})\n```" in card
+    assert said in card
     assert "experiment" not in card
+
+
+@pytest.mark.parametrize("law", ["linear", "dynamic", "yarn", "llama3"])
+def test_the_card_of_a_model_with_a_law_of_its_own_leaves_it_alone(law: str, tmp_path: Path) -> None:
+    """Another law in its place would change what the model computes inside its training length."""
+    rope = {"rope_type": law, "rope_theta": 10_000.0, "factor": 2.0}
+    rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0} if law == "llama3" else {}
+    model = make(MIXED, dtype=torch.float32, num_hidden_layers=len(MIXED), vocab_size=257, rope_parameters=rope)
+    card = card_of(model, tmp_path, perplexity(512, 20.0, "ntk-4"))
+    assert f'a law of its own, `"rope_type": "{law}"`, factor 2, and' in card
+    assert "model.set_rope_parameters" not in card
 
 
 def test_the_snippet_of_the_card_runs_as_it_stands_and_asks_nothing(tmp_path: Path) -> None:
@@ -198,8 +232,9 @@ def test_the_snippet_of_the_card_runs_as_it_stands_and_asks_nothing(tmp_path: Pa
     load_tokenizer("bytes").save(tmp_path / "model")
     out = tmp_path / "owner" / "toy"
     assert called("export", tmp_path / "model", "--name", "owner/toy", "--out", out)[0] == 0
-    snippet = (out / "README.md").read_text().split("```python\n")[1].split("```")[0]
-    assert "set_rope_parameters" in snippet
+    first, option = ((out / "README.md").read_text().split("```python\n")[i].split("```")[0] for i in (1, 2))
+    snippet = first.replace("\nids =", f"\n{option}ids =")
+    assert "set_rope_parameters" in option
     blocked = "import sys\nsys.modules['farspan'] = None\n" + snippet
     environment = {**os.environ, "HF_HOME": str(tmp_path / "home")}
     done = subprocess.run(
@@ -238,6 +273,59 @@ def test_the_card_takes_what_every_evaluation_writes(trained: Path, tmp_path: Pa
     assert "(320 bytes of 1 text)" in card
     assert "the share of 3 (f 2, g 1) whose right sentence" in card
     assert card.count("### ") == 3
+    assert "nothing in the file ties" not in " ".join(card.split())
+
+
+def test_results_of_another_model_are_refused_and_those_of_another_law_are_not(tmp_path: Path) -> None:
+    """The other two have the same tensors in another attention, and the same attention with one number changed."""
+    options = {"num_hidden_layers": 2, "vocab_size": 257, "train_length": 64}
+    mine = make("coca-exact", dtype=torch.float32, **options)
+    mine.save_pretrained(tmp_path / "mine")
+    other = make("coca-exact", dtype=torch.float32, **options)
+    other.load_state_dict(mine.state_dict())
+    other.model.norm.weight.data[3] += 0.5
+    other.save_pretrained(tmp_path / "moved")
+    slack = make("coca-slack", dtype=torch.float32, **options)
+    slack.load_state_dict(mine.state_dict())
+    slack.save_pretrained(tmp_path / "slack")
+    (tmp_path / "text.txt").write_text("words and words " * 20)
+    for name in ("mine", "moved", "slack"):
+        load_tokenizer("bytes").save(tmp_path / name)
+        for law in ([], ["--ntk", 4, "--log-length"]):
+            measured = ("eval", "ppl", tmp_path / name, "--text", tmp_path / "text.txt", "--lengths", 64)
+            out = tmp_path / f"{name}{len(law)}.json"
+            assert called(*measured, "--text-tokens", 128, *law, "--out", out)[0] == 0
+    for name in ("moved", "slack"):
+        status, _, err = called(
+            "export", tmp_path / "mine", "--results", tmp_path / f"{name}0.json", "--out", tmp_path / "x"
+        )
+        assert status == 2
+        assert f"--results must be about '{tmp_path / 'mine'}', got '{name}0.json' of another model" in err
+        assert err.count("\n") == 1
+        assert not (tmp_path / "x").exists()
+    results = ["--results", tmp_path / "mine0.json", "--results", tmp_path / "mine3.json"]
+    assert called("export", tmp_path / "mine", *results, "--dtype", "bfloat16", "--out", tmp_path / "hub")[0] == 0
+    assert "dynamic NTK 4, log length" in (tmp_path / "hub" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("case", ["shards", "llama", "bfloat16"])
+def test_a_fingerprint_is_that_of_the_numbers_and_not_of_the_file(case: str, tmp_path: Path) -> None:
+    lengths = {"train_length": 64, "max_position_embeddings": 64}
+    model = make("rope", dtype=torch.float32, num_hidden_layers=2, vocab_size=257, **lengths)
+    if case == "bfloat16":
+        model.to(torch.bfloat16).float()
+    model.save_pretrained(tmp_path / "model")
+    if case == "shards":
+        model.save_pretrained(tmp_path / "copy", max_shard_size="20KB")
+    else:
+        convert_folder(
+            tmp_path / "model",
+            tmp_path / "copy",
+            to="llama" if case == "llama" else None,
+            dtype=torch.bfloat16 if case == "bfloat16" else None,
+        )
+    first, second = (fingerprint(open_source(tmp_path / name)) for name in ("model", "copy"))
+    assert first == second
 
 
 def test_minimal_pairs_stand_on_the_card_by_field_with_their_intervals(trained: Path, tmp_path: Path) -> None:
@@ -307,6 +395,16 @@ def test_results_that_cannot_be_right_are_refused(
     status, _, err = called("export", trained, "--out", tmp_path / "hub", *options)
     assert status == 2
     assert message in err
+    assert err.count("\n") == 1
+    assert not (tmp_path / "hub").exists()
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path: Path) -> None:
+    make(dtype=torch.float32, vocab_size=256).save_pretrained(tmp_path / "model")
+    load_tokenizer("bytes").save(tmp_path / "model")
+    status, _, err = called("export", tmp_path / "model", "--out", tmp_path / "hub")
+    assert status == 2
+    assert "must have at most the model's vocab_size = 256 tokens, got 257; put" in err
     assert err.count("\n") == 1
     assert not (tmp_path / "hub").exists()
 

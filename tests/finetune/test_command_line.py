@@ -4,11 +4,14 @@ import json
 import os
 import signal
 from pathlib import Path
+from shutil import copytree
 
 import pytest
 
 import farspan.training.loop as loop
 import farspan_cli
+from farspan.finetune.recipe import NAMES
+from tests.convert.sources import edit_config
 
 
 def command(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
@@ -28,6 +31,7 @@ def command(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
             "--teacher must be left out for a recipe that",
         ),
         (["--teacher", "nowhere"], "--teacher must exist, got 'nowhere'"),
+        (["--data", "gone"], "data must be a folder with manifest.json, got 'gone'"),
         (["--recipe", "TOML"], "configuration key stages[0].lenght"),
         (["--data", "DATA=none"], "--data must be DIR or DIR=WEIGHT"),
         (["--recipe", "paper", "--precision", "fp8"], "--precision must be one of"),
@@ -46,10 +50,29 @@ def test_the_command_line_refuses_in_one_line(
     given = [a.replace("DATA", source).replace("TOML", str(tmp_path / "mine.toml")) for a in arguments]
     given += [] if "--data" in given else ["--data", source]
     assert command(monkeypatch, coca, *given, "--out", tmp_path / "out") == 2
-    said = capsys.readouterr().err
+    plan, said = capsys.readouterr()
+    assert plan == ""
     assert message in said
     assert said.count("\n") == 1
     assert not (tmp_path / "out").exists()
+
+
+def test_help_names_every_recipe_whole(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert command(monkeypatch, "--help") == 0
+    shown = capsys.readouterr().out.replace(",", " ").split()
+    assert set(NAMES) <= set(shown)
+
+
+def test_a_model_of_another_family_is_refused_as_such_and_not_for_its_teacher(
+    folders: tuple[Path, Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, coca, source = folders
+    copytree(coca, tmp_path / "model")
+    edit_config(tmp_path / "model", model_type="gpt2")
+    (tmp_path / "model" / "conversion.json").unlink()
+    assert command(monkeypatch, tmp_path / "model", "--data", source, "--out", tmp_path / "out") == 2
+    assert "config.json's model_type must be one of" in capsys.readouterr().err
 
 
 def test_ctrl_c_says_where_it_stopped_and_the_same_command_goes_on(

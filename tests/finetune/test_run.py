@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from shutil import copytree
 
 import pytest
 import torch
@@ -134,6 +135,13 @@ def test_a_folder_holds_one_recipe(whole: Path, folders: tuple[Path, Path, str])
     _, coca, source = folders
     with pytest.raises(ValueError, match=r"stage.length is 12, but .*stage-1-s0 was started with 16"):
         finetune(coca, {source: 1.0}, DISTIL.capped(12), whole)
+    with pytest.raises(ValueError, match=r"^stage.optimizer.steps is 16, but \S*stage-1-s0 was started with 8; choose"):
+        finetune(coca, {source: 1.0}, DISTIL.scaled(2 * DISTIL.tokens), whole)
+    halved = (
+        r"^stage.batch_size is 1, but \S*stage-1-s0 was started with 4, stage.optimizer.steps is 14 and was 8; choose"
+    )
+    with pytest.raises(ValueError, match=halved):
+        finetune(coca, {source: 1.0}, DISTIL.scaled(round(0.43 * DISTIL.tokens)), whole)
     more = Recipe(DISTIL.description, (*DISTIL.stages, recipe({"name": "more"}).stages[0]))
     with pytest.raises(ValueError, match=r"finished model of another recipe, of .* and not .*, stage-4-more"):
         finetune(coca, {source: 1.0}, more, whole)
@@ -156,6 +164,21 @@ def test_merged_lora_gives_the_logits_of_the_unmerged(folders: tuple[Path, Path,
     assert before.keys() == after.keys()  # nothing of PEFT is left
     changed = {name.split(".")[-2] for name in after if not torch.equal(before[name], after[name])}
     assert changed == {"q_proj", "t_proj", "down_proj"}
+
+
+def test_the_unmerged_folder_of_a_stage_with_lora_is_refused_by_naming_the_merged(
+    folders: tuple[Path, Path, str], tmp_path: Path
+) -> None:
+    _, coca, source = folders
+    finetune(coca, {source: 1.0}, recipe({"lora": {"r": 2}}), tmp_path / "out")
+    place, again = tmp_path / "out" / "stage-1-s0", tmp_path / "alone" / "model"
+    with pytest.raises(
+        ValueError, match=rf"with low-rank additions \(tensor '.*lora_A.*'\); give '{place / 'merged'}'$"
+    ):
+        from_pretrained(place / "model", attention=None)
+    copytree(place / "model", again)
+    with pytest.raises(ValueError, match="merge them into its weights first"):
+        from_pretrained(again, attention=None)
 
 
 @pytest.mark.parametrize("stage", [{"lora": {"r": 2}}, FAR_UNDER_NTK], ids=["lora", "far positions"])

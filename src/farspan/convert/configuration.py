@@ -8,7 +8,7 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 from transformers.activations import ACT2FN
 
-from farspan.convert.families import FAMILIES, ROPE_TYPES, Family
+from farspan.convert.families import FAMILIES, OTHER_FAMILIES, OTHER_LAWS, ROPE_TYPES, Family
 from farspan.errors import require, unknown
 from farspan.layers.spec import AttentionSpec
 from farspan.models.configuration import FarspanConfig
@@ -31,6 +31,27 @@ SAME = (
 )
 """Fields with one name and one meaning on both sides."""
 
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+)
+ROPE_NUMBERS = (
+    "rope_theta",
+    "factor",
+    "original_max_position_embeddings",
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "low_freq_factor",
+    "high_freq_factor",
+)
+"""Numbers above zero in `rope_parameters`; the base of the angles is above one."""
 
 MALFORMED = (
     StrictDataclassError,
@@ -64,7 +85,8 @@ def read_config(raw: dict[str, Any]) -> FarspanConfig:
     """
     kind = raw.get("model_type")
     if not isinstance(kind, str) or kind not in (*FAMILIES, FarspanConfig.model_type):
-        raise unknown("config.json's model_type", kind, [*FAMILIES, FarspanConfig.model_type])
+        raise unknown("config.json's model_type", kind, [*FAMILIES, FarspanConfig.model_type], OTHER_FAMILIES)
+    _check_numbers(raw)
     with sound_config(raw):
         config = FarspanConfig.from_dict(raw) if kind == FarspanConfig.model_type else _foreign(raw, kind)
     if config.hidden_act not in ACT2FN:
@@ -101,14 +123,38 @@ def _method(raw: dict[str, Any]) -> Any:
     return found.get("quant_method", found) if isinstance(found, dict) else found
 
 
-def _check_rope_type(raw: dict[str, Any]) -> None:
-    """Before transformers reads it, which would warn about a type it does not know and go on."""
+def _check_numbers(raw: dict[str, Any]) -> None:
+    """By the names of their fields, before transformers and torch trip over the values."""
+    for field in SIZES:
+        size = raw.get(field)
+        require(
+            not isinstance(size, int) or size >= 1,
+            f"config.json's {field} must be at least 1, got {size!r}; repair that field",
+        )
+    places = {"": raw, **{f"{field}.": rope for field, rope in _ropes(raw)}}
+    for place, held in places.items():
+        for field in ROPE_NUMBERS if place else ("rope_theta",):
+            number, least = held.get(field), 1 if field == "rope_theta" else 0
+            good = number is None or (type(number) in (int, float) and least < number < math.inf)
+            require(
+                good, f"config.json's {place}{field} must be a number above {least}, got {number!r}; repair that field"
+            )
+
+
+def _ropes(raw: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """What says how angles turn, by the names that newer and older files have for it."""
     for field in ("rope_parameters", "rope_scaling"):
         rope = {} if raw.get(field) is None else raw[field]
         require(isinstance(rope, dict), f"config.json's {field} must be an object or null, got {rope!r}; repair it")
+        yield field, rope
+
+
+def _check_rope_type(raw: dict[str, Any]) -> None:
+    """Before transformers reads it, which would warn about a type it does not know and go on."""
+    for field, rope in _ropes(raw):
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind not in ROPE_TYPES:
-            raise unknown(f"config.json's {field}['rope_type']", kind, ROPE_TYPES)
+            raise unknown(f"config.json's {field}['rope_type']", kind, ROPE_TYPES, OTHER_LAWS)
 
 
 def _rope(source: Any) -> dict[str, Any]:

@@ -120,3 +120,6 @@ transformers takes where a configuration does not say."""
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
 """Laws of transformers that have a counterpart in farspan.ops.scaling."""
+
+OTHER_LAWS = "checkpoints with other laws cannot be converted"
+OTHER_FAMILIES = "checkpoints of other families cannot be converted"

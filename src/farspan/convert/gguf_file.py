@@ -5,6 +5,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,6 +16,7 @@ from farspan.convert.families import (
     GGUF_SCALING,
     GGUF_WEIGHTS,
     INTERLEAVED,
+    OTHER_FAMILIES,
 )
 from farspan.convert.names import template
 from farspan.convert.sources import Source
@@ -23,6 +25,10 @@ from farspan.ops import Llama3, Rotary
 
 BROKEN = (ValueError, KeyError, IndexError, OSError, OverflowError, struct.error)
 """What gguf's reader raises on a file that is cut short or something else."""
+
+
+class UnknownPackingError(ValueError):
+    """A tensor packed in a way that came after the installed gguf: the file itself may be whole."""
 
 
 class GgufFile(Source):
@@ -43,7 +49,7 @@ class GgufFile(Source):
     def _config(self) -> dict[str, Any]:
         kind = self._fields.get("general.architecture")
         if kind not in GGUF_ARCHITECTURES:
-            raise unknown(f"general.architecture of {str(self.path)!r}", kind, GGUF_ARCHITECTURES)
+            raise unknown(f"general.architecture of {str(self.path)!r}", kind, GGUF_ARCHITECTURES, OTHER_FAMILIES)
         for field in GGUF_NEEDED:
             require(
                 f"{kind}.{field}" in self._fields,
@@ -192,20 +198,55 @@ def _opened(path: Path) -> Any:
         raise ValueError(f"a .gguf checkpoint needs the package {error.name}; pip install 'farspan[gguf]'") from error
 
     class Reader(GGUFReader):
-        """Names the tensor that cannot be read."""
+        """Names the tensor that cannot be read, and says where the file ends too early."""
+
+        def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
+            end = int(offset) + np.dtype(dtype).itemsize * int(count)
+            if end > len(self.data):
+                raise ValueError(f"the file ends too early: byte {end:,} is needed, it has {len(self.data):,}")
+            return super()._get(offset, dtype, count, override_order)
 
         def _build_tensors(self, start_offs: int, fields: list[Any]) -> None:
             try:
                 super()._build_tensors(start_offs, fields)
             except BROKEN:
                 for field in fields:
+                    _check_packing(path, field)
                     try:
                         super()._build_tensors(start_offs, [field])
                     except BROKEN as error:
                         raise ValueError(f"tensor {field.name!r} cannot be read: {error}") from error
                 raise
 
+    _check_version(path)
     try:
         return Reader(path)
+    except UnknownPackingError:
+        raise
     except BROKEN as error:
         raise ValueError(f"{str(path)!r} is not a whole GGUF file ({error}); download it again") from error
+
+
+def _check_version(path: Path) -> None:
+    from gguf.gguf_reader import READER_SUPPORTED_VERSIONS as KNOWN
+
+    with path.open("rb") as file:
+        head = file.read(8)
+    version = int.from_bytes(head[4:], "little")
+    other_order = version & 0xFFFF == 0  # written by a machine with the bytes the other way round
+    require(
+        head[:4] != b"GGUF" or len(head) < 8 or other_order or version in KNOWN,
+        f"{str(path)!r} must be of GGUF version {' or '.join(map(str, KNOWN))}, got {version}; "
+        "export it again in one of these, or convert the safetensors folder",
+    )
+
+
+def _check_packing(path: Path, field: Any) -> None:
+    from gguf import GGMLQuantizationType
+
+    number = int(field.parts[4][0])
+    if number not in {kind.value for kind in GGMLQuantizationType}:
+        raise UnknownPackingError(
+            f"tensor {field.name!r} in {str(path)!r} must be packed in a way that gguf knows, got type {number}; "
+            "install a newer gguf, convert another quantisation, or the safetensors folder"
+        )

@@ -49,6 +49,7 @@ def load(
 
 def matched(source: Source, model: FarspanForCausalLM) -> dict[str, str]:
     """Source name → our name for every tensor, or one line about the first that is missing, extra or misshapen."""
+    _refuse_adapter(source)
     inverse = {ours: theirs for theirs, ours in source.weights.items()}
     wanted = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
     tied = model.config.tie_word_embeddings
@@ -78,6 +79,18 @@ def matched(source: Source, model: FarspanForCausalLM) -> dict[str, str]:
             f"{model.config.num_hidden_layers} layers; check num_hidden_layers, biases and model_type",
         )
     return plan
+
+
+def _refuse_adapter(source: Source) -> None:
+    """A folder of PEFT's layers, as a stage with `lora` leaves beside the model that it merged."""
+    found = next((name for name in source.shapes if ".lora_" in name), None)
+    merged = source.path.with_name("merged")
+    remedy = f"give {str(merged)!r}" if (merged / "config.json").is_file() else "merge them into its weights first"
+    require(
+        found is None,
+        f"checkpoint must be a plain model, got {str(source.path)!r} with low-rank additions (tensor {found!r}); "
+        f"{remedy}",
+    )
 
 
 def _check_tied_head(source: Source, head: str, embedding: str) -> None:

@@ -49,7 +49,7 @@ def from_pretrained(
             and new tokens, where transformers changes it under a cache of older angles: there texts may differ.
         calibration: ids (windows, length) of text to fit CoCA layers on (:func:`calibrate`, which also returns a
             report); without it they start from copied weights, which is far from the source.
-        keep_rope: after calibration, put so many of the worst layers back as RoPE.
+        keep_rope: after calibration, put so many layers back as RoPE, those with the largest error of the stream.
         window: every layer sees so many keys; but of each `global_every` layers the last one, which sees all of them
             and has no positions (:func:`local_and_global`).
         dtype: of the weights; None keeps the source's (float32 for GGUF).

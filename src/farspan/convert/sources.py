@@ -128,7 +128,11 @@ class Folder(Source):
         """Tensor → shard; empty where there is one file."""
         if not (self.path / INDEX).is_file():
             return {}
-        index = _json(self.path / INDEX).get("weight_map", {})
+        found = _json(self.path / INDEX)
+        require(
+            "weight_map" in found, f"{str(self.path / INDEX)!r} must have a weight_map, got none; download it again"
+        )
+        index = found["weight_map"]
         require(
             isinstance(index, dict) and all(isinstance(file, str) for file in index.values()),
             f"weight_map of {str(self.path / INDEX)!r} must name a file for each tensor, got another kind; "

@@ -6,10 +6,12 @@ from importlib import resources
 
 from huggingface_hub import ModelCardData
 
+from farspan.evaluation.laws import LOG
 from farspan.export.tables import tables
 from farspan.layers.spec import AttentionSpec
-from farspan.models import FarspanForCausalLM
-from farspan.report.collect import Run
+from farspan.models import FarspanConfig, FarspanForCausalLM
+from farspan.report.collect import Evaluated, Run
+from farspan.report.estimates import scaling_order
 from farspan.report.tables import to_markdown
 from farspan.results import commit, version
 
@@ -52,13 +54,50 @@ def render(card: Card) -> str:
         coca=any(spec.kind == "coca" for spec in config.attention_specs),
         half=config.cache_layout == "half",
         linear_coca=linear_coca,
-        rotates=not linear_coca and any(spec.rotary and not spec.linear for spec in config.attention_specs),
+        own_law=own_law(config),
+        stretch=stretch(config, card.run),
         train_length=config.train_length,
         tables=[to_markdown(table) for table in tables(card.run)],
         sources=card.run.sources,
         version=version("farspan"),
         commit=commit(),
     )
+
+
+def own_law(config: FarspanConfig) -> str:
+    """The law that config.json gives the angles, as it stands there; "" where they turn as they were trained.
+
+    >>> own_law(FarspanConfig.preset("tiny", rope_parameters={"rope_type": "linear", "factor": 2.0}))
+    '`"rope_type": "linear"`, factor 2'
+    """
+    law = config.rotary().scaling
+    if law is None or not any(spec.rotary and spec.kind != "cosformer" for spec in config.attention_specs):
+        return ""
+    return f'`"rope_type": "{(config.rope_parameters or {})["rope_type"]}"`, factor {law.factor:g}'  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Dynamic NTK for a model without a law: what `set_rope_parameters` is told, and whether it was measured so."""
+
+    arguments: str
+    measured: bool
+
+
+def stretch(config: FarspanConfig, run: Run) -> Stretch | None:
+    """Dynamic NTK as it was measured of this model, otherwise with factor 4; None for a model that it does not fit."""
+    specs = config.attention_specs
+    fits = any(spec.rotary and not spec.linear for spec in specs) and all(spec.kind != "linear-coca" for spec in specs)
+    if not fits or config.rotary().scaling is not None:
+        return None
+    measured: list[Evaluated] = [*run.perplexity, *run.passkey, *run.bits, *run.pairs]
+    laws = {row.scaling for row in measured}
+    told = {
+        name.removesuffix(LOG) for name in laws if name.startswith("ntk-") and name.endswith(LOG) == config.log_length
+    }
+    name, _, mode = min(told, key=scaling_order, default="ntk-4").partition("/")
+    arguments = f'rope_type="dynamic", factor={float(name.removeprefix("ntk-"))}' + (f', mode="{mode}"' if mode else "")
+    return Stretch(arguments, bool(told))
 
 
 def front_matter(card: Card) -> str:

@@ -6,15 +6,18 @@ from pathlib import Path
 
 import torch
 
+from farspan.convert.configuration import read_config
+from farspan.convert.fingerprint import fingerprint
 from farspan.convert.folder import check_out, save
 from farspan.convert.load import Progress, load
 from farspan.convert.note import read_note
 from farspan.convert.sources import Source, open_source
 from farspan.convert.text import tokenizer_of
+from farspan.errors import require
 from farspan.export.card import Card, render
 from farspan.export.source import AUTO_MAP, flat_source
 from farspan.models import FarspanConfig
-from farspan.report.collect import collect_files
+from farspan.report.collect import Run, collect_files
 
 GENERATION = "generation_config.json"
 
@@ -38,7 +41,8 @@ def export_folder(
     Args:
         source: a farspan folder, or anything :func:`farspan.convert.from_pretrained` reads, with its tokenizer.
         name: what the card calls the model, for example "owner/name"; by default the folder's name.
-        results: JSON files of `farspan eval` (ppl, passkey, pairs, bits) about this model, for the card's tables.
+        results: JSON files of `farspan eval` (ppl, passkey, pairs, bits) about this model, for the card's tables;
+            those that say that they are of another are refused.
         license: for example "apache-2.0".
         base_model: the model that this one was made from, by its name on the hub; by default what the source's
             conversion.json names, or the source itself where it is no farspan folder.
@@ -53,7 +57,8 @@ def export_folder(
     name = name or out.resolve().name
     run = collect_files([Path(path) for path in results], name)
     opened = open_source(Path(source))
-    tokenizer_of(opened)  # refuses a source without one before any work is done
+    _check_tokenizer(opened)  # before any work is done
+    _refuse_results_of_another(run, opened)
     model = load(opened, dtype=dtype, progress=progress)
     model.config.auto_map = dict(AUTO_MAP)
     original = base_model or _original(opened)
@@ -68,6 +73,28 @@ def export_folder(
             (folder / file).write_text(text, encoding="utf-8")
 
     save(model, out, beside)
+
+
+def _check_tokenizer(source: Source) -> None:
+    """Refuse a source without a tokenizer, and one whose tokens the model has no embedding for."""
+    tokens, size = max(tokenizer_of(source).get_vocab().values()) + 1, read_config(source.config).vocab_size
+    require(
+        tokens <= size,
+        f"the tokenizer of {str(source.path)!r} must have at most the model's vocab_size = {size} tokens, got {tokens}"
+        "; put the one beside the model that it was trained with",
+    )
+
+
+def _refuse_results_of_another(run: Run, source: Source) -> None:
+    """Results that do not say of which model they are pass; the card says so."""
+    told = [result for result in run.sources if result.model is not None]
+    own = fingerprint(source) if told else None
+    for result in told:
+        require(
+            result.model == own,
+            f"--results must be about {str(source.path)!r}, got {result.file!r} of another model "
+            f"({result.command}); measure this one with farspan eval, or leave the file out",
+        )
 
 
 def _original(source: Source) -> str | None:

@@ -77,6 +77,7 @@ def finetune(
     *,
     teacher: str | os.PathLike[str] | None = None,
     run: RunSection | None = None,
+    begin: Callable[[], None] | None = None,
     report: Callable[[Standing], None] | None = None,
 ) -> Path:
     """Apply a recipe, or go on where an earlier call stopped; return the folder of the finished model.
@@ -88,6 +89,7 @@ def finetune(
             the plain one after LoRA); at the end ``model`` and ``recipe.json``, what was done and what it took.
         teacher: what a distilling stage learns from, refused where there is none; default: what the model was
             converted from, if it says.
+        begin: called once, when nothing was refused and before anything is trained.
         report: called every few steps.
     """
     folder, run = Path(out), run or RunSection()
@@ -104,6 +106,8 @@ def finetune(
         _refuse_other_recipe(folder, [place.name for place in places], log_length=log_length)
     else:
         origin.check(recipe)
+    if begin is not None:
+        begin()
     for index, (place, stage) in enumerate(zip(places, recipe.stages, strict=True)):
         relay = _relay(report, place.name, done, recipe.tokens, stage)
         path = run_stage(stage, path, origin, place, replace(run, seed=run.seed + index), report=relay)
@@ -129,7 +133,7 @@ def open_origin(
     """What a recipe is applied to; refuses a model, text or teacher that is not there."""
     source, sources = Path(model), {str(Path(path)): weight for path, weight in data.items()}
     require(bool(sources), "--data must name at least one token folder, got none; make it with farspan data")
-    open_source(source)  # refuses what is no checkpoint before anything else is said about it
+    read_config(open_source(source).config)  # refuses what is no model before anything else is said about it
     return Origin(source, _teacher(source, teacher, recipe), sources, cache(partial(_tokenizer, source, sources)))
 
 

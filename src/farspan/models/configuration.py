@@ -166,7 +166,7 @@ class FarspanConfig(PreTrainedConfig):
         rope = self.rope_parameters or {}
         kind, factor = rope.get("rope_type", "default"), rope.get("factor", 1.0)
         length = rope.get("original_max_position_embeddings", self.train_length)
-        require_choice("rope_parameters['rope_type']", kind, ROPE_TYPES)
+        require_choice("rope_parameters['rope_type']", kind, ROPE_TYPES, "choose one of these")
         require(
             rope.get("partial_rotary_factor", 1.0) == 1.0,
             f"partial_rotary_factor must be 1, got {rope.get('partial_rotary_factor')}; every pair is rotated here",

@@ -178,6 +178,8 @@ class Source:
     device: str
     seed: int
     versions: tuple[tuple[str, str], ...]
+    model: str | None = None
+    """The fingerprint of the model that was measured, if the file has it."""
 
 
 @dataclass(frozen=True)
@@ -275,7 +277,8 @@ def parse_source(file: str, data: Mapping[str, Any]) -> Source:
     require(isinstance(data["versions"], dict), f"versions must be an object, got {data['versions']!r}")
     versions = tuple(sorted((str(name), str(version)) for name, version in data["versions"].items()))
     commit = None if data["commit"] is None else str(data["commit"])
-    return Source(file, str(data["command"]), commit, str(data["device"]), data["seed"], versions)
+    model = data.get("model_fingerprint")
+    return Source(file, str(data["command"]), commit, str(data["device"]), data["seed"], versions, model)
 
 
 def parse_step(raw: Any) -> Step:

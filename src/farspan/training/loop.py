@@ -238,20 +238,27 @@ def _clean(folder: Path) -> None:
 
 
 def _check_same_run(earlier: dict[str, Any], job: Job, folder: Path) -> None:
-    """A folder holds one run: only the `run` section may change between calls."""
+    """A folder holds one run: only the `run` section may change between calls, but not its seed."""
     now = json.loads(json.dumps(job.settings))
-    for section in sorted(now.keys() - {"run"}):
-        before = earlier.get(section, {})
-        for key in sorted(now[section].keys() | before.keys()):
-            value, was = now[section].get(key), before.get(key)
-            require(
-                was == value,
-                f"{section}.{key} is {value!r}, but {folder} was started with {was!r}; choose another --out",
-            )
-    require(
-        earlier["run"]["seed"] == job.run.seed,
-        f"run.seed is {job.run.seed}, but {folder} was started with {earlier['run']['seed']}; choose another --out",
-    )
+    sections = sorted(now.keys() - {"run"})
+    found = [one for name in sections for one in _differences(now[name], earlier.get(name, {}), name)]
+    found += _differences(job.run.seed, earlier["run"]["seed"], "run.seed")
+    if found:
+        (name, value, was), *rest = found
+        more = "".join(f", {other} is {new!r} and was {old!r}" for other, new, old in rest)
+        raise ValueError(f"{name} is {value!r}, but {folder} was started with {was!r}{more}; choose another --out")
+
+
+def _differences(now: Any, before: Any, name: str) -> list[tuple[str, Any, Any]]:
+    """Each setting that is not what it was: its name, its value, and what it was.
+
+    >>> _differences({"lr": 1, "data": {"a": 2}}, {"lr": 1, "data": {"a": 3}}, "stage")
+    [('stage.data.a', 2, 3)]
+    """
+    if isinstance(now, dict) and isinstance(before, dict):
+        keys = sorted(now.keys() | before.keys())
+        return [one for key in keys for one in _differences(now.get(key), before.get(key), f"{name}.{key}")]
+    return [] if now == before else [(name, now, before)]
 
 
 def _bf16(precision: str) -> bool:

@@ -1,0 +1,52 @@
+"""Which model a measurement is of: a digest of its numbers and of what it does with them."""
+
+import json
+from hashlib import sha256
+
+import torch
+
+from farspan.convert.configuration import read_config, sound_config
+from farspan.convert.load import matched
+from farspan.convert.sources import Source
+from farspan.models import FarspanConfig, FarspanForCausalLM
+
+COUNTS = (
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "hidden_act",
+    "rms_norm_eps",
+    "coca_activation",
+    "cosformer_max_length",
+    "cosformer_beyond",
+    "cosformer_activation",
+    "causal",
+    "train_length",
+)
+"""Fields of a configuration that change what the same tensors compute. A scaling law and `log_length` are not among
+them: each row of a result names its own."""
+
+
+def fingerprint(source: Source) -> str:
+    """A digest that is the same for two checkpoints if and only if they hold one model, however it is stored.
+
+    Numbers count as float32, as `farspan eval` reads them: a folder, its shards, and a GGUF file unpacked to it are the
+    same; a copy in fewer bits is not. One tensor is held at a time.
+    """
+    config = read_config(source.config)
+    with sound_config(source.config), torch.device("meta"):
+        plan = matched(source, FarspanForCausalLM(config))
+    digest = sha256(json.dumps(_meaning(config), sort_keys=True).encode())
+    for theirs, ours in sorted(plan.items(), key=lambda pair: pair[1]):
+        tensor = source.read(theirs).to(torch.float32).contiguous()
+        digest.update(f"{ours} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.numpy())  # type: ignore[arg-type]
+    return digest.hexdigest()
+
+
+def _meaning(config: FarspanConfig) -> dict[str, object]:
+    """Only what differs from the defaults, so that a field that is new one day changes no older digest."""
+    plain = FarspanConfig()
+    found = {name: getattr(config, name) for name in COUNTS if getattr(config, name) != getattr(plain, name)}
+    specs = [[spec.name, spec.window, spec.rotary] for spec in config.attention_specs]
+    return {**found, "attention": specs, "base": config.rotary().base}
