@@ -83,7 +83,7 @@ def matched(source: Source, model: FarspanForCausalLM) -> dict[str, str]:
 
 def _refuse_adapter(source: Source) -> None:
     """A folder of PEFT's layers, as a stage with `lora` leaves beside the model that it merged."""
-    found = next((name for name in source.shapes if ".lora_" in name), None)
+    found = min((name for name in source.shapes if ".lora_" in name), default=None)  # the same one each time
     merged = source.path.with_name("merged")
     remedy = f"give {str(merged)!r}" if (merged / "config.json").is_file() else "merge them into its weights first"
     require(
