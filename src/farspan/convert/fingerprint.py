@@ -15,7 +15,6 @@ COUNTS = (
     "num_key_value_heads",
     "head_dim",
     "hidden_act",
-    "rms_norm_eps",
     "coca_activation",
     "cosformer_max_length",
     "cosformer_beyond",
@@ -23,15 +22,15 @@ COUNTS = (
     "causal",
     "train_length",
 )
-"""Fields of a configuration that change what the same tensors compute. A scaling law and `log_length` are not among
-them: each row of a result names its own."""
+"""Fields of a configuration that change what the same tensors compute, beside those that :func:`_meaning` adds.
+`log_length` is not among them: each row of a result says whether it was on."""
 
 
 def fingerprint(source: Source) -> str:
-    """A digest that is the same for two checkpoints if and only if they hold one model, however it is stored.
+    """A digest that two checkpoints share if they hold one model, whether as a folder, in shards or as a GGUF file.
 
-    Numbers count as float32, as `farspan eval` reads them: a folder, its shards, and a GGUF file unpacked to it are the
-    same; a copy in fewer bits is not. One tensor is held at a time.
+    Numbers count as float32, as `farspan eval` reads them: a copy in fewer bits is another model. One tensor is held at
+    a time.
     """
     config = read_config(source.config)
     with sound_config(source.config), torch.device("meta"):
@@ -49,4 +48,6 @@ def _meaning(config: FarspanConfig) -> dict[str, object]:
     plain = FarspanConfig()
     found = {name: getattr(config, name) for name in COUNTS if getattr(config, name) != getattr(plain, name)}
     specs = [[spec.name, spec.window, spec.rotary] for spec in config.attention_specs]
-    return {**found, "attention": specs, "base": config.rotary().base}
+    angles = config.rotary()
+    epsilon = float(torch.tensor(config.rms_norm_eps))  # GGUF files keep it in float32
+    return {**found, "attention": specs, "base": angles.base, "law": repr(angles.scaling), "epsilon": epsilon}

@@ -84,10 +84,12 @@ def matched(source: Source, model: FarspanForCausalLM) -> dict[str, str]:
 def _refuse_adapter(source: Source) -> None:
     """A folder of PEFT's layers, as a stage with `lora` leaves beside the model that it merged."""
     found = min((name for name in source.shapes if ".lora_" in name), default=None)  # the same one each time
-    merged = source.path.with_name("merged")
+    if found is None:
+        return
+    merged = source.path.resolve().with_name("merged")
     remedy = f"give {str(merged)!r}" if (merged / "config.json").is_file() else "merge them into its weights first"
     require(
-        found is None,
+        False,
         f"checkpoint must be a plain model, got {str(source.path)!r} with low-rank additions (tensor {found!r}); "
         f"{remedy}",
     )

@@ -129,6 +129,8 @@ class Folder(Source):
         if not (self.path / INDEX).is_file():
             return {}
         found = _json(self.path / INDEX)
+        if "weight_map" not in found and (self.path / "model.safetensors").is_file():
+            return {}
         require(
             "weight_map" in found, f"{str(self.path / INDEX)!r} must have a weight_map, got none; download it again"
         )

@@ -28,6 +28,8 @@ class Card:
     """The model that this one was made from, by its name on the hub: a link, so that only that will do."""
     original: str | None = None
     """The same as the text names it, perhaps a file."""
+    rounded: bool = False
+    """The weights are written in another dtype than they were measured in."""
 
 
 def render(card: Card) -> str:
@@ -59,6 +61,7 @@ def render(card: Card) -> str:
         train_length=config.train_length,
         tables=[to_markdown(table) for table in tables(card.run)],
         sources=card.run.sources,
+        rounded=card.rounded,
         version=version("farspan"),
         commit=commit(),
     )

@@ -63,7 +63,7 @@ def export_folder(
     model.config.auto_map = dict(AUTO_MAP)
     original = base_model or _original(opened)
     on_hub = base_model or (original if original and "/" in original else None)
-    card = render(Card(name, model, run, license, on_hub, original))
+    card = render(Card(name, model, run, license, on_hub, original, rounded=model.dtype != opened.dtype))
 
     def beside(folder: Path) -> None:
         opened.carry(folder)

@@ -1,0 +1,97 @@
+"""Results are tied to the weights they were measured with."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from farspan.convert import convert_folder
+from farspan.convert.fingerprint import fingerprint
+from farspan.convert.sources import open_source
+from farspan.data import load_tokenizer
+from tests.convert.test_folder import called
+from tests.models.small import make
+
+
+def test_results_of_another_model_are_refused_and_those_of_another_law_are_not(tmp_path: Path) -> None:
+    """The other two have the same tensors in another attention, and the same attention with one number changed."""
+    options = {"num_hidden_layers": 2, "vocab_size": 257, "train_length": 64}
+    mine = make("coca-exact", dtype=torch.float32, **options)
+    mine.save_pretrained(tmp_path / "mine")
+    other = make("coca-exact", dtype=torch.float32, **options)
+    other.load_state_dict(mine.state_dict())
+    other.model.norm.weight.data[3] += 0.5
+    other.save_pretrained(tmp_path / "moved")
+    slack = make("coca-slack", dtype=torch.float32, **options)
+    slack.load_state_dict(mine.state_dict())
+    slack.save_pretrained(tmp_path / "slack")
+    (tmp_path / "text.txt").write_text("words and words " * 20)
+    for name in ("mine", "moved", "slack"):
+        load_tokenizer("bytes").save(tmp_path / name)
+        for law in ([], ["--ntk", 4, "--log-length"]):
+            measured = ("eval", "ppl", tmp_path / name, "--text", tmp_path / "text.txt", "--lengths", 64)
+            out = tmp_path / f"{name}{len(law)}.json"
+            assert called(*measured, "--text-tokens", 128, *law, "--out", out)[0] == 0
+    for name in ("moved", "slack"):
+        status, _, err = called(
+            "export", tmp_path / "mine", "--results", tmp_path / f"{name}0.json", "--out", tmp_path / "x"
+        )
+        assert status == 2
+        assert f"--results must be about '{tmp_path / 'mine'}', got '{name}0.json' of another model" in err
+        assert err.count("\n") == 1
+        assert not (tmp_path / "x").exists()
+    results = ["--results", tmp_path / "mine0.json", "--results", tmp_path / "mine3.json"]
+    assert called("export", tmp_path / "mine", *results, "--dtype", "bfloat16", "--out", tmp_path / "hub")[0] == 0
+    card = (tmp_path / "hub" / "README.md").read_text()
+    assert "dynamic NTK 4, log length" in card
+    assert card.count("they were written in another dtype") == 2
+
+
+@pytest.mark.parametrize("case", ["shards", "llama", "bfloat16"])
+def test_a_fingerprint_is_that_of_the_numbers_and_not_of_the_file(case: str, tmp_path: Path) -> None:
+    lengths = {"train_length": 64, "max_position_embeddings": 64}
+    model = make("rope", dtype=torch.float32, num_hidden_layers=2, vocab_size=257, **lengths)
+    if case == "bfloat16":
+        model.to(torch.bfloat16).float()
+    model.save_pretrained(tmp_path / "model")
+    if case == "shards":
+        model.save_pretrained(tmp_path / "copy", max_shard_size="20KB")
+    else:
+        convert_folder(
+            tmp_path / "model",
+            tmp_path / "copy",
+            to="llama" if case == "llama" else None,
+            dtype=torch.bfloat16 if case == "bfloat16" else None,
+        )
+    first, second = (fingerprint(open_source(tmp_path / name)) for name in ("model", "copy"))
+    assert first == second
+
+
+def test_a_fingerprint_does_not_ask_how_a_folder_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make("rope", dtype=torch.float32).save_pretrained(tmp_path)
+    named = fingerprint(open_source(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert fingerprint(open_source(Path("."))) == named
+
+
+@pytest.mark.parametrize(
+    ("change", "same"),
+    [
+        ({"rms_norm_eps": float(torch.tensor(1e-6))}, True),  # as a GGUF file keeps it
+        ({"rms_norm_eps": 1e-5}, False),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}}, False),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}}, True),
+    ],
+)
+def test_a_fingerprint_tells_apart_what_computes_something_else(
+    change: dict[str, Any], same: bool, tmp_path: Path
+) -> None:
+    law = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+    model = make("rope", dtype=torch.float32, rms_norm_eps=1e-6, rope_parameters=law)
+    model.save_pretrained(tmp_path / "one")
+    for name, value in change.items():
+        setattr(model.config, name, value)
+    model.save_pretrained(tmp_path / "other")
+    first, second = (fingerprint(open_source(tmp_path / name)) for name in ("one", "other"))
+    assert (first == second) == same
