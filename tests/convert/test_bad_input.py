@@ -111,7 +111,7 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "broken configuration": (lambda f: (f / "config.json").write_text("{"), "config.json' is not JSON"),
     "configuration of another kind": (lambda f: (f / "config.json").write_text("[]"), "must hold a JSON object"),
     "no weight map": (
-        lambda f: (f / "model.safetensors.index.json").write_text("{}"),
+        lambda f: (f / "model.safetensors").rename(f / "model.safetensors.index.json").write_text("{}"),
         "model.safetensors.index.json' must have a weight_map, got none; download it again",
     ),
     "weight map as a list": (lambda f: spoil_index(f, []), "weight_map of .* must name a file for each tensor"),
