@@ -121,6 +121,25 @@ def test_waves_are_kept_from_step_to_step_until_the_text_has_doubled(form: str) 
     assert waves._lasting.cache_info().misses == 2  # room for 64, then for 128
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("form", FORMS)
+def test_left_padded_texts_keep_their_waves_from_step_to_step(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    waves._lasting.cache_clear()
+    torch.manual_seed(0)
+    config = FarspanConfig.preset("tiny", num_hidden_layers=2, attention=f"coca-{form}")
+    model, cache = FarspanForCausalLM(config).eval().double(), FarspanCache(config)
+    ids, made, make = torch.randint(0, 512, (2, 30)), [], waves._made
+    mask = torch.ones_like(ids)
+    mask[1, :5] = 0
+    model(ids[:, :20], attention_mask=mask[:, :20], past_key_values=cache)
+    monkeypatch.setattr(waves, "_made", lambda *args: made.append(args) or make(*args))
+    for i in range(20, 30):
+        logits = model(ids[:, i : i + 1], attention_mask=mask[:, : i + 1], past_key_values=cache).logits[:, -1]
+    assert len(made) == 1  # room for 32, at the first step
+    alone = torch.cat((model(ids[:1]).logits[:, -1], model(ids[1:, 5:]).logits[:, -1]))
+    assert (logits - alone).abs().max() <= 1e-12
+
+
 def test_what_does_not_count_on_makes_no_large_table() -> None:
     waves._lasting.cache_clear()
     assert error("slack", inputs(8), Rotary(8), positions=10**6) <= 1e-9
