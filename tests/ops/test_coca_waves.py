@@ -1,5 +1,6 @@
 """One query against un-rotated t on a CPU: the equations, however the keys lie, and no wave made twice."""
 
+import math
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -88,6 +89,21 @@ def test_equals_reference_wherever_the_keys_stand(form: str, positions: object) 
     assert error(form, inputs(20, b=2), Rotary(8), positions=positions) <= bound
     if isinstance(positions, tuple):
         assert error(form, inputs(20, b=2), Rotary(8), positions=positions, causal=False) <= 1e-12
+
+
+@pytest.mark.parametrize("g", [4, 2], ids=["a query a key head", "groups"])
+def test_slack_where_the_cosine_of_the_query_or_the_query_itself_vanishes(g: int) -> None:
+    """What is divided by: cos φ, here of the last key's π/2, and the square of a pair."""
+    rotary = Rotary(8, scaling=Linear(4 / math.pi))
+    q, t, v = inputs(3, h=4, g=g, b=2)
+    q[:, 0, :, [1, 5]] = 0
+    q[1, 1] = 0
+    assert error("slack", (q, t, v), rotary) <= 1e-12
+    truth = coca_attention_reference(q, t, v, rotary=rotary, form="slack")
+    q, t, v = q.float(), t.float(), v.float()
+    ours = coca_attention(q, t, v, rotary=rotary, form="slack")
+    theirs = coca_attention(q, t, v, rotary=rotary, form="slack", backend="sdpa")
+    assert (ours - truth).abs().max() <= 2 * (theirs - truth).abs().max()
 
 
 def test_strided_caches_and_unequal_value_width() -> None:
