@@ -1,5 +1,6 @@
 """One query against un-rotated t on a CPU: the equations, however the keys lie, and no wave made twice."""
 
+import math
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -90,6 +91,21 @@ def test_equals_reference_wherever_the_keys_stand(form: str, positions: object) 
         assert error(form, inputs(20, b=2), Rotary(8), positions=positions, causal=False) <= 1e-12
 
 
+@pytest.mark.parametrize("g", [4, 2], ids=["a query a key head", "groups"])
+def test_slack_where_the_cosine_of_the_query_or_the_query_itself_vanishes(g: int) -> None:
+    """What is divided by: cos φ, here of the last key's π/2, and the square of a pair."""
+    rotary = Rotary(8, scaling=Linear(4 / math.pi))
+    q, t, v = inputs(3, h=4, g=g, b=2)
+    q[:, 0, :, [1, 5]] = 0
+    q[1, 1] = 0
+    assert error("slack", (q, t, v), rotary) <= 1e-12
+    truth = coca_attention_reference(q, t, v, rotary=rotary, form="slack")
+    q, t, v = q.float(), t.float(), v.float()
+    ours = coca_attention(q, t, v, rotary=rotary, form="slack")
+    theirs = coca_attention(q, t, v, rotary=rotary, form="slack", backend="sdpa")
+    assert (ours - truth).abs().max() <= 2 * (theirs - truth).abs().max()
+
+
 def test_strided_caches_and_unequal_value_width() -> None:
     q, t, _ = inputs(70, b=2)
     room = torch.zeros(2, 2, 100, 4, dtype=torch.float64)
@@ -119,6 +135,25 @@ def test_waves_are_kept_from_step_to_step_until_the_text_has_doubled(form: str) 
         got = coca_attention(q, t[:, :, :m], v[:, :, :m], rotary=Rotary(8), form=form)
         assert (got - want).abs().max() <= 1e-12
     assert waves._lasting.cache_info().misses == 2  # room for 64, then for 128
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("form", FORMS)
+def test_left_padded_texts_keep_their_waves_from_step_to_step(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    waves._lasting.cache_clear()
+    torch.manual_seed(0)
+    config = FarspanConfig.preset("tiny", num_hidden_layers=2, attention=f"coca-{form}")
+    model, cache = FarspanForCausalLM(config).eval().double(), FarspanCache(config)
+    ids, made, make = torch.randint(0, 512, (2, 30)), [], waves._made
+    mask = torch.ones_like(ids)
+    mask[1, :5] = 0
+    model(ids[:, :20], attention_mask=mask[:, :20], past_key_values=cache)
+    monkeypatch.setattr(waves, "_made", lambda *args: made.append(args) or make(*args))
+    for i in range(20, 30):
+        logits = model(ids[:, i : i + 1], attention_mask=mask[:, : i + 1], past_key_values=cache).logits[:, -1]
+    assert len(made) == 1  # room for 32, at the first step
+    alone = torch.cat((model(ids[:1]).logits[:, -1], model(ids[1:, 5:]).logits[:, -1]))
+    assert (logits - alone).abs().max() <= 1e-12
 
 
 def test_what_does_not_count_on_makes_no_large_table() -> None:

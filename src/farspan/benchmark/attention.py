@@ -33,6 +33,7 @@ DECODERS: dict[str, dict[str, Any]] = {
     "coca-exact, half-width cache": {"attention": "coca-exact"},
     "coca-exact, rotated cache": {"attention": "coca-exact", "cache_layout": "rotated"},
     "coca-slack, half-width cache": {"attention": "coca-slack"},
+    "coca-slack, rotated cache": {"attention": "coca-slack", "cache_layout": "rotated"},
 }
 CHECKED = 4
 """Tokens at each of four places of a text whose outputs are compared: the equations take N×d numbers for each."""

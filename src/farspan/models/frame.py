@@ -260,7 +260,8 @@ class Frame:
     def _ranks(self, slots: int) -> Tensor:
         if self.padding is None:
             return torch.arange(slots, device=self.device)[None]
-        return _columns(self.padding, 0, slots).long().cumsum(-1) - 1
+        ranks = _columns(self.padding, 0, slots).long().cumsum(-1) - 1
+        return ranks.clamp(min=0)  # padding before the first token: any will do there, and some find 0 prepared
 
     def _at_queries(self, slots: Tensor, past: int | Tensor) -> Tensor:
         return slots.index_select(1, past + torch.arange(self.n, device=self.device))

@@ -87,7 +87,7 @@ def coca_attention(
     if isinstance(rotary, Waves):
         require(backend == "auto", f"ready waves are for backend='auto', got {backend!r}; pass the Rotary")
         rotary.check(q, t, form)
-        return attend_waves(q, t, v, rotary, form=form, sight=call.sight, scale=call.scale)
+        return attend_waves(q, t, v, rotary, sight=call.sight, scale=call.scale)
     if isinstance(rotary, tuple) and any(isinstance(part.query, Phases) for part in rotary):
         require(backend == "auto", f"a plan of phases is for backend='auto', got {backend!r}; pass the Rotary")
     if backend == "triton" or (backend == "auto" and auto_takes_triton(q, t, v, rotary, documents)):
@@ -105,7 +105,7 @@ def coca_attention(
         if rotary is not None:
             check_dim(rotary, q)
         waves = Waves.of(rotary, call.places, form=form, causal=causal, dtype=q.dtype)
-        return attend_waves(q, t, v, waves, form=form, sight=call.sight, scale=call.scale)
+        return attend_waves(q, t, v, waves, sight=call.sight, scale=call.scale)
     prepare = partial(prepared, form=form)
     if rotary is None:
         return softmax_attention(*prepare(q, t, None, None), v, sight=call.sight, scale=call.scale)

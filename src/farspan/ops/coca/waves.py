@@ -1,8 +1,9 @@
 """One query against un-rotated t, on a CPU: no key of width d is ever made.
 
 With a single query Eq. 17 needs no products of sines: all heads share cos((m-n)θ_j), so score(n) = (t_n ∘ wave_n)·‖q‖²
-is half as wide as a rotary score. Slack needs two such waves (docs/math.md). The product t∘wave is made for one block
-of keys at a time, which stays in the processor's cache until it has met the query.
+is half as wide as a rotary score. Slack has two such waves, which a key head's only query mixes to one (docs/math.md).
+The product t∘wave is made for one block of keys at a time, which stays in the processor's cache until it has met the
+query.
 """
 
 import threading
@@ -15,11 +16,11 @@ from torch import Tensor
 
 from farspan.errors import require
 from farspan.ops.positions import Positions
-from farspan.ops.rotary import Angles, Rotary, table, working_dtype
+from farspan.ops.rotary import Rotary, table, working_dtype
 from farspan.ops.softmax.core import Sight, Span
 
 BLOCK_ELEMENTS = 2**18
-"""Elements of t∘wave for each thread in one block: a MiB in float32, which a core's second-level cache can hold."""
+"""Elements of t∘wave for each thread in one block, give or take a half: a MiB in float32, near a core's own cache."""
 
 
 class _Kept(threading.local):
@@ -37,8 +38,8 @@ class Waves:
 
     key: tuple[Tensor, ...]
     """Each (b|1, 1, m, d/2): cos((m-n)θ) for exact; cos nθ and sin nθ for slack; none without rotation (NoPE)."""
-    query: Angles | None = None
-    """Of the query itself, which slack turns."""
+    query: tuple[Tensor, Tensor] | None = None
+    """For slack cos and tan of the query's own phase, each (b|1, 1, 1, d/2)."""
 
     @classmethod
     def of(
@@ -58,10 +59,11 @@ class Waves:
             return cls(_key_waves(rotary, run.length, places, causal, dtype, sines=False).unbind())
         key = _key_waves(rotary, run.length, places, causal, dtype, sines=True)
         if places.aligned:  # the query stands where the last key does
-            query = Angles(key[:, :, :, -1:].movedim(0, -2))
+            cos, sin = key[:, :, :, -1:].unbind()
         else:
             query = table(places.query, rotary.frequencies(run.length, places.device), rotary.factor, dtype)
-        return cls(key.unbind(), query)
+            cos, sin = query.cos, query.sin
+        return cls(key.unbind(), (cos, sin / cos))  # no float's cosine is 0, or nearer to it than 1e-19
 
     def check(self, q: Tensor, t: Tensor, form: str) -> None:
         """Refuse a call that these waves were not made for."""
@@ -94,14 +96,14 @@ def takes_waves(n: int, device: torch.device, *, gradient: bool, documents: bool
     return n == 1 and device.type == "cpu" and plain
 
 
-def attend_waves(q: Tensor, t: Tensor, v: Tensor, waves: Waves, *, form: str, sight: Sight, scale: float) -> Tensor:
+def attend_waves(q: Tensor, t: Tensor, v: Tensor, waves: Waves, *, sight: Sight, scale: float) -> Tensor:
     """q (b, h, 1, d), un-rotated t (b, g, m, d/2) and v (b, g, m, dv) → (b, h, 1, dv) in q's dtype."""
     low, high = sight.key_range(0, 1)
     key = waves.key
     if high - low < t.shape[2]:
         t, v, key = t[:, :, low:high], v[:, :, low:high], tuple(wave[:, :, low:high] for wave in key)
     with torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else nullcontext():
-        scores = _scores(_amplitudes(q, waves, form, scale), t, key)
+        scores = _scores(*_amplitudes(q, waves, scale, grouped=q.shape[1] > t.shape[1]), t, key)
     blind = None
     if not sight.everything:
         mask = sight.mask(Span(0, 1, low, high), q.device)
@@ -112,30 +114,44 @@ def attend_waves(q: Tensor, t: Tensor, v: Tensor, waves: Waves, *, form: str, si
     return out if blind is None else out.masked_fill(blind, 0.0)
 
 
-def _amplitudes(q: Tensor, waves: Waves, form: str, scale: float) -> tuple[Tensor, ...]:
-    """(b, h, 1, d/2) for each wave: what t∘wave meets, times the scale."""
+def _amplitudes(q: Tensor, waves: Waves, scale: float, *, grouped: bool) -> tuple[tuple[Tensor, ...], Tensor | None]:
+    """What t∘wave meets, times the scale: one for each wave; or one, and the sine's share in the wave cos + share·sin.
+
+    With (a, b) a pair of q and φ the query's phase, slack's score is t times
+    (a²+b²)cos φ cos nθ + ((b²-a²)cos φ + 2ab sin φ)sin nθ. All are (b, h, 1, d/2). Queries of a group would each have
+    a wave of their own, which costs more than to meet both.
+    """
     a, b = q.to(working_dtype(q.dtype)).chunk(2, dim=-1)
-    if form == "exact" or waves.query is None:
-        return (torch.addcmul(a * a, b, b) * scale,)
-    cos, sin = waves.query.cos * scale, waves.query.sin * scale
-    a, b = a * torch.addcmul(a * cos, b, sin, value=-1), b * torch.addcmul(a * sin, b, cos)
-    return a + b, b - a
+    if waves.query is None:
+        return (torch.addcmul(a * a, b, b) * scale,), None
+    cos, tan = waves.query
+    first, second = a * a, b * b
+    square = first + second
+    share = torch.addcmul(second - first, a * b, tan, value=2) / (square + torch.finfo(square.dtype).tiny)
+    amplitude = square * (cos * scale)
+    return ((amplitude, amplitude * share), None) if grouped else ((amplitude,), share)
 
 
-def _scores(amplitudes: tuple[Tensor, ...], t: Tensor, waves: tuple[Tensor, ...]) -> Tensor:
-    """Σ over waves of amplitude·(t∘wave): (b·g, h/g, m) in the working dtype."""
+def _scores(amplitudes: tuple[Tensor, ...], share: Tensor | None, t: Tensor, waves: tuple[Tensor, ...]) -> Tensor:
+    """amplitude·(t∘wave), summed over the waves or of the one that they are mixed to: (b·g, h/g, m), working dtype."""
     b, g, m, width = t.shape
     amplitudes = tuple(each.reshape(b * g, -1, width) for each in amplitudes)
     if not waves:
         (amplitude,) = amplitudes
         return torch.bmm(amplitude, t.to(amplitude.dtype).flatten(0, 1).mT)
-    rows = min(m, max(64, BLOCK_ELEMENTS * torch.get_num_threads() // (b * g * width)))
+    blocks = max(1, round(b * g * m * width / (BLOCK_ELEMENTS * torch.get_num_threads())))
+    rows = max(min(m, 64), -(-m // blocks))  # alike, as a short block takes as many operations as a long one
     product = _room(amplitudes[0], b * g * rows * width).view(b, g, rows, width)
     keys = product.flatten(0, 1).mT
     parts: list[Tensor] = []
     for block, *turns in zip(t.split(rows, dim=2), *(wave.split(rows, dim=2) for wave in waves), strict=True):
         if (short := block.shape[2]) < rows:  # the last one
             product, keys = product[:, :, :short], keys[:, :, :short]
+        if share is not None:
+            cos, sin = turns
+            torch.addcmul(cos, sin, share, out=product).mul_(block)
+            parts.append(torch.bmm(amplitudes[0], keys))
+            continue
         for amplitude, turn in zip(amplitudes, turns, strict=True):  # one at a time: both need twice the room
             torch.mul(block, turn, out=product)
             if turn is turns[0]:
@@ -148,7 +164,7 @@ def _scores(amplitudes: tuple[Tensor, ...], t: Tensor, waves: tuple[Tensor, ...]
 def _room(like: Tensor, size: int) -> Tensor:
     """`size` numbers, the same ones from call to call: new ones would have to be paged in at every layer."""
     fake = type(like) is not Tensor  # of a trace without numbers; what is kept must be real
-    if fake or size > BLOCK_ELEMENTS * torch.get_num_threads():  # many texts: too much to hold on to
+    if fake or size > 1.5 * BLOCK_ELEMENTS * torch.get_num_threads():  # many texts: too much to hold on to
         return like.new_empty(size)
     if like.dtype not in _KEPT.rooms or _KEPT.rooms[like.dtype].numel() < size:
         with torch.inference_mode(False):  # the next call may be outside it
