@@ -17,7 +17,7 @@ LAST = 4
 DRAWS = 32
 """Inputs a case is checked with. Full-width keys and ours are rounded at other angles: which of two paths is nearer to
 the truth on one input is chance."""
-USUAL, WORST = 1.5, 3.0
+USUAL, WORST = 1.5, 2.0
 """How many times the full-width path's error ours may have: in the root mean square, and at its largest, which a few
 scores decide."""
 
