@@ -88,10 +88,9 @@ def _refuse_adapter(source: Source) -> None:
         return
     merged = source.path.resolve().with_name("merged")
     remedy = f"give {str(merged)!r}" if (merged / "config.json").is_file() else "merge them into its weights first"
-    require(
-        False,
+    raise ValueError(
         f"checkpoint must be a plain model, got {str(source.path)!r} with low-rank additions (tensor {found!r}); "
-        f"{remedy}",
+        f"{remedy}"
     )
 
 
