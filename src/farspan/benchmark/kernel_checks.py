@@ -60,7 +60,7 @@ CASES = [
     *(Case("left padding", 4, 2, n, 800, 64, options=_left_padding(800)) for n in (1, 300)),
     *(Case("positions a row", 4, 2, n, 800, 64, options=_spread(n, 800, free=False)) for n in (1, 300)),
     *(Case("free positions", 4, 2, n, 800, 64, options=_spread(n, 800, free=True)) for n in (1, 300)),
-    Case("decode, float32", 4, 2, 1, 1000, 64, torch.float32),
+    *(Case("decode, float32", 4, 2, 1, 1000, d, torch.float32) for d in (64, 128)),
     Case("decode, float16", 4, 2, 1, 1000, 128, torch.float16),
     Case("decode, width 8", 2, 1, 1, 65, 8),
     *(Case(f"prefill of {n}", 4, 2, n, m, d) for d in (64, 128) for n, m in ((65, 257), (300, 1000))),

@@ -163,7 +163,11 @@ def turned_scores(coefficient, cos, sin, left, right):
         wide = wide * (1024.0 / ceiling)
     keys = beside(narrow(wide * cos, coefficient.dtype), narrow(wide * sin, coefficient.dtype))
     # Side by side last: then they are stored, and read by the product, along the width.
-    score = score_product(keys, beside(two_parts(left, keys.dtype), two_parts(right, keys.dtype)), left.shape[0])
+    if coefficient.dtype == tl.float32:  # summed apart: one chain of d additions rounds off twice as much as two
+        wave = above(beside(left, tl.zeros_like(left)), beside(tl.zeros_like(right), right))
+    else:
+        wave = beside(two_parts(left, keys.dtype), two_parts(right, keys.dtype))
+    score = score_product(keys, wave, left.shape[0])
     if coefficient.dtype == tl.float16:
         score = score * (ceiling * (1.0 / 1024.0))
     return score
@@ -180,7 +184,7 @@ def two_parts(wave, dtype: tl.constexpr):
 
 @triton.jit
 def score_product(keys, wave, ROWS: tl.constexpr):
-    """Scores (keys, rows) of keys (·, d) and waves in two parts."""
+    """Scores (keys, rows) of keys (·, d) and waves in parts, which are summed."""
     return joined(product(keys, tl.trans(wave), tl.zeros([keys.shape[0], wave.shape[0]], tl.float32)), ROWS)
 
 
