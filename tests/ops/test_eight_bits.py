@@ -145,6 +145,21 @@ def test_the_reference_takes_codes_for_code_times_scale(form: str) -> None:
     assert 1e-5 < (got - half_width_attention_reference(q, t, v, rotary=Rotary(16), form=form)).abs().max() < 0.1
 
 
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("d", [64, 128])
+def test_quantizing_moves_attention_about_as_far_as_rounding_t_to_bfloat16(form: str, d: int) -> None:
+    """docs/math.md: both about half a percent of drawn numbers."""
+    q, t, v = inputs(4, 512, b=2, h=8, g=8, d=d)
+    codes, t_scale = quantize_t(t)
+    far = []
+    for held in (t, dequantize_t(codes, t_scale, torch.float64), t.bfloat16()):
+        wide = (x.double() for x in (q, held, v))
+        far.append(half_width_attention_reference(*wide, rotary=Rotary(d), form=form))
+    by_codes, by_rounding = ((x - far[0]).norm() / far[0].norm() for x in far[1:])
+    assert 1e-3 <= by_codes <= 1e-2
+    assert by_codes <= 2 * by_rounding
+
+
 @pytest.mark.parametrize("n", [1, 3, 20])
 def test_pages_of_codes_give_what_one_piece_gives(n: int) -> None:
     page, blocks = 16, 4
