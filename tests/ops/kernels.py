@@ -22,3 +22,18 @@ def poison() -> Iterator[None]:
 
 def inputs(n: int, m: int | None = None, *, dtype: torch.dtype = torch.float32, **shape: int) -> tuple[Tensor, ...]:
     return tuple(x.detach().to(dtype) for x in coca_inputs(n, m, dtype=torch.float32, device=DEVICE, **shape))
+
+
+def assert_as_good_as_eager(out: Tensor, truth: Tensor, plain: Tensor) -> None:
+    """Error at most twice that of eager in the same dtype; the rounding of the result itself is always allowed.
+
+    Of these, float32 may have two on a GPU, whose power of two is itself only right to one, and four on a processor,
+    where eager may be much better than the kernel's angles: it depends on how sums are added up there.
+    """
+    units = (2 if DEVICE == "cuda" else 4) if out.dtype == torch.float32 else 1
+    rounding = units * float(truth.abs().max()) * torch.finfo(out.dtype).eps
+    ours, theirs = ((x.double() - truth).abs() for x in (out, plain))
+    assert out.isfinite().all()
+    largest, mean = ((float(ours.max()), float(theirs.max())), (float(ours.mean()), float(theirs.mean())))
+    assert largest[0] <= 2 * largest[1] + rounding, f"largest error {largest[0]:.2e}, eager's {largest[1]:.2e}"
+    assert mean[0] <= 2 * mean[1] + rounding / 8, f"mean error {mean[0]:.2e}, eager's {mean[1]:.2e}"

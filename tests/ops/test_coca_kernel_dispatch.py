@@ -10,7 +10,7 @@ pytest.importorskip("triton", reason="needs triton (pip install farspan[gpu])")
 
 import farspan.ops.coca.kernels.attention
 import farspan.ops.coca.kernels.prepare  # noqa: F401 (both make operators of torch)
-from farspan.ops import Rotary, coca_attention
+from farspan.ops import Rotary, coca_attention, quantize_t
 from farspan.ops.coca.triton_backend import triton_refusal
 from farspan.ops.phases import rotary_steps
 from tests.ops.kernels import inputs, poison  # noqa: F401 (a fixture for every test here)
@@ -23,7 +23,9 @@ def test_operators_pass_torchs_own_check() -> None:
     torch.library.opcheck(torch.ops.farspan.coca_prepare.default, (folded, t, step, None, None, 4, 0, "slack", 1.0))
     q, t, v = inputs(1, 9, d=16)
     places = (None, None, None, None, None, None, 0, 0, "exact", False, True, None, 0.25, 2)
-    torch.library.opcheck(torch.ops.farspan.half_width_attention.default, (q, t, v, step, *places))
+    codes, t_scale = quantize_t(t)
+    for keys, scale in ((t, None), (codes, t_scale)):
+        torch.library.opcheck(torch.ops.farspan.half_width_attention.default, (q, keys, v, scale, step, *places))
 
 
 @pytest.mark.parametrize("gradient", [True, False])

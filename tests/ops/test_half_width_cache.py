@@ -165,7 +165,7 @@ def test_first_of_a_row_is_not_cut_to_32_bits() -> None:
     q, t, v = inputs(1, 20, b=2, d=16)
     step, first = rotary_steps(Rotary(16), None, q.device), torch.tensor([2**31 - 9, 0], device=DEVICE)
     rest = (None, None, None, None, 0, 0, "exact", False, True, None, 0.25, 1)
-    out = half_width_op(q, t, v, step, None, first, *rest)
+    out = half_width_op(q, t, v, None, step, None, first, *rest)
     truth = coca_attention_reference(q.double(), t.double(), v.double(), rotary=Rotary(16))  # only distances count
     assert (out - truth).abs().max() <= 1e-5
 

@@ -71,9 +71,9 @@ KERNEL = {
     "kind": "decode",
     **{"b": 8, "h": 32, "g": 8, "n": 1, "m": 32_768, "d": 128},
     "best_peer": "cudnn",
-    "milliseconds": {"exact": {"median": 0.2}, "cudnn": {"median": 0.25}},
-    "speedup": {"exact": 1.25},
-    "of_copy": {"exact": 0.99},
+    "milliseconds": {"exact": {"median": 0.2}, "exact, 8-bit t": {"median": 0.1}, "cudnn": {"median": 0.25}},
+    "speedup": {"exact": 1.25, "exact, 8-bit t": 2.5},
+    "of_copy": {"exact": 0.99, "exact, 8-bit t": 0.9},
 }
 
 
@@ -161,8 +161,12 @@ def test_absolute_figures_of_a_cpu_are_left_out() -> None:
 def test_kernels_stand_beside_the_best_of_rope_s() -> None:
     (made,) = decoding_tables(parse_inference([KERNEL, {"kind": "copy"}], Path("x"), KERNELS, absolute=True))
     assert made.columns == ("8 × 32,768, 32 of 128 on 8",)
-    assert [line.cells[0].note for line in made.lines] == ["0.250 ms; cudnn", "0.200 ms; 99% of a copy's speed"]
-    assert made.lines[1].cells[0].text == "1.25"
+    notes = ["0.250 ms; cudnn", "0.200 ms; 99% of a copy's speed", "0.100 ms; 90% of a copy's speed"]
+    assert [line.cells[0].note for line in made.lines] == notes
+    assert [(line.label, line.cells[0].text) for line in made.lines[1:]] == [
+        ("CoCA exact", "1.25"),
+        ("CoCA exact, 8-bit t", "2.50"),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -87,13 +87,19 @@ def check_kernels(device: str, *, toy: bool = False) -> list[dict[str, Any]]:
     sizes = (16,) if toy else (64, 128)
     rows += [check_pages(device, d, n, shifted) for d in sizes for n in (1, 20) for shifted in (False, True)]
     rows += [check_preparation(device, form, d) for form in ("exact", "slack") for d in sizes]
-    wrong = [f"{row['case']}: {why}" for row in rows if (why := complaint(row))]
-    if wrong:
-        raise ResultsDifferError(f"{len(wrong)} of {len(rows)} kernel checks fail: {'; '.join(wrong)}")
+    refuse_wrong(rows)
     return rows
 
 
-def _inputs(case: Case, device: str, b: int = 2) -> list[Tensor]:
+def refuse_wrong(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Raise :class:`ResultsDifferError` with every :func:`complaint` about the rows, if there is one."""
+    wrong = [f"{row['case']}: {why}" for row in rows if (why := complaint(row))]
+    if wrong:
+        raise ResultsDifferError(f"{len(wrong)} of {len(rows)} kernel checks fail: {'; '.join(wrong)}")
+
+
+def random_case(case: Case, device: str, b: int = 2) -> list[Tensor]:
+    """q, t and v of a case."""
     sizes = ((b, case.h, case.n, case.d), (b, case.g, case.m, case.d // 2), (b, case.g, case.m, case.d))
     q, t, v = (torch.randn(size, device=device) for size in sizes)
     return [x.to(case.dtype) for x in (q, t.relu(), v)]
@@ -139,7 +145,7 @@ def check_case(case: Case, device: str, *, draws: int) -> dict[str, Any]:
     options = {"rotary": Rotary(case.d, scaling=case.law), **_moved(case.options, device)}
     found = []
     for _ in range(draws):
-        inputs = _inputs(case, device)
+        inputs = random_case(case, device)
         truth = coca_attention_reference(*(x.double() for x in inputs), **options)
         found.append([truth, *(coca_attention(*inputs, **options, backend=one) for one in ("triton", "sdpa"))])
     truth, out, plain = (torch.cat(parts) for parts in zip(*found, strict=True))
@@ -177,7 +183,7 @@ def check_pages(device: str, d: int, n: int, shifted: bool) -> dict[str, Any]:
     `shifted`: each row from a position of its own, which a dynamic law makes felt.
     """
     case = Case("pages", 4, 2, n, 1024 if d > 16 else 64, d)
-    q, t, v = _inputs(case, device, b=3)
+    q, t, v = random_case(case, device, b=3)
     blocks = case.m // PAGE
     lengths = torch.tensor([case.m, case.m // 3, n], device=device)
     table = torch.randperm(3 * blocks, device=device).reshape(3, blocks)
@@ -208,7 +214,7 @@ def check_preparation(device: str, form: str, d: int) -> dict[str, Any]:
     from farspan.ops.coca.kernels.prepare import prepare_op
 
     case = Case("prepare", 6, 2, 300 if d > 16 else 30, 300 if d > 16 else 30, d)
-    q, t, _ = _inputs(case, device)
+    q, t, _ = random_case(case, device)
     rotary, start = Rotary(d), 130_000
     plans = [
         rotary.plan(start, case.n, case.m, dtype=dtype, device=device)[0] for dtype in (torch.float64, torch.float32)

@@ -71,7 +71,7 @@ def _launcher(q: Tensor, t: Tensor, v: Tensor) -> Callable[[Numbers, int], Tenso
     step = rotary_steps(Rotary(d), None, q.device)
     places = (None, None, None, None, None, None, 0, 0)
     return lambda numbers, splits: launch(
-        q, t, v, step, *places, "exact", False, True, None, d**-0.5, splits, Cut(*numbers)
+        q, t, v, None, step, *places, "exact", False, True, None, d**-0.5, splits, Cut(*numbers)
     )
 
 

@@ -11,7 +11,6 @@ DECODE, KERNELS = "decode", "coca-kernels"
 """How the names of the two kinds of files begin."""
 BEST = "best"
 """In place of a mode: each model in its own fastest."""
-FORMS = {"exact": "coca-exact", "slack": "coca-slack"}
 
 
 @dataclass(frozen=True)
@@ -85,4 +84,4 @@ def _of_kernels(row: Mapping[str, Any]) -> Iterator[Inferred]:
     for form, speed in row["speedup"].items():
         copy = [f"{row['of_copy'][form]:.0%} of a copy's speed"] if "of_copy" in row else []
         note = "; ".join([time(form), *copy])
-        yield Inferred("kernel", FORMS[form], "", size, heading, Spread.alone(speed), note)
+        yield Inferred("kernel", f"coca-{form}", "", size, heading, Spread.alone(speed), note)

@@ -185,8 +185,12 @@ def attend_half_width(
     window: int | None,
     scale: float,
     splits: int | None = None,
+    t_scale: Tensor | None = None,
 ) -> Tensor:
-    """q (b, h, n, d), un-rotated t (b, g, m, d/2) and v (b, g, m, dv) → (b, h, n, dv) on the kernel, unchecked."""
+    """q (b, h, n, d), un-rotated t (b, g, m, d/2) and v (b, g, m, dv) → (b, h, n, dv) on the kernel, unchecked.
+
+    With `t_scale` (b, g, m), t holds codes of eight bits.
+    """
     from farspan.ops.coca.kernels.attention import half_width_op
 
     n = q.shape[2]
@@ -197,6 +201,7 @@ def attend_half_width(
             q[:, :, run.start : run.stop],
             t,
             v,
+            t_scale,
             turn,
             slots.lengths,
             slots.first if isinstance(slots.first, Tensor) else None,

@@ -6,6 +6,7 @@ from torch import Tensor
 from farspan.errors import require, require_choice
 from farspan.ops.call import check_mask
 from farspan.ops.coca.decoding import Slots, Steps, attend_half_width, wants_gradient
+from farspan.ops.coca.eight_bits import dequantize_t
 from farspan.ops.coca.interface import FORMS
 from farspan.ops.coca.reference import scores_exact, scores_slack
 from farspan.ops.coca.triton_backend import triton_refusal
@@ -32,6 +33,7 @@ def half_width_attention(
     window: int | None = None,
     scale: float | None = None,
     splits: int | None = None,
+    t_scale: Tensor | None = None,
 ) -> Tensor:
     """CoCA of the last n tokens of each row against its cache, on the Triton kernel; no gradients.
 
@@ -53,6 +55,8 @@ def half_width_attention(
         block_table: (b, blocks) int, the page that holds keys i·(page length) … of each row.
         causal, window, scale: as in :func:`farspan.ops.coca_attention`.
         splits: into how many parts, at least, the keys are cut; None chooses.
+        t_scale: (b, g, m) float32, or in pages (pages, g, page length), in any strides: then t holds the codes that
+            :func:`farspan.ops.quantize_t` gave with it, and q and v may have any dtype that the kernel takes.
 
     Returns:
         (b, h, n, dv); zeros for a query before the first key.
@@ -64,9 +68,11 @@ def half_width_attention(
     ...     assert out.shape == (2, 4, 1, 8)
     """
     _check(q, t, v, form, lengths, first, block_table, window, splits)
+    _check_dtypes(q, t, v, t_scale)
     m = t.shape[2] * (1 if block_table is None else block_table.shape[1])
     _check_keys(q, m, lengths, first, positions, padding_mask)
-    require(not wants_gradient(q, t, v), "half_width_attention has no gradients; call it under torch.no_grad()")
+    wanted = wants_gradient(q, t, v, t_scale)
+    require(not wanted, "half_width_attention has no gradients; call it under torch.no_grad()")
     reason = triton_refusal(q, t, v, rotary, None)
     require(reason is None, str(reason))
     slots, steps = Slots(lengths, first, positions, padding_mask, block_table), None
@@ -74,7 +80,9 @@ def half_width_attention(
         check_dim(rotary, q)
         steps = Steps.of(rotary, slots.places(q.shape[2], m, q.device))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return attend_half_width(q, t, v, steps, slots, form=form, causal=causal, window=window, scale=scale, splits=splits)
+    return attend_half_width(
+        q, t, v, steps, slots, form=form, causal=causal, window=window, scale=scale, splits=splits, t_scale=t_scale
+    )
 
 
 def half_width_attention_reference(
@@ -93,11 +101,15 @@ def half_width_attention_reference(
     window: int | None = None,
     scale: float | None = None,
     splits: int | None = None,
+    t_scale: Tensor | None = None,
 ) -> Tensor:
     """:func:`half_width_attention` by its definition: each row alone, its keys laid out, by the equations."""
     _check(q, t, v, form, lengths, first, block_table, window, splits)
+    _check_dtypes(q, t, v, t_scale)
     m = t.shape[2] * (1 if block_table is None else block_table.shape[1])
     _check_keys(q, m, lengths, first, positions, padding_mask)
+    if t_scale is not None:
+        t = dequantize_t(t, t_scale, q.dtype)
     scores = scores_exact if form == "exact" else scores_slack
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     out = q.new_zeros(*q.shape[:3], v.shape[-1])
@@ -143,7 +155,6 @@ def _check(
     require(d % 2 == 0, f"head_dim must be even to form rotary pairs, got {d}; choose hidden_size / num_heads even")
     require(d == 2 * half, f"t must have width {d // 2} for q of width {d}, got {half}; check the projection")
     require(t.shape[:3] == v.shape[:3], f"t and v must agree but in width, got {tuple(t.shape)} and {tuple(v.shape)}")
-    require(t.dtype == q.dtype == v.dtype, f"q, t and v must share a dtype, got {q.dtype}, {t.dtype} and {v.dtype}")
     require(h % g == 0, f"key heads must divide query heads, got {g} for {h}; choose num_key_value_heads accordingly")
     for name, row in (("lengths", lengths), ("first", first)):
         if isinstance(row, Tensor):
@@ -164,6 +175,23 @@ def _check(
         f"window must be a whole number of keys ≥ 1 or None, got {window}; a query always sees itself",
     )
     require(splits is None or splits >= 1, f"splits must be at least 1 or None, got {splits}")
+
+
+def _check_dtypes(q: Tensor, t: Tensor, v: Tensor, t_scale: Tensor | None) -> None:
+    """One dtype for all, or eight bits for t with a scale a key."""
+    if t_scale is None:
+        require(t.dtype != torch.uint8, "t of torch.uint8 needs its t_scale; pass the one that quantize_t gave with it")
+        require(t.dtype == q.dtype == v.dtype, f"q, t and v must share a dtype, got {q.dtype}, {t.dtype} and {v.dtype}")
+        return
+    require(t.dtype == torch.uint8, f"t must be torch.uint8 beside a t_scale, got {t.dtype}; quantize_t gives both")
+    require(q.dtype == v.dtype, f"q and v must share a dtype, got {q.dtype} and {v.dtype}")
+    right = t_scale.dtype == torch.float32 and t_scale.shape == t.shape[:3]
+    require(
+        right,
+        f"t_scale must be torch.float32 {tuple(t.shape[:3])}, got {t_scale.dtype} {tuple(t_scale.shape)}; "
+        "quantize_t gives one a key and key head",
+    )
+    _check_device("t_scale", t_scale, q)
 
 
 def _check_device(name: str, x: Tensor, q: Tensor) -> None:

@@ -90,6 +90,7 @@ def launch(
     q: Tensor,
     t: Tensor,
     v: Tensor,
+    t_scale: Tensor | None,
     step: Tensor | None,
     lengths: Tensor | None,
     firsts: Tensor | None,
@@ -126,6 +127,7 @@ def launch(
         parts = torch.empty((b, h, n, splits, width), dtype=torch.float32, device=q.device)
         sums = torch.empty((b, h, n, splits, 2), dtype=torch.float32, device=q.device)
     sums_b, sums_h, sums_n = (0, 0, 0) if sums is None else sums.stride()[:3]
+    t_strides = (*t.stride()[:3], *((0, 0, 0) if t_scale is None else t_scale.stride()))
     aside = (step, query_positions, key_positions, None if padding is None else padding.view(torch.uint8), pages)
     step, query_positions, key_positions, padding, pages = (x if x is None else row_major(x) for x in aside)
     rows = [_row_stride(x) for x in (step, query_positions, key_positions, padding, pages)]
@@ -140,14 +142,14 @@ def launch(
     with torch.cuda.device_of(q):
         if cut.rows == 1:
             one_query_kernel[(1, g * splits, b)](
-                q, t, v, parts, sums, *places, scale * LOG2_E, m, first, behind, window or 0, splits,
-                *q.stride()[:2], *t.stride()[:3], *v.stride()[:3], out_b, out_h, out_s, sums_b, sums_h, *rows,
+                q, t, t_scale, v, parts, sums, *places, scale * LOG2_E, m, first, behind, window or 0, splits,
+                *q.stride()[:2], *t_strides, *v.stride()[:3], out_b, out_h, out_s, sums_b, sums_h, *rows,
                 **options, STAGES=cut.stages,
             )  # fmt: skip
         else:
             (few_queries_kernel if few else half_width_kernel)[(blocks, g * splits, b)](
-                q, t, v, parts, sums, *places, scale * LOG2_E, n, m, first, behind, window or 0, splits,
-                *q.stride()[:3], *t.stride()[:3], *v.stride()[:3], out_b, out_h, out_n, out_s, sums_b, sums_h, sums_n,
+                q, t, t_scale, v, parts, sums, *places, scale * LOG2_E, n, m, first, behind, window or 0, splits,
+                *q.stride()[:3], *t_strides, *v.stride()[:3], out_b, out_h, out_n, out_s, sums_b, sums_h, sums_n,
                 *rows, **options, GROUP=h // g, BLOCK_M=cut.rows, num_stages=cut.stages,
             )  # fmt: skip
         if sums is not None:
@@ -164,6 +166,7 @@ def half_width_op(
     q: Tensor,
     t: Tensor,
     v: Tensor,
+    t_scale: Tensor | None,
     step: Tensor | None,
     lengths: Tensor | None,
     firsts: Tensor | None,
@@ -184,10 +187,11 @@ def half_width_op(
 
     The queries are the last n of each row's `lengths` keys, but for `behind` keys after them. Key i stands at
     `first` + i (or `firsts` of its row), or where the positions (b|1, ·) say. `step` are the frequencies (b|1, d/2) of
-    :mod:`farspan.ops.phases`; None = NoPE. `by_position`: positions, not the index, decide what is seen.
+    :mod:`farspan.ops.phases`; None = NoPE. `by_position`: positions, not the index, decide what is seen. With `t_scale`
+    (b, g, m), or (pages, g, page), t holds codes of eight bits.
     """
     places = (lengths, firsts, query_positions, key_positions, padding, pages, first, behind)
-    return launch(q, t, v, step, *places, form, by_position, causal, window, scale, splits)
+    return launch(q, t, v, t_scale, step, *places, form, by_position, causal, window, scale, splits)
 
 
 @half_width_op.register_fake

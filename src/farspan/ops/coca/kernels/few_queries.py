@@ -3,7 +3,7 @@
 A tensor core takes its first operand, 64 rows of it, from registers: t is read there, multiplied by the waves of
 r = 0 … BLOCK_N-1, which are the same in every tile n = n₀ + r, and used where it is. The queries, few, take the turn by
 n₀θ themselves. All that crosses shared memory on the way is they, one maximum a tile and row, and the weights. So
-that rounding them costs nothing, queries go in as two numbers of t's dtype; and so do weights, while there are at
+that rounding them costs nothing, queries go in as two numbers of their dtype; and so do weights, while there are at
 most eight of them: sixteen columns cost little more.
 """
 
@@ -11,15 +11,20 @@ import triton
 import triton.language as tl
 
 from farspan.ops.coca.kernels.angles import cos_sin, places, waves
-from farspan.ops.coca.kernels.half_width import key_range, key_slots, sees, tile, turned
+from farspan.ops.coca.kernels.half_width import exactly, key_range, key_slots, sees, tile, turned
 from farspan.ops.coca.kernels.narrow import narrow, product
 
 
-@triton.jit(do_not_specialize=["n", "m", "first", "behind", "window", "splits", "sums_b", "sums_h", "sums_n"])
+@triton.jit(
+    do_not_specialize=[
+        "n", "m", "first", "behind", "window", "splits", "sums_b", "sums_h", "sums_n", "t_scale_b", "t_scale_g"
+    ]
+)  # fmt: skip
 def few_queries_kernel(
-    q, t, v, out, sums, step, lengths, firsts, query_positions, key_positions, padding, pages,
+    q, t, t_scale, v, out, sums, step, lengths, firsts, query_positions, key_positions, padding, pages,
     scale, n, m, first, behind, window, splits,
-    q_b, q_h, q_n, t_b, t_g, t_m, v_b, v_g, v_m, out_b, out_h, out_n, out_s, sums_b, sums_h, sums_n,
+    q_b, q_h, q_n, t_b, t_g, t_m, t_scale_b, t_scale_g, t_scale_m, v_b, v_g, v_m,
+    out_b, out_h, out_n, out_s, sums_b, sums_h, sums_n,
     step_b, query_positions_b, key_positions_b, padding_b, pages_b,
     EXACT: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BY_POSITION: tl.constexpr, DIRECT: tl.constexpr,
     GROUP: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
@@ -70,7 +75,7 @@ def few_queries_kernel(
         query_cos, query_sin = cos_sin(at[:, None] * turn[None, :])
         left, right = waves(a, b, query_cos, query_sin, EXACT)
         if not DIRECT:
-            near_cos, near_sin = near_waves(turn, splits < 0, t.dtype.element_ty, BLOCK_N)
+            near_cos, near_sin = near_waves(turn, splits < 0, q.dtype.element_ty, BLOCK_N)
             on_cos, on_sin = cos_sin(BLOCK_N * turn)
             base_cos, base_sin = cos_sin((first + begin).to(tl.int64) * turn)
     left = left * scale
@@ -96,18 +101,24 @@ def few_queries_kernel(
         block, slot = key_slots(pages, pages_b, row, key, end, PAGE)
         coefficient = tile(t, block * t_b + key_head * t_g + slot * t_m, pair, keep, HALF)
         value = tile(v, block * v_b + key_head * v_g + slot * v_m, column, keep, WIDTH)
+        if t_scale is not None:
+            where_scale = block * t_scale_b + key_head * t_scale_g + slot * t_scale_m
+            unit = tl.load(t_scale + where_scale, mask=keep, other=0.0)
 
         if step is None:
-            score = score_product(coefficient, two_parts(left, t.dtype.element_ty), BLOCK_M)
+            coefficient = exactly(coefficient, q.dtype.element_ty)
+            score = score_product(coefficient, two_parts(left, q.dtype.element_ty), BLOCK_M)
         elif DIRECT:
             key_at = places(key_positions, key_positions_b, row, key, keep, first)
             key_cos, key_sin = cos_sin(key_at[:, None] * turn[None, :])
-            score = turned_scores(coefficient, key_cos, key_sin, left, right)
+            score = turned_scores(coefficient, key_cos, key_sin, left, right, q.dtype.element_ty)
         else:
-            score = turned_scores(coefficient, near_cos, near_sin, now_left, now_right)
+            score = turned_scores(coefficient, near_cos, near_sin, now_left, now_right, q.dtype.element_ty)
             now_left, now_right = turned(now_left, now_right, on_cos[None, :], on_sin[None, :])
         if q.dtype.element_ty == tl.float16:
             score = score * (largest * (1.0 / 1024.0))[None, :]
+        if t_scale is not None:
+            score = score * unit[:, None]
 
         if BY_POSITION:
             asker = places(query_positions, query_positions_b, row, query, live, first)
@@ -155,18 +166,20 @@ def near_waves(turn, never, dtype: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def turned_scores(coefficient, cos, sin, left, right):
+def turned_scores(coefficient, cos, sin, left, right, dtype: tl.constexpr):
     """Scores (keys, rows) of keys t (keys, d/2) that stand at (cos, sin), and waves (rows, d/2) of queries."""
     wide = coefficient.to(tl.float32)
-    if coefficient.dtype == tl.float16:  # as with the queries: each tile has a size of its own
+    if coefficient.dtype == tl.float16:  # as with the queries: each tile has a size of its own; codes are never large
         ceiling = tl.maximum(tl.max(tl.max(tl.abs(wide), axis=1), axis=0), 1e-30)
         wide = wide * (1024.0 / ceiling)
-    keys = beside(narrow(wide * cos, coefficient.dtype), narrow(wide * sin, coefficient.dtype))
+    keys = beside(narrow(wide * cos, dtype), narrow(wide * sin, dtype))
     # Side by side last: then they are stored, and read by the product, along the width.
-    if coefficient.dtype == tl.float32:  # summed apart: one chain of d additions rounds off twice as much as two
+    keys = beside(narrow(wide * cos, dtype), narrow(wide * sin, dtype))
+    # Side by side last: then they are stored, and read by the product, along the width.
+    if dtype == tl.float32:  # summed apart: one chain of d additions rounds off twice as much as two
         wave = above(beside(left, tl.zeros_like(left)), beside(tl.zeros_like(right), right))
     else:
-        wave = beside(two_parts(left, keys.dtype), two_parts(right, keys.dtype))
+        wave = beside(two_parts(left, dtype), two_parts(right, dtype))
     score = score_product(keys, wave, left.shape[0])
     if coefficient.dtype == tl.float16:
         score = score * (ceiling * (1.0 / 1024.0))

@@ -17,11 +17,16 @@ ANCHOR = tl.constexpr(1024)
 """Tiles from one exact base angle to the next."""
 
 
-@triton.jit(do_not_specialize=["n", "m", "first", "behind", "window", "splits", "sums_b", "sums_h", "sums_n"])
+@triton.jit(
+    do_not_specialize=[
+        "n", "m", "first", "behind", "window", "splits", "sums_b", "sums_h", "sums_n", "t_scale_b", "t_scale_g"
+    ]
+)  # fmt: skip
 def half_width_kernel(
-    q, t, v, out, sums, step, lengths, firsts, query_positions, key_positions, padding, pages,
+    q, t, t_scale, v, out, sums, step, lengths, firsts, query_positions, key_positions, padding, pages,
     scale, n, m, first, behind, window, splits,
-    q_b, q_h, q_n, t_b, t_g, t_m, v_b, v_g, v_m, out_b, out_h, out_n, out_s, sums_b, sums_h, sums_n,
+    q_b, q_h, q_n, t_b, t_g, t_m, t_scale_b, t_scale_g, t_scale_m, v_b, v_g, v_m,
+    out_b, out_h, out_n, out_s, sums_b, sums_h, sums_n,
     step_b, query_positions_b, key_positions_b, padding_b, pages_b,
     EXACT: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BY_POSITION: tl.constexpr, DIRECT: tl.constexpr,
     GROUP: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
@@ -29,7 +34,8 @@ def half_width_kernel(
 ):  # fmt: skip
     """One program: BLOCK_M rows (query × head of a group) of one key head against one split of the keys.
 
-    `scale` carries log2(e), because 2^x is what the hardware has.
+    `scale` carries log2(e), because 2^x is what the hardware has. With `t_scale`, t holds codes of eight bits, exact in
+    q's dtype, which is that of the products; each key's scores are multiplied by its scale.
     """
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     split = tl.program_id(1) % splits
@@ -79,8 +85,8 @@ def half_width_kernel(
         largest = tl.maximum(tl.max(tl.maximum(tl.abs(left), tl.abs(right)), axis=1), 1e-30)
         left = left * (1024.0 / largest)[:, None]
         right = right * (1024.0 / largest)[:, None]
-    fixed_left = narrow(left, t.dtype.element_ty)
-    fixed_right = narrow(right, t.dtype.element_ty)
+    fixed_left = narrow(left, q.dtype.element_ty)
+    fixed_right = narrow(right, q.dtype.element_ty)
 
     if step is not None and not DIRECT:
         base_cos, base_sin = cos_sin((first + begin).to(tl.int64) * turn)
@@ -100,12 +106,15 @@ def half_width_kernel(
         where_v = block * v_b + key_head * v_g + slot * v_m
         coefficient = tile(t, where_t, pair, keep, HALF)
         value = tile(v, where_v, column, keep, WIDTH)
+        if t_scale is not None:
+            where_scale = block * t_scale_b + key_head * t_scale_g + slot * t_scale_m
+            unit = tl.load(t_scale + where_scale, mask=keep, other=0.0)
 
         if step is None:
-            score = product(fixed_left, tl.trans(coefficient), nothing)
+            score = product(fixed_left, tl.trans(exactly(coefficient, q.dtype.element_ty)), nothing)
         else:
             wide = coefficient.to(tl.float32)
-            if q.dtype.element_ty == tl.float16:  # and each tile of t
+            if t.dtype.element_ty == tl.float16:  # and each tile of t; codes are never large
                 ceiling = tl.maximum(tl.max(tl.max(tl.abs(wide), axis=1), axis=0), 1e-30)
                 wide = wide * (1024.0 / ceiling)
             if DIRECT:
@@ -114,8 +123,8 @@ def half_width_kernel(
             else:
                 key_cos = base_cos[None, :] * near_cos - base_sin[None, :] * near_sin
                 key_sin = base_sin[None, :] * near_cos + base_cos[None, :] * near_sin
-            even = narrow(wide * key_cos, t.dtype.element_ty)
-            odd = narrow(wide * key_sin, t.dtype.element_ty)
+            even = narrow(wide * key_cos, q.dtype.element_ty)
+            odd = narrow(wide * key_sin, q.dtype.element_ty)
             score = product(fixed_left, tl.trans(even), nothing)
             score = product(fixed_right, tl.trans(odd), score)
             if not DIRECT:
@@ -123,10 +132,12 @@ def half_width_kernel(
                     base_cos, base_sin = cos_sin((first + start + BLOCK_N).to(tl.int64) * turn)
                 else:
                     base_cos, base_sin = base_cos * on_cos - base_sin * on_sin, base_sin * on_cos + base_cos * on_sin
-            if q.dtype.element_ty == tl.float16:
+            if t.dtype.element_ty == tl.float16:
                 score = score * (ceiling * (1.0 / 1024.0))
         if q.dtype.element_ty == tl.float16:
             score = score * (largest * (1.0 / 1024.0))[:, None]
+        if t_scale is not None:
+            score = score * unit[None, :]
 
         if BY_POSITION:
             asker = places(query_positions, query_positions_b, row, query, live, first)
@@ -183,6 +194,14 @@ def key_slots(pages, pages_b, row, key, end, PAGE: tl.constexpr):
 def tile(x, where, column, keep, WIDTH: tl.constexpr):
     """Rows of x that start at `where`; zeros for those not kept, whatever memory holds there."""
     return tl.load(x + where[:, None] + column[None, :], mask=keep[:, None] & (column < WIDTH)[None, :], other=0.0)
+
+
+@triton.jit
+def exactly(coefficient, dtype: tl.constexpr):
+    """A tile of t in the products' dtype: as it is, or its codes, whole numbers up to 255, which every dtype holds."""
+    if coefficient.dtype != dtype:
+        coefficient = narrow(coefficient.to(tl.float32), dtype)
+    return coefficient
 
 
 @triton.jit

@@ -13,11 +13,13 @@ from farspan.ops.coca.kernels.half_width import anchored, key_range, key_slots, 
 from farspan.ops.coca.kernels.narrow import narrow
 
 
-@triton.jit(do_not_specialize=["m", "first", "behind", "window", "splits", "sums_b", "sums_h"])
+@triton.jit(
+    do_not_specialize=["m", "first", "behind", "window", "splits", "sums_b", "sums_h", "t_scale_b", "t_scale_g"]
+)
 def one_query_kernel(
-    q, t, v, out, sums, step, lengths, firsts, query_positions, key_positions, padding, pages,
+    q, t, t_scale, v, out, sums, step, lengths, firsts, query_positions, key_positions, padding, pages,
     scale, m, first, behind, window, splits,
-    q_b, q_h, t_b, t_g, t_m, v_b, v_g, v_m, out_b, out_h, out_s, sums_b, sums_h,
+    q_b, q_h, t_b, t_g, t_m, t_scale_b, t_scale_g, t_scale_m, v_b, v_g, v_m, out_b, out_h, out_s, sums_b, sums_h,
     step_b, query_positions_b, key_positions_b, padding_b, pages_b,
     EXACT: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BY_POSITION: tl.constexpr, DIRECT: tl.constexpr,
     HALF: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
@@ -78,6 +80,9 @@ def one_query_kernel(
         where_v = block * v_b + head * v_g + slot * v_m
         coefficient = tile(t, where_t, pair, keep, HALF).to(tl.float32)
         value = tile(v, where_v, column, keep, WIDTH).to(tl.float32)
+        if t_scale is not None:
+            where_scale = block * t_scale_b + head * t_scale_g + slot * t_scale_m
+            unit = tl.load(t_scale + where_scale, mask=keep, other=0.0)
 
         if step is None:
             weight = left[None, :]
@@ -93,6 +98,8 @@ def one_query_kernel(
             else:
                 now_left, now_right = turned(now_left, now_right, on_cos, on_sin)
         score = tl.sum(coefficient * weight, axis=1)
+        if t_scale is not None:
+            score = score * unit
 
         if BY_POSITION:
             asker = places(query_positions, query_positions_b, row, 0, True, first)
