@@ -50,7 +50,7 @@ def _spread(n: int, m: int, *, free: bool) -> dict[str, Any]:
 LONG = DynamicNTK(4, 1024)
 CASES = [
     *(Case(f"decode, groups of {8 // g}", 8, g, 1, 4097, d) for d in (64, 128) for g in (8, 2, 1)),
-    Case("decode, slack", 4, 2, 1, 3000, 128, options={"form": "slack"}),
+    *(Case(f"decode, slack, groups of {8 // g}", 8, g, 1, 3000, 128, options={"form": "slack"}) for g in (8, 4, 2, 1)),
     Case("decode, three queries", 4, 2, 3, 3000, 128),
     Case("decode, window", 4, 2, 1, 3000, 128, options={"window": 513}),
     Case("decode, no rotation", 4, 2, 1, 3000, 64, options={"rotary": None}),
@@ -117,15 +117,18 @@ def error_row(name: str, out: Tensor, truth: Tensor, plain: Tensor) -> dict[str,
     return row | {"rms_ratio": usual / theirs_usual if theirs_usual > 0 else None}
 
 
-def complaint(row: Mapping[str, Any]) -> str | None:
+def complaint(row: Mapping[str, Any], *, one_input: bool = False) -> str | None:
     """What is wrong with an :func:`error_row`; None if nothing is.
+
+    Of `one_input` only the largest error is judged: its root mean square is decided by the few heads with a sharp
+    softmax, and on 32 inputs of one shape was 0.3 to 1.8 times the other path's, 0.7 times on all of them.
 
     >>> complaint({"error": 1e-3, "allowed": 2e-3, "rms_ratio": 1.6})
     'its error is usually 1.60 times that of the full-width path (allowed: 1.5)'
     """
     if not row["error"] <= row["allowed"]:
         return f"{row['error']:.1e} (allowed: {row['allowed']:.1e})"
-    if row["rms_ratio"] is not None and not row["rms_ratio"] <= USUAL:
+    if not one_input and row["rms_ratio"] is not None and not row["rms_ratio"] <= USUAL:
         return f"its error is usually {row['rms_ratio']:.2f} times that of the full-width path (allowed: {USUAL})"
     return None
 
@@ -155,7 +158,7 @@ def check_case(case: Case, device: str, *, draws: int) -> dict[str, Any]:
 @torch.no_grad()
 def check_at_size(
     what: str, inputs: Sequence[Tensor], outs: Mapping[str, Tensor], rotary: Rotary | None
-) -> dict[str, dict[str, float]]:
+) -> dict[str, dict[str, Any]]:
     """Fields of a row: each form's output (b, h, n, d) of q, t, v as timed, against the equations in float64.
 
     Of one sequence and its last queries, for which the equations fit into memory.
@@ -165,14 +168,15 @@ def check_at_size(
     """
     q, t, v = (x[:1] for x in inputs)
     q = q[:, :, -LAST:]
-    found: dict[str, dict[str, float]] = {"error_as_timed": {}, "allowed_as_timed": {}}
+    found: dict[str, dict[str, Any]] = {"error_as_timed": {}, "allowed_as_timed": {}, "rms_ratio_as_timed": {}}
     for form, out in outs.items():
         truth = coca_attention_reference(q.double(), t.double(), v.double(), rotary=rotary, form=form)
         plain = coca_attention(q, t, v, rotary=rotary, form=form, backend="sdpa")
         row = error_row(form, out[:1, :, -LAST:], truth, plain)
-        if why := complaint(row):
+        if why := complaint(row, one_input=True):
             raise ResultsDifferError(f"{form} as timed is wrong on {what}: {why}")
-        found["error_as_timed"][form], found["allowed_as_timed"][form] = row["error"], row["allowed"]
+        for field, values in found.items():
+            values[form] = row[field.removesuffix("_as_timed")]
     return found
 
 

@@ -174,8 +174,6 @@ def turned_scores(coefficient, cos, sin, left, right, dtype: tl.constexpr):
         wide = wide * (1024.0 / ceiling)
     keys = beside(narrow(wide * cos, dtype), narrow(wide * sin, dtype))
     # Side by side last: then they are stored, and read by the product, along the width.
-    keys = beside(narrow(wide * cos, dtype), narrow(wide * sin, dtype))
-    # Side by side last: then they are stored, and read by the product, along the width.
     if dtype == tl.float32:  # summed apart: one chain of d additions rounds off twice as much as two
         wave = above(beside(left, tl.zeros_like(left)), beside(tl.zeros_like(right), right))
     else:
