@@ -5,7 +5,7 @@ from hashlib import sha256
 
 import torch
 
-from farspan.convert.configuration import read_config, sound_config
+from farspan.convert.configuration import config_of, sound_config
 from farspan.convert.load import matched
 from farspan.convert.sources import Source
 from farspan.models import FarspanConfig, FarspanForCausalLM
@@ -32,8 +32,8 @@ def fingerprint(source: Source) -> str:
     Numbers count as float32, as `farspan eval` reads them: a copy in fewer bits is another model. One tensor is held at
     a time.
     """
-    config = read_config(source.config)
-    with sound_config(source.config), torch.device("meta"):
+    config = config_of(source)
+    with sound_config(source.config, source.place), torch.device("meta"):
         plan = matched(source, FarspanForCausalLM(config))
     digest = sha256(json.dumps(_meaning(config), sort_keys=True).encode())
     for theirs, ours in sorted(plan.items(), key=lambda pair: pair[1]):

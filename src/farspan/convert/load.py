@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import GenerationConfig
 
-from farspan.convert.configuration import read_config, sound_config
+from farspan.convert.configuration import config_of, sound_config
 from farspan.convert.families import IGNORED
 from farspan.convert.names import filled, template
 from farspan.convert.sources import Source
@@ -28,8 +28,8 @@ def load(
     progress: Progress | None = None,
 ) -> FarspanForCausalLM:
     """The source as our model with attention "rope": the same logits. dtype None keeps the source's."""
-    config = read_config(source.config)
-    with sound_config(source.config), torch.device("meta"):
+    config = config_of(source)
+    with sound_config(source.config, source.place), torch.device("meta"):
         model = FarspanForCausalLM(config)
     plan = matched(source, model)
     for done, (theirs, ours) in enumerate(plan.items()):
