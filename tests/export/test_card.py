@@ -68,6 +68,25 @@ def test_the_card_offers_dynamic_ntk_and_says_whether_it_was_measured(
     assert "experiment" not in card
 
 
+@pytest.mark.parametrize(
+    ("layers", "offered"),
+    [
+        (["rope", {"kind": "linear-coca", "rotary": False}], True),  # only what turns can be in the way of a law
+        (["rope", "linear-coca"], False),
+        (["alibi", "cosformer"], False),
+        ([{"kind": "rope", "rotary": False}, "cosformer"], False),
+    ],
+    ids=str,
+)
+def test_the_card_offers_dynamic_ntk_where_layers_turn_and_can_turn_by_it(
+    layers: list[Any], offered: bool, tmp_path: Path
+) -> None:
+    model = make(layers, dtype=torch.float32, num_hidden_layers=2, vocab_size=257)
+    assert ("model.set_rope_parameters" in card_of(model, tmp_path)) == offered
+    if offered:
+        model.set_rope_parameters(rope_type="dynamic", factor=4.0)
+
+
 @pytest.mark.parametrize("law", ["linear", "dynamic", "yarn", "llama3"])
 def test_the_card_of_a_model_with_a_law_of_its_own_leaves_it_alone(law: str, tmp_path: Path) -> None:
     """Another law in its place would change what the model computes inside its training length."""
