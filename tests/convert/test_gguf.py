@@ -14,8 +14,8 @@ from farspan.convert import from_pretrained
 from farspan.convert.families import GGUF_WEIGHTS, INTERLEAVED
 from farspan.convert.names import filled, template
 from farspan.ops import Linear, YaRN
+from tests.command_line import called
 from tests.convert.sources import SHAPE, random_model, tokens
-from tests.convert.test_folder import called
 
 gguf = pytest.importorskip("gguf", reason="pip install 'farspan[gguf]'")
 from gguf.quants import quantize  # noqa: E402

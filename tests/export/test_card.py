@@ -16,7 +16,7 @@ from yaml import safe_load
 from farspan import FarspanForCausalLM
 from farspan.convert import convert_folder, from_pretrained
 from farspan.data import load_tokenizer
-from tests.convert.test_folder import called
+from tests.command_line import called
 from tests.export.rows import bits, pairs, perplexity, result
 from tests.models.small import MIXED, make
 

@@ -10,7 +10,7 @@ from farspan.convert import convert_folder
 from farspan.convert.fingerprint import fingerprint
 from farspan.convert.sources import open_source
 from farspan.data import load_tokenizer
-from tests.convert.test_folder import called
+from tests.command_line import called
 from tests.models.small import make
 
 
