@@ -97,14 +97,20 @@ def _refuse_adapter(source: Source) -> None:
 def _check_tied_head(source: Source, head: str, embedding: str) -> None:
     if head not in source.shapes:
         return
-    same = source.shapes[head] == source.shapes.get(embedding) and torch.equal(
-        source.read(head), source.read(embedding)
-    )
     require(
-        same,
+        same_numbers(source, head, embedding),
         f"tensor {head!r} must equal {embedding!r} where tie_word_embeddings is true, got another; "
         "set tie_word_embeddings to false in config.json",
     )
+
+
+def same_numbers(source: Source, one: str, other: str) -> bool:
+    """Whether two tensors of a source are equal, whatever they are stored in."""
+    if source.shapes[one] != source.shapes.get(other):
+        return False
+    first, second = source.read(one), source.read(other)
+    wide = torch.promote_types(first.dtype, second.dtype)
+    return torch.equal(first.to(wide), second.to(wide))
 
 
 def _check_finite(source: Source, name: str, tensor: torch.Tensor) -> None:
