@@ -11,9 +11,10 @@ import pytest
 import torch
 from rich.console import Console
 
-from farspan.benchmark import attention, layer, model
+from farspan.benchmark import attention, cosformer, decode, layer, model
 from farspan.benchmark.agree import ResultsDifferError
 from farspan.benchmark.record import check_writable, recorded, unfinished
+from farspan.results import write_result
 from farspan_cli import bench_tables, main
 
 Steps = Iterator[tuple[str, list[dict[str, Any]]]]
@@ -23,8 +24,7 @@ def command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     monkeypatch.setattr(sys, "argv", ["farspan", "bench", *arguments])
     with pytest.raises(SystemExit) as done:
         main()
-    assert isinstance(done.value.code, int)
-    return done.value.code
+    return int(done.value.code or 0)
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
@@ -52,11 +52,11 @@ def test_rows_are_on_disk_after_each_step(tmp_path: Path) -> None:
 
 def test_a_failed_check_leaves_no_figures_on_disk(tmp_path: Path) -> None:
     out = tmp_path / "result.json"
-    out.write_text("from before")
+    write_result(out, [{"kind": "from before"}], device="cpu", seed=0)
     with pytest.raises(ResultsDifferError):
         list(recorded(two_steps(ResultsDifferError("rope is wrong")), out, device="cpu", seed=0))
     assert rows_of(unfinished(out)) == [{"kind": "no figures", "why": "rope is wrong"}]
-    assert out.read_text() == "from before"
+    assert rows_of(out) == [{"kind": "from before"}]
 
 
 def test_a_stopped_run_keeps_its_rows_and_says_so(
@@ -87,6 +87,69 @@ def test_an_out_that_cannot_be_written_is_noticed_before_measuring(
     check_writable(tmp_path / "file")
     assert (tmp_path / "file").read_text() == "kept"
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+STUDY = {"command": "farspan reproduce --preset gpu --text runs/corpus/books --text stdlib --out runs/33m", "rows": []}
+
+
+@pytest.mark.parametrize("suffix", ["", ".unfinished"])
+@pytest.mark.parametrize(
+    ("held", "maker"),
+    [
+        (json.dumps(STUDY), "made by 'farspan reproduce --preset gpu --text runs/corpus/books …'"),
+        (json.dumps(STUDY | {"command": "farspan bench linear --out x"}), "made by 'farspan bench linear --out x'"),
+        (json.dumps(STUDY | {"rows": None}), "which holds no result"),
+        ("[]", "which holds no result"),
+        ("# Notes", "which holds no result"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [("attention", attention), ("cosformer", cosformer), ("layer", layer), ("decode", decode), ("model", model)],
+)
+def test_what_another_command_made_is_refused_before_any_work(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    name: str,
+    module: Any,
+    held: str,
+    maker: str,
+    suffix: str,
+) -> None:
+    begun = []
+
+    def work(*args: object, **options: object) -> Steps:
+        begun.append(name)
+        yield from two_steps()
+
+    monkeypatch.setattr(module, "training" if name == "model" else "run", work)
+    path = tmp_path / f"result.json{suffix}"
+    path.write_text(held)
+    assert command(monkeypatch, name, "--out", str(tmp_path / "result.json")) == 2
+    printed = capsys.readouterr().err
+    assert "farspan: out must be a new file or an earlier result of the same command, got" in printed
+    assert f"{path.name}', {maker}" in printed
+    assert len(printed.splitlines()) == 1
+    assert not begun
+    assert path.read_text() == held
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize("program", ["farspan", "farspan/__main__.py"])
+def test_ones_own_result_and_an_empty_file_are_replaced(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, program: str
+) -> None:
+    out, shown = tmp_path / "result.json", []
+    out.touch()
+    monkeypatch.setattr(model, "training", lambda *args, **options: two_steps())
+    monkeypatch.setattr("farspan_cli.bench.show_model", lambda console, rows, absolute: shown.append(rows))
+    for repeats in ("1", "2"):
+        assert command(monkeypatch, "model", "--window", "0", "--repeats", repeats, "--out", str(out)) == 0
+        made = json.loads(out.read_text())
+        assert f"bench model --window 0 --repeats {repeats}" in made["command"]
+        out.write_text(json.dumps(made | {"command": made["command"].replace("farspan", Path(program).name)}))
+    assert len(shown) == 2
 
 
 @pytest.mark.parametrize(

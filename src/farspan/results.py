@@ -7,6 +7,7 @@ import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -29,10 +30,45 @@ def write_result(
     write_whole(Path(path), json.dumps(result, indent=1) + "\n")
 
 
+def check_replaceable(path: Path) -> None:
+    """Raise FileExistsError unless nothing is lost by a result there: no file, an empty one, or one's own from before.
+
+    One's own is a result of the command that this process runs, whatever its options were.
+    """
+    if not path.is_file() or path.stat().st_size == 0:
+        return
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        maker = str(found["command"]) if isinstance(found["rows"], list) else None
+    except (ValueError, KeyError, TypeError):  # of another kind altogether
+        maker = None
+    if maker is None or command_name(maker) != command_name(command_line()):
+        held = "which holds no result" if maker is None else f"made by {shorten(maker, 60, placeholder=' …')!r}"
+        raise FileExistsError(
+            f"out must be a new file or an earlier result of the same command, got {str(path)!r}, {held}; "
+            "choose another name"
+        )
+
+
+def command_line() -> str:
+    """What this process was called with."""
+    return " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
+
+
+def command_name(line: str) -> str:
+    """A command without its options, however it was started.
+
+    >>> command_name("farspan bench model --preset tiny"), command_name("__main__.py bench model")
+    ('farspan bench model', 'farspan bench model')
+    """
+    program, _, words = line.partition(" -")[0].partition(" ")
+    return f"{Path(program).stem.replace('__main__', 'farspan')} {words}".strip()
+
+
 def provenance(device: str) -> dict[str, Any]:
     """Command, commit, versions and device of this process."""
     return {
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": command_line(),
         "commit": commit(),
         "versions": {"python": platform.python_version()} | {name: version(name) for name in PACKAGES if version(name)},
         "device": device_name(device),

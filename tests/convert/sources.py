@@ -8,6 +8,8 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
+from farspan.data import load_tokenizer
+
 SHAPE = {
     "vocab_size": 64,
     "hidden_size": 32,
@@ -78,6 +80,16 @@ def edit_config(folder: Path, remove: tuple[str, ...] = (), **changes: Any) -> N
     raw = json.loads((folder / "config.json").read_text())
     raw = {name: value for name, value in raw.items() if name not in remove} | changes
     (folder / "config.json").write_text(json.dumps(raw))
+
+
+def with_tokenizer(folder: Path) -> Path:
+    """A tiny model with the byte tokenizer, whose ids stay inside its vocabulary for the letters used here."""
+    model = saved(folder, "llama tied")
+    model.resize_token_embeddings(257)
+    model.save_pretrained(folder)
+    load_tokenizer("bytes").save(folder)
+    edit_config(folder, eos_token_id=0)
+    return folder
 
 
 def tokens(n: int = 40) -> torch.Tensor:

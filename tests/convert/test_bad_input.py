@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from farspan.convert import from_pretrained
-from tests.convert.sources import edit_config, saved
-from tests.convert.test_folder import called, with_tokenizer
+from tests.command_line import called
+from tests.convert.sources import edit_config, saved, with_tokenizer
 
 UP = "model.layers.1.mlp.up_proj.weight"
 

@@ -14,8 +14,8 @@ from farspan.convert import from_pretrained
 from farspan.convert.families import GGUF_WEIGHTS, INTERLEAVED
 from farspan.convert.names import filled, template
 from farspan.ops import Linear, YaRN
+from tests.command_line import called
 from tests.convert.sources import SHAPE, random_model, tokens
-from tests.convert.test_folder import called
 
 gguf = pytest.importorskip("gguf", reason="pip install 'farspan[gguf]'")
 from gguf.quants import quantize  # noqa: E402
@@ -170,6 +170,59 @@ def test_scaling_that_has_no_counterpart_is_refused(fields: dict[str, Any], mess
     write(tmp_path / "m.gguf", random_model("llama"), "llama", **fields)
     with pytest.raises(ValueError, match=message):
         from_pretrained(tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize(
+    ("changes", "fields", "message"),
+    [
+        ({"num_key_value_heads": 0}, {}, "llama.attention.head_count_kv must be at least 1, got 0; repair that field"),
+        ({"num_attention_heads": 0}, {}, "llama.attention.head_count must be at least 1, got 0; repair that field"),
+        ({"rope_parameters": {"rope_theta": 0.5}}, {}, "llama.rope.freq_base must be a number above 1, got 0.5"),
+        ({}, {"rope.scaling.factor": -4.0}, "llama.rope.scaling.factor must be a number above 0, got -4.0"),
+        ({}, {"rope.scale_linear": -4.0}, "llama.rope.scale_linear must be a number above 0, got -4.0"),
+        (
+            {},
+            {"rope.scaling.type": "yarn", "rope.scaling.factor": -4.0},
+            "llama.rope.scaling.factor must be a number above 0, got -4.0",
+        ),
+        (
+            {},
+            {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.yarn_beta_fast": -1.0},
+            "llama.rope.scaling.yarn_beta_fast must be a number above 0, got -1.0",
+        ),
+        ({}, {"rope.scaling.type": "longrope"}, "llama.rope.scaling.type must be one of .*, got 'longrope'; checkp"),
+    ],
+    ids=str,
+)
+def test_fields_are_refused_by_the_names_that_the_file_has_for_them(
+    changes: dict[str, Any], fields: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    """Not by those of a config.json, which it does not have."""
+    model = random_model("llama")
+    model.config.head_dim = 8  # else the writer divides by the number of heads
+    for name, value in changes.items():
+        setattr(model.config, name, value)
+    write(tmp_path / "m.gguf", model, "llama", **fields)
+    with pytest.raises(ValueError, match=f"^the GGUF metadata's {message}"):
+        from_pretrained(tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize(
+    ("heads", "fields", "kind"),
+    [([4, 4, 4], {}, "llama"), (4, {"attention.sliding_window": "wide"}, "mistral")],  # a window makes it a mistral
+    ids=["heads layer by layer", "text for a number"],
+)
+def test_a_field_of_a_wrong_kind_is_the_metadatas_fault(
+    heads: Any, fields: dict[str, Any], kind: str, tmp_path: Path
+) -> None:
+    model = random_model("llama")
+    model.config.head_dim = 8
+    vars(model.config)["num_attention_heads"] = heads  # transformers itself would refuse a list
+    write(tmp_path / "m.gguf", model, "llama", **fields)
+    with pytest.raises(ValueError, match=f"^the GGUF metadata must be a valid {kind} configuration") as caught:
+        from_pretrained(tmp_path / "m.gguf")
+    assert "config.json" not in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_broken_files_are_refused(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from farspan.data import load_tokenizer
-from tests.convert.test_folder import called
+from tests.command_line import called
 from tests.export.rows import passkey, perplexity, result
 from tests.models.small import MIXED, make
 

@@ -16,7 +16,7 @@ from yaml import safe_load
 from farspan import FarspanForCausalLM
 from farspan.convert import convert_folder, from_pretrained
 from farspan.data import load_tokenizer
-from tests.convert.test_folder import called
+from tests.command_line import called
 from tests.export.rows import bits, pairs, perplexity, result
 from tests.models.small import MIXED, make
 
@@ -66,6 +66,25 @@ def test_the_card_offers_dynamic_ntk_and_says_whether_it_was_measured(
     assert f"{line})\n```" in card
     assert said in card
     assert "experiment" not in card
+
+
+@pytest.mark.parametrize(
+    ("layers", "offered"),
+    [
+        (["rope", {"kind": "linear-coca", "rotary": False}], True),  # only what turns can be in the way of a law
+        (["rope", "linear-coca"], False),
+        (["alibi", "cosformer"], False),
+        ([{"kind": "rope", "rotary": False}, "cosformer"], False),
+    ],
+    ids=str,
+)
+def test_the_card_offers_dynamic_ntk_where_layers_turn_and_can_turn_by_it(
+    layers: list[Any], offered: bool, tmp_path: Path
+) -> None:
+    model = make(layers, dtype=torch.float32, num_hidden_layers=2, vocab_size=257)
+    assert ("model.set_rope_parameters" in card_of(model, tmp_path)) == offered
+    if offered:
+        model.set_rope_parameters(rope_type="dynamic", factor=4.0)
 
 
 @pytest.mark.parametrize("law", ["linear", "dynamic", "yarn", "llama3"])

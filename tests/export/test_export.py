@@ -15,7 +15,7 @@ from farspan import FarspanForCausalLM
 from farspan.convert import from_pretrained
 from farspan.data import load_tokenizer
 from farspan.export.source import ALWAYS_THERE, flat_source, rewrite
-from tests.convert.test_folder import called
+from tests.command_line import called
 from tests.models.small import make
 
 WITHOUT_FARSPAN = """

@@ -10,7 +10,7 @@ from farspan.convert import convert_folder
 from farspan.convert.fingerprint import fingerprint
 from farspan.convert.sources import open_source
 from farspan.data import load_tokenizer
-from tests.convert.test_folder import called
+from tests.command_line import called
 from tests.models.small import make
 
 
@@ -66,6 +66,21 @@ def test_a_fingerprint_is_that_of_the_numbers_and_not_of_the_file(case: str, tmp
         )
     first, second = (fingerprint(open_source(tmp_path / name)) for name in ("model", "copy"))
     assert first == second
+
+
+@pytest.mark.parametrize("change", [0.0, 0.5], ids=["equal", "another"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_an_equal_head_is_a_tied_one_however_it_is_stored(dtype: torch.dtype, change: float, tmp_path: Path) -> None:
+    tied = make("rope", dtype=torch.float32, tie_word_embeddings=True).to(torch.bfloat16).float()
+    tied.save_pretrained(tmp_path / "tied")
+    apart = make("rope", dtype=torch.float32, tie_word_embeddings=False)
+    apart.load_state_dict(tied.state_dict())
+    apart.lm_head.weight.data[-1, -1] += change
+    apart.lm_head.to(dtype)
+    apart.save_pretrained(tmp_path / "apart")
+    one, other = (open_source(tmp_path / name) for name in ("tied", "apart"))
+    assert ("lm_head.weight" in one.shapes, "lm_head.weight" in other.shapes) == (False, True)
+    assert (fingerprint(one) == fingerprint(other)) == (change == 0)
 
 
 def test_a_fingerprint_does_not_ask_how_a_folder_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

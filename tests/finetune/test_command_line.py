@@ -3,22 +3,31 @@
 import json
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from shutil import copytree
 
 import pytest
 
 import farspan.training.loop as loop
-import farspan_cli
 from farspan.finetune.recipe import NAMES
+from tests.command_line import called
 from tests.convert.sources import edit_config
 
+Finetune = Callable[..., tuple[int, str, str]]
 
-def command(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
-    monkeypatch.setattr("sys.argv", ["farspan", "finetune", *map(str, arguments)])
-    with pytest.raises(SystemExit) as stopped:
-        farspan_cli.main()
-    return int(stopped.value.code or 0)
+
+@pytest.fixture
+def finetune(folders: tuple[Path, Path, str], tmp_path: Path) -> Finetune:
+    """The command for the CoCA copy to tmp_path / "out": exit status, stdout, stderr. DATA stands for its tokens."""
+    _, coca, source = folders
+
+    def run(*options: object, model: Path = coca) -> tuple[int, str, str]:
+        given = [str(option).replace("DATA", source) for option in options]
+        data = [] if "--data" in given else ["--data", source]
+        return called("finetune", model, *given, *data, "--out", tmp_path / "out")
+
+    return run
 
 
 @pytest.mark.parametrize(
@@ -38,51 +47,38 @@ def command(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
     ],
 )
 def test_the_command_line_refuses_in_one_line(
-    arguments: list[str],
-    message: str,
-    folders: tuple[Path, Path, str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    arguments: list[str], message: str, finetune: Finetune, tmp_path: Path
 ) -> None:
-    _, coca, source = folders
     (tmp_path / "mine.toml").write_text("[[stages]]\nname = 'a'\nlenght = 5")
-    given = [a.replace("DATA", source).replace("TOML", str(tmp_path / "mine.toml")) for a in arguments]
-    given += [] if "--data" in given else ["--data", source]
-    assert command(monkeypatch, coca, *given, "--out", tmp_path / "out") == 2
-    plan, said = capsys.readouterr()
-    assert plan == ""
+    status, plan, said = finetune(*(a.replace("TOML", str(tmp_path / "mine.toml")) for a in arguments))
+    assert (status, plan) == (2, "")
     assert message in said
     assert said.count("\n") == 1
     assert not (tmp_path / "out").exists()
 
 
-def test_help_names_every_recipe_whole(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_names_every_recipe_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    assert command(monkeypatch, "--help") == 0
-    shown = capsys.readouterr().out.replace(",", " ").split()
-    assert set(NAMES) <= set(shown)
+    status, shown, _ = called("finetune", "--help")
+    assert status == 0
+    assert set(NAMES) <= set(shown.replace(",", " ").split())
 
 
 def test_a_model_of_another_family_is_refused_as_such_and_not_for_its_teacher(
-    folders: tuple[Path, Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folders: tuple[Path, Path, str], finetune: Finetune, tmp_path: Path
 ) -> None:
-    _, coca, source = folders
-    copytree(coca, tmp_path / "model")
+    copytree(folders[1], tmp_path / "model")
     edit_config(tmp_path / "model", model_type="gpt2")
     (tmp_path / "model" / "conversion.json").unlink()
-    assert command(monkeypatch, tmp_path / "model", "--data", source, "--out", tmp_path / "out") == 2
-    assert "config.json's model_type must be one of" in capsys.readouterr().err
+    status, _, said = finetune(model=tmp_path / "model")
+    assert status == 2
+    assert "config.json's model_type must be one of" in said
 
 
 def test_ctrl_c_says_where_it_stopped_and_the_same_command_goes_on(
-    folders: tuple[Path, Path, str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    finetune: Finetune, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, coca, source = folders
-    given = [coca, "--data", source, "--recipe", "paper", "--length", 16, "--tokens", 240, "--out", tmp_path / "out"]
+    given = ["--recipe", "paper", "--length", 16, "--tokens", 240]
     original = loop._Run.advance
 
     def press(self, step: int) -> None:
@@ -91,30 +87,25 @@ def test_ctrl_c_says_where_it_stopped_and_the_same_command_goes_on(
             os.kill(os.getpid(), signal.SIGINT)
 
     monkeypatch.setattr(loop._Run, "advance", press)
-    assert command(monkeypatch, *given) == 130
-    assert capsys.readouterr().err.splitlines() == [
+    status, _, said = finetune(*given)
+    assert status == 130
+    assert said.splitlines() == [
         "stopping after this training step; Ctrl-C again stops sooner, back at step 0",
         "interrupted; stopped at step 3; the same command continues",
     ]
     monkeypatch.setattr(loop._Run, "advance", original)
-    assert command(monkeypatch, *given) == 0
+    assert finetune(*given)[0] == 0
     assert [
         row["optimizer"]["steps"] for row in json.loads((tmp_path / "out" / "recipe.json").read_text())["rows"]
     ] == [5] * 3
 
 
-def test_the_command_line_applies_a_recipe(
-    folders: tuple[Path, Path, str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    _, coca, source = folders
+def test_the_command_line_applies_a_recipe(finetune: Finetune, tmp_path: Path) -> None:
     sizes = ["--length", 246, "--tokens", 6400]  # the shortest rows that a passkey text of bytes fits into
-    assert command(monkeypatch, coca, "--data", f"{source}=2", *sizes, "--out", tmp_path / "out") == 0
+    status, said, err = finetune("--data", "DATA=2", *sizes)
+    assert status == 0, err
     rows = json.loads((tmp_path / "out" / "recipe.json").read_text())["rows"]
     assert [row["name"] for row in rows] == ["attention", "logits", "text"]
-    said = capsys.readouterr().out
     for row in rows:  # 32 rows a step at the recipe's own budget
         steps = row["optimizer"]["steps"]
         assert f"stage {row['name']}: {steps} steps of 1 row of 246 tokens\n" in said

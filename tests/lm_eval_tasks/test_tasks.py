@@ -12,7 +12,7 @@ import yaml
 from farspan.data import load_tokenizer, train_bpe
 from farspan.evaluation.passkey import FILLER, INTRODUCTION, make_cases
 from farspan.lm_eval_tasks import PATH, build
-from tests.convert.test_folder import called
+from tests.command_line import called
 
 FILES = sorted(PATH.glob("*.yaml"))
 

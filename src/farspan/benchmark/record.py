@@ -6,7 +6,7 @@ from typing import Any
 
 from farspan.benchmark.agree import ResultsDifferError
 from farspan.files import room_for
-from farspan.results import write_result
+from farspan.results import check_replaceable, write_result
 
 Row = dict[str, Any]
 
@@ -19,12 +19,15 @@ def recorded(
     So a result from before stays until there is another in its place.
 
     Raises:
-        OSError: before the first step, if `out` cannot be written.
+        OSError: before the first step, if `out` cannot be written, or holds (or :func:`unfinished` does) what another
+            command made.
         ResultsDifferError: as a step raised it; the unfinished file then says why, and holds no figures.
     """
     if out is None:
         yield from steps
         return
+    for path in (out, unfinished(out)):
+        check_replaceable(path)
     check_writable(out)
     rows: list[Row] = []
     try:

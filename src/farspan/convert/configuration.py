@@ -9,6 +9,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers.activations import ACT2FN
 
 from farspan.convert.families import FAMILIES, OTHER_FAMILIES, OTHER_LAWS, ROPE_TYPES, Family
+from farspan.convert.sources import Place, Source
 from farspan.errors import require, unknown
 from farspan.layers.spec import AttentionSpec
 from farspan.models.configuration import FarspanConfig
@@ -64,19 +65,26 @@ MALFORMED = (
 )
 """What transformers and torch raise on fields of a wrong kind or size."""
 
+CONFIG_JSON = Place()
+
 
 @contextmanager
-def sound_config(raw: dict[str, Any]) -> Iterator[None]:
-    """What goes wrong inside is the fault of config.json = `raw`, and is said in one line."""
+def sound_config(raw: dict[str, Any], place: Place) -> Iterator[None]:
+    """What goes wrong inside is the fault of the configuration `raw`, and is said in one line."""
     try:
         yield
     except MALFORMED as error:
         kind, reason = raw.get("model_type"), f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise ValueError(f"config.json must be a valid {kind} configuration ({reason}); repair that field") from error
+        raise ValueError(f"{place.name} must be a valid {kind} configuration ({reason}); repair that field") from error
 
 
-def read_config(raw: dict[str, Any]) -> FarspanConfig:
-    """The configuration of our rope model that computes what a source with config.json = `raw` computes.
+def config_of(source: Source) -> FarspanConfig:
+    """The configuration of our rope model that computes what the source computes."""
+    return read_config(source.config, source.place)
+
+
+def read_config(raw: dict[str, Any], place: Place = CONFIG_JSON) -> FarspanConfig:
+    """The same for a source with config.json = `raw`; `place` is what errors name in its stead.
 
     >>> raw = {"model_type": "mistral", "num_hidden_layers": 2, "sliding_window": 8, "rope_theta": 1e6}
     >>> config = read_config(raw)
@@ -85,23 +93,25 @@ def read_config(raw: dict[str, Any]) -> FarspanConfig:
     """
     kind = raw.get("model_type")
     if not isinstance(kind, str) or kind not in (*FAMILIES, FarspanConfig.model_type):
-        raise unknown("config.json's model_type", kind, [*FAMILIES, FarspanConfig.model_type], OTHER_FAMILIES)
-    _check_numbers(raw)
-    with sound_config(raw):
-        config = FarspanConfig.from_dict(raw) if kind == FarspanConfig.model_type else _foreign(raw, kind)
+        raise unknown(place.called("model_type"), kind, [*FAMILIES, FarspanConfig.model_type], OTHER_FAMILIES)
+    check_sizes(raw, place)
+    check_rope(raw, place)
+    with sound_config(raw, place):
+        config = FarspanConfig.from_dict(raw) if kind == FarspanConfig.model_type else _foreign(raw, kind, place)
     if config.hidden_act not in ACT2FN:
-        raise unknown("config.json's hidden_act", config.hidden_act, ACT2FN)
+        raise unknown(place.called("hidden_act"), config.hidden_act, ACT2FN)
     return config
 
 
-def _foreign(raw: dict[str, Any], kind: str) -> FarspanConfig:
+def _foreign(raw: dict[str, Any], kind: str, place: Place) -> FarspanConfig:
     from transformers import CONFIG_MAPPING
 
     require(
         not raw.get("quantization_config"),
-        f"config.json's quantization_config must be absent, got {_method(raw)!r}; convert the unquantised checkpoint",
+        f"{place.called('quantization_config')} must be absent, got {_method(raw)!r}; "
+        "convert the unquantised checkpoint",
     )
-    _check_rope_type(raw)
+    _check_rope_type(raw, place)
     family, source = FAMILIES[kind], CONFIG_MAPPING[kind].from_dict(raw)
     width = getattr(source, "head_dim", None) or source.hidden_size // source.num_attention_heads
     rope = _rope(source)
@@ -123,38 +133,44 @@ def _method(raw: dict[str, Any]) -> Any:
     return found.get("quant_method", found) if isinstance(found, dict) else found
 
 
-def _check_numbers(raw: dict[str, Any]) -> None:
-    """By the names of their fields, before transformers and torch trip over the values."""
+def check_sizes(raw: dict[str, Any], place: Place) -> None:
+    """By the names of their fields, before transformers, torch and arithmetic trip over the values."""
     for field in SIZES:
         size = raw.get(field)
         require(
             not isinstance(size, int) or size >= 1,
-            f"config.json's {field} must be at least 1, got {size!r}; repair that field",
+            f"{place.called(field)} must be at least 1, got {size!r}; repair that field",
         )
-    places = {"": raw, **{f"{field}.": rope for field, rope in _ropes(raw)}}
-    for place, held in places.items():
-        for field in ROPE_NUMBERS if place else ("rope_theta",):
+
+
+def check_rope(raw: dict[str, Any], place: Place) -> None:
+    """The same of the numbers that angles are made from, in `rope_parameters` or as older files have them."""
+    holders = {"": raw, **{f"{field}.": rope for field, rope in _ropes(raw, place)}}
+    for prefix, held in holders.items():
+        for field in ROPE_NUMBERS if prefix else ("rope_theta",):
             number, least = held.get(field), 1 if field == "rope_theta" else 0
-            good = number is None or (type(number) in (int, float) and least < number < math.inf)
             require(
-                good, f"config.json's {place}{field} must be a number above {least}, got {number!r}; repair that field"
+                number is None or (type(number) in (int, float) and least < number < math.inf),
+                f"{place.called(prefix + field)} must be a number above {least}, got {number!r}; repair that field",
             )
 
 
-def _ropes(raw: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+def _ropes(raw: dict[str, Any], place: Place) -> Iterator[tuple[str, dict[str, Any]]]:
     """What says how angles turn, by the names that newer and older files have for it."""
     for field in ("rope_parameters", "rope_scaling"):
         rope = {} if raw.get(field) is None else raw[field]
-        require(isinstance(rope, dict), f"config.json's {field} must be an object or null, got {rope!r}; repair it")
+        require(
+            isinstance(rope, dict), f"{place.called(field)} must be an object or null, got {rope!r}; repair that field"
+        )
         yield field, rope
 
 
-def _check_rope_type(raw: dict[str, Any]) -> None:
+def _check_rope_type(raw: dict[str, Any], place: Place) -> None:
     """Before transformers reads it, which would warn about a type it does not know and go on."""
-    for field, rope in _ropes(raw):
+    for field, rope in _ropes(raw, place):
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind not in ROPE_TYPES:
-            raise unknown(f"config.json's {field}['rope_type']", kind, ROPE_TYPES, OTHER_LAWS)
+            raise unknown(place.called(f"{field}['rope_type']"), kind, ROPE_TYPES, OTHER_LAWS)
 
 
 def _rope(source: Any) -> dict[str, Any]:

@@ -83,6 +83,19 @@ GGUF_SCALING = (
 )
 """What is understood of a law of scaling, after the name of the architecture and "rope."; the rest is refused."""
 
+GGUF_ROPE = {
+    "rope.freq_base": "rope_parameters.rope_theta",
+    "rope.scaling.type": "rope_parameters['rope_type']",
+    "rope.scale_linear": "rope_parameters.factor",
+    "rope.scaling.factor": "rope_parameters.factor",
+    "rope.scaling.original_context_length": "rope_parameters.original_max_position_embeddings",
+    "rope.scaling.yarn_attn_factor": "rope_parameters.attention_factor",
+    "rope.scaling.attn_factor": "rope_parameters.attention_factor",
+    "rope.scaling.yarn_beta_fast": "rope_parameters.beta_fast",
+    "rope.scaling.yarn_beta_slow": "rope_parameters.beta_slow",
+}
+"""The same for the angles, for errors alone. Of two names for one value, errors say the latter if the file has it."""
+
 GGUF_NEEDED = ("block_count", "embedding_length", "feed_forward_length", "attention.head_count")
 """Fields without which the file describes no model."""
 

@@ -5,8 +5,8 @@ from hashlib import sha256
 
 import torch
 
-from farspan.convert.configuration import read_config, sound_config
-from farspan.convert.load import matched
+from farspan.convert.configuration import config_of, sound_config
+from farspan.convert.load import EMBEDDING, HEAD, matched, same_numbers
 from farspan.convert.sources import Source
 from farspan.models import FarspanConfig, FarspanForCausalLM
 
@@ -29,12 +29,15 @@ COUNTS = (
 def fingerprint(source: Source) -> str:
     """A digest that two checkpoints share if they hold one model, whether as a folder, in shards or as a GGUF file.
 
-    Numbers count as float32, as `farspan eval` reads them: a copy in fewer bits is another model. One tensor is held at
-    a time.
+    Numbers count as float32, as `farspan eval` reads them: a copy in fewer bits is another model. A head that equals
+    the embedding counts as tied to it, though it be stored once more. At most two tensors are held at a time.
     """
-    config = read_config(source.config)
-    with sound_config(source.config), torch.device("meta"):
+    config = config_of(source)
+    with sound_config(source.config, source.place), torch.device("meta"):
         plan = matched(source, FarspanForCausalLM(config))
+    theirs_of = {ours: theirs for theirs, ours in plan.items()}
+    if HEAD in theirs_of and same_numbers(source, theirs_of[HEAD], theirs_of[EMBEDDING]):
+        del plan[theirs_of[HEAD]]
     digest = sha256(json.dumps(_meaning(config), sort_keys=True).encode())
     for theirs, ours in sorted(plan.items(), key=lambda pair: pair[1]):
         tensor = source.read(theirs).to(torch.float32).contiguous()

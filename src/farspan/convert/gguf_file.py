@@ -9,17 +9,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from farspan.convert.configuration import check_rope, check_sizes, sound_config
 from farspan.convert.families import (
     GGUF_ARCHITECTURES,
     GGUF_CONFIG,
     GGUF_NEEDED,
+    GGUF_ROPE,
     GGUF_SCALING,
     GGUF_WEIGHTS,
     INTERLEAVED,
     OTHER_FAMILIES,
 )
 from farspan.convert.names import template
-from farspan.convert.sources import Source
+from farspan.convert.sources import Place, Source
 from farspan.errors import require, unknown
 from farspan.ops import Llama3, Rotary
 
@@ -44,12 +46,20 @@ class GgufFile(Source):
         self._tensors = {tensor.name: tensor for tensor in reader.tensors}
         # A GGUF shape counts from the fastest axis.
         self.shapes = {name: tuple(int(n) for n in reversed(t.shape)) for name, t in self._tensors.items()}
-        self.config = self._config()
-
-    def _config(self) -> dict[str, Any]:
         kind = self._fields.get("general.architecture")
         if kind not in GGUF_ARCHITECTURES:
-            raise unknown(f"general.architecture of {str(self.path)!r}", kind, GGUF_ARCHITECTURES, OTHER_FAMILIES)
+            raise unknown(f"general.architecture of {str(path)!r}", kind, GGUF_ARCHITECTURES, OTHER_FAMILIES)
+        self.place = Place("the GGUF metadata", self._names(str(kind)))
+        with sound_config({"model_type": kind}, self.place):
+            self.config = self._config(str(kind))
+
+    def _names(self, kind: str) -> dict[str, str]:
+        """transformers' name of a field → the name here; of two names, the one that the file has."""
+        known = GGUF_CONFIG | GGUF_ROPE
+        held_last = sorted(known, key=lambda theirs: f"{kind}.{theirs}" in self._fields)
+        return {known[theirs]: f"{kind}.{theirs}" for theirs in held_last}
+
+    def _config(self, kind: str) -> dict[str, Any]:
         for field in GGUF_NEEDED:
             require(
                 f"{kind}.{field}" in self._fields,
@@ -60,6 +70,7 @@ class GgufFile(Source):
             for theirs, ours in GGUF_CONFIG.items()
             if f"{kind}.{theirs}" in self._fields
         }
+        check_sizes(config, self.place)
         config.setdefault("num_key_value_heads", config["num_attention_heads"])
         config.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
         rotated = self._fields.get(f"{kind}.rope.dimension_count", config["head_dim"])
@@ -88,7 +99,7 @@ class GgufFile(Source):
             "tie_word_embeddings": "output.weight" not in self.shapes,
             "attention_bias": biased,
             "mlp_bias": "blk.0.ffn_up.bias" in self.shapes,
-            "rope_parameters": self._rope(str(kind), config),
+            "rope_parameters": self._rope(kind, config),
         }
 
     def _rope(self, kind: str, config: dict[str, Any]) -> dict[str, Any]:
@@ -118,6 +129,7 @@ class GgufFile(Source):
         if law == "none" or (law in ("linear", "yarn") and factor == 1):
             return {}
         rope: dict[str, Any] = {"rope_type": law, "factor": factor}
+        check_rope({"rope_parameters": rope}, self.place)
         longer = found.get("scaling.attn_factor", 1.0) * found.get("scaling.yarn_attn_factor", 1.0)
         require(
             law == "yarn" or longer == 1,

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import GenerationConfig
 
-from farspan.convert.configuration import read_config, sound_config
+from farspan.convert.configuration import config_of, sound_config
 from farspan.convert.families import IGNORED
 from farspan.convert.names import filled, template
 from farspan.convert.sources import Source
@@ -28,8 +28,8 @@ def load(
     progress: Progress | None = None,
 ) -> FarspanForCausalLM:
     """The source as our model with attention "rope": the same logits. dtype None keeps the source's."""
-    config = read_config(source.config)
-    with sound_config(source.config), torch.device("meta"):
+    config = config_of(source)
+    with sound_config(source.config, source.place), torch.device("meta"):
         model = FarspanForCausalLM(config)
     plan = matched(source, model)
     for done, (theirs, ours) in enumerate(plan.items()):
@@ -97,14 +97,20 @@ def _refuse_adapter(source: Source) -> None:
 def _check_tied_head(source: Source, head: str, embedding: str) -> None:
     if head not in source.shapes:
         return
-    same = source.shapes[head] == source.shapes.get(embedding) and torch.equal(
-        source.read(head), source.read(embedding)
-    )
     require(
-        same,
+        same_numbers(source, head, embedding),
         f"tensor {head!r} must equal {embedding!r} where tie_word_embeddings is true, got another; "
         "set tie_word_embeddings to false in config.json",
     )
+
+
+def same_numbers(source: Source, one: str, other: str) -> bool:
+    """Whether two tensors of a source are equal, whatever they are stored in."""
+    if source.shapes[one] != source.shapes.get(other):
+        return False
+    first, second = source.read(one), source.read(other)
+    wide = torch.promote_types(first.dtype, second.dtype)
+    return torch.equal(first.to(wide), second.to(wide))
 
 
 def _check_finite(source: Source, name: str, tensor: torch.Tensor) -> None:

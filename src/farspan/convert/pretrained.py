@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from farspan.convert.calibrate import CalibrationConfig, CalibrationReport, calibrate
-from farspan.convert.configuration import read_config, write_config
+from farspan.convert.configuration import config_of, write_config
 from farspan.convert.folder import check_out, orderly_end, save
 from farspan.convert.load import Progress, load
 from farspan.convert.note import write_note
@@ -61,7 +61,7 @@ def from_pretrained(
     """
     target = Target(attention, window, global_every, keep_rope)
     opened = open_source(Path(path))
-    target.specs(read_config(opened.config).attention_specs)  # refuses what cannot be before any work is done
+    target.specs(config_of(opened).attention_specs)  # refuses what cannot be before any work is done
     model = load(opened, dtype=dtype, device=device, progress=progress)
     give_attention(model, target, calibration, calibration_config, progress=progress)
     return model
@@ -135,7 +135,7 @@ def convert_folder(
         f"--calibrate needs --attention, the one to fit, got {', '.join(text)} without; add --attention coca-exact",
     )
     target, opened = Target(attention, window, global_every, keep_rope), open_source(Path(source))
-    config = read_config(opened.config)
+    config = config_of(opened)
     before, specs = config.attention_specs, target.specs(config.attention_specs)
     config.attention = [spec.to_dict() for spec in specs]
     if to is not None:

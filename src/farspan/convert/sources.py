@@ -6,6 +6,7 @@ Only formats that hold numbers and nothing else are read. A pickle can run code 
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +33,33 @@ CARRIED = (
 """Tokenizer and generation settings travel with a model unchanged."""
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a configuration stands, so that an error can name what its reader will find there.
+
+    >>> Place().called("head_dim")
+    "config.json's head_dim"
+    >>> Place("the GGUF metadata", {"head_dim": "llama.attention.key_length"}).called("head_dim")
+    "the GGUF metadata's llama.attention.key_length"
+    """
+
+    name: str = "config.json"
+    fields: Mapping[str, str] = field(default_factory=dict)
+    """transformers' name of a field → the name there, where it is another."""
+
+    def called(self, name: str) -> str:
+        """What an error calls the field that transformers calls `name`."""
+        return f"{self.name}'s {self.fields.get(name, name)}"
+
+
 class Source(ABC):
     """A checkpoint on disk."""
 
     path: Path
     config: dict[str, Any]
     """As in a config.json of transformers."""
+    place: Place = Place()
+    """Where that configuration was read."""
     weights: Mapping[str, str]
     """The weight map: this source's names → our names."""
     shapes: dict[str, tuple[int, ...]]

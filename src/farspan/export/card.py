@@ -67,6 +67,15 @@ def render(card: Card) -> str:
     )
 
 
+def turning(config: FarspanConfig) -> list[AttentionSpec]:
+    """The layers whose positions are the configuration's angles: cosFormer has a re-weighting of its own, ALiBi a bias.
+
+    >>> [spec.name for spec in turning(FarspanConfig.preset("tiny", attention=["rope", "alibi", "cosformer", "rope"]))]
+    ['rope', 'rope']
+    """
+    return [spec for spec in config.attention_specs if spec.rotary and spec.kind != "cosformer"]
+
+
 def own_law(config: FarspanConfig) -> str:
     """The law that config.json gives the angles, as it stands there; "" where they turn as they were trained.
 
@@ -74,7 +83,7 @@ def own_law(config: FarspanConfig) -> str:
     '`"rope_type": "linear"`, factor 2'
     """
     law = config.rotary().scaling
-    if law is None or not any(spec.rotary and spec.kind != "cosformer" for spec in config.attention_specs):
+    if law is None or not turning(config):
         return ""
     return f'`"rope_type": "{(config.rope_parameters or {})["rope_type"]}"`, factor {law.factor:g}'  # type: ignore[attr-defined]
 
@@ -89,8 +98,8 @@ class Stretch:
 
 def stretch(config: FarspanConfig, run: Run) -> Stretch | None:
     """Dynamic NTK as it was measured of this model, otherwise with factor 4; None for a model that it does not fit."""
-    specs = config.attention_specs
-    fits = any(spec.rotary and not spec.linear for spec in specs) and all(spec.kind != "linear-coca" for spec in specs)
+    layers = turning(config)
+    fits = bool(layers) and all(spec.kind != "linear-coca" for spec in layers)  # whose sums cannot be turned again
     if not fits or config.rotary().scaling is not None:
         return None
     measured: list[Evaluated] = [*run.perplexity, *run.passkey, *run.bits, *run.pairs]

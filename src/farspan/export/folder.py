@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from farspan.convert.configuration import read_config
+from farspan.convert.configuration import config_of
 from farspan.convert.fingerprint import fingerprint
 from farspan.convert.folder import check_out, save
 from farspan.convert.load import Progress, load
@@ -77,7 +77,7 @@ def export_folder(
 
 def _check_tokenizer(source: Source) -> None:
     """Refuse a source without a tokenizer, and one whose tokens the model has no embedding for."""
-    tokens, size = max(tokenizer_of(source).get_vocab().values()) + 1, read_config(source.config).vocab_size
+    tokens, size = max(tokenizer_of(source).get_vocab().values()) + 1, config_of(source).vocab_size
     require(
         tokens <= size,
         f"the tokenizer of {str(source.path)!r} must have at most the model's vocab_size = {size} tokens, got {tokens}"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from farspan.convert.configuration import read_config
+from farspan.convert.configuration import config_of
 from farspan.convert.sources import open_source
 from farspan.data import TextTokenizer
 from farspan.evaluation.passkey import check_row
@@ -25,12 +25,12 @@ def check(
     tokenizer: Callable[[], TextTokenizer],
 ) -> None:
     """Go through the stages with a model that has shapes but no weights, and open the data at each stage's length."""
-    config = read_config(open_source(model).config)
+    config = config_of(open_source(model))
     for stage in recipe.stages:
         with torch.device("meta"):
             student = FarspanForCausalLM(config)
             give_lengths(student, stage)  # the next stage begins with this configuration
-            theirs = read_config(open_source(teacher).config) if stage.needs_teacher and teacher is not None else None
+            theirs = config_of(open_source(teacher)) if stage.needs_teacher and teacher is not None else None
             if theirs is not None:
                 check_teacher(student.config, theirs, stage.objective)
             prepared(student, stage, theirs)

@@ -12,7 +12,7 @@ import torch
 from accelerate import PartialState
 from torch import nn
 
-from farspan.convert.configuration import read_config
+from farspan.convert.configuration import config_of
 from farspan.convert.folder import save
 from farspan.convert.load import load
 from farspan.convert.note import read_note, write_note
@@ -60,7 +60,7 @@ class Origin:
         """What the stage's teacher is, if it has one."""
         if not stage.needs_teacher or self.teacher is None:
             return None
-        return read_config(open_source(self.teacher).config)
+        return config_of(open_source(self.teacher))
 
     def write_beside(self, folder: Path) -> None:
         """Tokenizer and generation settings as they came, and where the model is from."""
@@ -102,7 +102,7 @@ def finetune(
     final, path, done = folder / "model", origin.model, 0
     places = [folder / f"stage-{i + 1}-{stage.name}" for i, stage in enumerate(recipe.stages)]
     if final.exists():
-        log_length = recipe.log_length or read_config(open_source(origin.model).config).log_length
+        log_length = recipe.log_length or config_of(open_source(origin.model)).log_length
         _refuse_other_recipe(folder, [place.name for place in places], log_length=log_length)
     else:
         origin.check(recipe)
@@ -133,7 +133,7 @@ def open_origin(
     """What a recipe is applied to; refuses a model, text or teacher that is not there."""
     source, sources = Path(model), {str(Path(path)): weight for path, weight in data.items()}
     require(bool(sources), "--data must name at least one token folder, got none; make it with farspan data")
-    read_config(open_source(source).config)  # refuses what is no model before anything else is said about it
+    config_of(open_source(source))  # refuses what is no model before anything else is said about it
     return Origin(source, _teacher(source, teacher, recipe), sources, cache(partial(_tokenizer, source, sources)))
 
 

@@ -24,6 +24,8 @@ LAW_STYLES = {
     "yarn": ("YaRN", "#CC79A7", "v"),
 }
 """The scaling laws that `farspan analyze` compares."""
+LAWS = {"ntk": "dynamic NTK", "static-ntk": "static NTK", "pi": "PI", "yarn": "YaRN", "llama3": "Llama 3's law"}
+"""What rows of results call a law (:mod:`farspan.evaluation.laws`), in words. A plain "ntk" is dynamic there."""
 
 
 def variant_name(variant: str) -> str:
@@ -44,10 +46,13 @@ def scaling_name(scaling: str) -> str:
     """
     >>> scaling_name("none"), scaling_name("ntk-4/per_request"), scaling_name("yarn-4+log")
     ('no scaling', 'dynamic NTK 4 per request', 'YaRN 4, log length')
+    >>> scaling_name("static-ntk-4")
+    'static NTK 4'
     """
     scaling, _, log = scaling.partition("+")
     law, _, mode = scaling.partition("/")
-    name = "no scaling" if law == "none" else law.replace("ntk-", "dynamic NTK ").replace("yarn-", "YaRN ")
+    kind, _, factor = law.rpartition("-")
+    name = "no scaling" if law == "none" else f"{LAWS[kind]} {factor}" if kind in LAWS else law
     return name + (f" {mode.replace('_', ' ')}" if mode else "") + (", log length" if log else "")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from farspan.convert import CalibrationConfig, convert_folder, from_pretrained
-from farspan.convert.configuration import read_config
+from farspan.convert.configuration import config_of
 from farspan.convert.sources import open_source
 from farspan.convert.text import text_tokenizer
 from farspan.data import TextTokenizer, documents
@@ -40,7 +40,7 @@ def check_study(preset: Preset, steps: Sequence[Step]) -> None:
         ("held-out", corpus.held_out, "test.jsonl.xz"),
     ):
         require(bool(value), f"--{option} must be given for a preset with a study, got none; try --{option} {example}")
-    law = read_config(open_source(Path(corpus.checkpoint)).config).rotary().scaling
+    law = config_of(open_source(Path(corpus.checkpoint))).rotary().scaling
     require(
         law is None,
         f"--checkpoint must have plain rotary angles for a study, got {scaling_name(law)}: 'none' would not be the "
