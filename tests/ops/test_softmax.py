@@ -13,6 +13,7 @@ from farspan.ops import (
     rope_attention_reference,
 )
 from farspan.ops.rotary import rotate
+from farspan.ops.softmax.core import steady
 from tests.helpers import largest_difference, masks, softmax_inputs
 
 MASKS = list(masks(1, 1, 1))
@@ -131,3 +132,53 @@ def test_heads_become_queries_unless_threads_would_have_nothing_to_do(monkeypatc
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
         rope_attention(*softmax_inputs(1, 9, h=8, g=2), rotary=Rotary(8))
     assert read == [(2, 4), (8, 1)]
+
+
+SEEN: list[tuple[int, ...]] = []
+"""Strides of the gradients that the op below was given."""
+
+
+@torch.library.custom_op("farspan_tests::attend", mutates_args=())
+def attend_op(x: torch.Tensor) -> torch.Tensor:
+    """In SDPA's place."""
+    return x.clone()
+
+
+@torch.library.custom_op("farspan_tests::attend_backward", mutates_args=())
+def attend_backward_op(gradient: torch.Tensor) -> torch.Tensor:
+    SEEN.append(gradient.stride())
+    return gradient.clone()
+
+
+attend_op.register_fake(lambda x: x.clone())
+attend_backward_op.register_fake(lambda gradient: gradient.clone())
+attend_op.register_autograd(lambda _, gradient: attend_backward_op(gradient))
+
+
+@pytest.mark.parametrize("folded", [True, False])
+@pytest.mark.parametrize("backend", [None, "aot_eager", "inductor"])
+def test_a_gradient_arrives_laid_out_as_the_output(folded: bool, backend: str | None) -> None:
+    """Alone or part of a longer one, shared or turned: or cuDNN would read it with another one's strides."""
+    x = torch.randn(2, 5, 3, 4).transpose(1, 2) if folded else torch.randn(2, 3, 5, 4)
+    x.requires_grad_()
+    want = x.stride()
+
+    def joined(x: torch.Tensor) -> torch.Tensor:
+        return torch.cat((steady(attend_op(x)), x.detach()), dim=2)  # whose gradient is cut in parts
+
+    def alone(x: torch.Tensor) -> torch.Tensor:
+        return steady(attend_op(x))
+
+    weights = torch.randn(2, 3, 10, 4)
+    for run, weight in (
+        (joined, weights),
+        (alone, weights[:, :, :5].contiguous()),
+        (alone, weights[:, :, :5].transpose(1, 2).contiguous().transpose(1, 2)),
+        (alone, weights[:, :, 3:8]),
+        (alone, torch.randn(4).expand(2, 3, 5, 4)),  # of one number alone torch makes a dense one itself
+    ):
+        SEEN.clear()
+        out = (torch.compile(run, backend=backend, fullgraph=True) if backend else run)(x)
+        (found,) = torch.autograd.grad(out, x, weight)
+        assert [want] == SEEN
+        assert torch.equal(found, weight[:, :, :5])

@@ -190,34 +190,28 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = N
         return _sdpa(q.reshape(b, g, h // g, d), k, v, scale, mask).reshape(b, h, 1, -1)
     if grouped and q.is_cuda and mask is not None:  # no CUDA kernel takes a mask and grouped heads together
         (k, v), grouped = _repeat(q, k, v), False
-    return _steady(
-        F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped)
-    )
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped)
+    cudnn_may_have_it = out.is_cuda and out.dtype in (torch.bfloat16, torch.float16)
+    return steady(out) if cudnn_may_have_it and out.requires_grad else out
 
 
-def _steady(out: Tensor) -> Tensor:
-    """`out`, whose gradient will come to SDPA laid out as it is itself.
+def steady(out: Tensor) -> Tensor:
+    """`out` (b, h, n, d), whose gradient will arrive laid out as it is itself; a dense one is made where it would not.
 
-    torch keeps cuDNN's backward graphs by the layout of queries, keys and values, not of the gradient: after one that
-    was part of a longer tensor (two runs of frequencies, joined), the next, of its own, was read with the first one's
-    strides, beyond its end.
+    torch keeps cuDNN's backward graphs by the layout of queries, keys and values, not of the gradient. Of two gradients
+    of one shape, the second would be read with the strides of the first, also beyond its end: as when the first was
+    part of a longer one (runs of frequencies, joined), and the second was not.
+
+    >>> x = torch.zeros(2, 3, 4, 8, requires_grad=True)
+    >>> steady(x.transpose(1, 2)).stride() == x.transpose(1, 2).stride()
+    True
     """
-    tracked = out.requires_grad and out.is_cuda and out.dtype in (torch.bfloat16, torch.float16)
-    if tracked and not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()):
-        strides = out.stride()
-        out.register_hook(lambda gradient: laid_out(gradient, strides))
-    return out
-
-
-def laid_out(x: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """x with these strides, copied if need be.
-
-    >>> laid_out(torch.ones(2, 3), (1, 2)).stride()
-    (1, 2)
-    """
-    if x.stride() == strides:
-        return x
-    return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
+    folded = out.stride(1) < out.stride(2)  # as projections lay it out: heads inside positions
+    dense = out.transpose(1, 2) if folded else out
+    if not dense.is_contiguous():
+        return out
+    dense = dense.view(-1).view(dense.shape)  # nothing, forwards; backwards a gradient that is not dense is copied
+    return dense.transpose(1, 2) if folded else dense
 
 
 def _folds(b: int, h: int, g: int) -> bool:
