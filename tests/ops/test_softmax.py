@@ -138,21 +138,21 @@ SEEN: list[tuple[int, ...]] = []
 """Strides of the gradients that the op below was given."""
 
 
-@torch.library.custom_op("farspan_tests::attend", mutates_args=())
-def attend_op(x: torch.Tensor) -> torch.Tensor:
+@torch.library.custom_op("farspan_tests::laid_out", mutates_args=())
+def laid_out_op(x: torch.Tensor) -> torch.Tensor:
     """In SDPA's place."""
     return x.clone()
 
 
-@torch.library.custom_op("farspan_tests::attend_backward", mutates_args=())
-def attend_backward_op(gradient: torch.Tensor) -> torch.Tensor:
+@torch.library.custom_op("farspan_tests::laid_out_backward", mutates_args=())
+def laid_out_backward_op(gradient: torch.Tensor) -> torch.Tensor:
     SEEN.append(gradient.stride())
     return gradient.clone()
 
 
-attend_op.register_fake(lambda x: x.clone())
-attend_backward_op.register_fake(lambda gradient: gradient.clone())
-attend_op.register_autograd(lambda _, gradient: attend_backward_op(gradient))
+laid_out_op.register_fake(lambda x: x.clone())
+laid_out_backward_op.register_fake(lambda gradient: gradient.clone())
+laid_out_op.register_autograd(lambda _, gradient: laid_out_backward_op(gradient))
 
 
 @pytest.mark.parametrize("folded", [True, False])
@@ -164,10 +164,10 @@ def test_a_gradient_arrives_laid_out_as_the_output(folded: bool, backend: str | 
     want = x.stride()
 
     def joined(x: torch.Tensor) -> torch.Tensor:
-        return torch.cat((steady(attend_op(x)), x.detach()), dim=2)  # whose gradient is cut in parts
+        return torch.cat((steady(laid_out_op(x)), x.detach()), dim=2)  # whose gradient is cut in parts
 
     def alone(x: torch.Tensor) -> torch.Tensor:
-        return steady(attend_op(x))
+        return steady(laid_out_op(x))
 
     weights = torch.randn(2, 3, 10, 4)
     for run, weight in (
