@@ -50,6 +50,7 @@ def _spread(n: int, m: int, *, free: bool) -> dict[str, Any]:
 LONG = DynamicNTK(4, 1024)
 CASES = [
     *(Case(f"decode, groups of {8 // g}", 8, g, 1, 4097, d) for d in (64, 128) for g in (8, 2, 1)),
+    *(Case("decode, long", 8, 2, 1, 32_768, d) for d in (64, 128)),
     *(Case(f"decode, slack, groups of {8 // g}", 8, g, 1, 3000, 128, options={"form": "slack"}) for g in (8, 4, 2, 1)),
     Case("decode, three queries", 4, 2, 3, 3000, 128),
     Case("decode, window", 4, 2, 1, 3000, 128, options={"window": 513}),
