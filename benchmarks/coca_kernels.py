@@ -3,7 +3,7 @@
 Example: ``python benchmarks/coca_kernels.py --quick --out results/coca-kernels.json`` (a CUDA device).
 ``--toy`` runs the same steps at toy sizes in Triton's interpreter, on any machine; its times mean nothing.
 ``--eight-bits`` times decoding alone, from t in eight bits beside the others, at the shapes that the aims name.
-``--tune`` tries other tile sizes for decoding instead, and prints the fastest.
+``--tune`` tries other tile sizes for decoding instead, and prints the fastest; with ``--eight-bits`` for such t.
 """
 
 import argparse
@@ -40,7 +40,7 @@ def main() -> int:
         return 2
     device, begun = "cpu" if arguments.toy else "cuda", time.perf_counter()
     steps = (
-        tuning.run(device=device, repeats=arguments.repeats, toy=arguments.toy)
+        tuning.run(device=device, repeats=arguments.repeats, toy=arguments.toy, eight_bits=arguments.eight_bits)
         if arguments.tune
         else kernels.run(
             quick=arguments.quick,

@@ -150,14 +150,19 @@ def test_bad_input_exits_2_with_one_line(
 
 
 @interpreted
-def test_tuning_checks_each_cut(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    rows = [row for _, new in tuning.run(device="cpu", repeats=1, toy=True) for row in new]
+@pytest.mark.parametrize("eight_bits", [False, True])
+def test_tuning_checks_each_cut(
+    eight_bits: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    rows = [row for _, new in tuning.run(device="cpu", repeats=1, toy=True, eight_bits=eight_bits) for row in new]
     assert rows[0] == {"kind": "assembler", "ptxas": ".".join(map(str, launch.assembler()))}
     assert rows[1:]
     assert all(row["error"] <= row["allowed"] for row in rows[1:])
+    assert all(list(row["of_copy"]) == ["exact, 8-bit t" if eight_bits else "exact"] for row in rows[1:])
     right = attention.launch
     monkeypatch.setattr(attention, "launch", lambda *args: 1.1 * right(*args))
-    monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--toy", "--tune", "--repeats", "1"])
+    options = ["--eight-bits"] if eight_bits else []
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--toy", "--tune", "--repeats", "1", *options])
     with pytest.raises(SystemExit) as exit_:
         runpy.run_path(str(SCRIPT), run_name="__main__")
     assert exit_.value.code == 1

@@ -11,9 +11,10 @@ from torch import Tensor
 from farspan.benchmark.agree import ResultsDifferError
 from farspan.benchmark.ahead import compile_ahead, refused
 from farspan.benchmark.clock import clock, copy_speed
+from farspan.benchmark.eight_bits import CODED, truths
 from farspan.benchmark.kernel_checks import complaint, error_row
 from farspan.benchmark.kernels import NOTED, TOY, Shape, assembler_row, random_inputs
-from farspan.ops import Rotary, coca_attention, coca_attention_reference
+from farspan.ops import Rotary, coca_attention, coca_attention_reference, quantize_t
 from farspan.ops.launch import has_sound_wgmma
 from farspan.ops.phases import rotary_steps
 
@@ -37,60 +38,75 @@ def variants(shape: Shape, toy: bool = False) -> list[Numbers]:
     return few if shape.h == shape.g else list(TOGETHER if has_sound_wgmma() else BY_WARPS)
 
 
-def run(*, device: str, repeats: int, toy: bool = False) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Yield the cuts of each shape, fastest first; raises ResultsDifferError if any cut is wrong."""
+def run(
+    *, device: str, repeats: int, toy: bool = False, eight_bits: bool = False
+) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """Yield the cuts of each shape, fastest first; raises ResultsDifferError if any cut is wrong.
+
+    `eight_bits`: of kernels that read t in eight bits.
+    """
+    name = next(iter(CODED)) if eight_bits else "exact"
     yield "assembler", [assembler_row()]
     size = 2**20 if toy else 2**31
     cuts = {shape: variants(shape, toy) for shape in (TOY if toy else SHAPES)}
     if not toy:
-        good, bad = compile_ahead(_try, [(shape, cut, device) for shape, each in cuts.items() for cut in each])
+        tries = [(shape, cut, device, eight_bits) for shape, each in cuts.items() for cut in each]
+        good, bad = compile_ahead(_try, tries)
         yield "variants that cannot run", refused(bad)
-        cuts = {shape: [cut for of, cut, _ in good if of == shape] for shape in cuts}
+        cuts = {shape: [cut for of, cut, *_ in good if of == shape] for shape in cuts}
     for shape, each in cuts.items():
         before = copy_speed(device, size)
-        rows = sorted(_sweep(shape, each, device, repeats), key=lambda row: row["milliseconds"]["exact"]["median"])
+        found = _sweep(shape, each, device, repeats, name)
+        rows = sorted(found, key=lambda row: row["milliseconds"][name]["median"])
         copies = {"before": before, "after": copy_speed(device, size)}
         for row in rows:
-            share = row["terabytes_a_second"]["exact"] / max(copies.values())
-            row |= {"of_copy": {"exact": share}, "copy_terabytes_a_second": copies}
+            share = row["terabytes_a_second"][name] / max(copies.values())
+            row |= {"of_copy": {name: share}, "copy_terabytes_a_second": copies}
             yield f"{tuple(shape)} {row['cut']} splits {row['splits']}", [row]
 
 
-def _try(shape: Shape, numbers: Numbers, device: str) -> None:
+def _try(shape: Shape, numbers: Numbers, device: str, eight_bits: bool) -> None:
     """A call of a variant with one split and one with several, for a single text."""
     q, t, _, v = random_inputs(shape._replace(b=1), device)
+    held, t_scale = quantize_t(t) if eight_bits else (t, None)
     for splits in (1, 6):
-        _launcher(q, t, v)(numbers, splits)
+        _launcher(q, held, v, t_scale)(numbers, splits)
     torch.cuda.synchronize()  # what went wrong shows only now
 
 
-def _launcher(q: Tensor, t: Tensor, v: Tensor) -> Callable[[Numbers, int], Tensor]:
+def _launcher(q: Tensor, t: Tensor, v: Tensor, t_scale: Tensor | None) -> Callable[[Numbers, int], Tensor]:
     from farspan.ops.coca.kernels.attention import Cut, launch
 
     d = q.shape[-1]
     step = rotary_steps(Rotary(d), None, q.device)
     places = (None, None, None, None, None, None, 0, 0)
     return lambda numbers, splits: launch(
-        q, t, v, None, step, *places, "exact", False, True, None, d**-0.5, splits, Cut(*numbers)
+        q, t, v, t_scale, step, *places, "exact", False, True, None, d**-0.5, splits, Cut(*numbers)
     )
 
 
 @torch.no_grad()
-def _sweep(shape: Shape, cuts: list[Numbers], device: str, repeats: int) -> Iterator[dict[str, Any]]:
+def _sweep(shape: Shape, cuts: list[Numbers], device: str, repeats: int, name: str) -> Iterator[dict[str, Any]]:
     from farspan.ops.coca.kernels.attention import Cut, choose_cut, choose_splits, processors
 
     q, t, _, v = random_inputs(shape, device)
-    launch = _launcher(q, t, v)
-    one = [x[:1] for x in (q, t, v)]  # of one sequence, the float64 equations fit into memory
-    truth = coca_attention_reference(*(x.double() for x in one), rotary=Rotary(shape.d))
-    plain = coca_attention(*one, rotary=Rotary(shape.d), backend="sdpa")
+    one = (q[:1], t[:1], v[:1])  # of one sequence, the float64 equations fit into memory
+    options: dict[str, Any] = {"rotary": Rotary(shape.d)}
+    if name in CODED:
+        codes, t_scale = quantize_t(t)
+        launch, read = _launcher(q, codes, v, t_scale), shape.coded_bytes
+        truth, plain, _ = truths(*one, codes[:1], t_scale[:1], options)
+    else:
+        launch, read = _launcher(q, t, v, None), shape.key_bytes[0]
+        truth = coca_attention_reference(*(x.double() for x in one), **options)
+        plain = coca_attention(*one, **options, backend="sdpa")
     taken = choose_cut(shape.n * shape.h // shape.g, shape.d // 2, shape.d, q.dtype)
     whole = {cut: taken if cut == taken[: len(cut)] else Cut(*cut) for cut in cuts}  # the library's may have own waves
     usual = {cut: choose_splits(shape.b * shape.g, shape.m, whole[cut], processors(q.device)) for cut in cuts}
     for cut, splits in dict.fromkeys((cut, max(1, int(n * part))) for cut, n in usual.items() for part in SPLITS):
         call = partial(launch, cut, splits)
         check = error_row("tuning", call()[:1], truth, plain)
-        if why := complaint(check):
+        if why := complaint(check, one_input=True):
             raise ResultsDifferError(f"cut {cut}, splits {splits}, is wrong on {tuple(shape)}: {why}")
         times = clock(call, device=device, repeats=repeats)
         yield {
@@ -100,6 +116,6 @@ def _sweep(shape: Shape, cuts: list[Numbers], device: str, repeats: int) -> Iter
             "splits": splits,
             "error": check["error"],
             "allowed": check["allowed"],
-            "milliseconds": {"exact": times.milliseconds},
-            "terabytes_a_second": {"exact": shape.key_bytes[0] / times.median / 1e12},
+            "milliseconds": {name: times.milliseconds},
+            "terabytes_a_second": {name: read / times.median / 1e12},
         }
