@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from farspan import FarspanConfig, FarspanForCausalLM
 from farspan.layers import Attention
@@ -108,18 +109,27 @@ def test_positions_and_dynamic_frequencies(case: str, dtype: torch.dtype) -> Non
 
 @pytest.mark.parametrize("backend", ["sdpa", "auto"])
 def test_gradients_are_right_however_they_were_laid_out_before(backend: str) -> None:
-    """Part of a longer one, and then on its own: what a graph that was kept takes it for must not tell."""
+    """On cuDNN, whose graphs torch keeps: part of a longer one, then on its own or as a projection lays it out, eager
+    and compiled."""
     leaves = leaves_of(256, 4, torch.bfloat16)
     longer = torch.randn(2, 8, 777, 64, device="cuda", dtype=torch.bfloat16)
 
-    def gradients(inputs: list[Tensor], weights: Tensor) -> tuple[Tensor, ...]:
-        out = coca_attention(*inputs, rotary=Rotary(64), form="slack", backend=backend)
+    def run(*inputs: Tensor) -> Tensor:
+        return coca_attention(*inputs, rotary=Rotary(64), form="slack", backend=backend)
+
+    def gradients(run: Callable[..., Tensor], inputs: list[Tensor], weights: Tensor) -> tuple[Tensor, ...]:
+        out = run(*inputs)
         return torch.autograd.grad(out, inputs, weights.to(out.dtype))
 
     wide = [x.detach().double().requires_grad_() for x in leaves]
-    for weights in (longer[:, :, 300:556], longer[:, :, 300:556].contiguous(), longer[:, :, :256].mT.contiguous().mT):
-        for truth, found in zip(gradients(wide, weights), gradients(leaves, weights), strict=True):
-            assert (found.double() - truth).norm() <= 0.02 * truth.norm()
+    part = longer[:, :, 300:556]
+    for weights in (part, part.contiguous(), part.transpose(1, 2).contiguous().transpose(1, 2)):
+        truths = gradients(run, wide, weights)
+        for each in (run, torch.compile(run, fullgraph=True)):
+            with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+                found = gradients(each, leaves, weights)
+            for truth, ours in zip(truths, found, strict=True):
+                assert (ours.double() - truth).norm() <= 0.02 * truth.norm()
 
 
 @pytest.mark.parametrize("autocast", [False, True])

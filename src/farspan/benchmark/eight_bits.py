@@ -6,12 +6,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from farspan.benchmark.agree import ResultsDifferError
-from farspan.benchmark.kernel_checks import DRAWS, LAST, LONG, Case, complaint, error_row, random_case, refuse_wrong
+from farspan.benchmark.kernel_checks import (
+    DRAWS,
+    LAST,
+    LONG,
+    Case,
+    Compared,
+    error_row,
+    one_sequence,
+    random_case,
+    refuse_wrong,
+)
 from farspan.benchmark.truth import apart
 from farspan.ops import Rotary, coca_attention, half_width_attention, half_width_attention_reference, quantize_t
 
-CODED = {f"{form}, 8-bit t": form for form in ("exact", "slack")}
+EXACT = "exact, 8-bit t"
+CODED = {EXACT: "exact", "slack, 8-bit t": "slack"}
 """Contestant → form."""
 CASES = [
     *(Case(f"groups of {8 // g}", 8, g, 1, 4097, d) for d in (64, 128) for g in (8, 2, 1)),
@@ -77,29 +87,18 @@ def coded_calls(q: Tensor, t: Tensor, v: Tensor, rotary: Rotary) -> dict[str, Ca
 
 
 @torch.no_grad()
-def check_coded_at_size(
-    what: str, inputs: Sequence[Tensor], calls: Mapping[str, Callable[[], Tensor]], rotary: Rotary
-) -> dict[str, dict[str, Any]]:
-    """Fields of a row, as those of :func:`farspan.benchmark.kernel_checks.check_at_size`, and `quantizing_rms`.
+def compare_codes(
+    inputs: Sequence[Tensor], calls: Mapping[str, Callable[[], Tensor]], rotary: Rotary
+) -> tuple[dict[str, Compared], dict[str, float]]:
+    """Each contestant's result beside the attention of its codes, and how far that is from the attention of t.
 
-    That is how far attention of the codes is from attention of t, both in float64, in the root mean square and as a
-    part of the latter: what eight bits cost, whatever the kernel.
-
-    Raises:
-        ResultsDifferError: the kernel is farther off than :func:`farspan.benchmark.kernel_checks.error_row` allows.
+    The latter in float64, in the root mean square and as a part of it: what eight bits cost, whatever the kernel.
     """
-    q, t, v = (x[:1] for x in inputs)
-    q = q[:, :, -LAST:]
+    q, t, v = one_sequence(inputs)
     codes, t_scale = quantize_t(t)
-    found: dict[str, dict[str, Any]] = {"error_as_timed": {}, "allowed_as_timed": {}, "rms_ratio_as_timed": {}}
-    quantizing: dict[str, float] = {}
+    compared, quantizing = {}, {}
     for name, call in calls.items():
-        options = {"rotary": rotary, "form": CODED[name]}
-        of_codes, plain, of_t = truths(q, t, v, codes, t_scale, options)
-        row = error_row(name, call()[:1, :, -LAST:], of_codes, plain)
-        if why := complaint(row, one_input=True):
-            raise ResultsDifferError(f"{name} as timed is wrong on {what}: {why}")
-        for field, values in found.items():
-            values[name] = row[field.removesuffix("_as_timed")]
+        of_codes, plain, of_t = truths(q, t, v, codes, t_scale, {"rotary": rotary, "form": CODED[name]})
+        compared[name] = call()[:1, :, -LAST:], of_codes, plain
         quantizing[name] = apart(of_codes, of_t)
-    return found | {"quantizing_rms": quantizing}
+    return compared, quantizing

@@ -22,6 +22,10 @@ USUAL, WORST = 1.5, 2.0
 scores decide."""
 
 
+Compared = tuple[Tensor, Tensor, Tensor]
+"""A result, the same by the equations in float64, and the full-width path's."""
+
+
 class Case(NamedTuple):
     """One call: h query heads on g key heads of width d, n queries at the end of m keys."""
 
@@ -121,8 +125,8 @@ def error_row(name: str, out: Tensor, truth: Tensor, plain: Tensor) -> dict[str,
 def complaint(row: Mapping[str, Any], *, one_input: bool = False) -> str | None:
     """What is wrong with an :func:`error_row`; None if nothing is.
 
-    Of `one_input` only the largest error is judged: its root mean square is decided by the few heads with a sharp
-    softmax, and on 32 inputs of one shape was 0.3 to 1.8 times the other path's, 0.7 times on all of them.
+    Of `one_input` only the largest error is judged. Its root mean square is up to the few heads with a sharp softmax:
+    of inputs of one shape some have three times the other path's, and most less than that.
 
     >>> complaint({"error": 1e-3, "allowed": 2e-3, "rms_ratio": 1.6})
     'its error is usually 1.60 times that of the full-width path (allowed: 1.5)'
@@ -156,29 +160,38 @@ def check_case(case: Case, device: str, *, draws: int) -> dict[str, Any]:
     return error_row(f"{case.name}, {case.n} of {case.m}, d {case.d}, {case.dtype}", out, truth, plain)
 
 
-@torch.no_grad()
-def check_at_size(
-    what: str, inputs: Sequence[Tensor], outs: Mapping[str, Tensor], rotary: Rotary | None
-) -> dict[str, dict[str, Any]]:
-    """Fields of a row: each form's output (b, h, n, d) of q, t, v as timed, against the equations in float64.
-
-    Of one sequence and its last queries, for which the equations fit into memory.
+def check_at_size(what: str, compared: Mapping[str, Compared]) -> dict[str, dict[str, Any]]:
+    """Fields of a row: how far each contestant was off as it was timed.
 
     Raises:
         ResultsDifferError: one is farther off than :func:`error_row` allows.
     """
-    q, t, v = (x[:1] for x in inputs)
-    q = q[:, :, -LAST:]
     found: dict[str, dict[str, Any]] = {"error_as_timed": {}, "allowed_as_timed": {}, "rms_ratio_as_timed": {}}
+    for name, each in compared.items():
+        row = error_row(name, *each)
+        if why := complaint(row, one_input=True):
+            raise ResultsDifferError(f"{name} as timed is wrong on {what}: {why}")
+        for field, values in found.items():
+            values[name] = row[field.removesuffix("_as_timed")]
+    return found
+
+
+def one_sequence(inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """q, t and v of the first sequence with its last queries, for which the equations fit into memory."""
+    q, t, v = (x[:1] for x in inputs)
+    return q[:, :, -LAST:], t, v
+
+
+@torch.no_grad()
+def compare_forms(inputs: Sequence[Tensor], outs: Mapping[str, Tensor], rotary: Rotary | None) -> dict[str, Compared]:
+    """Each form's output (b, h, n, d) of q, t, v, as far as :func:`one_sequence` goes."""
+    q, t, v = one_sequence(inputs)
+    compared = {}
     for form, out in outs.items():
         truth = coca_attention_reference(q.double(), t.double(), v.double(), rotary=rotary, form=form)
         plain = coca_attention(q, t, v, rotary=rotary, form=form, backend="sdpa")
-        row = error_row(form, out[:1, :, -LAST:], truth, plain)
-        if why := complaint(row, one_input=True):
-            raise ResultsDifferError(f"{form} as timed is wrong on {what}: {why}")
-        for field, values in found.items():
-            values[form] = row[field.removesuffix("_as_timed")]
-    return found
+        compared[form] = out[:1, :, -LAST:], truth, plain
+    return compared
 
 
 @torch.no_grad()

@@ -13,8 +13,8 @@ from torch.nn.attention.bias import causal_lower_right
 
 from farspan.benchmark.agree import ResultsDifferError
 from farspan.benchmark.clock import Times, captured, clock_in_turn, comparable, copy_speed, quantiles
-from farspan.benchmark.eight_bits import CODED, check_coded_at_size, check_codes, coded_calls
-from farspan.benchmark.kernel_checks import check_at_size, check_kernels
+from farspan.benchmark.eight_bits import CODED, check_codes, coded_calls, compare_codes
+from farspan.benchmark.kernel_checks import check_at_size, check_kernels, compare_forms
 from farspan.benchmark.truth import LOOSE, far
 from farspan.ops import Rotary, coca_attention, coca_features
 from farspan.ops.coca.half_width import half_width_attention
@@ -133,7 +133,7 @@ def decode(shape: Shape, device: str, repeats: int) -> dict[str, Any]:
     """One token a sequence. RoPE's keys are cached rotated, and its query's rotation is not charged to it."""
     q, t, k, v = random_inputs(shape, device)
     b, h, g, n, _, d = shape
-    what, coded = f"decode {tuple(shape)}", coded_calls(q, t, v, Rotary(d)) if shape in (*NOTED, *TOY) else {}
+    coded = coded_calls(q, t, v, Rotary(d)) if shape in (*NOTED, *TOY) else {}
     calls: dict[str, Callable[[], Tensor]] = {
         form: lambda form=form: half_width_attention(q, t, v, rotary=Rotary(d), form=form)  # type: ignore[misc]
         for form in ("exact", "slack")
@@ -143,15 +143,14 @@ def decode(shape: Shape, device: str, repeats: int) -> dict[str, Any]:
         folded = q.reshape(b, g, h // g * n, d)
         calls |= {f"{name}, heads as queries": call for name, call in rope_peers(folded, k, v).items()}
     outs = {form: calls[form]() for form in ("exact", "slack")}
-    checked = check_at_size(what, (q, t, v), outs, Rotary(d))
-    for field, found in check_coded_at_size(what, (q, t, v), coded, Rotary(d)).items():
-        checked[field] = checked.get(field, {}) | found
+    compared, quantizing = compare_codes((q, t, v), coded, Rotary(d))
+    checked = check_at_size(f"decode {tuple(shape)}", compare_forms((q, t, v), outs, Rotary(d)) | compared)
     half, full = shape.key_bytes
     before = copy_speed(device, half // 2)  # of as many bytes: what a launch, and memory coming to speed, cost there
     times = times_of(calls, device, repeats)
     as_many = max(before, copy_speed(device, half // 2))
     moved = {name: shape.coded_bytes if name in coded else half if name in outs else full for name in times}
-    row = report("decode", shape, times, moved) | checked
+    row = report("decode", shape, times, moved) | checked | ({"quantizing_rms": quantizing} if coded else {})
     row["of_copy_alike"] = {name: row["terabytes_a_second"][name] / as_many for name in outs}
     return row | {"copy_alike_terabytes_a_second": as_many}
 
@@ -172,7 +171,8 @@ def prefill(shape: Shape, device: str, repeats: int) -> dict[str, Any]:
             return F.scaled_dot_product_attention(q, wide_k, wide_v, attn_mask=bias)
 
     calls["flash"] = flash
-    checked = check_at_size(f"prefill {tuple(shape)}", (q, t, v), {"exact": calls["exact"]()}, Rotary(shape.d))
+    compared = compare_forms((q, t, v), {"exact": calls["exact"]()}, Rotary(shape.d))
+    checked = check_at_size(f"prefill {tuple(shape)}", compared)
     times = times_of(calls, device, repeats)
     work = 4 * shape.b * shape.h * shape.n * (shape.m - shape.n / 2) * shape.d
     row = report("prefill", shape, times) | checked

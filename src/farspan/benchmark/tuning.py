@@ -11,7 +11,7 @@ from torch import Tensor
 from farspan.benchmark.agree import ResultsDifferError
 from farspan.benchmark.ahead import compile_ahead, refused
 from farspan.benchmark.clock import clock, copy_speed
-from farspan.benchmark.eight_bits import CODED, truths
+from farspan.benchmark.eight_bits import EXACT, truths
 from farspan.benchmark.kernel_checks import complaint, error_row
 from farspan.benchmark.kernels import NOTED, TOY, Shape, assembler_row, random_inputs
 from farspan.ops import Rotary, coca_attention, coca_attention_reference, quantize_t
@@ -45,7 +45,7 @@ def run(
 
     `eight_bits`: of kernels that read t in eight bits.
     """
-    name = next(iter(CODED)) if eight_bits else "exact"
+    name = EXACT if eight_bits else "exact"
     yield "assembler", [assembler_row()]
     size = 2**20 if toy else 2**31
     cuts = {shape: variants(shape, toy) for shape in (TOY if toy else SHAPES)}
@@ -92,7 +92,7 @@ def _sweep(shape: Shape, cuts: list[Numbers], device: str, repeats: int, name: s
     q, t, _, v = random_inputs(shape, device)
     one = (q[:1], t[:1], v[:1])  # of one sequence, the float64 equations fit into memory
     options: dict[str, Any] = {"rotary": Rotary(shape.d)}
-    if name in CODED:
+    if name == EXACT:
         codes, t_scale = quantize_t(t)
         launch, read = _launcher(q, codes, v, t_scale), shape.coded_bytes
         truth, plain, _ = truths(*one, codes[:1], t_scale[:1], options)

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from farspan.errors import require
+from farspan.ops.launch import is_traced
 from farspan.ops.rotary import working_dtype
 
 LEVELS = 255
@@ -11,7 +12,7 @@ LEVELS = 255
 
 @torch.no_grad()
 def quantize_t(t: Tensor) -> tuple[Tensor, Tensor]:
-    """t → (codes, t_scale) with t ≈ codes · t_scale, off by at most half a scale.
+    """t → (codes, t_scale) with t ≈ codes · t_scale, off by at most half a scale, for scales in float32's normal range.
 
     CoCA's t is not negative by its ReLU. What is negative all the same is refused where a look costs nothing, on a CPU
     and not while compiling, and becomes zero elsewhere.
@@ -29,8 +30,8 @@ def quantize_t(t: Tensor) -> tuple[Tensor, Tensor]:
     """
     require(t.is_floating_point(), f"t must be floating-point, got {t.dtype}; codes are made from t as it is projected")
     require(t.ndim > 0 and t.shape[-1] > 0, f"t must hold coefficients along its last axis, got {tuple(t.shape)}")
-    if t.device.type == "cpu" and not torch.compiler.is_compiling():
-        low = float(t.min()) if t.numel() else 0.0
+    if t.device.type == "cpu" and t.numel() and not (is_traced() or torch._C._are_functorch_transforms_active()):
+        low = float(t.min())
         require(not low < 0, f"t must not be negative, got {low:g}; CoCA's t comes from a ReLU")
     wide = t.to(working_dtype(t.dtype))
     t_scale = (wide.amax(-1).clamp(min=0) / LEVELS).float()

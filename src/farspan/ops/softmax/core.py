@@ -196,22 +196,23 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = N
 
 
 def steady(out: Tensor) -> Tensor:
-    """`out` (b, h, n, d), whose gradient will arrive laid out as it is itself; a dense one is made where it would not.
+    """A dense `out`, whose gradient will arrive laid out as it is itself: one that would not is copied.
 
     torch keeps cuDNN's backward graphs by the layout of queries, keys and values, not of the gradient. Of two gradients
     of one shape, the second would be read with the strides of the first, also beyond its end: as when the first was
-    part of a longer one (runs of frequencies, joined), and the second was not.
+    part of a longer one (runs of frequencies, joined), and the second was not. (One without neighbours along its last
+    axis may still arrive as it is: that torch copies itself.)
 
     >>> x = torch.zeros(2, 3, 4, 8, requires_grad=True)
     >>> steady(x.transpose(1, 2)).stride() == x.transpose(1, 2).stride()
     True
     """
-    folded = out.stride(1) < out.stride(2)  # as projections lay it out: heads inside positions
-    dense = out.transpose(1, 2) if folded else out
+    order = sorted(range(out.ndim), key=lambda axis: out.stride(axis), reverse=True)
+    dense = out.permute(order)
     if not dense.is_contiguous():
         return out
-    dense = dense.view(-1).view(dense.shape)  # nothing, forwards; backwards a gradient that is not dense is copied
-    return dense.transpose(1, 2) if folded else dense
+    dense = dense.view(-1).view(dense.shape)  # nothing, forwards; backwards the gradient must be in one piece, too
+    return dense.permute([order.index(axis) for axis in range(out.ndim)])
 
 
 def _folds(b: int, h: int, g: int) -> bool:
@@ -233,7 +234,7 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         return _sdpa(q, k, v, scale, torch.ones(n, m, dtype=torch.bool, device=q.device).tril(m - n))
     from torch.nn.attention.bias import causal_lower_right  # brings the whole of torch.compile with it
 
-    k, v = _repeat(q, k, v)
+    k, v = _repeat(q, k, v)  # on flash, or where that may not run without cuDNN: its gradients may come as they like
     return F.scaled_dot_product_attention(q, k, v, attn_mask=causal_lower_right(n, m), scale=scale)
 
 

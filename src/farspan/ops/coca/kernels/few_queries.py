@@ -205,7 +205,8 @@ def split_product(x, y, add, SPLIT: tl.constexpr):
     near = narrow(y, x.dtype)
     if SPLIT:
         near = beside(near, narrow(y - near.to(tl.float32), x.dtype))
-    if x.dtype == tl.float32:  # one chain of all keys' additions would round off more; joined so that it stays apart
+    if x.dtype == tl.float32:  # one chain of all keys' additions would round off more. A plain sum Triton would take
+        # for what the product is to be added to, and make that chain of it; `joined` (of one part) is in its way
         return add + joined(product(x, near, tl.zeros_like(add)), y.shape[1])
     return product(x, near, add)
 
