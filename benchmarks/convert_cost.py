@@ -14,6 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from farspan.benchmark.record import parse_script
 from farspan.results import write_result
 
 
@@ -45,7 +46,7 @@ def main() -> None:
     parser.add_argument("source", type=Path, help="a GGUF file")
     parser.add_argument("--attention", nargs="+", default=["rope", "coca-exact"])
     parser.add_argument("--out", type=Path, help="where the JSON goes")
-    arguments = parser.parse_args()
+    arguments = parse_script(parser)
     rows = [cost(arguments.source, attention) for attention in arguments.attention]
     for row in rows:
         print(row)

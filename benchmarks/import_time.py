@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from farspan.benchmark.record import parse_script
 from farspan.results import write_result
 
 CODE = """
@@ -26,7 +27,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=9, help="fresh processes, after one that fills the disk's cache")
     parser.add_argument("--out", type=Path, help="write the result as JSON")
-    options = parser.parse_args()
+    options = parse_script(parser)
     if options.repeats < 1:
         parser.error(f"--repeats must be at least 1, got {options.repeats}")
     found = []

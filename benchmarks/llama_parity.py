@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 
+from farspan.benchmark.record import parse_script
 from farspan.convert import from_pretrained
 from farspan.data import documents
 from farspan.results import write_result
@@ -106,7 +107,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--new-tokens", type=int, default=100)
     parser.add_argument("--out", type=Path, help="where the JSON goes")
-    arguments = parser.parse_args()
+    arguments = parse_script(parser)
     text = next(documents(arguments.text)).text
     rows = compare(arguments.source, text, arguments.length, arguments.new_tokens)
     for row in rows:

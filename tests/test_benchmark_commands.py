@@ -2,6 +2,8 @@
 
 import io
 import json
+import runpy
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,10 +15,12 @@ from rich.console import Console
 
 from farspan.benchmark import attention, cosformer, decode, layer, model
 from farspan.benchmark.agree import ResultsDifferError
-from farspan.benchmark.record import check_writable, recorded, unfinished
+from farspan.benchmark.record import recorded, unfinished
+from farspan.files import check_writable
 from farspan.results import write_result
 from farspan_cli import bench_tables, main
 
+SCRIPTS = Path(__file__).parents[1] / "benchmarks"
 Steps = Iterator[tuple[str, list[dict[str, Any]]]]
 
 
@@ -134,6 +138,33 @@ def test_what_another_command_made_is_refused_before_any_work(
     assert not begun
     assert path.read_text() == held
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments"),
+    [("import_time", []), ("convert_cost", ["none.gguf"]), ("llama_parity", ["none.gguf", "--text", "none.txt"])],
+)
+def test_scripts_refuse_what_another_command_made_before_any_work(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    script: str,
+    arguments: list[str],
+) -> None:
+    """Work would fail here: neither a process nor the source that it asks for is to be had."""
+    out, held = tmp_path / "result.json", json.dumps(STUDY)
+    out.write_text(held)
+    monkeypatch.setattr(subprocess, "run", None)
+    monkeypatch.setattr(subprocess, "Popen", None)
+    path = SCRIPTS / f"{script}.py"
+    monkeypatch.setattr(sys, "argv", [str(path), *arguments, "--out", str(out)])
+    with pytest.raises(SystemExit) as done:
+        runpy.run_path(str(path), run_name="__main__")
+    printed = capsys.readouterr().err
+    assert done.value.code == 2
+    assert printed.startswith("out must be a new file or an earlier result of the same command, got")
+    assert len(printed.splitlines()) == 1
+    assert out.read_text() == held
 
 
 @pytest.mark.parametrize("program", ["farspan", "farspan/__main__.py"])

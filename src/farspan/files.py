@@ -29,7 +29,7 @@ def room_for(path: Path) -> Iterator[None]:
 
 def write_whole(path: Path, text: str) -> None:
     """Write a small file whole or not at all, and durable before this returns. One writer at a time (:func:`claim`)."""
-    temporary = path.with_name(path.name + ".part")  # always this name, so that a killed process leaves no litter
+    temporary = _temporary(path)
     with room_for(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -41,6 +41,21 @@ def write_whole(path: Path, text: str) -> None:
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
+
+
+def check_writable(path: Path) -> None:
+    """Raise OSError, with the remedy, if :func:`write_whole` could not write there; what is there stays as it is."""
+    probe = _temporary(path)
+    with room_for(path):
+        if path.is_dir():
+            raise IsADirectoryError(None, "Is a directory")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+        probe.unlink()
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(path.name + ".part")  # always this name, so that a killed process leaves no litter
 
 
 def write_all(file: int, data: memoryview) -> None:

@@ -6,15 +6,20 @@ import platform
 import subprocess
 import sys
 from importlib import metadata
+from itertools import takewhile
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
 import torch
 
-from farspan.files import write_whole
+from farspan.files import check_writable, write_whole
 
 PACKAGES = ("farspan", "torch", "transformers", "triton")
+GROUPS = ("bench", "eval")
+"""The commands of `farspan` whose next word is a command too."""
+MODES = ("--eager", "--eight-bits", "--quick", "--toy", "--tune")
+"""Options that make another result of a command, not the same one anew: a trial must not replace a record."""
 
 
 def write_result(
@@ -30,10 +35,16 @@ def write_result(
     write_whole(Path(path), json.dumps(result, indent=1) + "\n")
 
 
+def check_out(path: Path) -> None:
+    """Raise OSError, with the remedy, unless a result may and can be written there: to call before any work begins."""
+    check_replaceable(path)
+    check_writable(path)
+
+
 def check_replaceable(path: Path) -> None:
     """Raise FileExistsError unless nothing is lost by a result there: no file, an empty one, or one's own from before.
 
-    One's own is a result of the command that this process runs, whatever its options were.
+    One's own is a result of the command that this process runs (:func:`command_name`), whatever else it was given.
     """
     if not path.is_file() or path.stat().st_size == 0:
         return
@@ -56,13 +67,20 @@ def command_line() -> str:
 
 
 def command_name(line: str) -> str:
-    """A command without its options, however it was started.
+    """A command without its arguments and options, but for :data:`MODES`, however it was started.
 
-    >>> command_name("farspan bench model --preset tiny"), command_name("__main__.py bench model")
-    ('farspan bench model', 'farspan bench model')
+    >>> command_name("farspan eval ppl runs/mine/model --lengths 512"), command_name("__main__.py eval ppl other")
+    ('farspan eval ppl', 'farspan eval ppl')
+    >>> command_name("farspan finetune models/mine --out runs/mine"), command_name("llama_parity.py mine.gguf")
+    ('farspan finetune', 'llama_parity')
+    >>> command_name("farspan bench layer --lengths 512 --quick")
+    'farspan bench layer --quick'
     """
-    program, _, words = line.partition(" -")[0].partition(" ")
-    return f"{Path(program).stem.replace('__main__', 'farspan')} {words}".strip()
+    program, _, rest = line.partition(" ")
+    name = Path(program).stem.replace("__main__", "farspan")
+    words = list(takewhile(lambda word: not word.startswith("-"), rest.split())) if name == "farspan" else []
+    depth = 2 if words and words[0] in GROUPS else 1
+    return " ".join([name, *words[:depth], *(mode for mode in MODES if mode in rest.split())])
 
 
 def provenance(device: str) -> dict[str, Any]:

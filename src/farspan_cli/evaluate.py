@@ -38,7 +38,21 @@ LogLength = Annotated[
         help="Past the training length, let scores grow with the logarithm of the place; by default as the model does."
     ),
 ]
-Out = Annotated[Path | None, typer.Option(help="Write the result as JSON.")]
+
+
+def _checked(out: Path | None) -> Path | None:
+    """Where a result may and can be written: asked while options are read, so that nothing is measured in vain."""
+    if out is not None:
+        from farspan.results import check_out
+
+        check_out(out)
+    return out
+
+
+Out = Annotated[
+    Path | None,
+    typer.Option(help="Write the result as JSON; replaces an earlier result of the same command.", callback=_checked),
+]
 
 
 @evaluate.command("ppl")

@@ -221,9 +221,9 @@ def test_rows_name_the_models_own_law_and_it_is_replaced_only_when_that_is_said(
         assert {row["scaling"] for row in rows} == {law}
         found[law] = rows[0]["nll"]
     assert len(set(found.values())) == 3
-    bits = ["bits", tmp_path / "model", "--text", tmp_path / "a.txt", "--text-bytes", 50, "--out", tmp_path / "o.json"]
+    bits = ["bits", tmp_path / "model", "--text", tmp_path / "a.txt", "--text-bytes", 50, "--out", tmp_path / "b.json"]
     assert run(monkeypatch, *bits) == 0
-    assert json.loads((tmp_path / "o.json").read_text())["rows"][0]["scaling"] == name
+    assert json.loads((tmp_path / "b.json").read_text())["rows"][0]["scaling"] == name
     capsys.readouterr()
     assert run(monkeypatch, *options, "--yarn", 4) == 2
     said = capsys.readouterr().err

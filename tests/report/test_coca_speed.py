@@ -13,8 +13,10 @@ from farspan.benchmark import layer
 from farspan.report import write_report
 from farspan.report.decodings import decoding_notes, decoding_tables, decoding_verdicts
 from farspan.report.inference import DECODE, KERNELS, parse_inference
+from farspan.report.kernels import kernel_tables
 from farspan.report.speed_figures import speed_figures
 from farspan.report.speeds import SpeedTable, load_speed_tables, speed_tables, speed_verdicts
+from farspan.report.tables import Table, to_html, to_markdown
 from farspan.report.timings import COCA, groups, parse_timings
 from farspan.reproduce import Preset, reproduce
 from farspan.reproduce.plan import plan
@@ -67,14 +69,28 @@ DECODED = [
     {"kind": "prefill", "attention": "coca-exact", "length": 32_768, "tokens_per_second": 9.0, "speed_over_rope": 1.05}
     | {"peak_bytes": 3_410_000_000},
 ]
-KERNEL = {
-    "kind": "decode",
-    **{"b": 8, "h": 32, "g": 8, "n": 1, "m": 32_768, "d": 128},
-    "best_peer": "cudnn",
-    "milliseconds": {"exact": {"median": 0.2}, "exact, 8-bit t": {"median": 0.1}, "cudnn": {"median": 0.25}},
-    "speedup": {"exact": 1.25, "exact, 8-bit t": 2.5},
-    "of_copy": {"exact": 0.99, "exact, 8-bit t": 0.9},
-}
+
+
+def kernel(b: int, m: int, *, peer: str = "cudnn", coded: float | None = None, **more: Any) -> dict[str, Any]:
+    """One shape: RoPE in 0.25 ms, exact in 0.2, slack in 0.125; with t in eight bits in `coded`."""
+    times = {"exact": 0.2, "slack": 0.125} | ({"exact, 8-bit t": coded} if coded else {})
+    return {
+        "kind": "decode",
+        **{"b": b, "h": 32, "g": 8, "n": 1, "m": m, "d": 128},
+        "best_peer": peer,
+        "milliseconds": {name: {"median": time} for name, time in {**times, peer: 0.25}.items()} | {"flash": None},
+        "speedup": {name: 0.25 / time for name, time in times.items()},
+        "of_copy": dict.fromkeys(times, 0.99),
+        **more,
+    }
+
+
+def kernels(*rows: dict[str, Any]) -> list[Table]:
+    return kernel_tables(parse_inference([*rows, {"kind": "copy"}], Path("x"), KERNELS, absolute=True))
+
+
+def shown(table: Table) -> list[tuple[str, ...]]:
+    return [(line.label, line.source, *(cell.text for cell in line.cells)) for line in table.lines]
 
 
 @pytest.fixture
@@ -158,15 +174,54 @@ def test_absolute_figures_of_a_cpu_are_left_out() -> None:
     assert "peak, GB" not in {line.source for line in prompt.lines}
 
 
-def test_kernels_stand_beside_the_best_of_rope_s() -> None:
-    (made,) = decoding_tables(parse_inference([KERNEL, {"kind": "copy"}], Path("x"), KERNELS, absolute=True))
-    assert made.columns == ("8 × 32,768, 32 of 128 on 8",)
-    notes = ["0.250 ms; cudnn", "0.200 ms; 99% of a copy's speed", "0.100 ms; 90% of a copy's speed"]
-    assert [line.cells[0].note for line in made.lines] == notes
-    assert [(line.label, line.cells[0].text) for line in made.lines[1:]] == [
-        ("CoCA exact", "1.25"),
-        ("CoCA exact, 8-bit t", "2.50"),
+def test_shapes_of_t_in_eight_bits_are_listed_with_every_contestant_in_words() -> None:
+    (made,) = kernels(kernel(8, 4096, coded=0.1), kernel(8, 32_768, coded=0.3, peer="cudnn, heads as queries"))
+    assert (made.heading, made.beside) == ("Heads", "Texts × tokens before")
+    assert made.columns == ("RoPE", "CoCA exact", "CoCA slack", "CoCA exact, t in eight bits")
+    heads = "32 heads of width 128, 8 for keys"
+    assert shown(made) == [
+        (heads, "8 × 32,768", "1", "1.25", "2.00", "0.83"),
+        (heads, "8 × 4,096", "1", "1.25", "2.00", "2.50"),
     ]
+    assert [cell.note for cell in made.lines[0].cells[:2]] == [
+        "0.250 ms; cuDNN, heads as queries",
+        "0.200 ms; 99% of a copy's speed",
+    ]
+    assert '<th scope="col" class="source">Texts × tokens before</th>' in to_html(made)
+    assert "| Heads | Texts × tokens before | RoPE |" in to_markdown(made)
+
+
+def test_other_shapes_of_decoding_stand_by_heads_texts_and_length() -> None:
+    """A shape that is listed fills its place among them, and makes neither a line nor a column for itself."""
+    rows = [kernel(1, 512), kernel(8, 512), kernel(8, 2048), kernel(32, 512, d=64), kernel(1, 512, g=32)]
+    listed = [kernel(1, 2048, coded=0.1), kernel(16, 4096, coded=0.1), kernel(1, 4096, coded=0.1)]
+    first, grid = kernels(*rows, *listed)
+    assert len(first.lines) == 3
+    assert grid.columns == ("512 tokens", "2,048 tokens")
+    assert shown(grid) == [
+        ("32 heads of width 128", "1 text", "1.25", "—"),
+        ("32 heads of width 128, 8 for keys", "1 text", "1.25", "1.25"),
+        ("32 heads of width 128, 8 for keys", "8 texts", "1.25", "1.25"),
+        ("32 heads of width 64, 8 for keys", "32 texts", "1.25", "—"),
+    ]
+    assert grid.lines[0].cells[0].note == "0.200 ms; CoCA slack 2.00"
+    assert "speed of CoCA exact over RoPE's (small print: its time; the speed of CoCA slack)" in grid.title
+    (alone,) = kernels(*rows)
+    assert shown(alone)[2:] == shown(grid)[2:]
+
+
+def test_a_chunk_of_queries_stands_beside_keys_made_ready_for_it() -> None:
+    times = {"exact": 0.5, "exact, rotated for SDPA": 0.4, "flash": 0.2}
+    row = {"kind": "prefill", "n": 512, "speedup": {"exact": 0.4}, "best_peer": "flash"}
+    row["milliseconds"] = {name: {"median": time} for name, time in times.items()}
+    step = kernel(1, 2048)
+    del step["of_copy"]
+    (made,) = kernels(step | row)
+    assert made.columns == ("RoPE", "CoCA exact", "CoCA exact, keys made for SDPA")
+    assert shown(made) == [("32 heads of width 128, 8 for keys", "1 × 2,048, 512 queries", "1", "0.40", "0.50")]
+    assert made.lines[0].cells[1].note == "0.500 ms"
+    for peer in (None, "exact, rotated for SDPA"):  # RoPE could not be timed
+        assert not kernels(step | row | {"best_peer": peer})
 
 
 @pytest.mark.parametrize(
@@ -200,15 +255,21 @@ def test_the_committed_results_make_the_page(tmp_path: Path) -> None:
         shutil.copy(RESULTS / f"{name}.json", tmp_path / "results")
     page = write_report(tmp_path)
     html = page.read_text()
-    for text in ("What CoCA costs beside RoPE", "Figure 6: ", "Decoding and reading"):
+    for text in ("What CoCA costs beside RoPE", "Figure 6: ", "Decoding and reading", "Attention alone"):
         assert text in html
+    assert "CoCA slack, t in eight bits" in html
+    assert "8-bit" not in html
     assert "Table 1:" not in html
     assert {path.stem for path in (page.parent / "figures").glob("*.png")} == {
         "coca-speed-forward",
         "coca-speed-forward-and-backward",
     }
-    tables = {"coca-decode", "coca-prompt", "coca-kernels", "coca-speed-forward", "coca-speed-forward-and-backward"}
-    assert {path.stem for path in (page.parent / "tables").glob("*.md")} == tables
+    tables = {"coca-decode", "coca-prompt", "coca-speed-forward", "coca-speed-forward-and-backward"}
+    of_kernels = {"coca-kernels": 5, "coca-kernels-lengths": 5, "coca-kernels-chunks": 3}
+    assert {path.stem for path in (page.parent / "tables").glob("*.md")} == tables | set(of_kernels)
+    for name, columns in of_kernels.items():  # as many as a person can read, beside heads and texts
+        head = (page.parent / "tables" / f"{name}.md").read_text().splitlines()[2]
+        assert head.count("|") == columns + 3
 
 
 @pytest.fixture

@@ -1,12 +1,12 @@
 """A benchmark's rows on disk while it runs, so that one cut short keeps what it has."""
 
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from farspan.benchmark.agree import ResultsDifferError
-from farspan.files import room_for
-from farspan.results import check_replaceable, write_result
+from farspan.results import check_out, check_replaceable, write_result
 
 Row = dict[str, Any]
 
@@ -26,9 +26,8 @@ def recorded(
     if out is None:
         yield from steps
         return
-    for path in (out, unfinished(out)):
-        check_replaceable(path)
-    check_writable(out)
+    check_replaceable(unfinished(out))
+    check_out(out)
     rows: list[Row] = []
     try:
         for done, new in steps:
@@ -47,12 +46,12 @@ def unfinished(out: Path) -> Path:
     return out.with_name(out.name + ".unfinished")
 
 
-def check_writable(path: Path) -> None:
-    """Raise OSError, with the remedy, if a file cannot be written there; what is there stays as it is."""
-    probe = path.with_name(path.name + ".part")  # the name that write_whole takes
-    with room_for(path):
-        if path.is_dir():
-            raise IsADirectoryError(None, "Is a directory")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        probe.touch()
-        probe.unlink()
+def parse_script(parser: ArgumentParser) -> Namespace:
+    """The arguments of a script that writes its result, in the end, to `--out`; one line and exit 2 if it must not."""
+    arguments = parser.parse_args()
+    try:
+        if arguments.out is not None:
+            check_out(arguments.out)
+    except OSError as error:
+        parser.exit(2, f"{error}\n")
+    return arguments

@@ -94,6 +94,8 @@ class Stretch:
 
     arguments: str
     measured: bool
+    ready_keys: bool
+    """The cache is laid out for keys that are turned once, which `per_query` cannot use."""
 
 
 def stretch(config: FarspanConfig, run: Run) -> Stretch | None:
@@ -109,7 +111,8 @@ def stretch(config: FarspanConfig, run: Run) -> Stretch | None:
     }
     name, _, mode = min(told, key=scaling_order, default="ntk-4").partition("/")
     arguments = f'rope_type="dynamic", factor={float(name.removeprefix("ntk-"))}' + (f', mode="{mode}"' if mode else "")
-    return Stretch(arguments, bool(told))
+    ready = config.cache_layout == "rotated" and any(spec.kind == "coca" for spec in config.attention_specs)
+    return Stretch(arguments, bool(told), ready and mode != "per_request")
 
 
 def front_matter(card: Card) -> str:

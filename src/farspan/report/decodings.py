@@ -1,9 +1,9 @@
-"""CoCA's model and kernels at inference → tables of speeds over RoPE's, and what they say."""
+"""CoCA's model at inference → tables of speeds over RoPE's, and what they say."""
 
 from collections.abc import Sequence
 
 from farspan.report.inference import BEST, Inferred
-from farspan.report.names import variant_name
+from farspan.report.names import contestant_name
 from farspan.report.tables import Cell, Line, Table
 
 DECODING = "Decoding and reading: CoCA beside RoPE"
@@ -17,8 +17,6 @@ CAPTIONS = {
         that holds three fifths.""",
     "coca-prompt": """
         A prompt is read in chunks, one text. The paper (Table 6, Figure 6) states about 60 GB at 32k.""",
-    "coca-kernels": """
-        The kernels alone answer one query a head, or so many at once, on keys that RoPE has cached ready.""",
 }
 DECODING_TEXT = " ".join([SPEEDS, *CAPTIONS.values()])
 PAPER_GIGABYTES = {32_768: "about 60"}
@@ -28,8 +26,8 @@ SPEED, PEAK = "speed over RoPE's", "peak, GB"
 
 
 def decoding_tables(found: Sequence[Inferred]) -> list[Table]:
-    """Of decoding, of reading a prompt and of the kernels alone: those that were measured."""
-    made = [_models(found), _prompts(found), _kernels(found)]
+    """Of decoding and of reading a prompt: those that were measured."""
+    made = [_models(found), _prompts(found)]
     return [table for table in made if table is not None]
 
 
@@ -41,7 +39,7 @@ def _models(found: Sequence[Inferred]) -> Table | None:
         for mode in modes:
             mine = [x for x in rows if (x.attention, x.mode) == (attention, mode)]
             if mine:
-                lines.append(Line(_label(attention), MODES.get(mode, mode), _cells(mine, rows)))
+                lines.append(Line(contestant_name(attention), MODES.get(mode, mode), _cells(mine, rows)))
     title = "The whole model decoding: tokens a second over RoPE's"
     return _table("coca-decode", title, "Texts × tokens before", rows, lines)
 
@@ -50,27 +48,18 @@ def _prompts(found: Sequence[Inferred]) -> Table | None:
     rows, lines = [x for x in found if x.what == "prompt"], list[Line]()
     for attention in dict.fromkeys(x.attention for x in rows):
         mine = [x for x in rows if x.attention == attention]
-        lines.append(Line(_label(attention), SPEED, _cells(mine, rows)))
+        lines.append(Line(contestant_name(attention), SPEED, _cells(mine, rows)))
         if any(x.peak_bytes is not None for x in mine):
             peaks = {x.heading: Cell(f"{x.peak_bytes / 1e9:.2f}") for x in mine if x.peak_bytes is not None}
-            lines.append(Line(_label(attention), PEAK, tuple(peaks.get(name, Cell()) for name in _headings(rows))))
+            lines.append(
+                Line(contestant_name(attention), PEAK, tuple(peaks.get(name, Cell()) for name in _headings(rows)))
+            )
     paper = {f"{length:,}": Cell(text) for length, text in PAPER_GIGABYTES.items()}
     if paper.keys() & set(_headings(rows)):
         cells = tuple(paper.get(name, Cell()) for name in _headings(rows))
         lines.append(Line("The paper's CoCA (its Fig. 6)", f"paper: {PEAK}", cells))
     title = "The whole model reading a prompt: tokens a second over RoPE's, and memory with weights and cache"
     return _table("coca-prompt", title, "Tokens of the prompt", rows, lines)
-
-
-def _kernels(found: Sequence[Inferred]) -> Table | None:
-    rows = [x for x in found if x.what == "kernel"]
-    names = {"rope": "RoPE, the faster of SDPA's kernels"}
-    lines = [
-        Line(names.get(name, _label(name)), "", _cells([x for x in rows if x.attention == name], rows))
-        for name in dict.fromkeys(x.attention for x in rows)
-    ]
-    title = "Attention alone against a half-width cache: speed over RoPE's"
-    return _table("coca-kernels", title, "Texts × tokens before, heads of width", rows, lines)
 
 
 def _table(name: str, title: str, heading: str, rows: Sequence[Inferred], lines: list[Line]) -> Table | None:
@@ -89,22 +78,13 @@ def _cells(mine: Sequence[Inferred], rows: Sequence[Inferred]) -> tuple[Cell, ..
     return tuple(cells.get(heading, Cell()) for heading in _headings(rows))
 
 
-def _label(attention: str) -> str:
-    """
-    >>> _label("coca-exact, rotated cache")
-    'CoCA exact, rotated cache'
-    """
-    family, *rest = attention.split(", ")
-    return ", ".join([variant_name(family), *rest])
-
-
 def decoding_verdicts(found: Sequence[Inferred]) -> list[str]:
     """How fast CoCA decodes where each model has its fastest mode."""
     rows = sorted((x for x in found if x.mode == BEST and x.attention != "rope"), key=lambda x: x.size)
     said = []
     for attention in dict.fromkeys(x.attention for x in rows):
         each = [f"{x.speed.median:.2f} after {x.heading} tokens" for x in rows if x.attention == attention and x.speed]
-        said.append(f"Decoding, {_label(attention)} over RoPE, each in its fastest mode: {', '.join(each)}.")
+        said.append(f"Decoding, {contestant_name(attention)} over RoPE, each in its fastest mode: {', '.join(each)}.")
     return said
 
 

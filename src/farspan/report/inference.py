@@ -3,14 +3,27 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from farspan.report.timings import Spread, read_rows
 
 DECODE, KERNELS = "decode", "coca-kernels"
 """How the names of the two kinds of files begin."""
+MADE_READY = "rotated for SDPA"
+"""How the name of a contestant ends that makes ready keys of the cached t for a chunk of queries."""
 BEST = "best"
 """In place of a mode: each model in its own fastest."""
+
+
+class Shape(NamedTuple):
+    """What attention alone answers: b texts of m tokens, h heads of width d on g for keys, n queries a head."""
+
+    b: int
+    h: int
+    g: int
+    n: int
+    m: int
+    d: int
 
 
 @dataclass(frozen=True)
@@ -22,7 +35,7 @@ class Inferred:
     decoding that could not be timed."""
     attention: str
     mode: str
-    """Of decoding: how the model is run; else empty."""
+    """Of decoding: how the model is run; of attention alone with RoPE: which of SDPA's kernels; else empty."""
     size: tuple[int, ...]
     """To sort columns by."""
     heading: str
@@ -31,6 +44,10 @@ class Inferred:
     """None of what is missing, of which `note` says why."""
     note: str
     peak_bytes: int | None = None
+    shape: Shape | None = None
+    """Of attention alone."""
+    milliseconds: float | None = None
+    """Of attention alone."""
 
     @property
     def key(self) -> tuple[str, str, str, str]:
@@ -70,18 +87,22 @@ def _of_models(row: Mapping[str, Any], absolute: bool) -> Iterator[Inferred]:
 
 
 def _of_kernels(row: Mapping[str, Any]) -> Iterator[Inferred]:
-    """Both forms, and the fastest of RoPE's kernels, which they are compared with."""
+    """CoCA's contestants, and the fastest of RoPE's kernels, which they are compared with."""
     if row["kind"] not in ("decode", "prefill"):
         return
-    b, h, g, n, m, d = (row[name] for name in "bhgnmd")
-    heading = f"{b} × {m:,}, {h} of {d}" + (f" on {g}" if g < h else "") + (f", {n:,} at once" if n > 1 else "")
-    size, best = (n, m, b, d, g), row["best_peer"]
+    shape, best = Shape(*(row[name] for name in Shape._fields)), row["best_peer"]
+    if best is None or best.endswith(MADE_READY):  # nothing of RoPE's to compare with
+        return
+    size = (shape.n, shape.m, shape.b, shape.d, shape.g)
+    heading = f"{shape.b} × {shape.m:,}, {shape.h} of {shape.d} on {shape.g}, {shape.n:,} at once"
+    times = {name: spread["median"] for name, spread in row["milliseconds"].items() if spread}
 
-    def time(name: str) -> str:
-        return f"{row['milliseconds'][name]['median']:.3f} ms"
+    def inferred(name: str, contestant: str, mode: str, speed: float, note: str) -> Inferred:
+        over, time = Spread.alone(speed), times[contestant]
+        return Inferred("kernel", name, mode, size, heading, over, note, shape=shape, milliseconds=time)
 
-    yield Inferred("kernel", "rope", "", size, heading, Spread.alone(1.0), f"{time(best)}; {best}")
-    for form, speed in row["speedup"].items():
-        copy = [f"{row['of_copy'][form]:.0%} of a copy's speed"] if "of_copy" in row else []
-        note = "; ".join([time(form), *copy])
-        yield Inferred("kernel", f"coca-{form}", "", size, heading, Spread.alone(speed), note)
+    yield inferred("rope", best, best, 1.0, "")
+    made = {name: times[best] / times[name] for name in times if name.endswith(MADE_READY)}
+    for form, speed in {**row["speedup"], **made}.items():
+        copy = row.get("of_copy", {}).get(form)
+        yield inferred(f"coca-{form}", form, "", speed, f"{copy:.0%} of a copy's speed" if copy else "")

@@ -27,6 +27,9 @@ LAW_STYLES = {
 LAWS = {"ntk": "dynamic NTK", "static-ntk": "static NTK", "pi": "PI", "yarn": "YaRN", "llama3": "Llama 3's law"}
 """What rows of results call a law (:mod:`farspan.evaluation.laws`), in words. A plain "ntk" is dynamic there."""
 
+CONTESTANTS = {"8-bit t": "t in eight bits", "rotated for SDPA": "keys made for SDPA", "cudnn": "cuDNN"}
+"""What benchmarks call a contestant, part by part, in words."""
+
 
 def variant_name(variant: str) -> str:
     """
@@ -34,6 +37,14 @@ def variant_name(variant: str) -> str:
     ('CoCA exact', 'mine')
     """
     return STYLES[variant][0] if variant in STYLES else variant
+
+
+def contestant_name(contestant: str) -> str:
+    """
+    >>> contestant_name("coca-exact, 8-bit t"), contestant_name("coca-exact, rotated cache")
+    ('CoCA exact, t in eight bits', 'CoCA exact, rotated cache')
+    """
+    return ", ".join(CONTESTANTS.get(part, variant_name(part)) for part in contestant.split(", "))
 
 
 def variant_style(variant: str) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from farspan.report.build import control_table, experiment_tables, measured_tabl
 from farspan.report.collect import Run, collect
 from farspan.report.decodings import DECODING, DECODING_TEXT, decoding_notes, decoding_tables, decoding_verdicts
 from farspan.report.experiment import Experiment, load_experiments
+from farspan.report.kernels import ALONE, ALONE_TEXT, kernel_tables
 from farspan.report.look_section import TEXTS, look_notes, look_table, look_verdicts
 from farspan.report.speeds import load_speed_tables, speed_tables, speed_verdicts
 from farspan.report.studies import cache_table, study_notes, study_table, study_verdicts
@@ -91,6 +92,7 @@ def make_sections(run: Run, experiments: list[Experiment], figures: list[Any]) -
         tables = tuple(speed_tables(run.timings, speeds))
         made.append(Section(speeds.name, speeds.title, speeds.caption, drawn(speeds.name), tables, folded=True))
     made.append(Section("coca-decode", DECODING, DECODING_TEXT, (), tuple(decoding_tables(run.inference))))
+    made.append(Section("coca-kernels", ALONE, ALONE_TEXT, (), tuple(kernel_tables(run.inference))))
     depth = "Share of keys found, by their place in the prompt and its length."
     made.append(Section("depth", "Passkey by depth and length", depth, drawn("depth"), small=True))
     for group, (title, text) in TEXTS.items():

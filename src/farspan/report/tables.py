@@ -38,6 +38,8 @@ class Table:
     columns: tuple[str, ...]
     lines: tuple[Line, ...]
     heading: str = "Method"
+    beside: str = ""
+    """The heading of what lines have beside their label, where it is not whose numbers they are."""
 
     @property
     def sourced(self) -> bool:
@@ -100,8 +102,9 @@ def counts_text(estimates: list[Estimate | None]) -> str:
 
 def to_html(table: Table) -> str:
     """The table element alone; every text is escaped."""
-    head = [table.heading, *([""] if table.sourced else []), *table.columns]
-    out = ["<table>", "<thead><tr>", *map(_html_head, head), "</tr></thead>"]
+    beside = [f'<th scope="col" class="source">{escape(table.beside)}</th>'] if table.sourced else []
+    head = [_html_head(table.heading), *beside, *map(_html_head, table.columns)]
+    out = ["<table>", "<thead><tr>", *head, "</tr></thead>"]
     for label, group in groupby(table.lines, key=lambda line: line.label):
         lines = list(group)
         out.append("<tbody>")
@@ -129,7 +132,7 @@ def _html_cell(cell: Cell) -> str:
 
 def to_markdown(table: Table) -> str:
     """A Markdown table with its title above and its caption below."""
-    rows = [[table.heading, *(["source"] if table.sourced else []), *table.columns]]
+    rows = [[table.heading, *([table.beside or "source"] if table.sourced else []), *table.columns]]
     rows.append(["---"] * (len(rows[0]) - len(table.columns)) + ["---:"] * len(table.columns))
     rows += _flat(table)
     body = "\n".join("| " + " | ".join(_markdown(text) for text in row) + " |" for row in rows)
@@ -180,7 +183,7 @@ def to_latex(table: Table) -> str:
     """A booktabs table (``\\usepackage{booktabs}``) with small print in a second size."""
     texts = len(table.columns)
     left = "ll" if table.sourced else "l"
-    head = [table.heading, *([""] if table.sourced else []), *table.columns]
+    head = [table.heading, *([table.beside] if table.sourced else []), *table.columns]
     out = [
         r"\begin{table}",
         r"\centering",
