@@ -156,12 +156,13 @@ laid_out_op.register_autograd(lambda _, gradient: laid_out_backward_op(gradient)
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3), (2, 0, 1, 3), (1, 0, 2, 3)], ids=str)
-@pytest.mark.parametrize("backend", [None, "aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", [None, "aot_eager", "aot_eager, dynamic", "inductor"])
 def test_a_gradient_arrives_laid_out_as_the_output(order: tuple[int, ...], backend: str | None) -> None:
     """Alone or part of a longer one, shared or turned: or cuDNN would read it with another one's strides.
 
     (That Inductor lays a gradient out for cuDNN as it does for this op, tests on a GPU must show.)
     """
+    torch.compiler.reset()  # each case is a recompilation of the same functions
     shape = (2, 3, 5, 4)
     held = torch.randn([shape[axis] for axis in order])
     x = held.permute([order.index(axis) for axis in range(4)]).requires_grad_()
@@ -182,7 +183,10 @@ def test_a_gradient_arrives_laid_out_as_the_output(order: tuple[int, ...], backe
         (alone, torch.randn(4).expand(2, 3, 5, 4)),  # of one number alone torch makes a dense one itself
     ):
         SEEN.clear()
-        out = (torch.compile(run, backend=backend, fullgraph=True) if backend else run)(x)
+        if backend is not None:
+            name, *dynamic = backend.split(", ")
+            run = torch.compile(run, backend=name, fullgraph=True, dynamic=bool(dynamic))
+        out = run(x)
         (found,) = torch.autograd.grad(out, x, weight)
         assert [want] == SEEN
         assert torch.equal(found, weight[:, :, :5])

@@ -17,6 +17,8 @@ MASK_ELEMENTS = 2**23
 """Upper bound on the elements of one block's mask on a CPU (32 MiB in float32)."""
 GPU_TIMES = 64
 """A GPU needs larger blocks to be busy, and has the memory; its kernels copy a mask for every row and head."""
+LAYOUTS = ((0, 2, 1, 3), (0, 1, 2, 3), (2, 0, 1, 3), (1, 0, 2, 3), (1, 2, 0, 3), (2, 1, 0, 3))
+"""How (b, h, n, d) may lie, the outermost axis first; as projections give them, first."""
 
 
 class Span(NamedTuple):
@@ -207,12 +209,12 @@ def steady(out: Tensor) -> Tensor:
     >>> steady(x.transpose(1, 2)).stride() == x.transpose(1, 2).stride()
     True
     """
-    order = sorted(range(out.ndim), key=lambda axis: out.stride(axis), reverse=True)
-    dense = out.permute(order)
-    if not dense.is_contiguous():
-        return out
-    dense = dense.view(-1).view(dense.shape)  # nothing, forwards; backwards the gradient must be in one piece, too
-    return dense.permute([order.index(axis) for axis in range(out.ndim)])
+    for order in LAYOUTS:
+        dense = out.permute(order)
+        if dense.is_contiguous():
+            dense = dense.view(-1).view(dense.shape)  # nothing, forwards; backwards the gradient must be in one piece
+            return dense.permute([order.index(axis) for axis in range(4)])
+    return out
 
 
 def _folds(b: int, h: int, g: int) -> bool:
