@@ -21,7 +21,6 @@ USUAL, WORST = 1.5, 2.0
 """How many times the full-width path's error ours may have: in the root mean square, and at its largest, which a few
 scores decide."""
 
-
 Compared = tuple[Tensor, Tensor, Tensor]
 """A result, the same by the equations in float64, and the full-width path's."""
 
@@ -126,7 +125,7 @@ def complaint(row: Mapping[str, Any], *, one_input: bool = False) -> str | None:
     """What is wrong with an :func:`error_row`; None if nothing is.
 
     Of `one_input` only the largest error is judged. Its root mean square is up to the few heads with a sharp softmax:
-    of inputs of one shape some have three times the other path's, and most less than that.
+    most inputs have less than the other path's, and a few, by chance, up to three times as much.
 
     >>> complaint({"error": 1e-3, "allowed": 2e-3, "rms_ratio": 1.6})
     'its error is usually 1.60 times that of the full-width path (allowed: 1.5)'

@@ -30,7 +30,7 @@ def fingerprint(source: Source) -> str:
     """A digest that two checkpoints share if they hold one model, whether as a folder, in shards or as a GGUF file.
 
     Numbers count as float32, as `farspan eval` reads them: a copy in fewer bits is another model. A head that equals
-    the embedding counts as tied to it, though it be stored once more. At most two tensors are held at a time.
+    the embedding counts as tied to it, though it be stored once more. Tensors are read one by one, these two together.
     """
     config = config_of(source)
     with sound_config(source.config, source.place), torch.device("meta"):

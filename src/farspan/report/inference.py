@@ -93,13 +93,12 @@ def _of_kernels(row: Mapping[str, Any]) -> Iterator[Inferred]:
     shape, best = Shape(*(row[name] for name in Shape._fields)), row["best_peer"]
     if best is None or best.endswith(MADE_READY):  # nothing of RoPE's to compare with
         return
-    size = (shape.n, shape.m, shape.b, shape.d, shape.g)
     heading = f"{shape.b} × {shape.m:,}, {shape.h} of {shape.d} on {shape.g}, {shape.n:,} at once"
     times = {name: spread["median"] for name, spread in row["milliseconds"].items() if spread}
 
     def inferred(name: str, contestant: str, mode: str, speed: float, note: str) -> Inferred:
         over, time = Spread.alone(speed), times[contestant]
-        return Inferred("kernel", name, mode, size, heading, over, note, shape=shape, milliseconds=time)
+        return Inferred("kernel", name, mode, shape, heading, over, note, shape=shape, milliseconds=time)
 
     yield inferred("rope", best, best, 1.0, "")
     made = {name: times[best] / times[name] for name in times if name.endswith(MADE_READY)}

@@ -240,7 +240,7 @@ def merge_kernel(
     WIDTH: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """One program: the splits of one query and head, weighted by what each has seen: its largest score, and the sum of
-    its weights beside that. One logarithm of both would round off what float32 results can show."""
+    its weights beside that. One logarithm of both would be rounded at the size of the scores."""
     query = (tl.program_id(0) % n).to(tl.int64)
     head = (tl.program_id(0) // n).to(tl.int64)
     row = tl.program_id(1).to(tl.int64)
