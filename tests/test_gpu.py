@@ -1,5 +1,7 @@
 """The same properties on a GPU, in the precisions people use there."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -95,6 +97,32 @@ def test_grouped_heads_in_bfloat16_with_gradients(g: int, options: dict[str, obj
     narrow, exact = torch.autograd.grad(out, inputs, weights), torch.autograd.grad(truth, wide, weights.double())
     for a, b in zip(narrow, exact, strict=True):
         assert (a - b).norm() <= 0.03 * b.norm()
+
+
+@pytest.mark.parametrize("first", ["ours", "torch"])
+@pytest.mark.parametrize("turned", [False, True])
+def test_gradients_beside_those_of_another_library(first: str, turned: bool) -> None:
+    """cuDNN's backward graphs are kept for all of a process: whose came first must not matter to the other."""
+    n = {"ours": 192, "torch": 320}[first] + 64 * turned  # a shape of its own, which no graph was kept for
+    shape = (2, n, 4, 64) if turned else (2, 4, n, 64)
+    q, k, v = (torch.randn(shape, dtype=torch.bfloat16, device="cuda", requires_grad=True) for _ in range(3))
+    leaves = (q, k, v)
+    inputs = [x.transpose(1, 2) for x in leaves] if turned else leaves
+    weights = torch.randn(2, n, 4 * 64, dtype=torch.bfloat16, device="cuda")
+
+    def ours(*inputs: torch.Tensor) -> torch.Tensor:
+        return rope_attention(*inputs, rotary=None)
+
+    def theirs(*inputs: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(*inputs, is_causal=True)
+
+    def gradients(call: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
+        out = call(*inputs).transpose(1, 2).flatten(2)
+        return torch.cat([x.flatten() for x in torch.autograd.grad(out, leaves, weights.to(out.dtype))])
+
+    want = gradients(theirs, *(x.double() for x in inputs))
+    for call in (ours, theirs) if first == "ours" else (theirs, ours):
+        assert (gradients(call, *inputs) - want).norm() <= 0.03 * want.norm()
 
 
 @pytest.mark.parametrize("options", CONFIGURATIONS, ids=name_of)

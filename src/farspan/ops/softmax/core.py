@@ -17,8 +17,6 @@ MASK_ELEMENTS = 2**23
 """Upper bound on the elements of one block's mask on a CPU (32 MiB in float32)."""
 GPU_TIMES = 64
 """A GPU needs larger blocks to be busy, and has the memory; its kernels copy a mask for every row and head."""
-LAYOUTS = ((0, 2, 1, 3), (0, 1, 2, 3), (2, 0, 1, 3), (1, 0, 2, 3), (1, 2, 0, 3), (2, 1, 0, 3))
-"""How (b, h, n, d) may lie, the outermost axis first; as projections give them, first."""
 
 
 class Span(NamedTuple):
@@ -198,23 +196,20 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = N
 
 
 def steady(out: Tensor) -> Tensor:
-    """A dense `out`, whose gradient will arrive laid out as it is itself: one that would not is copied.
+    """`out` (b, h, n, d), laid out as (b, n, h, d), as its gradient will be: what would arrive otherwise is copied.
 
     torch keeps cuDNN's backward graphs by the layout of queries, keys and values, not of the gradient. Of two gradients
     of one shape, the second would be read with the strides of the first, also beyond its end: as when the first was
-    part of a longer one (runs of frequencies, joined), and the second was not. (One without neighbours along its last
+    part of a longer one (runs of frequencies, joined), and the second was not. So all must have one layout, those of
+    other libraries in the same process too: the one that the turn to (b, n, h·d) before a projection gives, there and
+    back, so that nothing is copied here that would not be copied there. (A gradient without neighbours along its last
     axis may still arrive as it is: that torch copies itself.)
 
-    >>> x = torch.zeros(2, 3, 4, 8, requires_grad=True)
-    >>> steady(x.transpose(1, 2)).stride() == x.transpose(1, 2).stride()
+    >>> steady(torch.zeros(2, 3, 4, 8)).transpose(1, 2).is_contiguous()
     True
     """
-    for order in LAYOUTS:
-        dense = out.permute(order)
-        if dense.is_contiguous():
-            dense = dense.view(-1).view(dense.shape)  # nothing, forwards; backwards the gradient must be in one piece
-            return dense.permute([order.index(axis) for axis in range(4)])
-    return out
+    tokens = out.transpose(1, 2)
+    return tokens.reshape(-1).view(tokens.shape).transpose(1, 2)
 
 
 def _folds(b: int, h: int, g: int) -> bool:
