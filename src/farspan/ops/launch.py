@@ -64,6 +64,12 @@ def has_sound_wgmma() -> bool:
     return assembler() >= (12, 9)
 
 
+@constant
+def has_autocast(kind: str) -> bool:
+    """Whether a kind of device has autocast: what torch 2.11 cannot ask while it traces a graph."""
+    return torch.amp.is_autocast_available(kind)
+
+
 @cache
 def _capability(index: int | None) -> tuple[int, int]:
     if not torch.cuda.is_available() or torch.version.hip is not None:  # AMD counts otherwise
@@ -110,7 +116,7 @@ def product_dtype(x: Tensor) -> torch.dtype:
     (torch.bfloat16, torch.float64)
     """
     kind = x.device.type
-    if x.dtype == torch.float64 or not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+    if x.dtype == torch.float64 or not has_autocast(kind) or not torch.is_autocast_enabled(kind):
         return x.dtype
     return torch.get_autocast_dtype(kind)
 
