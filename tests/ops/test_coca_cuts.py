@@ -59,7 +59,8 @@ def test_without_an_assembler_nothing_is_asked_of_it(monkeypatch: pytest.MonkeyP
 
 def test_what_a_choice_asks_of_the_machine_is_a_constant_of_a_graph() -> None:
     def choice(x: Tensor) -> Tensor:
-        return x + launch.is_hopper(None) + launch.has_sound_wgmma() + (launch.cannot_launch("cuda") is None)
+        can = launch.has_sound_wgmma() + (launch.cannot_launch("cuda") is None) + launch.has_autocast("cpu")
+        return x + launch.is_hopper(None) + can
 
     x = torch.zeros(2)
     assert torch.equal(torch.compile(choice, fullgraph=True, backend="eager")(x), choice(x))
@@ -71,5 +72,5 @@ def test_splits_grow_with_the_keys_and_stop_when_the_device_is_full(monkeypatch:
     assert choose_splits(32, 32_768, cut, 132) > choose_splits(256, 32_768, cut, 132) > 1
     assert choose_splits(10**6, 10**6, cut, 132) == 1
     monkeypatch.setattr(attention, "has_sound_wgmma", lambda: True)
-    narrow, wide = (choose_cut(4, half, 2 * half, torch.bfloat16) for half in (32, 64))
-    assert [choose_splits(64, 32_768, cut, 132) for cut in (narrow, wide)] == [8, 4]  # groups of four, eight texts
+    cuts = [choose_cut(4, half, 2 * half, torch.bfloat16, coded) for coded in (False, True) for half in (32, 64)]
+    assert [choose_splits(64, 32_768, cut, 132) for cut in cuts] == [8, 4, 4, 4]  # groups of four, eight texts

@@ -100,7 +100,7 @@ def _sweep(shape: Shape, cuts: list[Numbers], device: str, repeats: int, name: s
         launch, read = _launcher(q, t, v, None), shape.key_bytes[0]
         truth = coca_attention_reference(*(x.double() for x in one), **options)
         plain = coca_attention(*one, **options, backend="sdpa")
-    taken = choose_cut(shape.n * shape.h // shape.g, shape.d // 2, shape.d, q.dtype)
+    taken = choose_cut(shape.n * shape.h // shape.g, shape.d // 2, shape.d, q.dtype, name == EXACT)
     whole = {cut: taken if cut == taken[: len(cut)] else Cut(*cut) for cut in cuts}  # the library's may have own waves
     usual = {cut: choose_splits(shape.b * shape.g, shape.m, whole[cut], processors(q.device)) for cut in cuts}
     for cut, splits in dict.fromkeys((cut, max(1, int(n * part))) for cut, n in usual.items() for part in SPLITS):

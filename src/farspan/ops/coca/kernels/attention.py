@@ -42,19 +42,22 @@ FEW_BY_WGMMA = {32: Cut(8, 64, 4, 3), 64: Cut(8, 64, 4, 3, waves=2)}
 wgmma from registers that hold something else. The fastest of a sweep on an H200 at four waves, where they are nearly
 twice as fast as the others; with two, 64 is faster still in groups of four (others were not tried). Those of other
 widths and more queries have not been checked on a GPU."""
+CODES_BY_WGMMA = {32: Cut(8, 128, 4, 4, waves=2)}
+"""The same for t in eight bits, where other cuts were faster in a sweep on an H200."""
 ALONE = {16: Cut(1, 64, 1, 2), 32: Cut(1, 16, 1, 4), 64: Cut(1, 16, 1, 3), 128: Cut(1, 16, 2, 2)}
 """For one query a key head; 32 and 64 are the fastest of a sweep on an H200."""
 PREFILL = {16: Cut(128, 64, 8, 3), 32: Cut(128, 64, 8, 3), 64: Cut(128, 64, 8, 3), 128: Cut(64, 32, 8, 2)}
 
 
-def choose_cut(rows: int, half: int, width: int, dtype: torch.dtype) -> Cut:
-    """Tile sizes for `rows` queries a key head."""
+def choose_cut(rows: int, half: int, width: int, dtype: torch.dtype, coded: bool = False) -> Cut:
+    """Tile sizes for `rows` queries a key head; `coded`: that read t in eight bits."""
     size = max(padded(half), padded(width) // 2)
     if rows == 1:
         return ALONE[size]
     cut = (FEW if rows <= FOLD_ROWS else PREFILL)[size]
-    if size in FEW_BY_WGMMA and rows <= FEW_BY_WGMMA[size].rows and has_sound_wgmma():
-        cut = FEW_BY_WGMMA[size]
+    by_wgmma = FEW_BY_WGMMA | (CODES_BY_WGMMA if coded else {})
+    if size in by_wgmma and rows <= by_wgmma[size].rows and has_sound_wgmma():
+        cut = by_wgmma[size]
     if dtype == torch.float32:
         cut = Cut(min(cut.rows, 64), min(cut.keys, 32), cut.warps, 2)
     fitting = power_of_2(rows)
@@ -113,7 +116,7 @@ def launch(
     q, t, v = (row_major(x) for x in (q, t, v))
     lengths, firsts = (x if x is None else x.contiguous() for x in (lengths, firsts))
     m = t.shape[2] if pages is None else t.shape[2] * pages.shape[1]
-    cut = cut or choose_cut(n * (h // g), d // 2, width, q.dtype)
+    cut = cut or choose_cut(n * (h // g), d // 2, width, q.dtype, t_scale is not None)
     blocks = cdiv(n * (h // g), cut.rows)
     seen = m if window is None or by_position else min(m, n + 2 * window)
     splits = splits or choose_splits(blocks * b * g, seen, cut, processors(q.device))
