@@ -5,11 +5,13 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from farspan.benchmark.measure import drawn_orders, in_turn, measure_once
 
 FLUSH = 2**28
-"""Bytes written between two timings, so that no call finds its inputs in the cache: five times an H200's."""
+"""Bytes read between two timings, so that no call finds its inputs in the cache: five times an H200's. Written, they
+would make each call wait for a cacheful to leave first, as none does in a model, which reads weights in between."""
 START = 2**24
 """Cycles that a GPU idles before a call that is not captured, 8 ms or so: by then the processor has launched all of it,
 as it runs ahead in a model of many layers."""
@@ -42,10 +44,10 @@ def clock(call: Callable[[], Any], *, device: str, repeats: int, graph: bool = T
     torch.cuda.synchronize()
     if graph:
         call = captured(call)
-    waste = torch.empty(FLUSH, dtype=torch.int8, device=device)
+    flush = flusher(device)
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
     for start, stop in events:
-        waste.zero_()
+        flush()
         start.record()
         call()
         stop.record()
@@ -70,14 +72,14 @@ def clock_in_turn(
     if not device.startswith("cuda"):
         return in_turn(calls, repeats=repeats, device=device)
     torch.cuda.synchronize()
-    waste = torch.empty(FLUSH, dtype=torch.int8, device=device)
+    flush = flusher(device)
     events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in calls}
     for order in drawn_orders(calls, repeats):
         for name in order:
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             if start:
                 torch.cuda._sleep(START)
-            waste.zero_()
+            flush()
             begin.record()
             calls[name]()
             end.record()
@@ -108,6 +110,11 @@ def copy_speed(device: str, size: int) -> float:
     target = torch.empty_like(source)
     copies = (lambda: torch.mul(source, 1.0, out=target), lambda: target.copy_(source))
     return 2 * size / min(clock(copy, device=device, repeats=20).median for copy in copies) / 1e12
+
+
+def flusher(device: str) -> Callable[[], Tensor]:
+    """What leaves a cache full of numbers that nobody wants, and that are in memory too."""
+    return torch.zeros(FLUSH // 4, dtype=torch.float32, device=device).sum
 
 
 def captured(call: Callable[[], Any]) -> Callable[[], None]:
