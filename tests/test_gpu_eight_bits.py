@@ -14,7 +14,7 @@ DRAWS = 8
 
 
 def inputs(h: int, g: int, n: int, d: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """With queries of half the usual size: of larger ones a single key has most of the weight, and most of the error."""
+    """With queries of half the usual size: of larger ones now and then one key of one head makes most of the error."""
     sizes = ((2, h, n, d), (2, g, M, d // 2), (2, g, M, d))
     q, t, v = (torch.randn(size, device="cuda").to(dtype) for size in sizes)
     return q / 2, t.relu_(), v

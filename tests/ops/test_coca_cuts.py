@@ -3,6 +3,7 @@
 import doctest
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,10 +11,11 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="needs triton (pip install farspan[gpu])")
 
-from farspan.ops import launch
+from farspan.ops import half_width_attention, launch, quantize_t
 from farspan.ops.coca.decoding import FOLD_ROWS
 from farspan.ops.coca.kernels import attention
 from farspan.ops.coca.kernels.attention import Cut, choose_cut, choose_splits
+from tests.ops.kernels import inputs
 
 
 def test_examples_in_the_kernels_run() -> None:
@@ -64,6 +66,22 @@ def test_what_a_choice_asks_of_the_machine_is_a_constant_of_a_graph() -> None:
 
     x = torch.zeros(2)
     assert torch.equal(torch.compile(choice, fullgraph=True, backend="eager")(x), choice(x))
+    assert launch.has_autocast._dynamo_marked_constant  # type: ignore[attr-defined]  # which torch 2.13 does not need
+
+
+def test_codes_are_cut_as_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def spy(*arguments: Any) -> Cut:
+        asked.append(arguments[4:])
+        return choose_cut(*arguments)
+
+    monkeypatch.setattr(attention, "choose_cut", spy)
+    q, t, v = inputs(1, 40, h=4, g=2)
+    codes, t_scale = quantize_t(t)
+    half_width_attention(q, t, v, rotary=None)
+    half_width_attention(q, codes, v, rotary=None, t_scale=t_scale)
+    assert asked == [(False,), (True,)]
 
 
 def test_splits_grow_with_the_keys_and_stop_when_the_device_is_full(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -191,8 +191,11 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = N
     if grouped and q.is_cuda and mask is not None:  # no CUDA kernel takes a mask and grouped heads together
         (k, v), grouped = _repeat(q, k, v), False
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped)
-    cudnn_may_have_it = out.is_cuda and out.dtype in (torch.bfloat16, torch.float16)
-    return steady(out) if cudnn_may_have_it and out.requires_grad else out
+    return steady(out) if _cudnn_may_derive(out) else out
+
+
+def _cudnn_may_derive(out: Tensor) -> bool:
+    return out.requires_grad and out.is_cuda and out.dtype in (torch.bfloat16, torch.float16)
 
 
 def steady(out: Tensor) -> Tensor:
@@ -202,14 +205,17 @@ def steady(out: Tensor) -> Tensor:
     of one shape, the second would be read with the strides of the first, also beyond its end: as when the first was
     part of a longer one (runs of frequencies, joined), and the second was not. So all must have one layout, those of
     other libraries in the same process too: the one that the turn to (b, n, h·d) before a projection gives, there and
-    back, so that nothing is copied here that would not be copied there. (A gradient without neighbours along its last
-    axis may still arrive as it is: that torch copies itself.)
+    back, so that where it follows nothing is copied that would not be copied there; parts that are joined are copied
+    once more. (In a compiled graph a gradient that is one number for all, as a sum's, still arrives as it is.)
 
     >>> steady(torch.zeros(2, 3, 4, 8)).transpose(1, 2).is_contiguous()
     True
     """
     tokens = out.transpose(1, 2)
-    return tokens.reshape(-1).view(tokens.shape).transpose(1, 2)
+    flat = tokens.reshape(-1)  # backwards the gradient must be in one piece, or one number for all
+    if flat.requires_grad and not torch.compiler.is_compiling():
+        flat.register_hook(Tensor.contiguous)  # that number torch would write out as the queries lie
+    return flat.view(tokens.shape).transpose(1, 2)
 
 
 def _folds(b: int, h: int, g: int) -> bool:
@@ -231,8 +237,9 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         return _sdpa(q, k, v, scale, torch.ones(n, m, dtype=torch.bool, device=q.device).tril(m - n))
     from torch.nn.attention.bias import causal_lower_right  # brings the whole of torch.compile with it
 
-    k, v = _repeat(q, k, v)  # on flash, or where that may not run without cuDNN: its gradients may come as they like
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=causal_lower_right(n, m), scale=scale)
+    k, v = _repeat(q, k, v)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=causal_lower_right(n, m), scale=scale)
+    return steady(out) if _cudnn_may_derive(out) else out
 
 
 def _repeat(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
