@@ -34,7 +34,7 @@ def flat_source() -> dict[str, str]:
     """File name → text, for every module that the model needs.
 
     >>> files = flat_source()
-    >>> "from .farspan_ops_rotary import Plan" in files["farspan_models_modeling.py"]
+    >>> "from .farspan_ops_rotary import Plan" in files["farspan_models_attention.py"]
     True
     """
     texts: dict[str, str] = {}
