@@ -1,4 +1,4 @@
-"""A layer's attention inside the model: behind transformers' attention interface, where "farspan" is one among others."""
+"""A layer's attention inside the model, behind transformers' attention interface: "farspan" is one of many there."""
 
 from collections.abc import Callable
 from typing import Any

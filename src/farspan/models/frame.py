@@ -1,20 +1,16 @@
 """What all layers of one forward pass share: where the tokens stand, what is padding, and the angles.
 
-A cache stores nothing about positions. They follow from the attention mask and the position of the newest real token:
-slot s of a row holds the token of rank (number of real tokens up to s) - 1, and ranks and positions differ by one
-constant a row. So any transformers cache will do. What this cannot describe is refused: positions with gaps or several
-documents in a text that is to be continued.
+What follows from where the tokens stand (:mod:`farspan.models.places`) is made once for all layers that see them alike.
 """
 
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from farspan.errors import require
 from farspan.layers.attention import Attention
+from farspan.models.places import Extent, Places
 from farspan.ops.coca.decoding import Slots, Steps, wants_gradient
 from farspan.ops.coca.preparation import preparation_refusal
 from farspan.ops.coca.waves import Waves
@@ -55,47 +51,18 @@ class Frame:
         whole_cache: bool,
     ) -> None:
         """`whole_cache`: attention will get all slots of a static cache, with a mask of that width."""
-        self.batch, self.n = hidden.shape[:2]
-        self.device, self.dtype = hidden.device, hidden.dtype
+        self.n, self.device, self.dtype = hidden.shape[1], hidden.device, hidden.dtype
         self.attends_in = product_dtype(hidden)
         self.prepares_by_kernel = preparation_refusal(self.attends_in, rotary.dim, self.device) is None
         self.rotary, self.causal, self.cache, self.whole_cache = rotary, causal, cache, whole_cache
-        past = 0 if cache is None else cache.get_seq_length()
-        self.fresh = isinstance(past, int) and past == 0
-        _check_mask(attention_mask, self.batch, past, self.n, static=getattr(cache, "is_compileable", False))
-        _check_position_ids(position_ids, self.batch, self.n)
-        self.padding = _real_padding(attention_mask)
-        self.position_ids = position_ids
-        self.documents: Tensor | None = None
-        if position_ids is not None and self.padding is None:
-            self._read_positions(position_ids)
-        if self.padding is not None and not self.fresh and not torch.compiler.is_compiling():
-            self._refuse_holes(past)
+        self.places = Places(
+            hidden, attention_mask=attention_mask, position_ids=position_ids, cache=cache, whole_cache=whole_cache
+        )
+        self.documents = self.places.documents
         self._plans: dict[tuple[bool, int | None, bool], Plan | PhasePlan] = {}
         self._halves: dict[tuple[int | None, bool], View] = {}
         self._waves: dict[tuple[int | None, bool, str], Waves] = {}
         self._gains: dict[tuple[int | None, str], Tensor | None] = {}
-
-    def _read_positions(self, position_ids: Tensor) -> None:
-        """Positions that fall back start a new document; with a cache they must simply go on by one."""
-        if self.cache is None:
-            self.documents = packed_documents(position_ids, self.batch)
-        elif not torch.compiler.is_compiling():
-            require(
-                goes_on_by_one(position_ids),
-                "position_ids must go on by one where a cache is used, got gaps or packed documents; "
-                "pass use_cache=False and no cache",
-            )
-
-    def _refuse_holes(self, past: int | Tensor) -> None:
-        """A window layer's cache drops by slot, so padding between real tokens would count as tokens."""
-        windowed = any(getattr(layer, "is_sliding", False) for layer in self.cache.layers)  # type: ignore[union-attr]
-        if windowed and self.padding is not None:
-            require(
-                not _has_holes(self.padding[:, :past]),
-                "attention_mask has padding after real tokens in the cache, which window layers cannot continue; "
-                "pad on the left",
-            )
 
     def view(self, layer: Attention, layer_idx: int, hidden: Tensor, *, rotated_cache: bool) -> View:
         """What `layer` needs to attend to its input; layers that cache alike share angles."""
@@ -108,48 +75,23 @@ class Frame:
         ):
             key = layer.spec.window, layer.rotary is None
             if key not in self._halves:
-                self._halves[key] = self._half_view(layer, *self._extent(layer_idx))
+                self._halves[key] = self._half_view(layer, self.places.extent(layer_idx))
             return self._halves[key]
-        past, offset, length, aligned = self._extent(layer_idx)
-        positions = self._positions(past, offset, length, aligned)
+        extent = self.places.extent(layer_idx)
+        positions = self.places.positions(extent)
         plan: Plan | PhasePlan | Waves | None = None
         if not (rotated_cache or self.whole_cache) and layer.takes_waves(
             self.n, self.device, documents=self.documents is not None
         ):
-            plan = self._share_waves(layer, positions, length)
+            plan = self._share_waves(layer, positions, extent.length)
         elif layer.rotary is not None and not layer.spec.linear:  # a linear op turns its own features
             phases = layer.wants_phases and self.prepares_by_kernel
             key_of_plan = (rotated_cache, layer.spec.window, phases)
             if key_of_plan not in self._plans:
-                self._plans[key_of_plan] = self._plan(positions, length, rotated_cache, phases)
+                self._plans[key_of_plan] = self._plan(positions, extent.length, rotated_cache, phases)
             plan = self._plans[key_of_plan]
-        gain = self._share_gain(layer, past, offset, length, aligned)
-        return View(length, positions, self._keep(offset, length), self.documents, plan, gain=gain)
-
-    def places(self, table: int) -> Tensor:
-        """Rows of an encoder's table of learned positions for its tokens, (1 or b, n).
-
-        They count real tokens, unless `position_ids` say otherwise; padding gets row 0. Texts that leave the table
-        are refused; while tracing, by the look-up itself.
-        """
-        require(
-            self.cache is None, "past_key_values must be None where learned_positions are used, got a cache; drop it"
-        )
-        positions = self._positions(0, 0, self.n, aligned=True)
-        if isinstance(positions, int):
-            positions = torch.arange(self.n, device=self.device)[None]
-        assert isinstance(positions, Tensor)
-        # Ranks are below n: only longer texts and given positions are worth a look at the values.
-        if (self.n > table or self.position_ids is not None) and not torch.compiler.is_compiling():
-            real = positions if self.padding is None else positions.expand(self.batch, -1)[self.padding]
-            for position in (int(real.min()), int(real.max())) if real.numel() else ():
-                require(
-                    0 <= position < table,
-                    f"learned_positions is {table} and a token stands at position {position}, counted from 0; "
-                    "shorten the text, or train with more of them",
-                )
-        # Padding before a row's first token counts as -1, which no table has.
-        return positions if self.padding is None else positions.masked_fill(~self.padding, 0)
+        gain = self._share_gain(layer, extent)
+        return View(extent.length, positions, self.places.keep(extent), self.documents, plan, gain=gain)
 
     def _wants_gradient(self, layer: Attention, layer_idx: int, hidden: Tensor) -> bool:
         """Whether what the layer will make of its input, or finds in its cache, wants a gradient."""
@@ -159,62 +101,13 @@ class Frame:
         cached = (getattr(memory, name, None) for memory in held for name in ("keys", "values"))
         return wants_gradient(hidden, *layer.parameters(), *cached)
 
-    def _extent(self, layer_idx: int) -> tuple[int | Tensor, int, int, bool]:
-        """Tokens in a layer's cache, the first slot and the number of slots that attention gets, and whether the new
-        tokens are the last of these."""
-        past: int | Tensor = 0
-        length, offset = self.n, 0
-        if self.cache is not None:
-            past = self.cache.get_seq_length(layer_idx)
-            length, offset = self.cache.get_mask_sizes(self.n, layer_idx)
-        # Ints that grow with the text would make torch.compile start anew at each token: then tensors decide.
-        aligned = isinstance(past, int) and (self.cache is None or not torch.compiler.is_compiling())
-        if aligned and not (self.whole_cache and length > past + self.n - offset):
-            length = past + self.n - offset  # type: ignore[assignment]
-        else:
-            aligned = False
-        return past, offset, length, aligned
-
-    def _keep(self, offset: int, length: int) -> Tensor | None:
-        return None if self.padding is None else _columns(self.padding, offset, length)
-
-    def _half_view(self, layer: Attention, past: int | Tensor, offset: int, length: int, aligned: bool) -> View:
-        """The view of a decoding step on the half-width kernel: lengths for the empty tail of a static cache, and
-        positions a key only where they may not count on."""
-        lengths, positions = None, None
-        first: int | Tensor = 0
-        if not aligned:
-            lengths = torch.zeros(self.batch, dtype=torch.long, device=self.device) + (past + self.n - offset)
-        if self._counts_on(past):
-            first = self._first(past, offset, length)
-        else:
-            places = self._positions(past, offset, length, aligned)
-            assert not isinstance(places, int | None)
-            positions = places if isinstance(places, tuple) else (places[:, -self.n :], places)
-        slots = Slots(lengths, first, positions, self._keep(offset, length))
+    def _half_view(self, layer: Attention, extent: Extent) -> View:
+        """The view of a decoding step on the half-width kernel."""
+        slots = self.places.slots(extent)
         steps = None
         if layer.rotary is not None:
-            steps = Steps.of(self.rotary, slots.places(self.n, length, self.device))
-        gain = self._share_gain(layer, past, offset, length, aligned)
-        return View(length, None, None, None, None, slots, steps, gain)
-
-    def _counts_on(self, past: int | Tensor) -> bool:
-        """Whether positions surely go on by one from slot to slot of a row, as those before its first token may do."""
-        if self.padding is None:
-            return self.position_ids is None or self.cache is not None
-        if torch.compiler.is_compiling() or (self.fresh and self.position_ids is not None):
-            return False  # it would take a look at the values
-        return not _has_holes(self.padding[:, : past + self.n])
-
-    def _first(self, past: int | Tensor, offset: int, length: int) -> int | Tensor:
-        """Position of slot `offset`, of all rows or (b), found from that of the newest token."""
-        if self.position_ids is None and self.padding is None:
-            return offset
-        if self.position_ids is not None:
-            newest = self.position_ids[:, -1]
-        else:
-            newest = self._at_queries(self._ranks(offset + length), past)[:, -1]
-        return (newest - (past + self.n - 1 - offset)).expand(self.batch).contiguous()
+            steps = Steps.of(self.rotary, slots.places(self.n, extent.length, self.device))
+        return View(extent.length, None, None, None, None, slots, steps, self._share_gain(layer, extent))
 
     def _share_waves(self, layer: Attention, positions: PositionsArgument, keys: int) -> Waves:
         key = (layer.spec.window, layer.rotary is None, layer.form)
@@ -224,13 +117,13 @@ class Frame:
             self._waves[key] = Waves.of(rotary, places, form=layer.form, causal=self.causal, dtype=self.dtype)
         return self._waves[key]
 
-    def _share_gain(self, layer: Attention, past: int | Tensor, offset: int, keys: int, aligned: bool) -> Tensor | None:
+    def _share_gain(self, layer: Attention, extent: Extent) -> Tensor | None:
         if layer.log_length is None:
             return None
         key = (layer.spec.window, layer.spec.kind)
         if key not in self._gains:
-            positions = self._positions(past, offset, keys, aligned)
-            places = resolve(positions, self.n, keys, self.device, self.documents)
+            positions = self.places.positions(extent)
+            places = resolve(positions, self.n, extent.length, self.device, self.documents)
             self._gains[key] = layer.gain(places, self.dtype)
         return self._gains[key]
 
@@ -241,96 +134,3 @@ class Frame:
         if phases:
             return phase_plan(self.rotary, places, causal=self.causal)
         return self.rotary.plan(places, places.n, places.m, causal=self.causal, dtype=self.dtype)
-
-    def _positions(self, past: int | Tensor, offset: int, keys: int, aligned: bool) -> PositionsArgument:
-        if self.position_ids is None and self.padding is None:
-            if aligned:
-                return offset
-            slots = torch.arange(keys, device=self.device)[None] + offset
-            return past + torch.arange(self.n, device=self.device)[None], slots
-        if self.fresh and self.padding is None and aligned:
-            return self.position_ids
-        ranks = self._ranks(offset + keys)
-        places = ranks + self._shift(ranks, past)
-        if self.fresh and self.position_ids is not None and self.padding is not None and aligned:
-            places = torch.where(self.padding, self.position_ids, places)
-        keys_at = places[:, offset:]
-        return keys_at if aligned else (self._at_queries(places, past), keys_at)
-
-    def _ranks(self, slots: int) -> Tensor:
-        if self.padding is None:
-            return torch.arange(slots, device=self.device)[None]
-        ranks = _columns(self.padding, 0, slots).long().cumsum(-1) - 1
-        return ranks.clamp(min=0)  # padding before the first token: any will do there, and some find 0 prepared
-
-    def _at_queries(self, slots: Tensor, past: int | Tensor) -> Tensor:
-        return slots.index_select(1, past + torch.arange(self.n, device=self.device))
-
-    def _shift(self, ranks: Tensor, past: int | Tensor) -> Tensor | int:
-        """position - rank, read at each row's last real query."""
-        if self.position_ids is None:
-            return 0
-        rows = max(ranks.shape[0], self.position_ids.shape[0])
-        last = torch.full((rows, 1), self.n - 1, device=self.device)
-        if self.padding is not None:
-            real = self._at_queries(_columns(self.padding, 0, ranks.shape[1]), past)
-            last = (real * torch.arange(self.n, device=self.device)).amax(-1, keepdim=True)
-        at = self._at_queries(ranks, past).expand(rows, -1).gather(1, last)
-        return self.position_ids.expand(rows, -1).gather(1, last) - at
-
-
-def _has_holes(padding: Tensor) -> bool:
-    """Whether a row has padding after real tokens."""
-    return bool((padding[:, 1:] < padding[:, :-1]).any())
-
-
-def goes_on_by_one(position_ids: Tensor) -> bool:
-    """Whether every position is its neighbour's plus one."""
-    return bool((position_ids[..., 1:] == position_ids[..., :-1] + 1).all())
-
-
-def packed_documents(position_ids: Tensor, batch: int) -> Tensor | None:
-    """A number for each document of a packed row (b, n); None when nothing is packed (looked up outside tracing)."""
-    falls = position_ids[:, 1:] <= position_ids[:, :-1]
-    documents = F.pad(falls.long().cumsum(-1), (1, 0)).expand(batch, -1)
-    return documents if torch.compiler.is_compiling() or falls.any() else None
-
-
-def _check_mask(mask: Tensor | None, batch: int, past: int | Tensor, n: int, *, static: bool) -> None:
-    if mask is None:
-        return
-    require(mask.ndim == 2, f"attention_mask must have shape (batch, tokens so far), got {tuple(mask.shape)}")
-    require(
-        not mask.is_floating_point(),
-        f"attention_mask must hold 1 for real tokens and 0 for padding as integers or bool, got {mask.dtype}",
-    )
-    if isinstance(past, int):
-        fits = mask.shape[1] >= past + n if static else mask.shape[1] == past + n
-        require(
-            fits and mask.shape[0] == batch,
-            f"attention_mask must have shape {(batch, past + n)}, cached tokens included, got {tuple(mask.shape)}",
-        )
-
-
-def _check_position_ids(position_ids: Tensor | None, batch: int, n: int) -> None:
-    require(
-        position_ids is None or tuple(position_ids.shape) in ((batch, n), (1, n)),
-        f"position_ids must have shape {(batch, n)}, one for each new token, "
-        f"got {None if position_ids is None else tuple(position_ids.shape)}",
-    )
-
-
-def _real_padding(attention_mask: Tensor | None) -> Tensor | None:
-    """The mask as bool, or None when it hides nothing (one look, as transformers takes it; not while tracing)."""
-    if attention_mask is None:
-        return None
-    mask = attention_mask.bool()
-    return mask if torch.compiler.is_compiling() or not mask.all() else None
-
-
-def _columns(mask: Tensor, offset: int, length: int) -> Tensor:
-    """Columns offset … offset+length-1 of a (b, slots) mask; slots it does not reach are empty."""
-    missing = offset + length - mask.shape[1]
-    if missing > 0:
-        mask = F.pad(mask, (0, missing), value=False)
-    return mask[:, offset : offset + length]

@@ -25,8 +25,9 @@ from farspan.layers.spec import AttentionSpec
 from farspan.models.attention import FarspanAttention
 from farspan.models.cache import FarspanCache
 from farspan.models.configuration import FarspanConfig
-from farspan.models.frame import Frame, goes_on_by_one
+from farspan.models.frame import Frame
 from farspan.models.linear import LINEAR, FarspanLinearAttention
+from farspan.models.places import goes_on_by_one
 
 __all__ = ["FarspanAttention", "FarspanBlock", "FarspanForCausalLM", "FarspanModel", "FarspanPreTrainedModel"]
 
@@ -161,7 +162,7 @@ class FarspanModel(FarspanPreTrainedModel):
             whole_cache=self.config._attn_implementation != "farspan",
         )
         if self.embed_positions is not None:
-            hidden = hidden + self.embed_positions(frame.places(self.embed_positions.num_embeddings))
+            hidden = hidden + self.embed_positions(frame.places.rows(self.embed_positions.num_embeddings))
         masks = self._dense_masks(hidden, attention_mask, position_ids, past_key_values)
         for block in self.layers:
             attention: FarspanAttention | FarspanLinearAttention = block.self_attn  # type: ignore[assignment]
@@ -175,7 +176,7 @@ class FarspanModel(FarspanPreTrainedModel):
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden), past_key_values=past_key_values)
 
     def _can_be_continued(self, attention_mask: Tensor | None, position_ids: Tensor | None) -> bool:
-        """Whether a cache made by this call could be used by a later one (see farspan.models.frame)."""
+        """Whether a cache made by this call could be used by a later one (see farspan.models.places)."""
         if not self.config.causal:
             return False
         given = position_ids is not None and attention_mask is None and not torch.compiler.is_compiling()
