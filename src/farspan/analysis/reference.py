@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from farspan.layers.attention import Attention
-from farspan.ops.coca.reference import scores_exact, scores_slack
+from farspan.ops.coca.reference import scores_coca
 from farspan.ops.positions import resolve
 from farspan.ops.rotary_reference import pairs, turns
-from farspan.ops.softmax.reference import repeat_heads, visible
+from farspan.ops.softmax.reference import repeat_heads, scores_rope, visible
 
 TURN = 2 * math.pi
 
@@ -22,9 +22,8 @@ def scores(attention: Attention, q: Tensor, k: Tensor) -> Tensor:
     places = resolve(None, q.shape[2], q.shape[2], q.device)
     query, key = turns(attention.rotary, places, q.shape[-1], q.dtype)
     if attention.spec.kind == "coca":
-        return (scores_slack if attention.form == "slack" else scores_exact)(q, k, query, key)[0]
-    keys = pairs(repeat_heads(k, q.shape[1]))[:, :, None] * key[:, None]
-    return ((pairs(q) * query[:, None])[:, :, :, None] * keys.conj()).real.sum(-1)[0]
+        return scores_coca(q, k, query, key, attention.form)[0]
+    return scores_rope(q, k, query, key)[0]
 
 
 def probabilities(attention: Attention, q: Tensor, k: Tensor) -> Tensor:

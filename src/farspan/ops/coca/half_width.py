@@ -8,7 +8,7 @@ from farspan.ops.call import check_mask
 from farspan.ops.coca.decoding import Slots, Steps, attend_half_width, wants_gradient
 from farspan.ops.coca.eight_bits import dequantize_t
 from farspan.ops.coca.interface import FORMS
-from farspan.ops.coca.reference import scores_exact, scores_slack
+from farspan.ops.coca.reference import scores_coca
 from farspan.ops.coca.triton_backend import triton_refusal
 from farspan.ops.positions import LIMIT, Positions, resolve
 from farspan.ops.rotary import Rotary
@@ -110,7 +110,6 @@ def half_width_attention_reference(
     _check_keys(q, m, lengths, first, positions, padding_mask)
     if t_scale is not None:
         t = dequantize_t(t, t_scale, q.dtype)
-    scores = scores_exact if form == "exact" else scores_slack
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     out = q.new_zeros(*q.shape[:3], v.shape[-1])
     for row in range(q.shape[0]):
@@ -126,7 +125,7 @@ def half_width_attention_reference(
                 query, key = (x.expand(q.shape[0], -1)[row : row + 1] for x in positions)
                 places = Positions(n, held, q.device, None, (query[:, -n:], key[:, :held]), True)
             last, keys, values = (x[None] for x in (q[row, :, -n:], keys[:, :held], values[:, :held]))
-            weights = scores(last, keys, *turns(rotary, places, q.shape[-1], q.dtype)) * scale
+            weights = scores_coca(last, keys, *turns(rotary, places, q.shape[-1], q.dtype), form) * scale
             keep = None if padding_mask is None else padding_mask[row : row + 1, :held]
             seen = visible(places, causal=causal, window=window, padding_mask=keep, documents=None)
             out[row, :, -n:] = attend(weights, values, seen)[0]

@@ -8,7 +8,7 @@ from farspan.errors import require, require_choice
 from farspan.ops.call import BACKENDS, check_call, reference_twin
 from farspan.ops.coca.decoding import wants_gradient
 from farspan.ops.coca.preparation import coca_plan, prepared
-from farspan.ops.coca.reference import scores_exact, scores_slack
+from farspan.ops.coca.reference import scores_coca
 from farspan.ops.coca.triton_backend import auto_takes_triton, triton_attention
 from farspan.ops.coca.waves import Waves, attend_waves, takes_waves
 from farspan.ops.phases import PhasePlan, Phases
@@ -97,8 +97,7 @@ def coca_attention(
             rotary is None or isinstance(rotary, Rotary), "backend='reference' needs a Rotary, got a plan of angles"
         )
         assert not isinstance(rotary, tuple)
-        query, key = turns(rotary, call.places, q.shape[-1], q.dtype)
-        scores = (scores_exact if form == "exact" else scores_slack)(q, t, query, key)
+        scores = scores_coca(q, t, *turns(rotary, call.places, q.shape[-1], q.dtype), form)
         mask = visible(call.places, causal=causal, window=window, padding_mask=padding_mask, documents=documents)
         return attend(scores * call.scale, v, mask)
     if backend == "auto" and not isinstance(rotary, tuple) and _takes_waves(q, t, v, documents):

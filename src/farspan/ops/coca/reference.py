@@ -11,6 +11,14 @@ from farspan.ops.rotary_reference import pairs
 from farspan.ops.softmax.reference import repeat_heads
 
 
+def scores_coca(q: Tensor, t: Tensor, query: Tensor, key: Tensor, form: str) -> Tensor:
+    """Those of a form, "exact" or "slack": q (b, h, n, d), t (b, g, m, d/2) → (b, h, n, m).
+
+    `query` and `key` are e^{imθ} and e^{inθ}, as :func:`farspan.ops.rotary_reference.turns` gives them.
+    """
+    return (scores_slack if form == "slack" else scores_exact)(q, t, query, key)
+
+
 def scores_exact(q: Tensor, t: Tensor, query: Tensor, key: Tensor) -> Tensor:
     """Eq. 9: Re⟨f(q_m, m), f(q_m, n)∘t_n⟩, with the keys of Eq. 7 in full: one d-vector for each (m, n)."""
     t = repeat_heads(t, q.shape[1]).to(working_dtype(q.dtype))

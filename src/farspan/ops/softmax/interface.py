@@ -7,10 +7,10 @@ from farspan.errors import require
 from farspan.ops.call import check_call, reference_twin
 from farspan.ops.positions import PositionsArgument
 from farspan.ops.rotary import Angles, Plan, Rotary, rotate
-from farspan.ops.rotary_reference import pairs, turns
+from farspan.ops.rotary_reference import turns
 from farspan.ops.segments import attend_by_segment, make_plan
 from farspan.ops.softmax.core import softmax_attention
-from farspan.ops.softmax.reference import attend, repeat_heads, visible
+from farspan.ops.softmax.reference import attend, scores_alibi, scores_nope, scores_rope, visible
 
 
 def rope_attention(
@@ -54,11 +54,9 @@ def rope_attention(
             rotary is None or isinstance(rotary, Rotary), "backend='reference' needs a Rotary, got a plan of angles"
         )
         if rotary is None:
-            scores = q @ repeat_heads(k, q.shape[1]).mT
+            scores = scores_nope(q, k)
         else:
-            query, key = turns(rotary, call.places, q.shape[-1], q.dtype)
-            keys = pairs(repeat_heads(k, q.shape[1]))[:, :, None] * key[:, None]
-            scores = ((pairs(q) * query[:, None])[:, :, :, None] * keys.conj()).real.sum(-1)
+            scores = scores_rope(q, k, *turns(rotary, call.places, q.shape[-1], q.dtype))
         mask = visible(call.places, causal=causal, window=window, padding_mask=padding_mask, documents=documents)
         return attend(scores * call.scale, v, mask)
     plan = make_plan(rotary, call.places, q, causal=causal)
@@ -118,11 +116,9 @@ def alibi_attention(
         require(
             bool((slopes >= 0).all()), f"slopes must be ≥ 0, got {float(slopes.min())}; distance only lowers scores"
         )
-    places = call.places
     if backend == "reference":
-        distance = (places.query[:, None, :, None] - places.key[:, None, None, :]).abs().to(q.dtype)
-        scores = (q @ repeat_heads(k, q.shape[1]).mT) * call.scale - slopes.to(q.dtype)[:, None, None] * distance
-        mask = visible(places, causal=causal, window=window, padding_mask=padding_mask, documents=documents)
+        scores = scores_alibi(q, k, slopes, call.places, call.scale)
+        mask = visible(call.places, causal=causal, window=window, padding_mask=padding_mask, documents=documents)
         return attend(scores, v, mask)
     return softmax_attention(q, k, v, sight=call.sight, scale=call.scale, slopes=slopes)
 

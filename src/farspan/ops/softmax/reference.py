@@ -1,9 +1,30 @@
-"""Softmax attention as it is defined: every score, every mask entry, written out."""
+"""Softmax attention as it is defined: every score, every mask entry, written out.
+
+Scores are without the scale of the softmax, but for ALiBi, whose bias is not scaled.
+"""
 
 import torch
 from torch import Tensor
 
 from farspan.ops.positions import Positions
+from farspan.ops.rotary_reference import pairs
+
+
+def scores_rope(q: Tensor, k: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """Eq. 2: Re⟨f(q_m, m), f(k_n, n)⟩, by the turns of :func:`farspan.ops.rotary_reference.turns`."""
+    keys = pairs(repeat_heads(k, q.shape[1]))[:, :, None] * key[:, None]  # f(k_n, n), seen from each query
+    return ((pairs(q) * query[:, None])[:, :, :, None] * keys.conj()).real.sum(-1)
+
+
+def scores_alibi(q: Tensor, k: Tensor, slopes: Tensor, places: Positions, scale: float) -> Tensor:
+    """scale·q_m·k_n - slope·|m-n|, with a slope a head (h)."""
+    distance = (places.query[:, None, :, None] - places.key[:, None, None, :]).abs().to(q.dtype)
+    return scores_nope(q, k) * scale - slopes.to(q.dtype)[:, None, None] * distance
+
+
+def scores_nope(q: Tensor, k: Tensor) -> Tensor:
+    """q·k: no position at all."""
+    return q @ repeat_heads(k, q.shape[1]).mT
 
 
 def visible(
