@@ -76,6 +76,14 @@ def test_kernels_are_imported_only_when_they_run(path: Path) -> None:
     assert not any(".kernels" in module for module in imports(path) if module.startswith("farspan.ops."))
 
 
+@pytest.mark.parametrize("path", sorted(ROOT.rglob("kernels/*.py")), ids=lambda p: str(p.relative_to(ROOT)))
+def test_kernels_take_nothing_from_another_op(path: Path) -> None:
+    """What two ops share is in ops/kernels, and that room knows neither."""
+    ops = {folder.parent.name for folder in ROOT.glob("ops/*/__init__.py")}
+    others = {f"farspan.ops.{op}" for op in ops - {path.parents[1].name, "kernels"}}
+    assert not {module for module in imports(path) if ".".join(module.split(".")[:3]) in others}
+
+
 def test_the_command_line_answers_help_without_loading_torch() -> None:
     code = "import sys, farspan_cli; assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

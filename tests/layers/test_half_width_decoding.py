@@ -101,7 +101,7 @@ def test_frozen_weights_decode_on_the_kernel_in_grad_mode_too() -> None:
 
 @torch.no_grad()
 def test_a_cpu_is_refused_by_the_name_of_the_argument(monkeypatch: pytest.MonkeyPatch) -> None:
-    from farspan.ops.coca.kernels import narrow
+    from farspan.ops.kernels import narrow
 
     monkeypatch.setattr(narrow, "INTERPRETED", False)
     layer = CocaAttention(32, 4, decode_backend="triton")

@@ -15,11 +15,13 @@ from farspan.ops import half_width_attention, launch, quantize_t
 from farspan.ops.coca.decoding import FOLD_ROWS
 from farspan.ops.coca.kernels import attention
 from farspan.ops.coca.kernels.attention import Cut, choose_cut, choose_splits
+from farspan.ops.kernels import layout
 from tests.ops.kernels import inputs
 
 
 def test_examples_in_the_kernels_run() -> None:
     assert doctest.testmod(sys.modules[choose_splits.__module__]) == (0, 2)
+    assert doctest.testmod(layout) == (0, 1)
 
 
 def test_one_query_few_and_many_get_tiles_of_their_kernels() -> None:

@@ -113,7 +113,7 @@ def test_an_unknown_backend_is_refused() -> None:
 
 @needs_triton
 def test_without_the_interpreter_a_cpu_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    from farspan.ops.coca.kernels import narrow
+    from farspan.ops.kernels import narrow
 
     monkeypatch.setattr(narrow, "INTERPRETED", False)
     with pytest.raises(ValueError, match=r"^backend='triton' needs CUDA tensors, got cpu; use backend='sdpa', or set"):

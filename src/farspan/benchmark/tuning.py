@@ -87,7 +87,8 @@ def _launcher(q: Tensor, t: Tensor, v: Tensor, t_scale: Tensor | None) -> Callab
 
 @torch.no_grad()
 def _sweep(shape: Shape, cuts: list[Numbers], device: str, repeats: int, name: str) -> Iterator[dict[str, Any]]:
-    from farspan.ops.coca.kernels.attention import Cut, choose_cut, choose_splits, processors
+    from farspan.ops.coca.kernels.attention import Cut, choose_cut, choose_splits
+    from farspan.ops.kernels.layout import processors
 
     q, t, _, v = random_inputs(shape, device)
     one = (q[:1], t[:1], v[:1])  # of one sequence, the float64 equations fit into memory

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from farspan.errors import require
+from farspan.ops.launch import power_of_2
 from farspan.ops.positions import Positions
 from farspan.ops.rotary import Rotary, table, working_dtype
 from farspan.ops.softmax.core import Sight, Span
@@ -197,7 +198,7 @@ def _key_waves(
     if behind < 0 or ahead > 2 * m or isinstance(length, Tensor) or rotary.follows_length or fake:
         phases = _phases(places, causal, sines) if phases is None else phases
         return _made(rotary, length, phases, dtype, sines)[:, :, None]
-    room = 1 << (ahead - 1).bit_length()
+    room = power_of_2(ahead)
     start = 0 if sines else 1 - room
     lasting = _lasting(rotary, length, start, room, working_dtype(dtype), sines)
     chosen = lasting[:, :, least - start : most + 1 - start] if phases is None else lasting[:, 0, phases - start]

@@ -19,7 +19,7 @@ from farspan.ops.cosformer.chunked import Keys
 from farspan.ops.cosformer.kernel import ACTIVATIONS, EPSILON, Kernel, Shape
 from farspan.ops.cosformer.run import check_state, run, silenced
 from farspan.ops.cosformer.state import LinearState
-from farspan.ops.launch import cannot_derive_forwards, cannot_launch, is_hopper, may_keep
+from farspan.ops.launch import cannot_derive_forwards, cannot_launch, is_hopper, may_keep, power_of_2
 from farspan.ops.positions import Positions
 
 WIDEST = 128
@@ -155,7 +155,7 @@ def _counted(kernel: Kernel, n: int, device: torch.device) -> Tensor:
     """The angles of 0 … n-1."""
     if not may_keep():
         return _table(kernel, torch.arange(n, dtype=torch.float64, device=device)[None])
-    return _cached(kernel, 1 << (n - 1).bit_length(), device)[:, :, :n]
+    return _cached(kernel, power_of_2(n), device)[:, :, :n]
 
 
 @lru_cache(maxsize=16)

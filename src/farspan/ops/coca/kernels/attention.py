@@ -1,6 +1,5 @@
 """Launching the half-width kernels: how the work is cut, and its registration with torch."""
 
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -10,6 +9,7 @@ from farspan.ops.coca.decoding import FOLD_ROWS
 from farspan.ops.coca.kernels.few_queries import few_queries_kernel
 from farspan.ops.coca.kernels.half_width import ANCHOR, half_width_kernel, merge_kernel
 from farspan.ops.coca.kernels.one_query import one_query_kernel
+from farspan.ops.kernels.layout import padded, processors, row_major, row_stride
 from farspan.ops.launch import cdiv, has_sound_wgmma, power_of_2
 
 LOG2_E = 1.4426950408889634
@@ -66,11 +66,6 @@ def choose_cut(rows: int, half: int, width: int, dtype: torch.dtype, coded: bool
     return cut if rows <= cut.rows else cut._replace(rows=fitting)
 
 
-def padded(width: int) -> int:
-    """The width of a tile that holds `width` numbers: a power of two, as Triton wants, and enough for its products."""
-    return max(16, power_of_2(width))
-
-
 def choose_splits(programs: int, keys: int, cut: Cut, processors: int) -> int:
     """Into how many parts the keys are cut, when `programs` cover the queries.
 
@@ -82,11 +77,6 @@ def choose_splits(programs: int, keys: int, cut: Cut, processors: int) -> int:
     usual = WAVES if cut.rows == 1 else FEW_WAVES if cut.rows <= FOLD_ROWS else PREFILL_WAVES
     wanted = processors * (cut.waves or usual) // programs
     return max(1, min(wanted, useful, MOST_SPLITS))
-
-
-@lru_cache
-def processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def launch(
@@ -133,7 +123,7 @@ def launch(
     t_strides = (*t.stride()[:3], *((0, 0, 0) if t_scale is None else t_scale.stride()))
     aside = (step, query_positions, key_positions, None if padding is None else padding.view(torch.uint8), pages)
     step, query_positions, key_positions, padding, pages = (x if x is None else row_major(x) for x in aside)
-    rows = [_row_stride(x) for x in (step, query_positions, key_positions, padding, pages)]
+    rows = [row_stride(x) for x in (step, query_positions, key_positions, padding, pages)]
     places = (step, lengths, firsts, query_positions, key_positions, padding, pages)
     out_b, out_h, out_n, out_s = parts.stride()[:4]
     options = {
@@ -201,13 +191,3 @@ def half_width_op(
 def _(q: Tensor, t: Tensor, v: Tensor, *rest: object) -> Tensor:
     b, h, n, _ = q.shape
     return q.new_empty((b, n, h, v.shape[-1])).transpose(1, 2)
-
-
-def row_major(x: Tensor) -> Tensor:
-    """x, with the numbers along its last axis side by side."""
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _row_stride(x: Tensor | None) -> int:
-    """The stride from one row of the batch to the next; none where all rows share one."""
-    return 0 if x is None or x.shape[0] == 1 else x.stride(0)

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from farspan.ops.coca.kernels.angles import cos_sin, places, waves
 from farspan.ops.coca.kernels.half_width import exactly, key_range, key_slots, sees, tile, turned
-from farspan.ops.coca.kernels.narrow import narrow, product
+from farspan.ops.kernels.narrow import narrow, product
 
 
 @triton.jit(

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from farspan.ops.coca.kernels.angles import cos_sin, places, waves
-from farspan.ops.coca.kernels.narrow import narrow, product
+from farspan.ops.kernels.narrow import narrow, product
 
 ANCHOR = tl.constexpr(1024)
 """Tiles from one exact base angle to the next."""

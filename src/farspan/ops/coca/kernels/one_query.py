@@ -10,7 +10,7 @@ import triton.language as tl
 
 from farspan.ops.coca.kernels.angles import cos_sin, places, waves
 from farspan.ops.coca.kernels.half_width import anchored, key_range, key_slots, sees, tile, turned
-from farspan.ops.coca.kernels.narrow import narrow
+from farspan.ops.kernels.narrow import narrow
 
 
 @triton.jit(

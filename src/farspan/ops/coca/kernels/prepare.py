@@ -1,8 +1,7 @@
 """(q, t) → (q̃, k̃) in one pass, forward and backward: squares and angles in float32, no table of angles in memory."""
 
-from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -11,8 +10,8 @@ from torch import Tensor
 from torch.library import custom_op, triton_op, wrap_triton
 
 from farspan.ops.coca.kernels.angles import cos_sin, places
-from farspan.ops.coca.kernels.attention import padded, row_major
-from farspan.ops.coca.kernels.narrow import INTERPRETED, narrow
+from farspan.ops.kernels.layout import Room, padded, row_major, row_stride
+from farspan.ops.kernels.narrow import INTERPRETED, narrow
 from farspan.ops.launch import cdiv, is_traced
 
 HEADS = 4
@@ -168,25 +167,6 @@ def _query_gradient(a, b, up, down, cos, sin, EXACT: tl.constexpr):
     return x, y
 
 
-class Room(NamedTuple):
-    """Where a result goes: memory of its own, and whether the heads lie inside the positions there."""
-
-    memory: Tensor
-    folded: bool
-
-    @classmethod
-    def like(cls, x: Tensor, shape: Sequence[int]) -> "Room":
-        """Room for (b, h, n, d), laid out as x is: the output of a projection, transposed, is folded."""
-        b, h, n, d = shape
-        folded = x.stride(1) < x.stride(2)
-        return cls(x.new_empty((b, n, h, d) if folded else (b, h, n, d)), folded)
-
-    @property
-    def view(self) -> Tensor:
-        """(b, h, n, d)"""
-        return self.memory.transpose(1, 2) if self.folded else self.memory
-
-
 @register("farspan::coca_prepare", mutates_args=())
 def prepare_op(
     q: Tensor,
@@ -257,7 +237,7 @@ def _launch(
     block = max(1, TILE // width)
     programs = cdiv(n, block) * cdiv(h, HEADS) + cdiv(m, block) * cdiv(g, HEADS)
     strides = [s for x in (q, t, q_out.view, k_out.view, q_gradient, k_gradient) for s in _strides(x)]
-    rows = [0 if x is None or x.shape[0] == 1 else x.stride(0) for x in (step, query_positions, key_positions)]
+    rows = [row_stride(x) for x in (step, query_positions, key_positions)]
     with nullcontext() if is_traced() else torch.cuda.device_of(q):  # compiled code sets the device itself
         kernel[(programs, b)](
             q, t, q_out.memory, k_out.memory, q_gradient, k_gradient, step, query_positions, key_positions,

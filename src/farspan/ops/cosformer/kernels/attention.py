@@ -7,9 +7,9 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from farspan.ops.coca.kernels.attention import padded, processors, row_major
 from farspan.ops.cosformer.kernels.pairs import delta_kernel, pairs_kernel
 from farspan.ops.cosformer.kernels.sums import prefix_kernel, totals_kernel
+from farspan.ops.kernels.layout import padded, processors, row_major, row_stride
 from farspan.ops.launch import cdiv
 
 WAVES = 4
@@ -71,7 +71,7 @@ class Text(NamedTuple):
     @property
     def strides(self) -> list[int]:
         """From one row of the batch to the next, 0 where all rows share one; and from cosines to sines."""
-        angles, *rest = (0 if x is None or x.shape[0] == 1 else x.stride(0) for x in self)
+        angles, *rest = (row_stride(x) for x in self)
         return [angles, 0 if self.angles is None else self.angles.stride(1), *rest]
 
 
@@ -256,11 +256,3 @@ def find_deltas(out: Tensor, gradient: Tensor, denominators: Tensor, weight: Wei
             WIDTH=width, BLOCK=DELTAS, BLOCK_V=padded(width),
         )  # fmt: skip
     return deltas
-
-
-def like(x: Tensor, shape: tuple[int, ...] | torch.Size) -> Tensor:
-    """Empty, of the given shape; heads inside positions where x has them so (a projection's output, transposed)."""
-    b, h, n, d = shape
-    if x.stride(1) < x.stride(2):
-        return x.new_empty((b, n, h, d)).transpose(1, 2)
-    return x.new_empty((b, h, n, d))

@@ -5,7 +5,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from farspan.ops.coca.kernels.attention import row_major
 from farspan.ops.cosformer.kernels.attention import (
     NOTHING,
     Sums,
@@ -16,9 +15,9 @@ from farspan.ops.cosformer.kernels.attention import (
     count_segments,
     find_deltas,
     held_dtype,
-    like,
     mix,
 )
+from farspan.ops.kernels.layout import Room, row_major
 
 
 @torch.library.custom_op("farspan::linear_attention", mutates_args=())
@@ -58,7 +57,7 @@ def linear_attention_op(
         kept = before if causal else total
     if not causal:
         before, text = total, Text.of(query_angles, None, None)
-    out = like(q, (*q.shape[:3], v.shape[-1]))
+    out = Room.like(q, (*q.shape[:3], v.shape[-1])).view
     denominators = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     mix(q, k, v, out, weight, text, before, denominators, None, segment, causal=causal)
     return out, denominators, *_or_empty(kept, q), *_flat(total if remember else NOTHING, q)
@@ -97,7 +96,7 @@ def linear_attention_backward_op(
     deltas = find_deltas(out, gradient, denominators, weight)
     rest = (denominators, deltas, segment)
     before = Sums(states, sums) if states.numel() else _held(initial, initial_sum, weight, k, v)
-    dq = like(q, q.shape)
+    dq = Room.like(q, q.shape).view
     mix(gradient, v, k, dq, weight, keys if causal else queries, before, *rest, causal=causal, source=q)
     after, total = _held(final, final_sum, weight, k, v), NOTHING
     if initial is not None or not causal or count_segments(k, segment) > 1:
@@ -105,7 +104,7 @@ def linear_attention_backward_op(
         whole = initial is not None or not causal
         after, total = add_up(q, gradient, weight, queries, *rest, groups, after, causal=causal, whole=whole)
     after = after if causal else total
-    dk, dv = (like(x, x.shape) for x in (k, v))  # only now: the totals that add_up held are free again
+    dk, dv = (Room.like(x, x.shape).view for x in (k, v))  # only now: the totals that add_up held are free again
     mix(v, gradient, q, dk, weight, keys, after, *rest, causal=causal, reverse=True, source=k)
     mix(k, q, gradient, dv, weight, keys, after, *rest, causal=causal, reverse=True)
     return dq, dk, dv, *_flat(total if initial is not None else NOTHING, q)
@@ -147,7 +146,7 @@ def _(
     if made:
         kept = weight.like(k, v, segments, held_dtype(weight.dtype(q.dtype))) if causal else weight.like(k, v, 1)
     final = weight.like(k, v, 1) if remember else NOTHING
-    out = like(q, (*q.shape[:3], v.shape[-1]))
+    out = Room.like(q, (*q.shape[:3], v.shape[-1])).view
     return out, q.new_empty(q.shape[:3], dtype=torch.float32), *_or_empty(kept, q), *_flat(final, q)
 
 
@@ -157,7 +156,7 @@ def _(gradient: Tensor, final: Any, final_sum: Any, *saved: Any) -> tuple[Any, .
     weight = Weight(still, wave, shared, relu, epsilon)
     q, k, v = (row_major(x) for x in (q, k, v))
     start = NOTHING if initial is None else weight.like(k, v, 1)
-    return *(like(x, x.shape) for x in (q, k, v)), *_flat(start, q)
+    return *(Room.like(x, x.shape).view for x in (q, k, v)), *_flat(start, q)
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

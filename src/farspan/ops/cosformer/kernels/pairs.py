@@ -16,7 +16,6 @@ activation.
 import triton
 import triton.language as tl
 
-from farspan.ops.coca.kernels.narrow import narrow
 from farspan.ops.cosformer.kernels.tiles import (
     load_angles,
     load_features,
@@ -26,6 +25,7 @@ from farspan.ops.cosformer.kernels.tiles import (
     multiply,
     through_activation,
 )
+from farspan.ops.kernels.narrow import narrow
 
 
 @triton.jit(do_not_specialize=["n", "x_heads", "segment", "held"])

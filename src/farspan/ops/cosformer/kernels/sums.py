@@ -3,7 +3,6 @@
 import triton
 import triton.language as tl
 
-from farspan.ops.coca.kernels.narrow import narrow
 from farspan.ops.cosformer.kernels.tiles import (
     column_sums,
     load_angles,
@@ -14,6 +13,7 @@ from farspan.ops.cosformer.kernels.tiles import (
     multiply,
     weighed,
 )
+from farspan.ops.kernels.narrow import narrow
 
 
 @triton.jit(do_not_specialize=["n", "heads", "segment", "parts"])

@@ -11,7 +11,7 @@ exist nowhere: tiles of q and k enter the tensor cores as they are read, and the
 import triton
 import triton.language as tl
 
-from farspan.ops.coca.kernels.narrow import INTERPRETED, narrow
+from farspan.ops.kernels.narrow import INTERPRETED, narrow
 
 
 @triton.jit
