@@ -15,7 +15,7 @@ from farspan.ops.coca.preparation import coca_plan, prepared
 from farspan.ops.coca.waves import Waves, takes_waves
 from farspan.ops.phases import PhasePlan
 from farspan.ops.positions import Positions, PositionsArgument, resolve
-from farspan.ops.rotary import Angles, Plan, working_dtype
+from farspan.ops.rotary import Angles, Plan, odd_width, working_dtype
 from farspan.ops.scaling import log_length
 from farspan.ops.softmax.interface import rotated
 
@@ -327,10 +327,7 @@ def sharpened(q: Tensor, gain: Tensor | None) -> Tensor:
 
 
 def _check_shape(layer: Attention) -> None:
-    require(
-        layer.head_dim % 2 == 0,
-        f"head_dim must be even to form rotary pairs, got {layer.head_dim}; choose hidden_size / num_heads even",
-    )
+    require(layer.head_dim % 2 == 0, lambda: odd_width(layer.head_dim))
     require(
         layer.num_heads % layer.num_key_heads == 0,
         f"num_key_heads must divide num_heads = {layer.num_heads}, got {layer.num_key_heads}; choose a divisor",

@@ -32,7 +32,7 @@ class LinearCocaAttention(LinearAttention):
     def __init__(self, hidden_size: int, num_heads: int, *, nope: bool = False, **options: Any) -> None:
         super().__init__(hidden_size, num_heads, AttentionSpec("linear-coca", None, None, not nope), **options)
         require(
-            self.rotary is None or not (self.rotary.follows_query or self.rotary.follows_length),
+            self.rotary is None or not self.rotary.is_dynamic,
             "rotary must have fixed frequencies in a linear layer, got dynamic NTK: sums cannot be turned again; "
             "use NTK or Linear",
         )

@@ -102,7 +102,7 @@ class FarspanAttention(Attention):
     @property
     def rotates_before_cache(self) -> bool:
         """RoPE caches rotated keys, as LLaMA does, unless their angles may still change."""
-        dynamic = self.rotary is not None and (self.rotary.follows_query or self.rotary.follows_length)
+        dynamic = self.rotary is not None and self.rotary.is_dynamic
         return not dynamic and (self.spec.kind == "rope" or self.config.cache_layout == "rotated")
 
     @property

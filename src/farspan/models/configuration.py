@@ -237,8 +237,7 @@ class FarspanConfig(PreTrainedConfig):
             "cache_layout 'rotated' cannot hold keys that turn with each query, got per_query dynamic NTK; use 'half'",
         )
         require(
-            not (rotary.follows_query or rotary.follows_length)
-            or not any(spec.kind == "linear-coca" and spec.rotary for spec in specs),
+            not rotary.is_dynamic or not any(spec.kind == "linear-coca" and spec.rotary for spec in specs),
             f"linear-coca layers need fixed frequencies, got {rotary.scaling}: sums cannot be turned again; "
             "use rope_type 'ntk', 'linear' or 'yarn'",
         )

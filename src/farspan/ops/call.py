@@ -67,10 +67,7 @@ def check_call(
             "keys; pass the cached keys, or positions=(of queries, of keys)"
         ),
     )
-    require(
-        window is None or (isinstance(window, int) and window >= 1),
-        f"window must be a whole number of keys ≥ 1 or None, got {window}; a query always sees itself",
-    )
+    check_window(window)
     check_mask("padding_mask", padding_mask, (b, m), boolean=True)
     check_mask("documents", documents, (b, m), boolean=False)
     require(not (free and documents is not None), "documents cannot be combined with a pair of positions; use a tensor")
@@ -97,23 +94,12 @@ def check_call(
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, key_name: str, key_width: int) -> None:
     for name, x in (("q", q), (key_name, k), ("v", v)):
-        if x.ndim != 4:
-            raise ValueError(
-                f"{name} must have shape (batch, heads, positions, width), got {tuple(x.shape)}; add the axis"
-            )
+        check_axes(name, x)
         require(
             x.is_floating_point() and x.dtype == q.dtype,
             f"{name} must have the floating dtype of q ({q.dtype}), got {x.dtype}; convert it first",
         )
-        require(x.shape[0] > 0, f"{name} must hold at least one row, got batch size 0; skip the call")
-        require(x.shape[2] > 0, f"{name} must hold at least one position, got length 0; skip the call")
-    require(
-        k.shape[-1] == key_width,
-        lambda: (
-            f"{key_name} must have width {key_width} for q of width {q.shape[-1]}, got {k.shape[-1]}; "
-            "check the projection"
-        ),
-    )
+    check_width(q, k, key_name, key_width)
     require(
         q.shape[0] == k.shape[0] == v.shape[0],
         lambda: f"q, {key_name} and v must share the batch size, got {q.shape[0]}, {k.shape[0]} and {v.shape[0]}",
@@ -122,13 +108,41 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, key_name: str, key_width: int
         k.shape[1:3] == v.shape[1:3],
         lambda: f"{key_name} and v must share heads and positions, got {tuple(k.shape[1:3])} and {tuple(v.shape[1:3])}",
     )
-    require(
-        q.shape[1] % k.shape[1] == 0,
-        lambda: (
+    check_heads(q, k)
+
+
+# The checks below raise by themselves: a decoding step makes them in every layer, and a call of `require` costs as much
+# as the question.
+
+
+def check_axes(name: str, x: Tensor) -> None:
+    if x.ndim != 4:
+        raise ValueError(f"{name} must have shape (batch, heads, positions, width), got {tuple(x.shape)}; add the axis")
+    if x.shape[0] == 0:
+        raise ValueError(f"{name} must hold at least one row, got batch size 0; skip the call")
+    if x.shape[2] == 0:
+        raise ValueError(f"{name} must hold at least one position, got length 0; skip the call")
+
+
+def check_width(q: Tensor, k: Tensor, key_name: str, key_width: int) -> None:
+    if k.shape[-1] != key_width:
+        raise ValueError(
+            f"{key_name} must have width {key_width} for q of width {q.shape[-1]}, got {k.shape[-1]}; "
+            "check the projection"
+        )
+
+
+def check_heads(q: Tensor, k: Tensor) -> None:
+    if q.shape[1] % k.shape[1]:
+        raise ValueError(
             f"key heads must divide query heads, got {k.shape[1]} for {q.shape[1]}; "
             "choose num_key_value_heads accordingly"
-        ),
-    )
+        )
+
+
+def check_window(window: int | None) -> None:
+    if window is not None and not (isinstance(window, int) and window >= 1):
+        raise ValueError(f"window must be a whole number of keys ≥ 1 or None, got {window}; a query always sees itself")
 
 
 def check_mask(name: str, mask: Tensor | None, shape: tuple[int, int], *, boolean: bool) -> None:

@@ -64,6 +64,15 @@ class Segment(Generic[A]):
 Plan = tuple[Segment[Angles], ...]
 
 
+def odd_width(width: int) -> str:
+    """What is wrong with a head that does not split into rotary pairs.
+
+    >>> odd_width(63)
+    'head_dim must be even to form rotary pairs, got 63; choose hidden_size / num_heads even'
+    """
+    return f"head_dim must be even to form rotary pairs, got {width}; choose hidden_size / num_heads even"
+
+
 @dataclass(frozen=True)
 class Rotary:
     """θ_j = base^(-2j/d) under a scaling law.
@@ -79,7 +88,7 @@ class Rotary:
     def __post_init__(self) -> None:
         require(
             self.dim >= 2 and self.dim % 2 == 0,
-            f"head_dim must be even to form rotary pairs, got {self.dim}; choose hidden_size / num_heads even",
+            lambda: odd_width(self.dim),
         )
         require(self.base > 1, f"base must be greater than 1, got {self.base}; the paper uses 10000")
 
@@ -92,6 +101,15 @@ class Rotary:
     def follows_length(self) -> bool:
         """The frequencies depend on the length of the request."""
         return isinstance(self.scaling, DynamicNTK) and self.scaling.mode == "per_request"
+
+    @property
+    def is_dynamic(self) -> bool:
+        """The frequencies change as a text grows, by query or by request: what was turned may have to be turned again.
+
+        >>> Rotary(4).is_dynamic, Rotary(4, scaling=DynamicNTK(2, train_length=64)).is_dynamic
+        (False, True)
+        """
+        return isinstance(self.scaling, DynamicNTK)
 
     @property
     def factor(self) -> float:

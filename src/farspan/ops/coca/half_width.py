@@ -4,14 +4,14 @@ import torch
 from torch import Tensor
 
 from farspan.errors import require, require_choice
-from farspan.ops.call import check_mask
+from farspan.ops.call import check_axes, check_heads, check_mask, check_width, check_window
 from farspan.ops.coca.decoding import Slots, Steps, attend_half_width, wants_gradient
 from farspan.ops.coca.eight_bits import dequantize_t
 from farspan.ops.coca.interface import FORMS
 from farspan.ops.coca.reference import scores_coca
 from farspan.ops.coca.triton_backend import triton_refusal
 from farspan.ops.positions import LIMIT, Positions, resolve
-from farspan.ops.rotary import Rotary
+from farspan.ops.rotary import Rotary, odd_width
 from farspan.ops.rotary_reference import turns
 from farspan.ops.segments import check_dim
 from farspan.ops.softmax.reference import attend, visible
@@ -145,16 +145,12 @@ def _check(
 ) -> None:
     require_choice("form", form, FORMS)
     for name, x in (("q", q), ("t", t), ("v", v)):
-        require(
-            x.ndim == 4, f"{name} must have shape (batch, heads, positions, width), got {tuple(x.shape)}; add the axis"
-        )
-        require(x.shape[0] > 0, f"{name} must hold at least one row, got batch size 0; skip the call")
-        require(x.shape[2] > 0, f"{name} must hold at least one position, got length 0; skip the call")
-    (b, h, n, d), (rows, g, m, half) = q.shape, t.shape
-    require(d % 2 == 0, f"head_dim must be even to form rotary pairs, got {d}; choose hidden_size / num_heads even")
-    require(d == 2 * half, f"t must have width {d // 2} for q of width {d}, got {half}; check the projection")
+        check_axes(name, x)
+    (b, _, n, d), (rows, _, m, _) = q.shape, t.shape
+    require(d % 2 == 0, lambda: odd_width(d))
+    check_width(q, t, "t", d // 2)
     require(t.shape[:3] == v.shape[:3], f"t and v must agree but in width, got {tuple(t.shape)} and {tuple(v.shape)}")
-    require(h % g == 0, f"key heads must divide query heads, got {g} for {h}; choose num_key_value_heads accordingly")
+    check_heads(q, t)
     for name, row in (("lengths", lengths), ("first", first)):
         if isinstance(row, Tensor):
             whole = not row.is_floating_point() and tuple(row.shape) == (b,)
@@ -169,10 +165,7 @@ def _check(
             right, f"block_table must be integers ({b}, blocks), got {tuple(block_table.shape)}; one row a sequence"
         )
         _check_device("block_table", block_table, q)
-    require(
-        window is None or (isinstance(window, int) and window >= 1),
-        f"window must be a whole number of keys ≥ 1 or None, got {window}; a query always sees itself",
-    )
+    check_window(window)
     require(splits is None or splits >= 1, f"splits must be at least 1 or None, got {splits}")
 
 

@@ -13,7 +13,7 @@ from farspan.ops.coca.triton_backend import auto_takes_triton, triton_attention
 from farspan.ops.coca.waves import Waves, attend_waves, takes_waves
 from farspan.ops.phases import PhasePlan, Phases
 from farspan.ops.positions import PositionsArgument
-from farspan.ops.rotary import Plan, Rotary
+from farspan.ops.rotary import Plan, Rotary, odd_width
 from farspan.ops.rotary_reference import turns
 from farspan.ops.segments import attend_by_segment, check_dim
 from farspan.ops.softmax.core import softmax_attention
@@ -68,7 +68,7 @@ def coca_attention(
     torch.Size([1, 4, 6, 8])
     """
     require_choice("form", form, FORMS)
-    _check_width(q)
+    require(q.shape[-1] % 2 == 0, lambda: odd_width(q.shape[-1]))
     call = check_call(
         q,
         t,
@@ -122,10 +122,3 @@ coca_attention_reference = reference_twin(coca_attention)
 
 def _takes_waves(q: Tensor, t: Tensor, v: Tensor, documents: Tensor | None) -> bool:
     return takes_waves(q.shape[2], q.device, gradient=wants_gradient(q, t, v), documents=documents is not None)
-
-
-def _check_width(q: Tensor) -> None:
-    require(
-        q.shape[-1] % 2 == 0,
-        lambda: f"head_dim must be even to form rotary pairs, got {q.shape[-1]}; choose hidden_size / num_heads even",
-    )

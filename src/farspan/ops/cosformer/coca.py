@@ -134,7 +134,7 @@ def _check_rotary(rotary: Rotary | None, width: int) -> None:
         f"rotary must have dim {width}, the width of q, got {rotary.dim}; build Rotary(head_dim)",
     )
     require(
-        not (rotary.follows_query or rotary.follows_length),
+        not rotary.is_dynamic,
         "rotary must have fixed frequencies, got dynamic NTK: sums cannot be turned again; use NTK or Linear",
     )
 
