@@ -3,7 +3,7 @@
 import torch
 
 from farspan.ops import cosformer_attention, cosformer_attention_reference
-from farspan.ops.cosformer.kernel import BEYOND
+from farspan.ops.cosformer.weights import BEYOND
 from tests.helpers import largest_difference
 
 PAST_M = [beyond for beyond in BEYOND if beyond != "raise"]

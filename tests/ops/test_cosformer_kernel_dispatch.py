@@ -11,8 +11,8 @@ pytest.importorskip("triton", reason="needs triton (pip install farspan[gpu])")
 
 from farspan.ops import cosformer_attention
 from farspan.ops.cosformer import triton_backend
-from farspan.ops.cosformer.kernel import cosformer_kernel
 from farspan.ops.cosformer.triton_backend import _cached
+from farspan.ops.cosformer.weights import cosformer_kernel
 from farspan.ops.positions import resolve
 from tests.ops.cosformer_kernels import inputs, with_gradients
 from tests.ops.kernels import DEVICE, poison  # noqa: F401 (a fixture for every test here)

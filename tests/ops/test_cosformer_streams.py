@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farspan.ops import cosformer_attention, cosformer_attention_reference
-from farspan.ops.cosformer.kernel import BEYOND
+from farspan.ops.cosformer.weights import BEYOND
 from tests.helpers import softmax_inputs
 from tests.ops.cosformer import PAST_M, in_pieces
 

@@ -60,8 +60,8 @@ def rewrite(text: str) -> tuple[str, list[str]]:
 
     >>> print(rewrite("from farspan.ops import Rotary  # angles")[0])
     from .farspan_ops import Rotary  # angles
-    >>> print(rewrite("from farspan.ops.cosformer import kernel as cosformer")[0])
-    from . import farspan_ops_cosformer_kernel as cosformer
+    >>> print(rewrite("from farspan.ops.cosformer import weights as cosformer")[0])
+    from . import farspan_ops_cosformer_weights as cosformer
     """
     lines, needed = text.splitlines(keepends=True), list[str]()
     statements = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Import | ast.ImportFrom)]

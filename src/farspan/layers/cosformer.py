@@ -8,7 +8,7 @@ from farspan.errors import require, require_choice
 from farspan.layers.linear import LinearAttention
 from farspan.layers.spec import AttentionSpec
 from farspan.ops import cosformer_attention
-from farspan.ops.cosformer.kernel import ACTIVATIONS, BEYOND
+from farspan.ops.cosformer.weights import ACTIVATIONS, BEYOND
 
 
 class CosformerAttention(LinearAttention):

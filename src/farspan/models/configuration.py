@@ -14,7 +14,7 @@ from farspan.layers.attention import ACTIVATIONS
 from farspan.layers.spec import AttentionSpec
 from farspan.ops import NTK, DynamicNTK, Linear, Llama3, Rotary, YaRN
 from farspan.ops.coca import decoding
-from farspan.ops.cosformer import kernel as cosformer
+from farspan.ops.cosformer import weights as cosformer
 
 at_first_use: list[Callable[[], None]] = []
 """What waits until a configuration is made: whoever wants a model makes one, and models take seconds to import."""

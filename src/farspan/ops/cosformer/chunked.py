@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from farspan.ops.cosformer.kernel import EPSILON, Kernel
 from farspan.ops.cosformer.state import LinearState, empty_state
+from farspan.ops.cosformer.weights import EPSILON, Kernel
 from farspan.ops.rotary import working_dtype
 
 R = TypeVar("R")

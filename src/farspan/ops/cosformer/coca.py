@@ -7,10 +7,10 @@ from torch import Tensor
 
 from farspan.errors import require, require_choice
 from farspan.ops.call import reference_twin
-from farspan.ops.cosformer.kernel import Kernel, Shape
 from farspan.ops.cosformer.reference import linear_coca_weights, seen_only, weigh
 from farspan.ops.cosformer.run import BACKENDS, place, run, silenced
 from farspan.ops.cosformer.state import LinearState
+from farspan.ops.cosformer.weights import Kernel, Shape
 from farspan.ops.positions import PositionsArgument
 from farspan.ops.rotary import Rotary
 from farspan.ops.softmax.reference import visible

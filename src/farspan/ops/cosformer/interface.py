@@ -7,11 +7,11 @@ from torch import Tensor
 
 from farspan.errors import require, require_choice
 from farspan.ops.call import reference_twin
-from farspan.ops.cosformer.kernel import ACTIVATIONS, BEYOND, cosformer_kernel
 from farspan.ops.cosformer.reference import cosformer_weights, seen_only, weigh
 from farspan.ops.cosformer.run import BACKENDS, place, run, silenced
 from farspan.ops.cosformer.state import LinearState
 from farspan.ops.cosformer.triton_backend import auto_takes_triton, triton_run
+from farspan.ops.cosformer.weights import ACTIVATIONS, BEYOND, cosformer_kernel
 from farspan.ops.positions import Positions, PositionsArgument
 from farspan.ops.softmax.reference import visible
 

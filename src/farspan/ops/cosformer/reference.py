@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from farspan.ops.cosformer.kernel import ACTIVATIONS, EPSILON, FLOOR
+from farspan.ops.cosformer.weights import ACTIVATIONS, EPSILON, FLOOR
 from farspan.ops.rotary import working_dtype
 from farspan.ops.softmax.reference import repeat_heads
 
@@ -36,7 +36,8 @@ def cosformer_weights(
 
 
 def linear_coca_weights(q: Tensor, t: Tensor, distance: Tensor, theta: Tensor | None) -> tuple[Tensor, Tensor]:
-    """CoCA's Eq. 17 as a weight, Σ_j ‖q_j‖² t_j cos(Δθ_j), and the same without the angle; twice that for θ None."""
+    """CoCA's Eq. 17 as a weight, Σ_j ‖q_j‖² t_j cos(Δθ_j), and the same without the angle; where θ is None, the latter
+    for both."""
     work = working_dtype(q.dtype)
     a, b = q.to(work).chunk(2, dim=-1)
     t = repeat_heads(t, q.shape[1]).to(work)

@@ -8,8 +8,8 @@ from farspan.errors import require
 from farspan.ops.call import check_mask, check_tensors, drop_trivial
 from farspan.ops.cosformer import chunked
 from farspan.ops.cosformer.chunked import Keys
-from farspan.ops.cosformer.kernel import Kernel
 from farspan.ops.cosformer.state import LinearState
+from farspan.ops.cosformer.weights import Kernel
 from farspan.ops.positions import Positions, PositionsArgument, resolve
 
 BACKENDS = ("auto", "reference", "chunked")

@@ -16,9 +16,9 @@ from farspan.errors import require
 from farspan.ops.call import drop_trivial
 from farspan.ops.cosformer import chunked
 from farspan.ops.cosformer.chunked import Keys
-from farspan.ops.cosformer.kernel import ACTIVATIONS, EPSILON, Kernel, Shape
 from farspan.ops.cosformer.run import check_state, run, silenced
 from farspan.ops.cosformer.state import LinearState
+from farspan.ops.cosformer.weights import ACTIVATIONS, EPSILON, Kernel, Shape
 from farspan.ops.launch import cannot_derive_forwards, cannot_launch, is_hopper, may_keep, power_of_2
 from farspan.ops.positions import Positions
 

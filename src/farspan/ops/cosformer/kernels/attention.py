@@ -1,4 +1,4 @@
-"""Launching the kernels of linear attention, forward and backward, and their registration with torch."""
+"""Launching the kernels of linear attention, forward and backward: how the work is cut, and room for its sums."""
 
 import math
 from typing import Any, NamedTuple
