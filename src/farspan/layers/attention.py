@@ -306,7 +306,13 @@ class CocaAttention(Attention):
 
 
 class RopeAttention(Attention):
-    """Rotary attention (RoFormer, LLaMA); nope=True leaves rotation out."""
+    """Rotary attention (RoFormer, LLaMA); nope=True leaves rotation out.
+
+    >>> layer, x = RopeAttention(32, 4, num_key_heads=2, window=3), torch.randn(1, 10, 32)
+    >>> out, changed = layer(x), layer(torch.cat((x[:, :1] + 1, x[:, 1:]), dim=1))
+    >>> (out != changed).any(-1).nonzero()[:, 1].tolist()  # the tokens that see the first one
+    [0, 1, 2]
+    """
 
     def __init__(
         self, hidden_size: int, num_heads: int, *, window: int | None = None, nope: bool = False, **options: Any
@@ -315,7 +321,12 @@ class RopeAttention(Attention):
 
 
 class AlibiAttention(Attention):
-    """Attention with linear biases, one fixed slope a head."""
+    """Attention with linear biases, one fixed slope a head; only distances count.
+
+    >>> layer, x = AlibiAttention(32, 4), torch.randn(1, 10, 32)
+    >>> layer(x).shape, torch.allclose(layer(x), layer(x, positions=1000), atol=1e-5)
+    (torch.Size([1, 10, 32]), True)
+    """
 
     def __init__(self, hidden_size: int, num_heads: int, *, window: int | None = None, **options: Any) -> None:
         super().__init__(hidden_size, num_heads, AttentionSpec("alibi", None, window), **options)

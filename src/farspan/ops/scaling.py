@@ -74,7 +74,11 @@ class Linear(Scaling):
 
 @dataclass(frozen=True)
 class NTK(Scaling):
-    """NTK-aware: base → base·k^(d/(d-2)), so the lowest frequency is stretched k times and the highest not at all."""
+    """NTK-aware: base → base·k^(d/(d-2)), so the lowest frequency is stretched k times and the highest not at all.
+
+    >>> theta(8, 10_000.0) / NTK(4).frequencies(8, 10_000.0, None)
+    tensor([1.0000, 1.5874, 2.5198, 4.0000], dtype=torch.float64)
+    """
 
     factor: float
 
@@ -140,6 +144,10 @@ class YaRN(Scaling):
     """Interpolate slow pairs, leave fast ones, blend between; and cool the softmax (Peng et al. 2023).
 
     A pair is fast when it turns more than `beta_fast` times within the training length, slow below `beta_slow`.
+
+    >>> law = YaRN(4, train_length=512)
+    >>> theta(8, 10_000.0) / law.frequencies(8, 10_000.0, None), round(law.attention_factor, 4)
+    (tensor([1.0000, 1.6000, 4.0000, 4.0000], dtype=torch.float64), 1.1386)
     """
 
     factor: float
@@ -181,6 +189,9 @@ class Llama3(Scaling):
 
     A pair is fast when it turns more than `high_turns` times within the training length, slow below `low_turns`.
     YaRN blends along the index of the pair and cools the softmax; this blends along the turns and does not.
+
+    >>> theta(8, 1_000.0) / Llama3(4, train_length=64).frequencies(8, 1_000.0, None)
+    tensor([1.0000, 2.2083, 4.0000, 4.0000], dtype=torch.float64)
     """
 
     factor: float
