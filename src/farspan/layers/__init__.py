@@ -1,9 +1,10 @@
 """Attention layers as plain nn.Modules, usable in anyone's transformer."""
 
-from farspan.layers.attention import AlibiAttention, Attention, CocaAttention, RopeAttention
+from farspan.layers.attention import Attention
 from farspan.layers.cache import LayerCache, StateCache
 from farspan.layers.cosformer import CosformerAttention
 from farspan.layers.linear_coca import LinearCocaAttention
+from farspan.layers.softmax import AlibiAttention, CocaAttention, RopeAttention
 from farspan.layers.spec import AttentionSpec
 
 __all__ = [
