@@ -44,7 +44,7 @@ def largest_difference(
     return max(float((a - b).detach().abs().max()) for a, b in pairs)
 
 
-def masks(b: int, n: int, m: int) -> dict[str, dict[str, object]]:
+def masks(b: int, m: int) -> dict[str, dict[str, object]]:
     """Every way to hide keys, by name."""
     ragged = torch.arange(m)[None] >= torch.arange(b)[:, None] * (m // 3)
     lengths = torch.tensor([min(m, 1 + 5 * i) for i in range(b)])[:, None]

@@ -24,7 +24,7 @@ from farspan.ops.positions import Positions, resolve
 from tests.helpers import coca_inputs, eager, masks
 
 FORMS = ["exact", "slack"]
-PLAIN = [name for name in masks(1, 1, 1) if "documents" not in name]
+PLAIN = [name for name in masks(1, 1) if "documents" not in name]
 
 
 def inputs(m: int, **shape: int) -> tuple[torch.Tensor, ...]:
@@ -49,7 +49,7 @@ def test_equals_reference_for_every_mask(
     form: str, name: str, rotary: Rotary | None, elements: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(waves, "BLOCK_ELEMENTS", elements)
-    assert error(form, inputs(150, b=3), rotary, **masks(3, 1, 150)[name]) <= 1e-12
+    assert error(form, inputs(150, b=3), rotary, **masks(3, 150)[name]) <= 1e-12
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -16,14 +16,14 @@ from farspan.ops.rotary import rotate
 from farspan.ops.softmax.core import steady
 from tests.helpers import largest_difference, masks, softmax_inputs
 
-MASKS = list(masks(1, 1, 1))
+MASKS = list(masks(1, 1))
 
 
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("shape", [(37, 37), (5, 37), (1, 37), (65, 130)], ids=str)
 @pytest.mark.parametrize("rotary", [Rotary(8), None, Rotary(8, scaling=DynamicNTK(4, 10))], ids=["rope", "nope", "ntk"])
 def test_rope_equals_reference(name: str, shape: tuple[int, int], rotary: Rotary | None) -> None:
-    options = masks(3, *shape)[name]
+    options = masks(3, shape[1])[name]
     inputs = softmax_inputs(*shape, b=3)
     assert largest_difference(rope_attention, rope_attention_reference, inputs, rotary=rotary, **options) <= 1e-12
 
@@ -31,7 +31,7 @@ def test_rope_equals_reference(name: str, shape: tuple[int, int], rotary: Rotary
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("shape", [(37, 37), (5, 37), (1, 37), (65, 130)], ids=str)
 def test_alibi_equals_reference(name: str, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    options = masks(3, *shape)[name]
+    options = masks(3, shape[1])[name]
     inputs = softmax_inputs(*shape, b=3)
     assert largest_difference(alibi_attention, alibi_attention_reference, inputs, **options) <= 1e-12
     monkeypatch.setattr("farspan.ops.softmax.core.MASK_ELEMENTS", 1)  # sixteen rows a block
@@ -107,14 +107,14 @@ def test_a_window_costs_what_it_sees(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 2, 64])
-@pytest.mark.parametrize("name", list(masks(1, 1, 1)))
+@pytest.mark.parametrize("name", list(masks(1, 1)))
 @pytest.mark.parametrize(("h", "g"), [(6, 3), (6, 2), (4, 1)])
 def test_one_query_of_grouped_heads_equals_reference(
     h: int, g: int, name: str, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     inputs = softmax_inputs(1, 37, b=3, h=h, g=g)
-    options = masks(3, 1, 37)[name]
+    options = masks(3, 37)[name]
     assert largest_difference(rope_attention, rope_attention_reference, inputs, rotary=Rotary(8), **options) <= 1e-12
     assert largest_difference(alibi_attention, alibi_attention_reference, inputs, **options) <= 1e-12
 
