@@ -1,7 +1,7 @@
 """Passkey retrieval: a five-digit number hidden in filler, asked for at the end (CoCA paper, App. B)."""
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from farspan.errors import require
-from farspan.intervals import wilson
+from farspan.intervals import share
 from farspan.models import FarspanForCausalLM
 
 # The paper's wording, its spelling included.
@@ -163,11 +163,13 @@ def passkey(
         if progress is not None:
             progress(len(group))
     outcomes = [(case.distance, ok) for case, ok in zip(made, right, strict=True)]
+    close = [ok for distance, ok in outcomes if distance <= near]
+    away = [ok for distance, ok in outcomes if distance > near]
     return {
         "length": length,
-        **_share(right),
-        "near": _share(ok for distance, ok in outcomes if distance <= near),
-        "far": _share(ok for distance, ok in outcomes if distance > near),
+        **share(sum(right), len(right)),
+        "near": share(sum(close), len(close)),
+        "far": share(sum(away), len(away)),
         "outcomes": [{"distance": distance, "right": ok} for distance, ok in outcomes],
     }
 
@@ -185,16 +187,3 @@ def _without_reminder() -> Iterator[None]:
         yield
     finally:
         logger.removeFilter(is_other)
-
-
-def _share(right: Iterable[bool]) -> dict[str, Any]:
-    outcomes = list(right)
-    if not outcomes:
-        return {"cases": 0, "correct": 0, "accuracy": None, "ci95": None}
-    correct = sum(outcomes)
-    return {
-        "cases": len(outcomes),
-        "correct": correct,
-        "accuracy": correct / len(outcomes),
-        "ci95": list(wilson(correct, len(outcomes))),
-    }
