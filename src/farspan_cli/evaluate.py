@@ -81,6 +81,7 @@ def ppl(
     from farspan.convert.text import text_tokenizer
     from farspan.errors import require_choice
     from farspan.evaluation import as_trained, perplexity, tokens_read
+    from farspan.evaluation.windows import truncation_control
 
     wanted = whole_numbers(lengths)
     require_choice("--mode", mode, ("sliding", "yarn", "whole", "disjoint"))
@@ -96,7 +97,7 @@ def ppl(
         )
     controlled = len(found[0]) >= trained
     tasks = [(length, stride, mode) for length in wanted]
-    tasks += [(trained, max(1, trained // 4), "truncated")] if controlled else []
+    tasks += [truncation_control(trained)] if controlled else []
     rows: list[dict[str, Any]] = []
     with as_trained(loaded.device.type), progress(Console(stderr=True)) as show:
         for length, step, name in tasks:
