@@ -130,8 +130,8 @@ def passkey_command(
     Example: `farspan eval passkey runs/mine/model --lengths 512,1024 --cases 100 --ntk 4 --out passkey.json`
     """
     from farspan.convert.text import text_tokenizer
+    from farspan.data.passkey import check_prompt
     from farspan.evaluation import as_trained, passkey
-    from farspan.evaluation.passkey import check_prompt
 
     wanted, tokenizer = whole_numbers(lengths), text_tokenizer(model)
     check_prompt(tokenizer, min(wanted), "--lengths")

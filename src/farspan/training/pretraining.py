@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from farspan.data import Batches, Shards, TextTokenizer, load_tokenizer
-from farspan.evaluation.passkey import training_row
+from farspan.data.passkey import training_row
 from farspan.models import FarspanConfig, FarspanForCausalLM
 from farspan.ops.launch import product_dtype
 from farspan.training.config import DataSection, TrainConfig
