@@ -31,6 +31,13 @@ def passkey(
     A case is right when the number stands in the decoded continuation. Near means within `near` tokens of the end (the
     paper's Fig. 4 takes the training length, the default). Prompts are batched up to `tokens_at_once` tokens, and read
     in pieces of `chunk` tokens, to bound memory.
+
+    >>> from farspan import FarspanConfig
+    >>> from farspan.data import load_tokenizer
+    >>> model = FarspanForCausalLM(FarspanConfig.preset("tiny", num_hidden_layers=1, vocab_size=257)).eval()
+    >>> row = passkey(model, load_tokenizer("bytes"), length=256, cases=2, new_tokens=5)
+    >>> row["cases"], row["correct"]  # it has learned nothing yet
+    (2, 0)
     """
     near = model.config.train_length if near is None else near
     made = make_cases(tokenizer, length, cases, seed)
