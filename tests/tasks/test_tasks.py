@@ -11,7 +11,8 @@ import torch
 from farspan.models import FarspanForMaskedLM, FarspanForSequenceClassification
 from farspan.tasks import TASKS, make_task
 from farspan.training import Progress, run
-from tests.tasks.small import MODEL, SIZES, losses, material, settings, task
+from tests.helpers import losses
+from tests.tasks.small import MODEL, SIZES, material, settings, task
 
 
 def quiet(what: str, part: float) -> None:
