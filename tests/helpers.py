@@ -1,6 +1,8 @@
-"""Random inputs and comparisons used by several tests."""
+"""Random inputs, comparisons and readings used by several tests."""
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -79,3 +81,8 @@ def eager(q: torch.Tensor, t: torch.Tensor, v: torch.Tensor, form: str) -> torch
     scores = (q_ @ k_.mT).float() * q.shape[-1] ** -0.5
     scores = scores.masked_fill(~torch.ones(n, n, dtype=torch.bool, device=q.device).tril(), -torch.inf)
     return scores.softmax(-1).to(q.dtype) @ v
+
+
+def losses(run: Path) -> list[float]:
+    """The loss of each step that a training run has written down."""
+    return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]

@@ -12,6 +12,7 @@ FLOORS = {
     "errors": 0,
     "files": 0,
     "intervals": 0,
+    "pool": 0,
     "results": 0,
     "experiments": 0,
     "data": 1,

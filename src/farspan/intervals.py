@@ -1,6 +1,7 @@
 """Uncertainty of a counted share."""
 
 import math
+from typing import Any
 
 from farspan.errors import require
 
@@ -16,3 +17,13 @@ def wilson(correct: int, cases: int, z: float = 1.959964) -> tuple[float, float]
     centre = (share + spread / 2) / (1 + spread)
     half = math.sqrt(share * (1 - share) * spread + spread * spread / 4) / (1 + spread)
     return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def share(correct: int, cases: int) -> dict[str, Any]:
+    """What a result says of a counted share: ``cases, correct, accuracy, ci95``; of no cases the last two are None.
+
+    >>> share(3, 4)["accuracy"], share(0, 0)["accuracy"]
+    (0.75, None)
+    """
+    accuracy, ci95 = (correct / cases, list(wilson(correct, cases))) if cases else (None, None)
+    return {"cases": cases, "correct": correct, "accuracy": accuracy, "ci95": ci95}

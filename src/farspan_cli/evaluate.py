@@ -81,6 +81,7 @@ def ppl(
     from farspan.convert.text import text_tokenizer
     from farspan.errors import require_choice
     from farspan.evaluation import as_trained, perplexity, tokens_read
+    from farspan.evaluation.windows import truncation_control
 
     wanted = whole_numbers(lengths)
     require_choice("--mode", mode, ("sliding", "yarn", "whole", "disjoint"))
@@ -96,7 +97,7 @@ def ppl(
         )
     controlled = len(found[0]) >= trained
     tasks = [(length, stride, mode) for length in wanted]
-    tasks += [(trained, max(1, trained // 4), "truncated")] if controlled else []
+    tasks += [truncation_control(trained)] if controlled else []
     rows: list[dict[str, Any]] = []
     with as_trained(loaded.device.type), progress(Console(stderr=True)) as show:
         for length, step, name in tasks:
@@ -129,8 +130,8 @@ def passkey_command(
     Example: `farspan eval passkey runs/mine/model --lengths 512,1024 --cases 100 --ntk 4 --out passkey.json`
     """
     from farspan.convert.text import text_tokenizer
+    from farspan.data.passkey import check_prompt
     from farspan.evaluation import as_trained, passkey
-    from farspan.evaluation.passkey import check_prompt
 
     wanted, tokenizer = whole_numbers(lengths), text_tokenizer(model)
     check_prompt(tokenizer, min(wanted), "--lengths")

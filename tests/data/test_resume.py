@@ -8,6 +8,7 @@ import resource
 import signal
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +105,7 @@ def _interrupted(sources: list[str], out: Path) -> None:
 def test_ctrl_c_ends_every_process_and_the_rest_continues(
     moment: str, sources: list[str], expected: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pool, calls = encoding.ProcessPoolExecutor, 0
+    pool, calls = ProcessPoolExecutor, 0
     # Right after the processes exist and before they have a manager: the moment at which nobody would end them.
     method, when = {"starting": ("_launch_processes", 1), "working": ("submit", 6)}[moment]
     whole = getattr(pool, method)
@@ -156,6 +157,21 @@ def test_continuing_does_not_repeat_finished_work(
     seen = []
     prepare(sources, tmp_path / "out", workers=1, **SMALL)
     assert first + len(seen) == total
+
+
+def test_a_worker_that_dies_is_one_sentence_and_the_rest_continues(
+    sources: list[str], expected: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Dying(encoding.Encoder):
+        def __call__(self, texts: list[str]) -> Any:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare_module, "Encoder", Dying)
+        with pytest.raises(OSError, match=r"got one of 2 that ended by itself, .* again with fewer: it continues"):
+            prepare(sources, tmp_path / "out", workers=2, **SMALL)
+    prepare(sources, tmp_path / "out", workers=1, **SMALL)
+    assert contents(tmp_path / "out") == contents(expected)
 
 
 def _limited(sources: list[str], out: Path) -> None:

@@ -34,3 +34,9 @@ def test_only_what_is_asked_is_counted() -> None:
     right = int((said[:, 3] > 0).sum())
     found = answers.asked_tokens(model, torch.cat([tokens, asked], dim=1))
     assert (found["correct"], found["cases"]) == (right, right + 6)
+
+
+def test_where_nothing_is_asked_no_share_is_right_or_wrong() -> None:
+    rows = torch.cat([torch.randint(1, 20, (2, 8)), torch.zeros(2, 8, dtype=torch.long)], dim=1)
+    found = answers.asked_tokens(FarspanForCausalLM(CONFIG).eval(), rows)
+    assert found == {"cases": 0, "correct": 0, "accuracy": None, "ci95": None}

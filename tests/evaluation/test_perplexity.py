@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from farspan.evaluation.perplexity import perplexity
-from farspan.evaluation.windows import windows
+from farspan.evaluation.windows import truncation_control, windows
 from tests.models.small import PER_QUERY, PER_REQUEST, make, tokens
 
 
@@ -70,10 +70,11 @@ def test_the_conventions_differ_as_documented() -> None:
 
 
 def test_the_control_scores_the_same_tokens_with_at_most_the_training_length() -> None:
-    scored = [t for w in windows(100, 16, 4, "truncated") for t in range(w.score_from, w.end)]
+    scored = [t for w in windows(100, *truncation_control(16)) for t in range(w.score_from, w.end)]
     assert scored == list(range(1, 100))
-    assert all(w.end - w.begin <= 16 for w in windows(100, 16, 4, "truncated"))
-    assert all(w.score_from - w.begin >= 12 for w in list(windows(100, 16, 4, "truncated"))[1:])
+    assert all(w.end - w.begin <= 16 for w in windows(100, *truncation_control(16)))
+    assert all(w.score_from - w.begin >= 12 for w in list(windows(100, *truncation_control(16)))[1:])
+    assert list(windows(4, *truncation_control(2)))  # a quarter of it is no whole token
 
 
 @pytest.mark.parametrize("rope", [None, PER_QUERY, PER_REQUEST], ids=["plain", "per_query", "per_request"])

@@ -1,6 +1,5 @@
 """Folders that a recipe is applied to: text as tokens, a RoPE original, and its CoCA copy."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +38,6 @@ def made(folder: Path) -> tuple[Path, Path, str]:
     original = train(TrainConfig.parse(config), folder / "original")
     convert_folder(original, folder / "coca", "coca-exact")
     return original, folder / "coca", source
-
-
-def losses(stage: Path) -> list[float]:
-    return [json.loads(line)["loss"] for line in (stage / "metrics.jsonl").read_text().splitlines()]
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

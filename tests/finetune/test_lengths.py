@@ -11,7 +11,8 @@ from farspan import FarspanConfig, FarspanForCausalLM
 from farspan.evaluation.laws import law_of
 from farspan.finetune import Recipe, finetune
 from farspan.finetune.weights import begun, give_lengths
-from tests.finetune.folders import FAR_UNDER_NTK, losses, recipe, weights
+from tests.finetune.folders import FAR_UNDER_NTK, recipe, weights
+from tests.helpers import losses
 
 
 def test_a_stage_of_far_positions_keeps_its_training_length_and_law(

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 from farspan.finetune import losses as room
 from farspan.finetune.losses import linear_distillation
+from farspan.training import loss as shared
 
 
 def inputs(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, ...]:
@@ -25,7 +26,7 @@ def plain(hidden, weight, teacher_hidden, teacher_weight, targets, divergence, c
 def test_loss_and_gradients_equal_torch_s_kl_div(
     pieces: int, weights: tuple[float, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(room, "LOGITS_AT_ONCE", 31 * (50 // pieces + 1))
+    monkeypatch.setattr(shared, "LOGITS_AT_ONCE", 31 * (50 // pieces + 1))
     tensors = inputs()
     ours = linear_distillation(*tensors, divergence=weights[0], cross_entropy=weights[1])
     goal = plain(*tensors, *weights)
@@ -50,8 +51,17 @@ def test_bfloat16_is_close_to_float32() -> None:
     )
 
 
+def test_a_scaled_bfloat16_loss_scales_body_and_head_alike() -> None:
+    hidden, weight, *others = (x.detach() for x in inputs(torch.bfloat16))
+    leaves = hidden.requires_grad_(), weight.requires_grad_()
+    loss = linear_distillation(*leaves, *others)
+    whole = torch.autograd.grad(loss, leaves, retain_graph=True)
+    for third, one in zip(torch.autograd.grad(loss / 3, leaves), whole, strict=True):
+        assert torch.equal(third, (one.float() / 3).bfloat16())  # bfloat16's own 1/3 is 0.334
+
+
 def test_all_logits_never_exist(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "LOGITS_AT_ONCE", 31 * 20)
+    monkeypatch.setattr(shared, "LOGITS_AT_ONCE", 31 * 20)
     sizes, original = [], room.soft_error
     monkeypatch.setattr(room, "soft_error", lambda x, *a: (sizes.append(x.shape[0]), original(x, *a))[1])
     linear_distillation(*inputs())

@@ -14,7 +14,8 @@ from farspan.convert.note import read_note
 from farspan.finetune import Distillation, Recipe, Standing, finetune
 from farspan.finetune.weights import begun, merge_lora, resumed
 from farspan.training.config import RunSection
-from tests.finetune.folders import FAR_UNDER_NTK, losses, recipe, weights
+from tests.finetune.folders import FAR_UNDER_NTK, recipe, weights
+from tests.helpers import losses
 
 DISTIL = recipe(
     {"objective": {"attention-output": 1.0}, "train": ["*.self_attn.*"]},

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from farspan.data import load_tokenizer, train_bpe
-from farspan.evaluation.passkey import FILLER, INTRODUCTION, make_cases
+from farspan.data.passkey import FILLER, INTRODUCTION, make_cases
 from farspan.lm_eval_tasks import PATH, build
 from tests.command_line import called
 

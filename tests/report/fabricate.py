@@ -8,19 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from farspan.evaluation import wilson
+from farspan.intervals import share
 
 VARIANTS = ("alibi", "rope", "coca-slack", "coca-strict", "coca-exact")
 GROWTH = {"alibi": 0.1, "rope": 1.1, "coca-slack": 0.45, "coca-strict": 0.5, "coca-exact": 0.3}
 """How fast a variant's log-perplexity rises with each doubling past the training length."""
-
-
-def share(right: Sequence[bool]) -> dict[str, Any]:
-    if not right:
-        return {"cases": 0, "correct": 0, "accuracy": None, "ci95": None}
-    correct = int(sum(right))
-    accuracy, ci95 = correct / len(right), list(wilson(correct, len(right)))
-    return {"cases": len(right), "correct": correct, "accuracy": accuracy, "ci95": ci95}
 
 
 def ppl_row(variant: str, seed: int, scaling: str, length: int, ppl: float, mode: str = "sliding") -> dict[str, Any]:
@@ -31,11 +23,13 @@ def ppl_row(variant: str, seed: int, scaling: str, length: int, ppl: float, mode
 def passkey_row(
     variant: str, seed: int, scaling: str, length: int, outcomes: list[tuple[int, bool]], near: int
 ) -> dict[str, Any]:
+    close = [right for distance, right in outcomes if distance <= near]
+    away = [right for distance, right in outcomes if distance > near]
     return {
         **{"variant": variant, "seed": seed, "scaling": scaling, "length": length},
-        **share([right for _, right in outcomes]),
-        "near": share([right for distance, right in outcomes if distance <= near]),
-        "far": share([right for distance, right in outcomes if distance > near]),
+        **share(int(sum(close) + sum(away)), len(outcomes)),
+        "near": share(int(sum(close)), len(close)),
+        "far": share(int(sum(away)), len(away)),
         "outcomes": [{"distance": distance, "right": right} for distance, right in outcomes],
     }
 

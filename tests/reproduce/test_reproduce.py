@@ -16,6 +16,7 @@ from farspan.reproduce.plan import plan
 from farspan.reproduce.preset import NAMES
 from farspan.reproduce.run import _write_status
 from farspan.reproduce.work import Work
+from tests.reproduce.status import states
 
 TOML = """
 variants = ["rope", "coca-exact"]
@@ -46,10 +47,6 @@ def toml(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "text.jsonl").write_text("\n".join(lines) + "\n")
     (folder / "preset.toml").write_text(TOML % (folder / "text.jsonl"))
     return folder / "preset.toml"
-
-
-def states(folder: Path) -> dict[str, str]:
-    return {row["step"]: row["state"] for row in json.loads((folder / "status.json").read_text())}
 
 
 def test_everything_is_measured_once_and_ends_in_a_page(toml: Path, tmp_path: Path) -> None:

@@ -17,7 +17,9 @@ from farspan.reproduce import Preset, reproduce
 from farspan.reproduce.plan import plan
 from farspan.reproduce.step import Step
 from farspan.reproduce.study_work import StudyWork
+from tests.helpers import losses
 from tests.reproduce.checkpoints import made
+from tests.reproduce.status import states
 
 STAGES = ["distill-1-attention", "distill-2-logits", "distill-3-text", "distill-long-4-long"]
 
@@ -38,14 +40,6 @@ def whole(toml: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def rows(folder: Path, name: str) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = json.loads((folder / "results" / f"{name}.json").read_text())["rows"]
     return found
-
-
-def states(folder: Path) -> dict[str, str]:
-    return {row["step"]: row["state"] for row in json.loads((folder / "status.json").read_text())}
-
-
-def losses(folder: Path, name: str) -> list[float]:
-    return [json.loads(line)["loss"] for line in (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_every_model_is_made_and_measured_and_shown(whole: Path) -> None:
@@ -131,7 +125,7 @@ def test_a_study_stopped_in_training_goes_on_to_the_same_models(
     assert set(states(tmp_path).values()) == {"done"}
     assert not (tmp_path / "models" / "original").exists()  # nothing that was not asked for
     for name in STAGES[:3]:
-        assert losses(tmp_path, name) == losses(whole, name)
+        assert losses(tmp_path / "runs" / name) == losses(whole / "runs" / name)
     assert rows(tmp_path, "ppl-near-distill-3-text-none")[0]["nll"] == pytest.approx(
         rows(whole, "ppl-near-distill-3-text-none")[0]["nll"]
     )

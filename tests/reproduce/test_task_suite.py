@@ -14,6 +14,7 @@ from farspan.reproduce.plan import plan
 from farspan.reproduce.run import _attempt
 from farspan.reproduce.work import Work
 from farspan.tasks import TASKS
+from tests.reproduce.status import states
 
 TOML = """
 variants = ["rope", "cosformer", "cosformer-plain", "linear-coca"]
@@ -58,10 +59,6 @@ def toml(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / f"{name}.jsonl").write_text("\n".join(reviews) + "\n")
     (folder / "preset.toml").write_text(TOML % {"folder": folder})
     return folder / "preset.toml"
-
-
-def states(folder: Path) -> dict[str, str]:
-    return {row["step"]: row["state"] for row in json.loads((folder / "status.json").read_text())}
 
 
 def test_tasks_are_trained_once_and_shown_beside_the_paper(toml: Path, tmp_path: Path) -> None:

@@ -55,7 +55,3 @@ def task(name: str, folder: Path, **changes: Any) -> Task:
     made = make_task(name, settings(name, **changes), material(folder))
     made.prepare(lambda what, part: None)
     return made
-
-
-def losses(run: Path) -> list[float]:
-    return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]

@@ -1,7 +1,10 @@
 """Tables are whole, distinct between splits, and shuffled as a pure function of seed and step."""
 
 import json
+import os
+import signal
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,7 +12,7 @@ import torch
 
 from farspan.data import Shards
 from farspan.data.listops import evaluate
-from farspan.tasks.datasets import chosen_texts, labelled_texts
+from farspan.tasks.datasets import PIECE, chosen_texts, generate, labelled_texts
 from farspan.tasks.masking import MaskedRows
 from farspan.tasks.settings import SPLITS
 from farspan.tasks.tables import TableRows, write_table
@@ -59,6 +62,17 @@ def test_the_test_set_does_not_depend_on_how_much_is_trained_on(tmp_path: Path) 
     small, large = task("listops", tmp_path / "a", train=20), task("listops", tmp_path / "b", train=200)
     for split in ("valid", "test"):
         assert (small.folder / f"{split}.npy").read_bytes() == (large.folder / f"{split}.npy").read_bytes()
+
+
+def dying_piece(task: Any, length: int, split: int, piece: int) -> Any:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_worker_that_dies_is_one_sentence_and_no_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)  # with one, the pieces are made in this process
+    with pytest.raises(OSError, match=r"got one of 2 that ended by itself, perhaps out of memory; free some memory"):
+        generate(tmp_path, dying_piece, None, 4, dict.fromkeys(SPLITS, 2 * PIECE), lambda what, part: None)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_text_in_two_files_stays_in_the_test_set_only(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ import torch
 from farspan.models import FarspanForMaskedLM, FarspanForSequenceClassification
 from farspan.tasks import TASKS, make_task
 from farspan.training import Progress, run
-from tests.tasks.small import MODEL, SIZES, losses, material, settings, task
+from tests.helpers import losses
+from tests.tasks.small import MODEL, SIZES, material, settings, task
 
 
 def quiet(what: str, part: float) -> None:
@@ -122,7 +123,7 @@ def test_padding_changes_no_answer(tmp_path: Path) -> None:
     ("name", "changes", "message"),
     [
         ("listops", {"length": 30}, "tasks.listops.length must be 24 with this generator, got 30"),
-        ("listops", {"generator": {"max_dept": 3}}, "generator key must be one of .* did you mean 'max_depth'"),
+        ("listops", {"generator": {"max_dept": 3}}, "generator.max_dept must be one of .* did you mean 'max_depth'"),
         (
             "listops",
             {"generator": {"max_depth": 2, "max_args": 2, "min_length": 0, "max_length": 24}, "train": 600},

@@ -34,10 +34,6 @@ def config(source: str, **changes: Any) -> TrainConfig:
     return TrainConfig.parse(values)
 
 
-def losses(folder: Path) -> list[float]:
-    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
 def run_quietly(out: str, source: str, *changes: str) -> None:
     """Train in this process, on one thread."""
     torch.set_num_threads(1)

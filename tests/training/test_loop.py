@@ -19,8 +19,9 @@ import farspan.training.loop as loop
 from farspan import FarspanForCausalLM
 from farspan.training import TrainConfig, TrainingStoppedError, pretraining_job, run, train
 from farspan.training.checkpoint import checkpoints
+from tests.helpers import losses
 from tests.training import sharded
-from tests.training.runs import config, losses, run_quietly, tokens
+from tests.training.runs import config, run_quietly, tokens
 
 ROOT = Path(__file__).parents[2]
 

@@ -21,9 +21,9 @@ from farspan.analysis.run import Analysis, Settings, analyze, chosen_layers
 from farspan.analysis.window import effective_window
 from farspan.convert.text import text_tokenizer
 from farspan.data import TextTokenizer, load_tokenizer
+from farspan.data.passkey import make_case
 from farspan.errors import require
 from farspan.evaluation import passkey
-from farspan.evaluation.passkey import make_case
 from farspan.models import FarspanForCausalLM
 from farspan.results import write_result
 

@@ -26,6 +26,15 @@ class Batches:
 
     Row r of step s is drawn from a Philox counter generator keyed by (seed, s, r), hence the same in a resumed run
     and for any number of processes.
+
+    >>> from pathlib import Path
+    >>> from tempfile import TemporaryDirectory
+    >>> from farspan.data import prepare
+    >>> with TemporaryDirectory() as folder:
+    ...     _ = Path(folder, "a.txt").write_text("the quick brown fox")
+    ...     _ = prepare([f"{folder}/a.txt"], f"{folder}/tokens", valid_share=0, workers=1)
+    ...     Batches([(Shards(f"{folder}/tokens"), 1.0)], length=8, batch_size=4, seed=0).batch(step=0).shape
+    torch.Size([4, 9])
     """
 
     def __init__(

@@ -1,17 +1,9 @@
 """Documents → tokens on every core, in order: the result does not depend on the number of processes."""
 
 import hashlib
-import multiprocessing
-import os
-import signal
-import sys
-import threading
-from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import tee
 from typing import Any
 
 import numpy as np
@@ -21,6 +13,7 @@ from farspan.data.readers import located
 from farspan.data.sources import Source
 from farspan.data.tokenizer import TextTokenizer
 from farspan.data.writer import token_dtype
+from farspan.pool import in_order
 
 SPLITS = ("train", "valid")
 CHUNK = 2**20
@@ -101,84 +94,8 @@ class Encoder:
 
 def encoded(chunks: Iterable[Chunk], encoder: Encoder, workers: int) -> Iterator[tuple[Place, dict[str, Tokens]]]:
     """Encode chunks in `workers` processes and yield them in order; at most 2 × workers chunks are in memory."""
-    if workers == 1:
-        for chunk in chunks:
-            yield chunk.place, encoder(chunk.texts)
-        return
-    waiting: deque[tuple[Place, Future[dict[str, Tokens]]]] = deque()
-    with _pool(encoder, workers) as pool:
-        try:
-            for chunk in chunks:
-                waiting.append((chunk.place, pool.submit(_encode, chunk.texts)))
-                if len(waiting) >= 2 * workers:
-                    place, future = waiting.popleft()
-                    yield place, future.result()
-            while waiting:
-                place, future = waiting.popleft()
-                yield place, future.result()
-        except BrokenProcessPool as error:
-            raise OSError(
-                f"workers must survive, got one of {workers} that ended by itself, perhaps out of memory; "
-                "run the same command again with fewer: it continues where it stopped"
-            ) from error
-
-
-@contextmanager
-def _pool(encoder: Encoder, workers: int) -> Iterator[ProcessPoolExecutor]:
-    # Forked where that is possible: a fresh interpreter would spend seconds on importing torch, and a fork only
-    # tokenizes. The variable is for the fork's sake: the tokenizer's own threads do not survive it.
-    context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
-    variable = "TOKENIZERS_PARALLELISM"
-    before = os.environ.get(variable)
-    os.environ[variable] = "false"
-    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start, initargs=(encoder,))
-    try:
-        with interrupt_later():
-            pool.submit(_encode, []).result()
-        yield pool
-    finally:
-        pool.shutdown(cancel_futures=True)
-        if before is None:
-            del os.environ[variable]
-        else:
-            os.environ[variable] = before
-
-
-@contextmanager
-def interrupt_later() -> Iterator[None]:
-    """Hold Ctrl-C back while a pool starts: one that has processes but no manager yet would never end."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # Python raises KeyboardInterrupt in the main thread only
-        return
-    arrived: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, _: arrived.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-    if arrived:
-        signal.raise_signal(signal.SIGINT)
-
-
-_ENCODER: Encoder | None = None
-"""Set once in each process of the pool, so that the tokenizer does not travel with every chunk."""
-
-
-def _start(encoder: Encoder) -> None:
-    global _ENCODER
-    _ENCODER = encoder
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    threading.Thread(target=end_with_parent, daemon=True).start()
-
-
-def end_with_parent() -> None:
-    """Nobody tells a pool that its parent was killed: without this its processes would wait for ever."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
-
-
-def _encode(texts: list[str]) -> dict[str, Tokens]:
-    assert _ENCODER is not None
-    return _ENCODER(texts)
+    given, again = tee(chunks)
+    remedy = "run the same command again with fewer: it continues where it stopped"
+    tokens = in_order(encoder, (chunk.texts for chunk in given), workers, remedy=remedy)
+    for found, chunk in zip(tokens, again, strict=True):
+        yield chunk.place, found

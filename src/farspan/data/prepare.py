@@ -50,6 +50,12 @@ def prepare(
     `out` gets manifest.json (last), tokenizer.json and, for each split, train-00000.bin (token ids, little-endian
     uint16 or uint32, every document followed by the end token) and train-00000.idx (uint64 start of each document).
     Interrupted at any moment, the same call continues; called again after the end, it returns at once.
+
+    >>> from tempfile import TemporaryDirectory
+    >>> with TemporaryDirectory() as folder:
+    ...     _ = Path(folder, "a.txt").write_text("the quick brown fox")
+    ...     prepare([f"{folder}/a.txt"], f"{folder}/tokens", valid_share=0, workers=1)["splits"]["train"]["tokens"]
+    20
     """
     workers = workers if workers is not None else os.cpu_count() or 1
     _check(sources, valid_share, shard_tokens, workers)

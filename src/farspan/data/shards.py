@@ -60,6 +60,14 @@ class Shards:
     """One split of prepared data: the concatenated tokens of its documents, each followed by the end token.
 
     Nothing is read before it is asked for; sizes are checked on opening, hashes with ``verify=True``.
+
+    >>> from tempfile import TemporaryDirectory
+    >>> from farspan.data import prepare
+    >>> with TemporaryDirectory() as folder:
+    ...     _ = Path(folder, "a.txt").write_text("fox")
+    ...     _ = prepare([f"{folder}/a.txt"], f"{folder}/tokens", valid_share=0, workers=1)
+    ...     Shards(f"{folder}/tokens").document(0).tolist()  # three bytes, each one up, and the end token
+    [103, 112, 121, 0]
     """
 
     def __init__(self, path: str | os.PathLike[str], split: str = "train", verify: bool = False) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from farspan.intervals import wilson
+from farspan.intervals import share
 from farspan.models import FarspanForCausalLM, FarspanForSequenceClassification
 
 TOKENS_AT_ONCE = 2**16
@@ -46,4 +46,4 @@ def _count(
         cases, correct, done = cases + found.numel(), correct + int(found.sum()), done + len(part)
         if progress is not None:
             progress(done / len(rows))
-    return {"cases": cases, "correct": correct, "accuracy": correct / cases, "ci95": list(wilson(correct, cases))}
+    return share(correct, cases)

@@ -12,7 +12,7 @@ from torch import Tensor
 from farspan.data.streams import opened
 from farspan.errors import require
 from farspan.evaluation.perplexity import token_losses
-from farspan.intervals import wilson
+from farspan.intervals import share
 from farspan.models import FarspanForCausalLM
 
 
@@ -124,11 +124,6 @@ def minimal_pairs(
             if getattr(pair, kind):
                 groups.setdefault((kind, pair.set if kind == "set" else "", pair.field), []).append(ok)
     return [
-        {"kind": kind, "set": name, "field": field, **_share(outcomes)}
+        {"kind": kind, "set": name, "field": field, **share(sum(outcomes), len(outcomes))}
         for (kind, name, field), outcomes in groups.items()
     ]
-
-
-def _share(right: list[bool]) -> dict[str, Any]:
-    correct, cases = sum(right), len(right)
-    return {"cases": cases, "correct": correct, "accuracy": correct / cases, "ci95": list(wilson(correct, cases))}

@@ -57,6 +57,12 @@ def perplexity(
         tokens_at_once: windows are batched up to this many tokens.
         chunk: longer windows are read in pieces of this many tokens through a cache, to bound memory.
         progress: called with the number of tokens read after each batch.
+
+    >>> from farspan import FarspanConfig
+    >>> model = FarspanForCausalLM(FarspanConfig.preset("tiny", num_hidden_layers=1)).eval()
+    >>> row = perplexity(model, [torch.arange(64)], length=32, stride=16)
+    >>> row["tokens"], row["ppl"] > 1
+    (63, True)
     """
     require(len(texts) > 0, "texts must hold at least one token sequence, got none")
     for text in texts:

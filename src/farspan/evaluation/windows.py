@@ -57,3 +57,12 @@ def windows(tokens: int, length: int, stride: int, mode: str = "sliding") -> Ite
         scored = end
         if end == tokens:
             return
+
+
+def truncation_control(trained: int) -> tuple[int, int, str]:
+    """Length, stride and mode of the control: no context past the training length, and at least ¾ of it.
+
+    >>> truncation_control(512)
+    (512, 128, 'truncated')
+    """
+    return trained, max(1, trained // 4), "truncated"

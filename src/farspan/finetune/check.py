@@ -8,7 +8,7 @@ import torch
 from farspan.convert.configuration import config_of
 from farspan.convert.sources import open_source
 from farspan.data import TextTokenizer
-from farspan.evaluation.passkey import check_row
+from farspan.data.passkey import check_row
 from farspan.finetune.objectives import check_teacher
 from farspan.finetune.recipe import Recipe
 from farspan.finetune.weights import give_lengths, prepared

@@ -2,13 +2,12 @@
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from farspan.errors import require
-from farspan.training.loss import LOGITS_AT_ONCE
+from farspan.training.loss import linear_loss
 
 
 def soft_error(
@@ -36,45 +35,6 @@ def soft_error(
 def _compiled() -> Callable[..., tuple[Tensor, Tensor]]:
     """One pass over the logits instead of a dozen."""
     return torch.compile(soft_error, dynamic=False)
-
-
-class _LinearDistillation(torch.autograd.Function):
-    """The mean over tokens of :func:`soft_error`; gradients are made on the way, a piece of the tokens at a time."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        teacher_hidden: Tensor,
-        teacher_weight: Tensor,
-        targets: Tensor,
-        weights: tuple[float, float],
-        compile: bool,
-    ) -> Tensor:
-        rows, tokens = max(1, LOGITS_AT_ONCE // weight.shape[0]), hidden.shape[0]
-        ours, theirs = weight.to(hidden.dtype), teacher_weight.to(teacher_hidden.dtype)
-        wide = torch.promote_types(torch.float32, weight.dtype)
-        grad_hidden, total = torch.empty_like(hidden), hidden.new_zeros((), dtype=wide)
-        grad_weight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None  # a head may be frozen
-        error_of = _compiled() if compile else soft_error
-        for start in range(0, tokens, rows):
-            piece = slice(start, start + rows)
-            loss, error = error_of(hidden[piece] @ ours.T, teacher_hidden[piece] @ theirs.T, targets[piece], *weights)
-            total += loss
-            error = (error / tokens).to(hidden.dtype)
-            grad_hidden[piece] = error @ ours
-            if grad_weight is not None:
-                grad_weight += error.T @ hidden[piece]
-        ctx.save_for_backward(grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype))
-        return total / tokens
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        grad_hidden, grad_weight = ctx.saved_tensors
-        scale = grad_outputs[0]
-        head = None if grad_weight is None else grad_weight * scale.to(grad_weight.dtype)
-        return (grad_hidden * scale).to(grad_hidden.dtype), head, None, None, None, None, None
 
 
 def linear_distillation(
@@ -107,6 +67,10 @@ def linear_distillation(
         f"teacher must have the student's vocabulary of {weight.shape[0]} tokens, got {teacher_weight.shape[0]}; "
         "distil from the model it was converted from",
     )
-    return _LinearDistillation.apply(
-        hidden, weight, teacher_hidden.detach(), teacher_weight.detach(), targets, (divergence, cross_entropy), compile
-    )
+    theirs, head = teacher_hidden.detach(), teacher_weight.detach().to(teacher_hidden.dtype)
+    error_of = _compiled() if compile else soft_error
+
+    def judge(logits: Tensor, piece: slice) -> tuple[Tensor, Tensor]:
+        return error_of(logits, theirs[piece] @ head.T, targets[piece], divergence, cross_entropy)
+
+    return linear_loss(hidden, weight, judge)

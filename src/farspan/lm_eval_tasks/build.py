@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from farspan.data import TextTokenizer, documents, load_tokenizer
+from farspan.data.passkey import make_cases
 from farspan.errors import require
-from farspan.evaluation.passkey import make_cases
 
 Docs = list[dict[str, Any]]
 

@@ -14,12 +14,13 @@ from farspan.convert.configuration import config_of
 from farspan.convert.sources import open_source
 from farspan.convert.text import text_tokenizer
 from farspan.data import TextTokenizer, documents
+from farspan.data.passkey import check_prompt, check_row
 from farspan.data.sources import resolve
 from farspan.errors import require
 from farspan.evaluation import as_trained, bits_per_byte, minimal_pairs, read_pairs, start_token
 from farspan.evaluation.bits import first_bytes
 from farspan.evaluation.laws import give_law, law_of, scaling_name
-from farspan.evaluation.passkey import check_prompt, check_row
+from farspan.evaluation.windows import truncation_control
 from farspan.finetune import open_origin, run_stage, stage_model, stage_row
 from farspan.models import FarspanCache, FarspanConfig, FarspanForCausalLM
 from farspan.reproduce.preset import Preset
@@ -172,7 +173,7 @@ class StudyWork(Work):
         if step.part == "far":
             return [(length, measures.far_stride, "sliding") for length in measures.far]
         trained = model.config.train_length
-        control = [(trained, max(1, trained // 4), "truncated")]
+        control = [truncation_control(trained)]
         windows = [(length, measures.near_stride, "sliding") for length in measures.near]
         return windows + (control if trained <= self.preset.evaluation.text_tokens else [])
 

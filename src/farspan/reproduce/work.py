@@ -16,6 +16,7 @@ from farspan.data import Shards, TextTokenizer, load_tokenizer, prepare
 from farspan.errors import require
 from farspan.evaluation import as_trained, passkey, perplexity
 from farspan.evaluation.laws import give_law
+from farspan.evaluation.windows import truncation_control
 from farspan.files import write_whole
 from farspan.models import FarspanConfig, FarspanForCausalLM
 from farspan.reproduce.preset import Preset
@@ -226,7 +227,7 @@ class Work:
         """Length, stride and mode of each perplexity."""
         evaluation, trained = self.preset.evaluation, self.preset.training.length
         windows = [(length, evaluation.stride, "sliding") for length in evaluation.perplexity_lengths]
-        return windows + ([(trained, trained // 4, "truncated")] if step.scaling == "none" else [])
+        return windows + ([truncation_control(trained)] if step.scaling == "none" else [])
 
     def _prompts(self, step: Step) -> list[int]:
         """Lengths of the passkey prompts."""

@@ -7,6 +7,7 @@ asked. The same settings always give the same tables; no example is in two split
 import hashlib
 import json
 import math
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -20,8 +21,9 @@ from farspan.data.mqar import IGNORED, MQAR
 from farspan.data.pathfinder import Pathfinder
 from farspan.data.streams import opened
 from farspan.errors import require
+from farspan.pool import in_order
 from farspan.tasks.settings import SPLITS
-from farspan.tasks.tables import in_parallel, write_table
+from farspan.tasks.tables import write_table
 
 PIECE = 64
 """Examples made at once by one process."""
@@ -65,7 +67,8 @@ def generate(folder: Path, piece: Piece, task: Any, length: int, examples: dict[
         kept, wanted, pieces = list[NDArray[Any]](), examples[split], 0
         while len(kept) < wanted:
             more = range(pieces, pieces + math.ceil((wanted - len(kept)) / PIECE))
-            for rows in in_parallel(partial(piece, task, length, SPLITS.index(split)), more):
+            make, workers = partial(piece, task, length, SPLITS.index(split)), min(os.cpu_count() or 1, len(more))
+            for rows in in_order(make, more, workers, remedy="free some memory and run the same command again"):
                 for row in rows.astype(np.uint16):
                     if (key := row.tobytes()) not in seen and len(kept) < wanted:
                         seen.add(key)

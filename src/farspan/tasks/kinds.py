@@ -1,12 +1,14 @@
 """The tasks of the cosFormer paper's evaluation at our scale, and associative recall."""
 
-from collections.abc import Iterable
-from dataclasses import asdict, fields, replace
-from functools import cached_property
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from farspan.data import Shards, TextTokenizer, load_tokenizer
 from farspan.data.listops import LABELS as DIGITS
@@ -28,17 +30,22 @@ from farspan.training import Job, TrainConfig, pretraining_job, run
 from farspan.training.config import parse_section
 
 
-def nothing_beside(folder: Path) -> None:
-    """Generated tasks have no tokenizer."""
+class _Tabled(Task):
+    """Examples are tables; a subclass says what model learns from their rows, and how it is asked."""
 
+    model: ClassVar[type[PreTrainedModel]]
+    objective: ClassVar[type[nn.Module]]
 
-class Classification(Task):
-    """A label for each row, by a bidirectional encoder trained from scratch."""
+    def start(self, variant: str) -> PreTrainedModel:
+        """The untrained model."""
+        raise NotImplementedError
 
-    encoder = True
-    vocabulary: int
-    labels: int
-    pad: int | None
+    def ask(self, model: Any, rows: Tensor, tell: Callable[[float], None]) -> dict[str, Any]:
+        """What a trained model gets right of rows of examples."""
+        raise NotImplementedError
+
+    def write_beside(self, folder: Path) -> None:
+        """A tokenizer, where there is one: generated tasks have none."""
 
     def job(self, variant: str, seed: int) -> Job:
         named, optimizer, section = self.sections(variant, seed)
@@ -50,24 +57,34 @@ class Classification(Task):
             batch_size=settings.batch_size,
             tokens_per_row=settings.length,
             start=lambda: self.start(variant),
-            load=FarspanForSequenceClassification.from_pretrained,
+            load=self.model.from_pretrained,
             batches=lambda: TableRows(self.folder / "train.npy", settings.batch_size, seed),
-            objective=RowLabel,
+            objective=self.objective,
             write_beside=self.write_beside,
         )
 
+    def score(self, model: Path, device: str, say: Say) -> dict[str, Any]:
+        trained = ready(self.model.from_pretrained(model), device)
+        splits = {split: whole_table(self.folder / f"{split}.npy") for split in ("valid", "test")}
+        return counted(partial(self.ask, trained), splits, device, say)
+
+
+class Classification(_Tabled):
+    """A label for each row, by a bidirectional encoder trained from scratch."""
+
+    encoder = True
+    model = FarspanForSequenceClassification
+    objective = RowLabel
+    vocabulary: int
+    labels: int
+    pad: int | None
+
     def start(self, variant: str) -> FarspanForSequenceClassification:
-        """The untrained model."""
         ends = {"vocab_size": self.vocabulary, "num_labels": self.labels, "pad_token_id": self.pad}
         return FarspanForSequenceClassification(self.config(variant, **ends))
 
-    def write_beside(self, folder: Path) -> None:
-        nothing_beside(folder)
-
-    def score(self, model: Path, device: str, say: Say) -> dict[str, Any]:
-        trained = ready(FarspanForSequenceClassification.from_pretrained(model), device)
-        splits = {split: whole_table(self.folder / f"{split}.npy") for split in ("valid", "test")}
-        return counted(lambda rows, tell: row_labels(trained, rows, tell), splits, device, say)
+    def ask(self, model: Any, rows: Tensor, tell: Callable[[float], None]) -> dict[str, Any]:
+        return row_labels(model, rows, tell)
 
 
 class _Generated(Task):
@@ -82,10 +99,6 @@ class _Generated(Task):
     @cached_property
     def source(self) -> Any:
         """The generator."""
-        known = [field.name for field in fields(self.generator)]
-        for key in self.settings.generator:
-            if key not in known:
-                raise unknown(f"tasks.{self.name}.generator key", key, known)
         return parse_section(self.generator, self.settings.generator, f"tasks.{self.name}.generator.")
 
     def check(self, variants: Iterable[str]) -> None:
@@ -124,35 +137,22 @@ class PathfinderTask(_Generated, Classification):
         return pathfinder_piece, self.source.size**2
 
 
-class RecallTask(_Generated):
+class RecallTask(_Generated, _Tabled):
     """Multi-query associative recall by a causal model."""
 
     name = "mqar"
+    model = FarspanForCausalLM
+    objective = AskedTokens
     generator = MQAR
 
     def pieces(self) -> tuple[Piece, int]:
         return recall_piece, self.source.length
 
-    def job(self, variant: str, seed: int) -> Job:
-        named, optimizer, section = self.sections(variant, seed)
-        settings = self.settings
-        return Job(
-            settings=named,
-            optimizer=optimizer,
-            run=section,
-            batch_size=settings.batch_size,
-            tokens_per_row=settings.length,
-            start=lambda: FarspanForCausalLM(self.config(variant, vocab_size=self.source.vocabulary)),
-            load=FarspanForCausalLM.from_pretrained,
-            batches=lambda: TableRows(self.folder / "train.npy", settings.batch_size, seed),
-            objective=AskedTokens,
-            write_beside=nothing_beside,
-        )
+    def start(self, variant: str) -> FarspanForCausalLM:
+        return FarspanForCausalLM(self.config(variant, vocab_size=self.source.vocabulary))
 
-    def score(self, model: Path, device: str, say: Say) -> dict[str, Any]:
-        trained = ready(FarspanForCausalLM.from_pretrained(model), device)
-        splits = {split: whole_table(self.folder / f"{split}.npy") for split in ("valid", "test")}
-        return counted(lambda rows, tell: asked_tokens(trained, rows, tell), splits, device, say)
+    def ask(self, model: Any, rows: Tensor, tell: Callable[[float], None]) -> dict[str, Any]:
+        return asked_tokens(model, rows, tell)
 
 
 class TextTask(Classification):

@@ -1,13 +1,6 @@
 """Examples as one table of whole numbers a split: written whole, mapped into memory, shuffled without a state."""
 
-import multiprocessing
 import os
-import signal
-import sys
-import threading
-from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +9,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from farspan.data.encoding import end_with_parent, interrupt_later
 from farspan.errors import require
 
 DTYPE = np.uint16
@@ -70,41 +62,3 @@ class TableRows:
 def whole_table(path: Path) -> Tensor:
     """All rows in their order, int64."""
     return torch.from_numpy(np.load(path).astype(np.int64))
-
-
-def in_parallel(make: Callable[[int], NDArray[Any]], pieces: range) -> Iterator[NDArray[Any]]:
-    """make(piece) for each piece in order, in as many processes as there are cores, or pieces."""
-    workers = min(os.cpu_count() or 1, len(pieces))
-    if workers <= 1:
-        yield from map(make, pieces)
-        return
-    # Forked where that is possible: a fresh interpreter would spend seconds on importing torch.
-    context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
-    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start, initargs=(make,))
-    try:
-        with interrupt_later():
-            waiting = deque([pool.submit(_make, pieces[0])])
-        for piece in pieces[1:]:
-            waiting.append(pool.submit(_make, piece))
-            if len(waiting) >= 2 * workers:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-_FUNCTION: Callable[[int], NDArray[Any]] | None = None
-"""Set once in each process of the pool."""
-
-
-def _start(make: Callable[[int], NDArray[Any]]) -> None:
-    global _FUNCTION
-    _FUNCTION = make
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    threading.Thread(target=end_with_parent, daemon=True).start()
-
-
-def _make(piece: int) -> NDArray[Any]:
-    assert _FUNCTION is not None
-    return _FUNCTION(piece)

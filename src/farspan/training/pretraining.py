@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from farspan.data import Batches, Shards, TextTokenizer, load_tokenizer
-from farspan.evaluation.passkey import training_row
+from farspan.data.passkey import training_row
 from farspan.models import FarspanConfig, FarspanForCausalLM
 from farspan.ops.launch import product_dtype
 from farspan.training.config import DataSection, TrainConfig
@@ -44,6 +44,17 @@ def train(
         config: the whole run.
         out: its folder: checkpoints, ``metrics.jsonl``, TensorBoard events, and at the end ``model``.
         report: called every few steps.
+
+    >>> from tempfile import TemporaryDirectory
+    >>> from farspan.data import prepare
+    >>> with TemporaryDirectory() as folder:
+    ...     _ = Path(folder, "a.txt").write_text("the quick brown fox")
+    ...     _ = prepare([f"{folder}/a.txt"], f"{folder}/tokens", valid_share=0, workers=1)
+    ...     data = {"sources": {f"{folder}/tokens": 1.0}, "length": 8, "batch_size": 4}
+    ...     small = {"preset": "tiny", "options": {"num_hidden_layers": 1}}
+    ...     settings = {"model": small, "data": data, "optimizer": {"steps": 1}}
+    ...     train(TrainConfig.parse(settings), f"{folder}/run").name
+    'model'
     """
     return run(pretraining_job(config), out, report=report)
 

@@ -1,0 +1,120 @@
+"""Passkey texts: a five-digit number hidden in filler, asked for at the end (CoCA paper, App. B)."""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from farspan.errors import require
+
+# The paper's wording, its spelling included.
+INTRODUCTION = (
+    "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. "
+    "I will quiz you about the important information there.\n"
+)
+FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.\n"
+KEY = "The passkey is {key}. Remeber it. {key} is the passkey.\n"
+QUESTION = "What is the passkey?"
+ANSWER = " The passkey is {key}."
+
+ONE_TEXT = 1024
+"""A training row of at most so many tokens is one passkey text."""
+
+
+class Tokenizer(Protocol):
+    """What the task asks of a tokenizer."""
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, ids: list[int]) -> str: ...
+
+
+@dataclass(frozen=True)
+class Case:
+    """A prompt of exactly the wanted length, the number hidden in it, and how far from the end it stands."""
+
+    prompt: list[int]
+    key: int
+    distance: int
+    """Tokens from the end of the key's sentence to the end of the prompt."""
+
+
+def make_case(tokenizer: Tokenizer, length: int, key: int, depth: float, *, beside: int = 0) -> Case:
+    """A prompt of `length` tokens with the key at `depth` of the filler (0 = first, 1 = last).
+
+    Filler is cut to the token, so that prompts of one length need no padding. `beside`: tokens that stand in the same
+    text, of which an error about its length should speak.
+    """
+    head, question = tokenizer.encode(INTRODUCTION), tokenizer.encode(QUESTION)
+    hidden, filler = tokenizer.encode(KEY.format(key=key)), tokenizer.encode(FILLER)
+    room = length - len(head) - len(hidden) - len(question)
+    require(
+        room >= 0,
+        f"length must be at least {length - room + beside} tokens for the passkey prompt with this tokenizer, "
+        f"got {length + beside}; use a longer one",
+    )
+    before = round(room * depth)
+    stream = filler * (room // len(filler) + 1)
+    prompt = head + stream[:before] + hidden + stream[: room - before] + question
+    return Case(prompt, key, room - before + len(question))
+
+
+def make_cases(tokenizer: Tokenizer, length: int, cases: int, seed: int) -> list[Case]:
+    """Keys and depths spread evenly over the filler, in an order that depends on the seed alone."""
+    generator = np.random.default_rng([seed, length])
+    keys = generator.integers(10_000, 100_000, cases)
+    depths = (generator.permutation(cases) + generator.random(cases)) / cases
+    return [make_case(tokenizer, length, int(key), float(depth)) for key, depth in zip(keys, depths, strict=True)]
+
+
+def training_document(tokenizer: Tokenizer, generator: np.random.Generator, length: int) -> np.ndarray[Any, Any]:
+    """A passkey text of `length` tokens with its answer: small models learn retrieval from nothing less."""
+    key = int(generator.integers(10_000, 100_000))
+    answer = tokenizer.encode(ANSWER.format(key=key))
+    case = make_case(tokenizer, length - len(answer), key, float(generator.random()), beside=len(answer))
+    return np.array(case.prompt + answer, dtype=np.int64)
+
+
+def check_prompt(tokenizer: Tokenizer, length: int, name: str) -> None:
+    """Refuse a prompt length that some key would not fit into; `name` is what the user calls it."""
+    fewest = _bare(tokenizer, INTRODUCTION, KEY, QUESTION)
+    require(
+        length >= fewest,
+        f"{name} must be at least {fewest} tokens for a passkey prompt with this tokenizer, got {length}; "
+        "use a longer one",
+    )
+
+
+def check_row(tokenizer: Tokenizer, length: int, name: str) -> None:
+    """Refuse training rows (`length` tokens and the one after) that a passkey text would not fit into."""
+    fewest = _bare(tokenizer, INTRODUCTION, KEY, QUESTION, ANSWER) - 1
+    require(
+        length >= fewest,
+        f"{name} must be at least {fewest} tokens for a passkey text with this tokenizer, got {length}; "
+        "use longer rows, or passkey_share = 0 in a recipe of your own",
+    )
+
+
+def _bare(tokenizer: Tokenizer, *parts: str) -> int:
+    """Tokens without filler: the most over keys spread evenly, as their digits may be one token or five."""
+    keys = range(10_000, 100_000, 997)
+    return max(sum(len(tokenizer.encode(part.format(key=key))) for part in parts) for key in keys)
+
+
+def training_row(tokenizer: Tokenizer, generator: np.random.Generator, length: int) -> np.ndarray[Any, Any]:
+    """A training row of `length` tokens: one passkey text, or in half of the long rows several shorter ones.
+
+    Only the answers teach anything, and one in 8192 tokens teaches slowly: the rows of several texts give many answers,
+    about keys at hand, and the others few, about keys far away.
+    """
+    pieces, left = [], length
+    bare = sum(len(tokenizer.encode(part.format(key=10_000))) for part in (INTRODUCTION, KEY, QUESTION, ANSWER))
+    shortest = 2 * bare
+    several = length > ONE_TEXT and generator.random() < 0.5
+    while several and left > shortest:
+        size = round(shortest * (left / shortest) ** generator.random())
+        if left - size < shortest:
+            break
+        pieces.append(training_document(tokenizer, generator, size))
+        left -= size
+    return np.concatenate([*pieces, training_document(tokenizer, generator, left)])
