@@ -53,7 +53,7 @@ def test_every_step_at_toy_size(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_figures_when_a_contestant_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = (lambda q, k, v, normalize: 1.2 * quadratic(q, k, v, normalize=normalize), {})
     monkeypatch.setattr(linear, "flash_linear_attention", lambda device, quick: wrong)
-    with pytest.raises(ResultsDifferError, match="checks at width 16 fail: fla, output"):
+    with pytest.raises(ResultsDifferError, match="of 12 results at width 16 fail their check: fla, output"):
         list(linear.run([], repeats=1, device="cpu", seed=0, toy=True))
     right = linear.cosformer_attention
     monkeypatch.setattr(linear, "flash_linear_attention", lambda device, quick: (None, {}))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from farspan.benchmark.agree import ResultsDifferError
+from farspan.benchmark.agree import ResultsDifferError, reason
 from farspan.benchmark.clock import copy_speed, quantiles
 from farspan.benchmark.decoder import (
     AT_ONCE,
@@ -22,7 +22,6 @@ from farspan.benchmark.decoder import (
     orders_for,
     why_no_kernel,
 )
-from farspan.benchmark.layer_checks import reason
 from farspan.benchmark.measure import in_turn, measure
 from farspan.benchmark.truth import as_timed, far, refuse_beyond, wider
 from farspan.models import FarspanCache, FarspanForCausalLM
@@ -183,7 +182,7 @@ def report(
                 "attention": name,
                 "milliseconds_a_step": times.milliseconds,
                 "tokens_per_second": label["batch"] / times.median,
-                f"speed_over_{first}": {"median": speedup.median, "low": speedup.low, "high": speedup.high},
+                f"speed_over_{first}": speedup.spread,
                 f"cache_over_{first}": figures[name]["cache_bytes"] / figures[first]["cache_bytes"],
                 "terabytes_a_second": rate,
                 "copy_terabytes_a_second": copies,

@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from farspan.benchmark.agree import reason
 from farspan.benchmark.clock import Times, clock_in_turn, quantiles
-from farspan.benchmark.layer_checks import check, check_as_timed, reason
+from farspan.benchmark.layer_checks import check, check_as_timed
 from farspan.benchmark.layer_peers import Shape, contestants, family_of
 from farspan.benchmark.measure import measure
 from farspan.errors import require
@@ -175,8 +176,7 @@ def report(
     rate = {name: operations(shape, weights[name], passes) / t.median for name, t in times.items()}
 
     def over(name: str, other: str) -> dict[str, float]:
-        ratio = quantiles([a / b for a, b in zip(seconds[name], seconds[other], strict=True)])
-        return {"median": ratio.median, "low": ratio.low, "high": ratio.high}
+        return quantiles([a / b for a, b in zip(seconds[name], seconds[other], strict=True)]).spread
 
     others = [name for name in times if name not in ropes]
     twins = {name: name.replace(family_of(name), "rope", 1) for name in others}

@@ -11,10 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from farspan.benchmark.agree import ResultsDifferError
+from farspan.benchmark.agree import reason, refuse
 from farspan.benchmark.clock import Times, clock, comparable
 from farspan.benchmark.linear_peers import features, flash_linear_attention
 from farspan.benchmark.measure import measure
+from farspan.benchmark.truth import LOOSE, far
 from farspan.ops import cosformer_attention, cosformer_attention_reference
 
 LENGTHS = [1024, 2048, 4096, 8192, 16_384, 32_768, 65_536]
@@ -23,8 +24,6 @@ TOKENS = 65_536
 """Tokens of a row of the table, whatever their length: shorter texts come in larger batches."""
 PASSES = ("forward", "forward and backward")
 OURS = "triton"
-LOOSE = 0.05
-"""How far a peer may be from the definition, as a part of the largest number: it must be the same function."""
 
 
 class Shape(NamedTuple):
@@ -110,7 +109,8 @@ def random_inputs(shape: Shape, device: str) -> list[Tensor]:
 def check(shape: Shape, device: str, peer: Callable[..., Tensor] | None) -> list[dict[str, Any]]:
     """Errors of output and gradients, each contestant against the definition in float64.
 
-    Ours may have twice the error of the plain formula in bfloat16; a peer must only be the same function.
+    Ours may have twice the error of the plain formula in bfloat16; a peer must only be the same function, within
+    :data:`LOOSE`.
     """
     q, k, v = random_inputs(shape, device)
     leaves = [q + 0.5, k + 0.5, v]  # rows that hardly meet a key have no digits to compare
@@ -134,16 +134,11 @@ def check(shape: Shape, device: str, peer: Callable[..., Tensor] | None) -> list
         for what, got, eager, want in zip(
             ("output", "dq", "dk", "dv"), results(attend, torch.bfloat16), plain, truth, strict=True
         ):
-            error, theirs = (float((x.double() - want).abs().max() / want.abs().max()) for x in (got, eager))
-            allowed = 2 * theirs + 2.0**-8 if name in (OURS, "chunked") else LOOSE
+            error, theirs = far(got, want), far(eager, want)
+            allowed = 2 * theirs + 2.0**-8 if name in (OURS, "chunked") else LOOSE[got.dtype]
             row = {"kind": "check", "attention": name, "of": what, **shape._asdict()}
             rows.append(row | {"error": error, "plain_error": theirs, "allowed": allowed})
-    wrong = [row for row in rows if not row["error"] <= row["allowed"]]
-    if wrong:
-        names = "; ".join(
-            f"{row['attention']}, {row['of']}: {row['error']:.1e} (allowed: {row['allowed']:.1e})" for row in wrong
-        )
-        raise ResultsDifferError(f"{len(wrong)} of {len(rows)} checks at width {shape.d} fail: {names}")
+    refuse(rows, f"results at width {shape.d}")
     return rows
 
 
@@ -174,7 +169,7 @@ def compare(shape: Shape, passes: str, device: str, repeats: int, peer: Callable
         except RuntimeError as error:
             if name == OURS:
                 raise
-            missing[name] = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+            missing[name] = reason(error)
             continue
         if not backward:
             with suppress(RuntimeError):  # where it can be captured; `graph` says which time it is
