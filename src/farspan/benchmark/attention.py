@@ -77,6 +77,15 @@ def run(
     yield f"published formulation, {published_length} tokens", [row]
 
 
+def parts(lengths: list[int]) -> int:
+    """How many steps :func:`run` yields.
+
+    >>> parts([8192, 32_768])
+    18
+    """
+    return 2 + len(lengths) * len(LAYERS) + len(PREFILL_LENGTHS) + len(DECODE_LENGTHS) + 1
+
+
 def check(device: str, seed: int) -> dict[str, Any]:
     """Every contestant against its definition."""
     return agree(CHECKS, device, seed)

@@ -57,6 +57,15 @@ def run(
         yield f"published formulation, {passes}, {published_length} tokens", [row]
 
 
+def parts(lengths: list[int], peer_lengths: list[int]) -> int:
+    """How many steps :func:`run` yields; of a single length it finds no growth.
+
+    >>> parts([1024, 4096], [256]), parts([1024], [256])
+    (8, 6)
+    """
+    return 1 + len(lengths) + (len(lengths) > 1) + len(peer_lengths) + 1 + len(PASSES)
+
+
 def fit(lengths: list[int], seconds: list[float]) -> dict[str, Any]:
     """The power law seconds = c·length^exponent by least squares on logarithms; 1 is linear.
 

@@ -65,13 +65,27 @@ def run(
     dtype = dtype or (torch.bfloat16 if device == "cuda" else torch.float32)
     peak = matmul_peak(torch.device(device), dtype)
     yield "matrix products", [{"kind": "matmul", "teraflops_a_second": peak / 1e12}]
-    for small in dict.fromkeys(Shape(2, 200, 8 * x.d, 8, 8 * x.g // x.h) for x in todo):
+    for small in _small(todo):
         yield f"layers of width {small.d} against float64", check(small, device, dtype)
     compiler = None if eager else "inductor" if device == "cuda" else "aot_eager"
     for shape in todo:
         for passes in PASSES:
             rows = compare(shape, passes, compiler, device=device, dtype=dtype, repeats=repeats, only=only, peak=peak)
             yield f"{passes}, {tuple(shape)}", rows
+
+
+def parts(todo: Sequence[Shape]) -> int:
+    """How many steps :func:`run` yields.
+
+    >>> parts([Shape(1, 512, 1024, 16, 16), Shape(1, 2048, 1024, 16, 16)])  # of one width and group
+    6
+    """
+    return 1 + len(_small(todo)) + len(todo) * len(PASSES)
+
+
+def _small(todo: Sequence[Shape]) -> list[Shape]:
+    """A shape for the equations in float64, of each width and group."""
+    return list(dict.fromkeys(Shape(2, 200, 8 * x.d, 8, 8 * x.g // x.h) for x in todo))
 
 
 def compare(

@@ -22,6 +22,7 @@ LENGTHS = [1024, 2048, 4096, 8192, 16_384, 32_768, 65_536]
 QUICK = [2048, 16_384]
 TOKENS = 65_536
 """Tokens of a row of the table, whatever their length: shorter texts come in larger batches."""
+WIDTHS = (64, 128)
 PASSES = ("forward", "forward and backward")
 OURS = "triton"
 
@@ -35,8 +36,8 @@ class Shape(NamedTuple):
     d: int
 
 
-def shapes(lengths: list[int], widths: tuple[int, ...] = (64, 128)) -> list[Shape]:
-    return [Shape(max(1, TOKENS // n), 16, n, d) for d in widths for n in lengths]
+def shapes(lengths: list[int]) -> list[Shape]:
+    return [Shape(max(1, TOKENS // n), 16, n, d) for d in WIDTHS for n in lengths]
 
 
 def run(
@@ -45,17 +46,25 @@ def run(
     """Yield (what was done, its rows); raises ResultsDifferError before any clock starts if a kernel is wrong."""
     torch.manual_seed(seed)
     peer, missing = flash_linear_attention(device, quick=quick)
-    widths = (16,) if toy else (64, 128)
-    for d in widths:
+    for d in (16,) if toy else WIDTHS:
         yield (
             f"kernels against float64, width {d}",
             check(Shape(1, 1, 66, d) if toy else Shape(1, 4, 1000, d), device, peer),
         )
-    for shape in [Shape(1, 1, 66, 16)] if toy else shapes(lengths, widths):
+    for shape in [Shape(1, 1, 66, 16)] if toy else shapes(lengths):
         for passes in PASSES:
             row = compare(shape, passes, device, repeats, peer)
             row["missing"] |= missing
             yield f"{passes}, width {shape.d}, {shape.b} × {shape.n} tokens", [row]
+
+
+def parts(lengths: list[int]) -> int:
+    """How many steps :func:`run` yields.
+
+    >>> parts([2048, 16_384])
+    10
+    """
+    return len(WIDTHS) + len(shapes(lengths)) * len(PASSES)
 
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
