@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from farspan.benchmark import attention, cosformer, decode, layer, linear, linear_tuning, model
+from farspan.benchmark import attention, cosformer, cosformer_gpu, cosformer_tuning, decode, layer, model
 
 
 def steps(found: Iterator[tuple[str, list[dict[str, Any]]]]) -> int:
@@ -20,11 +20,11 @@ def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (attention, cosformer):
         monkeypatch.setattr(module, "in_fresh_process", lambda function, *arguments: row | {"length": arguments[0]})
     monkeypatch.setattr(layer, "matmul_peak", lambda device, dtype: 1e12)
-    for module in (layer, linear):
+    for module in (layer, cosformer_gpu):
         monkeypatch.setattr(module, "check", lambda *arguments: [])
         monkeypatch.setattr(module, "compare", lambda *arguments, **options: dict(row))
-    monkeypatch.setattr(linear_tuning, "compile_ahead", lambda function, calls: (calls, {}))
-    monkeypatch.setattr(linear_tuning, "_measure", lambda *arguments: [])
+    monkeypatch.setattr(cosformer_tuning, "compile_ahead", lambda function, calls: (calls, {}))
+    monkeypatch.setattr(cosformer_tuning, "_measure", lambda *arguments: [])
     monkeypatch.setattr(decode, "make_model", lambda *arguments, **fields: torch.nn.Identity())
     monkeypatch.setattr(decode, "why_no_kernel", lambda config, device: None if device == "cuda" else "no GPU")
     monkeypatch.setattr(torch.nn.Identity, "config", None, raising=False)
@@ -39,7 +39,7 @@ def test_attention_alone(lengths: list[int]) -> None:
     assert steps(attention.run(lengths, 64, **settings)) == attention.parts(lengths)
     for peers in ([32], lengths):
         assert steps(cosformer.run(lengths, peers, 64, **settings)) == cosformer.parts(lengths, peers)
-    assert steps(linear.run(lengths, **settings)) == linear.parts(lengths)
+    assert steps(cosformer_gpu.run(lengths, **settings)) == cosformer_gpu.parts(lengths)
 
 
 @pytest.mark.usefixtures("unmeasured")
@@ -63,7 +63,7 @@ def test_decoding(contexts: list[int], batches: list[int], prompts: list[int], c
 @pytest.mark.usefixtures("unmeasured")
 def test_tuning_where_every_variant_runs() -> None:
     pytest.importorskip("triton", reason="needs triton (pip install farspan[gpu])")
-    assert steps(linear_tuning.run(device="cuda", repeats=1, widths=(64,))) == linear_tuning.parts((64,))
+    assert steps(cosformer_tuning.run(device="cuda", repeats=1, widths=(64,))) == cosformer_tuning.parts((64,))
 
 
 def test_the_whole_model() -> None:

@@ -84,9 +84,9 @@ def bench_cosformer(
     if device == "cuda":
         check_device(device)
         if tune:
-            _tune_linear(repeats or 10, seed, out)
+            _tune_cosformer(repeats or 10, seed, out)
             return
-        _bench_linear(None if lengths is None else whole_numbers(lengths), repeats or 20, quick, seed, out)
+        _bench_cosformer_gpu(None if lengths is None else whole_numbers(lengths), repeats or 20, quick, seed, out)
         return
     if tune:
         fail("--tune needs --device cuda: tile sizes mean nothing elsewhere; leave it out")
@@ -105,23 +105,23 @@ def bench_cosformer(
     tell(out, console)
 
 
-def _bench_linear(lengths: list[int] | None, repeats: int, quick: bool, seed: int, out: Path | None) -> None:
-    from farspan.benchmark import linear
+def _bench_cosformer_gpu(lengths: list[int] | None, repeats: int, quick: bool, seed: int, out: Path | None) -> None:
+    from farspan.benchmark import cosformer_gpu
 
-    chosen = lengths or (linear.QUICK if quick else linear.LENGTHS)
+    chosen = lengths or (cosformer_gpu.QUICK if quick else cosformer_gpu.LENGTHS)
     console = make_console()
-    steps = linear.run(chosen, repeats=repeats, device="cuda", seed=seed, quick=quick)
-    rows = collect(steps, linear.parts(chosen), console, out, "cuda", seed)
+    steps = cosformer_gpu.run(chosen, repeats=repeats, device="cuda", seed=seed, quick=quick)
+    rows = collect(steps, cosformer_gpu.parts(chosen), console, out, "cuda", seed)
     show_linear(console, rows)
     tell(out, console)
 
 
-def _tune_linear(repeats: int, seed: int, out: Path | None) -> None:
-    from farspan.benchmark import linear_tuning
+def _tune_cosformer(repeats: int, seed: int, out: Path | None) -> None:
+    from farspan.benchmark import cosformer_tuning
 
     console = make_console()
-    steps = linear_tuning.run(device="cuda", repeats=repeats)
-    rows = collect(steps, linear_tuning.parts(), console, out, "cuda", seed)
+    steps = cosformer_tuning.run(device="cuda", repeats=repeats)
+    rows = collect(steps, cosformer_tuning.parts(), console, out, "cuda", seed)
     found = [row for row in rows if row["kind"] == "tuning"]
     for row in sorted(found, key=lambda row: (row["d"], row["passes"], row["milliseconds"]["median"])):
         console.print(f"{row['d']}  {row['passes']}  {row['change']}  {row['milliseconds']['median']:.3f} ms")

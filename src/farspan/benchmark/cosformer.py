@@ -1,4 +1,4 @@
-"""Causal cosFormer on long texts: against its published formulation, against softmax attention, and its growth."""
+"""Causal cosFormer on a CPU: against its published formulation, against softmax attention, and its growth."""
 
 import math
 import statistics

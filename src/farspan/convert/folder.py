@@ -28,8 +28,8 @@ SHARD_BYTES = 5 * 2**30
 PART, LOCK = ".part", "lock"
 
 
-def check_out(out: Path) -> None:
-    """Refuse a folder that holds something, before any work is done. What a killed call left there is removed."""
+def clear_out(out: Path) -> None:
+    """Remove what a killed call left for this folder (:func:`sweep`); refuse one that holds anything else."""
     sweep(out)
     require(
         (out.is_dir() and not any(out.iterdir())) or not os.path.lexists(out),
@@ -46,7 +46,7 @@ def whole_folder(out: Path) -> Iterator[Path]:
     >>> with tempfile.TemporaryDirectory() as parent, whole_folder(Path(parent) / "out") as folder:
     ...     _ = (folder / "a").write_text("x")
     """
-    check_out(out)
+    clear_out(out)
     exists = out.exists()
     missing = [parent for parent in out.parents if not parent.exists()]
     try:
@@ -170,7 +170,7 @@ def _save_shard(tensors: dict[str, Tensor], file: Path) -> None:
 
 
 Carry = Callable[[Path], None]
-"""Leaves the source's tokenizer in a folder."""
+"""Puts beside the weights, in a folder that has no name yet, what goes with them: tokenizer, notes, a card, source."""
 
 
 def save(model: FarspanForCausalLM, out: Path, carry: Carry, *, to: str | None = None) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from farspan.convert.calibrate import CalibrationConfig, CalibrationReport, calibrate
 from farspan.convert.configuration import config_of, write_config
-from farspan.convert.folder import check_out, orderly_end, save
+from farspan.convert.folder import clear_out, orderly_end, save
 from farspan.convert.load import Progress, load
 from farspan.convert.note import write_note
 from farspan.convert.sources import open_source
@@ -129,7 +129,7 @@ def convert_folder(
     which `tokens` in pieces of `length` (at most the training length, and a layer's window, beyond which there is
     nothing to fit) are taken to calibrate on.
     """
-    check_out(Path(out))
+    clear_out(Path(out))
     require(
         not text or attention is not None,
         f"--calibrate needs --attention, the one to fit, got {', '.join(text)} without; add --attention coca-exact",

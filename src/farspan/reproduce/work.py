@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from farspan.benchmark import cosformer, decode, layer, linear
+from farspan.benchmark import cosformer, cosformer_gpu, decode, layer
 from farspan.data import Shards, TextTokenizer, load_tokenizer, prepare
 from farspan.errors import require
 from farspan.evaluation import as_trained, passkey, perplexity
@@ -138,8 +138,8 @@ class Work:
         """Attention alone against length: the kernels and their peers on a GPU, else plain torch and softmax."""
         lengths, repeats = self.preset.speed.lengths, self.preset.speed.repeats
         if self.device == "cuda":
-            done = linear.run(lengths, repeats=repeats, device="cuda", seed=0, quick=True)
-            return linear.parts(lengths), done
+            done = cosformer_gpu.run(lengths, repeats=repeats, device="cuda", seed=0, quick=True)
+            return cosformer_gpu.parts(lengths), done
         done = cosformer.run(lengths, lengths, min(lengths), repeats=repeats, device="cpu", seed=0)
         return cosformer.parts(lengths, lengths), done
 

@@ -10,7 +10,7 @@ import torch
 
 from farspan.benchmark.ahead import compile_ahead, refused
 from farspan.benchmark.clock import clock
-from farspan.benchmark.linear import OURS, PASSES, WIDTHS, Shape, as_call, check, contestants, random_inputs
+from farspan.benchmark.cosformer_gpu import OURS, PASSES, WIDTHS, Shape, as_call, check, contestants, random_inputs
 
 KERNELS = ("totals_kernel", "prefix_kernel", "pairs_kernel", "delta_kernel")
 
