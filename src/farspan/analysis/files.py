@@ -64,7 +64,7 @@ def look(request: Request, settings: Settings, show: Show) -> Written:
     label = request.label or default_label(request.model, model)
     require(
         re.fullmatch(r"[\w.-]+", label) is not None,
-        f"--label must be letters, digits, dots or dashes, got {label!r}; it names a file",
+        f"label must be letters, digits, dots or dashes, got {label!r}; it names a file",
     )
     _check_label(request, label)
     tokenizer = text_tokenizer(request.model) if request.tokenizer is None else load_tokenizer(request.tokenizer)
@@ -103,7 +103,7 @@ def _check_label(request: Request, label: str) -> None:
     if request.label is None and held.is_file():
         require(
             request.model in json.loads(held.read_text(encoding="utf-8"))["command"].split(),
-            f"--out {str(request.out)!r} already holds another model called {label!r}; choose --label",
+            f"out {str(request.out)!r} already holds another model called {label!r}; choose a label",
         )
 
 

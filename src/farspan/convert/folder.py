@@ -33,7 +33,7 @@ def clear_out(out: Path) -> None:
     sweep(out)
     require(
         (out.is_dir() and not any(out.iterdir())) or not os.path.lexists(out),
-        f"--out must be a new or empty folder, got {str(out)!r}, which is not; choose another or remove it",
+        f"out must be a new or empty folder, got {str(out)!r}, which is not; choose another or remove it",
     )
 
 
@@ -60,7 +60,7 @@ def whole_folder(out: Path) -> Iterator[Path]:
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
         remedy = "free some space or choose another folder" if _number(error) in NO_ROOM else "choose another folder"
-        raise OSError(f"--out {str(out)!r} could not be written ({reason}); {remedy}") from error
+        raise OSError(f"out {str(out)!r} could not be written ({reason}); {remedy}") from error
     finally:
         for parent in missing:
             with suppress(OSError):  # it holds the result
@@ -76,7 +76,7 @@ def _part(home: Path, out: Path) -> Iterator[Path]:
             dir=home, prefix=f".{out.name}-", suffix=PART, ignore_cleanup_errors=True
         )
     except OSError as error:
-        raise ValueError(f"--out must be a folder that can be made, got {str(out)!r} ({error.strerror})") from error
+        raise ValueError(f"out must be a folder that can be made, got {str(out)!r} ({error.strerror})") from error
     with orderly_end(), temporary as name, ExitStack() as held:
         with suppress(OSError):  # a file system without locks: then `sweep` removes nothing there either
             held.enter_context(claim(Path(name) / LOCK))

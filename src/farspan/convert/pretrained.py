@@ -132,7 +132,7 @@ def convert_folder(
     clear_out(Path(out))
     require(
         not text or attention is not None,
-        f"--calibrate needs --attention, the one to fit, got {', '.join(text)} without; add --attention coca-exact",
+        f"text needs attention, the one to fit, got {', '.join(text)} without; give for example attention='coca-exact'",
     )
     target, opened = Target(attention, window, global_every, keep_rope), open_source(Path(source))
     config = config_of(opened)

@@ -92,7 +92,7 @@ def _refuse_results_of_another(run: Run, source: Source) -> None:
     for result in told:
         require(
             result.model == own,
-            f"--results must be about {str(source.path)!r}, got {result.file!r} of another model "
+            f"results must be about {str(source.path)!r}, got {result.file!r} of another model "
             f"({result.command}); measure this one with farspan eval, or leave the file out",
         )
 
