@@ -25,6 +25,7 @@ from farspan.errors import require
 from farspan.evaluation import passkey
 from farspan.evaluation.passkey import make_case
 from farspan.models import FarspanForCausalLM
+from farspan.report.looks import relation
 from farspan.results import write_result
 
 LONGEST = 32_768
@@ -161,10 +162,6 @@ def spoken(made: list[dict[str, Any]]) -> list[str]:
     said = []
     for row in made:
         if row["kind"] == "study" and row["primary"]:
-            low, high = row["ci95"]
-            verdict = "no relation told from chance" if row["null"] else "a relation beyond chance"
-            said.append(
-                f"{CAUSES[row['cause']]} and {EFFECTS[row['effect']]}, {row['n']} heads: "
-                f"ρ = {row['rho']:.2f} (95% {low:.2f} to {high:.2f}): {verdict}"
-            )
+            what = f"{CAUSES[row['cause']]} and {EFFECTS[row['effect']]}, {row['n']} heads"
+            said.append(": ".join((what, *relation(row))))
     return said
