@@ -49,15 +49,23 @@ def from_pretrained(
             and new tokens, where transformers changes it under a cache of older angles: there texts may differ.
         calibration: ids (windows, length) of text to fit CoCA layers on (:func:`calibrate`, which also returns a
             report); without it they start from copied weights, which is far from the source.
+        calibration_config: how they are fitted (:class:`CalibrationConfig`: which weights, how many steps, how many
+            windows at a time); None takes its defaults.
         keep_rope: after calibration, put so many layers back as RoPE, those with the largest error of the stream.
         window: every layer sees so many keys; but of each `global_every` layers the last one, which sees all of them
             and has no positions (:func:`local_and_global`).
         dtype: of the weights; None keeps the source's (float32 for GGUF).
+        device: where the weights are put, and so where layers are fitted.
         progress: called with (what, done, of how many).
 
-    ::
-
-        model = farspan.convert.from_pretrained("SmolLM2-135M-Instruct.Q4_1.gguf", attention="coca-exact")
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    >>> llama = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2))
+    >>> with TemporaryDirectory() as folder:
+    ...     llama.save_pretrained(folder)
+    ...     model = from_pretrained(folder, attention="coca-exact")
+    >>> [spec.name for spec in model.config.attention_specs]
+    ['coca-exact']
     """
     target = Target(attention, window, global_every, keep_rope)
     opened = open_source(Path(path))
