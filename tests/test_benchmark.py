@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from functools import partial
 
 import pytest
@@ -20,6 +18,7 @@ from farspan.models import FarspanConfig, FarspanForCausalLM
 from farspan.ops import Rotary, coca_attention
 from farspan.ops.coca import interface
 from farspan.results import write_result
+from tests.command_line import farspan
 
 MEGABYTE = 2**20
 
@@ -181,10 +180,6 @@ def test_results_carry_their_provenance_and_are_written_whole(tmp_path) -> None:
         write_result(path, [{"a": object()}], device="cpu", seed=3)
     assert json.loads(path.read_text()) == result
     assert [p.name for p in path.parent.iterdir()] == ["result.json"]
-
-
-def farspan(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "farspan_cli", *arguments], capture_output=True, text=True)
 
 
 def test_command_line_help_shows_an_example() -> None:

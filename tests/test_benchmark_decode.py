@@ -6,7 +6,6 @@ import json
 import sys
 import time
 import weakref
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -20,16 +19,8 @@ from farspan.models import FarspanCache, FarspanConfig, FarspanForCausalLM
 from farspan_cli import main
 from farspan_cli.bench_gpu import show_decode
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL = {"contexts": [40], "batches": [2], "prompts": [], "repeats": 2}
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Toys are faster on one, most of all where other tests run."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

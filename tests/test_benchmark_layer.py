@@ -2,7 +2,6 @@
 
 import io
 import sys
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -15,18 +14,10 @@ from farspan.layers import Attention
 from farspan_cli import main
 from farspan_cli.bench_gpu import show_layer
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 ONLY = {"coca-exact", "rope, flash", "rope, cudnn"}
 """torch.compile takes a second for each."""
 TOY = Shape(2, 33, 32, 4, 1)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Toys are faster on one, most of all where other tests run."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def test_every_step_at_toy_size() -> None:

@@ -169,6 +169,18 @@ def test_tuning_checks_each_cut(
     assert "no figures: cut (8, 32, 4, 2), splits 1, is wrong on (2, 2, 1, 1, 70, 16)" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("eight_bits", [False, True])
+def test_a_refused_cut_is_told_with_its_bits_and_without_the_device(
+    eight_bits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuning, "compile_ahead", lambda function, calls: ([], dict.fromkeys(calls, "too large")))
+    steps = tuning.run(device="cuda", repeats=1, eight_bits=eight_bits)
+    next(steps)
+    _, rows = next(steps)
+    cuts = [(shape, cut, eight_bits) for shape in tuning.SHAPES for cut in tuning.variants(shape)]
+    assert rows == [{"kind": "refused", "call": call, "why": "too large"} for call in cuts]
+
+
 @interpreted
 def test_without_a_gpu_one_line_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     monkeypatch.setattr(sys, "argv", [str(SCRIPT)])

@@ -93,3 +93,20 @@ def whole_numbers(text: str, option: str = "--lengths", example: str = "2048,819
     if not numbers or min(numbers) < 1:
         fail(f"{option} must be whole numbers ≥ 1 separated by commas, got {text!r}; try {option} {example}")
     return numbers
+
+
+def weighted(text: str, option: str, kind: str, example: str) -> tuple[str, float]:
+    """ "books" → ("books", 1.0); "books=0.75" → ("books", 0.75). `kind`: what the option calls a source.
+
+    >>> weighted("a=b=3", "--data", "DIR", "--data books=3")
+    ('a=b', 3.0)
+    """
+    source, sign, weight = text.rpartition("=")
+    if not sign:
+        return text, 1.0
+    try:
+        if float(weight) > 0:
+            return source, float(weight)
+    except ValueError:
+        pass
+    fail(f"{option} must be {kind} or {kind}=WEIGHT with a weight above 0, got {text!r}; try {example}")

@@ -35,7 +35,7 @@ def bench_attention(
 
     Example: `farspan bench attention --lengths 2048,8192 --out results/attention.json`
     """
-    from farspan.benchmark.attention import DECODE_LENGTHS, LAYERS, PREFILL_LENGTHS, run
+    from farspan.benchmark.attention import parts, run
 
     if device == "cuda":
         fail(
@@ -47,8 +47,7 @@ def bench_attention(
     published = published_length or (4096 if quick else 8192)
     console = make_console()
     steps = run(chosen, published, repeats=repeats, device=device, seed=seed)
-    total = 3 + len(PREFILL_LENGTHS) + len(DECODE_LENGTHS) + len(chosen) * len(LAYERS)
-    rows = collect(steps, total, console, out, device, seed)
+    rows = collect(steps, parts(chosen), console, out, device, seed)
     show_attention(console, rows)
     tell(out, console)
 
@@ -85,9 +84,9 @@ def bench_cosformer(
     if device == "cuda":
         check_device(device)
         if tune:
-            _tune_linear(repeats or 10, seed, out)
+            _tune_cosformer(repeats or 10, seed, out)
             return
-        _bench_linear(None if lengths is None else whole_numbers(lengths), repeats or 20, quick, seed, out)
+        _bench_cosformer_gpu(None if lengths is None else whole_numbers(lengths), repeats or 20, quick, seed, out)
         return
     if tune:
         fail("--tune needs --device cuda: tile sizes mean nothing elsewhere; leave it out")
@@ -97,33 +96,32 @@ def bench_cosformer(
     peers = whole_numbers(usual[1] if softmax_lengths is None else softmax_lengths, "--softmax-lengths")
     published = published_length or (512 if quick else 2048)
     check_device(device)
-    from farspan.benchmark.cosformer import PASSES, run
+    from farspan.benchmark.cosformer import parts, run
 
     console = make_console()
     steps = run(chosen, peers, published, repeats=repeats, device=device, seed=seed)
-    rows = collect(steps, 3 + len(chosen) + len(peers) + len(PASSES), console, out, device, seed)
+    rows = collect(steps, parts(chosen, peers), console, out, device, seed)
     show_cosformer(console, rows)
     tell(out, console)
 
 
-def _bench_linear(lengths: list[int] | None, repeats: int, quick: bool, seed: int, out: Path | None) -> None:
-    from farspan.benchmark import linear
+def _bench_cosformer_gpu(lengths: list[int] | None, repeats: int, quick: bool, seed: int, out: Path | None) -> None:
+    from farspan.benchmark import cosformer_gpu
 
-    chosen = lengths or (linear.QUICK if quick else linear.LENGTHS)
-    console, widths = make_console(), 2
-    steps = linear.run(chosen, repeats=repeats, device="cuda", seed=seed, quick=quick)
-    rows = collect(steps, widths * (1 + len(chosen) * len(linear.PASSES)), console, out, "cuda", seed)
+    chosen = lengths or (cosformer_gpu.QUICK if quick else cosformer_gpu.LENGTHS)
+    console = make_console()
+    steps = cosformer_gpu.run(chosen, repeats=repeats, device="cuda", seed=seed, quick=quick)
+    rows = collect(steps, cosformer_gpu.parts(chosen), console, out, "cuda", seed)
     show_linear(console, rows)
     tell(out, console)
 
 
-def _tune_linear(repeats: int, seed: int, out: Path | None) -> None:
-    from farspan.benchmark import linear_tuning
+def _tune_cosformer(repeats: int, seed: int, out: Path | None) -> None:
+    from farspan.benchmark import cosformer_tuning
 
-    console, widths = make_console(), (64, 128)
-    total = 1 + sum(len(linear_tuning.variants(d)) for d in widths)
-    steps = linear_tuning.run(device="cuda", repeats=repeats, widths=widths)
-    rows = collect(steps, total, console, out, "cuda", seed)
+    console = make_console()
+    steps = cosformer_tuning.run(device="cuda", repeats=repeats)
+    rows = collect(steps, cosformer_tuning.parts(), console, out, "cuda", seed)
     found = [row for row in rows if row["kind"] == "tuning"]
     for row in sorted(found, key=lambda row: (row["d"], row["passes"], row["milliseconds"]["median"])):
         console.print(f"{row['d']}  {row['passes']}  {row['change']}  {row['milliseconds']['median']:.3f} ms")
@@ -151,11 +149,10 @@ def bench_model(
     check_device(device)
     settings: dict[str, Any] = {"device": device, "seed": seed}
     steps = model.training(preset, length=length, rows=rows, repeats=repeats, compile=compile, **settings)
-    console, total = make_console(), 1 + 2 * len(model.VARIANTS)
+    console = make_console()
     if window:
         steps = chain(steps, model.window(preset, length=window, **settings))
-        total += len(model.VARIANTS)
-    found = collect(steps, total, console, out, device, seed)
+    found = collect(steps, model.parts(read=window > 0), console, out, device, seed)
     show_model(console, found, absolute=device == "cuda")
     tell(out, console)
 

@@ -38,10 +38,10 @@ def bench_layer(
     from farspan.benchmark import layer
 
     shapes = layer.shapes(chosen, whole_numbers(groups, "--groups", "1,4"), device)
-    console, widths = make_console(), len({(shape.d, shape.h // shape.g) for shape in shapes})
+    console = make_console()
     whom = layer.QUICK if quick else None
     steps = layer.run(shapes, repeats=repeats, only=whom, device=device, seed=seed, eager=eager)
-    rows = collect(steps, 1 + widths + len(shapes) * len(layer.PASSES), console, out, device, seed)
+    rows = collect(steps, layer.parts(shapes), console, out, device, seed)
     show_layer(console, rows)
     tell(out, console)
 
@@ -101,8 +101,6 @@ def bench_decode(
         device=device,
         seed=seed,
     )
-    pairs = len(lengths) * len(batches)
-    compiled = {"none": 0, "one": 1, "all": pairs}[compile]
-    rows = collect(steps, 3 * pairs + compiled + len(reads) + (device != "cuda"), console, out, device, seed)
+    rows = collect(steps, decode.parts(lengths, batches, reads, compile), console, out, device, seed)
     show_decode(console, rows, absolute=device == "cuda")
     tell(out, console)

@@ -80,6 +80,8 @@ def convert(
 
     if dtype is not None and dtype not in DTYPES:
         fail(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}; choose one of these")
+    if calibrate and attention is None:
+        fail(f"--calibrate needs --attention, the one to fit, got {calibrate[0]} without; add --attention coca-exact")
     console = Console()
     with making(out):
         with progress(console) as show:

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from farspan_cli.app import app, fail
+from farspan_cli.app import app, fail, weighted
 from farspan_cli.progress import duration, progress
 
 
@@ -71,7 +71,8 @@ def reproduce(
     chosen = Preset.load(preset)
     corpus = chosen.corpus
     if text:
-        corpus = replace(corpus, train=dict(_weighted(pair) for pair in text))
+        sources = dict(weighted(one, "--text", "SOURCE", "--text books.jsonl.xz=0.75") for one in text)
+        corpus = replace(corpus, train=sources)
     corpus = replace(corpus, held_out=held_out or corpus.held_out, tokenizer=tokenizer or corpus.tokenizer)
     corpus = replace(corpus, labelled=labelled or corpus.labelled)
     corpus = replace(corpus, checkpoint=checkpoint or corpus.checkpoint, pairs=pairs or corpus.pairs)
@@ -95,19 +96,6 @@ def reproduce(
     console.print(f"page: {page}")
     if failed:
         raise typer.Exit(1)
-
-
-def _weighted(pair: str) -> tuple[str, float]:
-    """ "SOURCE" → (SOURCE, 1); "SOURCE=0.75" → (SOURCE, 0.75)."""
-    source, sign, weight = pair.rpartition("=")
-    if not sign:
-        return pair, 1.0
-    try:
-        if float(weight) > 0:
-            return source, float(weight)
-    except ValueError:
-        pass
-    fail(f"--text must be SOURCE or SOURCE=WEIGHT with a weight above 0, got {pair!r}; try --text books.jsonl.xz=0.75")
 
 
 @app.command()

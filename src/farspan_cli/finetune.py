@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from rich.table import Column, Table
 
-from farspan_cli.app import app, fail
+from farspan_cli.app import app, fail, weighted
 from farspan_cli.progress import progress
 
 
@@ -89,7 +89,7 @@ def finetune(
         try:
             written = run(
                 model,
-                dict(_weighted(one) for one in data),
+                dict(weighted(one, "--data", "DIR", "--data books=3 --data code=1") for one in data),
                 chosen,
                 out,
                 teacher=teacher,
@@ -101,19 +101,6 @@ def finetune(
             fail(str(error))
     _show(console, out)
     console.print(f"model: {written}")
-
-
-def _weighted(text: str) -> tuple[str, float]:
-    """ "DIR" → (DIR, 1); "DIR=3" → (DIR, 3)."""
-    source, sign, weight = text.rpartition("=")
-    if not sign:
-        return text, 1.0
-    try:
-        if float(weight) > 0:
-            return source, float(weight)
-    except ValueError:
-        pass
-    fail(f"--data must be DIR or DIR=WEIGHT with a weight above 0, got {text!r}; try --data books=3 --data code=1")
 
 
 def _loss(value: float) -> str:

@@ -80,8 +80,8 @@ def test_census_equals_brute_force(attention: Any, at_once: int, monkeypatch: py
     plain = weights[0][:, queries]
     for law in range(len(LAWS)):
         close(census.damped[law], (plain * tau[law].ceil().clamp(max=L0)[:, queries]).sum((1, 2)))
-        mean = share((plain * tau[law][:, queries]).sum((1, 2)), (plain * (angle > math.pi)[:, queries]).sum((1, 2)))
-        close(census.mean_tau()[law], mean)
+        anomalous = (plain * (angle > math.pi)[:, queries]).sum((1, 2))
+        close(census.mean_tau()[law], share((plain * tau[law][:, queries]).sum((1, 2)), anomalous, [0]))
     assert census.queries == len(queries)
     assert census.pairs == int((p[0, queries] > 0).sum())
 
@@ -135,7 +135,8 @@ def test_planted_angles_come_back() -> None:
     anomalous = (planted > math.pi).double()
     close(share(census.past, census.totals), anomalous.expand(3, -1, -1))
     close(census.totals[1] / census.pairs, torch.full((4, 4), 6.0, dtype=torch.float64))
-    close(census.mean_tau()[0], anomalous * (TURN - planted) / census.theta[0])
+    close(census.gap / census.pairs, anomalous * (TURN - planted))
+    close(census.mean_tau()[0], share(anomalous * (TURN - planted), anomalous, [0]) / census.theta[0])
     bins = (planted / TURN * BINS).long()
     assert torch.equal(census.histogram[0].argmax(-1), bins)
     assert torch.equal(census.histogram[0].amax(-1), torch.full((4, 4), float(census.pairs), dtype=torch.float64))

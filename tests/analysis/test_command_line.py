@@ -56,7 +56,7 @@ def test_a_mixed_model_has_its_page_and_a_second_one_needs_a_label(
     assert run(monkeypatch, save(tmp_path / "a", mixed), *options, "--out", tmp_path / "out") == 0
     assert (tmp_path / "out" / "report" / "index.html").exists()
     assert run(monkeypatch, save(tmp_path / "b", mixed), *options, "--out", tmp_path / "out") == 2
-    assert "already holds another model called 'rope'; choose --label" in capsys.readouterr().err
+    assert "already holds another model called 'rope'; choose a label" in capsys.readouterr().err
 
 
 def test_numbers_come_with_their_provenance(out: Path) -> None:
@@ -120,7 +120,7 @@ def test_a_passkey_bound_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         (["--text", "{here}/book.txt", "--layers", "7"], "got 7"),
         (["--text", "{here}/book.txt", "--layers", "x"], "--layers must be whole numbers"),
         (["--text", "{here}/book.txt", "--laws", "none,ntq"], "did you mean 'ntk'"),
-        (["--text", "{here}/book.txt", "--label", "a/b"], "--label must be"),
+        (["--text", "{here}/book.txt", "--label", "a/b"], "label must be"),
         (["--text", "{here}/book.txt", "--model", "{here}/none"], "does not exist"),
         (["--text", "{here}/book.txt", "--model", "{here}/alibi"], "must have rotary layers"),
         (["--text", "{here}/book.txt", "--model", "{here}/broken"], "activations must be finite"),

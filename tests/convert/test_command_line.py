@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from farspan.convert import from_pretrained
+from farspan.convert import convert_folder, from_pretrained
 from farspan.convert.folder import save
 from farspan.convert.text import stream
 from tests.command_line import called
@@ -71,7 +71,7 @@ def test_convert_and_generate_from_the_command_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--attention", "coca-exact", "--to", "llama"), "--to llama would lose attention"),
+        (("--attention", "coca-exact", "--to", "llama"), "to 'llama' would lose attention"),
         (("--calibrate", "a.txt"), "--calibrate needs --attention, the one to fit, got a.txt without"),
         (("--attention", "rope", "--global-every", 2), "global_every needs window, what the other layers see, got 2"),
         (
@@ -99,6 +99,14 @@ def test_what_cannot_be_is_refused_before_any_work(
     status, _, err = called("convert", tmp_path / "source", *options, "--out", tmp_path / "out")
     assert status == 2
     assert message in err
+
+
+def test_a_caller_reads_of_its_own_arguments(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"text needs attention, the one to fit, got a\.txt without; give for example"):
+        convert_folder("source", tmp_path / "out", text=["a.txt"])
+    saved(tmp_path / "source")
+    with pytest.raises(ValueError, match=r"to must be one of .*, got 'lama'; did you mean 'llama'\?"):
+        convert_folder(tmp_path / "source", tmp_path / "out", to="lama")
 
 
 def test_calibration_from_the_command_line_leaves_its_report(tmp_path: Path) -> None:
@@ -140,7 +148,7 @@ def test_calibration_that_cannot_be_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("short")
     for options, message in (
         (("--keep-rope", 1), "keep_rope needs calibration text"),
-        (("--calibrate", tmp_path / "a.txt"), "--calibrate must give at least two windows of 16 tokens, got 0"),
+        (("--calibrate", tmp_path / "a.txt"), "calibration text must give at least two windows of 16 tokens, got 0"),
     ):
         status, _, err = called("convert", source, "--attention", "coca-exact", *options, "--out", tmp_path / "out")
         assert status == 2

@@ -36,7 +36,7 @@ def test_no_space_at_the_write_leaves_no_folder(tmp_path: Path, monkeypatch: pyt
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr("farspan.convert.folder.save_file", full)
-    with pytest.raises(OSError, match=r"--out '.*out' could not be written \(No space left on device\); free some"):
+    with pytest.raises(OSError, match=r"out '.*out' could not be written \(No space left on device\); free some"):
         convert_folder(tmp_path / "source", tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
@@ -69,7 +69,7 @@ def test_what_a_killed_call_left_is_removed_and_a_living_ones_is_not(empty: bool
         (litter / "whole").mkdir(parents=True)
     with claim(alive / "lock"):
         if empty:
-            with pytest.raises(ValueError, match="--out must be a new or empty folder"):
+            with pytest.raises(ValueError, match="out must be a new or empty folder"):
                 convert_folder(tmp_path / "source", out)
         else:
             convert_folder(tmp_path / "source", out)
@@ -84,7 +84,7 @@ def test_a_folder_that_holds_something_is_not_touched(tmp_path: Path) -> None:
     saved(tmp_path / "source")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("x")
-    with pytest.raises(ValueError, match="--out must be a new or empty folder"):
+    with pytest.raises(ValueError, match="out must be a new or empty folder"):
         convert_folder(tmp_path / "source", tmp_path / "out")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
     (tmp_path / "out" / "mine").unlink()
@@ -116,7 +116,7 @@ def test_an_empty_folder_may_be_a_link_or_the_current_one(tmp_path: Path, monkey
     names = {"config.json", "generation_config.json", "model.safetensors"}
     assert {p.name for p in (tmp_path / "there").iterdir()} == {p.name for p in Path().iterdir()} == names
     (tmp_path / "broken").symlink_to("nowhere")
-    with pytest.raises(ValueError, match="--out must be a new or empty folder"):
+    with pytest.raises(ValueError, match="out must be a new or empty folder"):
         convert_folder(tmp_path / "source", tmp_path / "broken")
 
 

@@ -27,7 +27,7 @@ def test_a_prompt_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
     source = with_tokenizer(tmp_path)
     with pytest.raises(ValueError, match="prompt must have at least one token"):
         list(stream(source, ""))
-    with pytest.raises(ValueError, match="--chat needs a tokenizer with a chat template"):
+    with pytest.raises(ValueError, match="chat needs a tokenizer with a chat template"):
         list(stream(source, "a", chat=True))
     (tmp_path / "tokenizer.json").unlink()
     (tmp_path / "tokenizer_config.json").unlink()

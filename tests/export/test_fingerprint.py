@@ -38,7 +38,7 @@ def test_results_of_another_model_are_refused_and_those_of_another_law_are_not(t
             "export", tmp_path / "mine", "--results", tmp_path / f"{name}0.json", "--out", tmp_path / "x"
         )
         assert status == 2
-        assert f"--results must be about '{tmp_path / 'mine'}', got '{name}0.json' of another model" in err
+        assert f"results must be about '{tmp_path / 'mine'}', got '{name}0.json' of another model" in err
         assert err.count("\n") == 1
         assert not (tmp_path / "x").exists()
     results = ["--results", tmp_path / "mine0.json", "--results", tmp_path / "mine3.json"]

@@ -2,7 +2,6 @@
 
 import json
 import re
-import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
@@ -13,6 +12,7 @@ import farspan_cli
 from farspan.report import load_experiments, write_report
 from farspan.report.collect import collect
 from farspan.report.summary import notes, summary
+from tests.command_line import farspan
 from tests.report.fabricate import GROWTH, fabricate, passkey_row, ppl_row, train_row, write
 
 SMALL = {"variants": ("rope", "coca-exact"), "lengths": (512, 1024), "cases": 6}
@@ -208,10 +208,6 @@ def test_the_same_measurement_twice_and_two_training_lengths_are_refused(tmp_pat
     write(tmp_path / "two", "train-a", [train_row("rope", 0, 512), train_row("coca-exact", 0, 64)])
     with pytest.raises(ValueError, match=r"length must be the same for every variant, got \[64, 512\]"):
         collect(tmp_path / "two")
-
-
-def farspan(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "farspan_cli", *arguments], capture_output=True, text=True)
 
 
 def test_the_command_line_writes_the_page_and_says_where(tmp_path: Path) -> None:

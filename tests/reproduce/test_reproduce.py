@@ -16,6 +16,7 @@ from farspan.reproduce.plan import plan
 from farspan.reproduce.preset import NAMES
 from farspan.reproduce.run import _write_status
 from farspan.reproduce.work import Work
+from tests.command_line import farspan, refusal
 from tests.reproduce.status import states
 
 TOML = """
@@ -172,10 +173,6 @@ def test_only_what_dynamic_ntk_can_stretch_is_measured_under_it(tmp_path: Path) 
     assert {step.variant for step in steps if step.scaling != "none"} == {"rope", "coca-slack"}
 
 
-def farspan(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "farspan_cli", *arguments], capture_output=True, text=True)
-
-
 def test_the_command_line_trains_and_evaluates(toml: Path, tmp_path: Path) -> None:
     done = farspan("reproduce", "--preset", str(toml), "--only", "figure1", "--out", str(tmp_path / "run"))
     assert done.returncode == 0, done.stderr
@@ -222,12 +219,7 @@ def test_the_command_line_trains_and_evaluates(toml: Path, tmp_path: Path) -> No
     ],
 )
 def test_bad_input_exits_2_with_one_line(arguments: list[str], message: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "farspan_cli", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 2
-    assert message in done.stderr
-    assert len(done.stderr.splitlines()) == 1
-    assert not list(tmp_path.iterdir())
+    assert message in refusal(*arguments, cwd=tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,6 @@
 """The cosFormer suite runs end to end, continues, and is shown beside the paper's numbers."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ from farspan.reproduce.plan import plan
 from farspan.reproduce.run import _attempt
 from farspan.reproduce.work import Work
 from farspan.tasks import TASKS
+from tests.command_line import refusal
 from tests.reproduce.status import states
 
 TOML = """
@@ -145,12 +144,8 @@ def test_a_table_whose_numbers_do_not_fit_its_columns_is_refused() -> None:
     ],
 )
 def test_bad_input_exits_2_with_one_line(arguments: list[str], message: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "farspan_cli", "reproduce", "--preset", "cosformer-cpu", "--out", "x", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 2
-    assert message in done.stderr
-    assert len(done.stderr.splitlines()) == 1
-    assert not list(tmp_path.iterdir())
+    said = refusal("reproduce", "--preset", "cosformer-cpu", "--out", "x", *arguments, cwd=tmp_path)
+    assert message in said
 
 
 @pytest.mark.parametrize(

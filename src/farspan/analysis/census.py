@@ -159,8 +159,8 @@ class Census:
         return self.histogram.sum(-1)
 
     def mean_tau(self) -> Tensor:
-        """Mean τ_j = (2π - Θ_j)/θ_j over the anomalous pairs, in tokens: (laws, h, d/2); 0 where there are none."""
-        return self.gap / self.past[0].clamp(min=1) / self.theta[:, None, :]
+        """Mean τ_j = (2π - Θ_j)/θ_j over the anomalous pairs of all heads, in tokens: (laws, d/2); 0 where none are."""
+        return share(self.gap, self.past[0], [0]) / self.theta
 
 
 def _gap(angle: Tensor) -> tuple[Tensor, Tensor]:

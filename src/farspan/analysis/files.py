@@ -25,6 +25,7 @@ from farspan.data.passkey import make_case
 from farspan.errors import require
 from farspan.evaluation import passkey
 from farspan.models import FarspanForCausalLM
+from farspan.report.looks import relation
 from farspan.results import write_result
 
 LONGEST = 32_768
@@ -64,7 +65,7 @@ def look(request: Request, settings: Settings, show: Show) -> Written:
     label = request.label or default_label(request.model, model)
     require(
         re.fullmatch(r"[\w.-]+", label) is not None,
-        f"--label must be letters, digits, dots or dashes, got {label!r}; it names a file",
+        f"label must be letters, digits, dots or dashes, got {label!r}; it names a file",
     )
     _check_label(request, label)
     tokenizer = text_tokenizer(request.model) if request.tokenizer is None else load_tokenizer(request.tokenizer)
@@ -103,7 +104,7 @@ def _check_label(request: Request, label: str) -> None:
     if request.label is None and held.is_file():
         require(
             request.model in json.loads(held.read_text(encoding="utf-8"))["command"].split(),
-            f"--out {str(request.out)!r} already holds another model called {label!r}; choose --label",
+            f"out {str(request.out)!r} already holds another model called {label!r}; choose a label",
         )
 
 
@@ -161,10 +162,6 @@ def spoken(made: list[dict[str, Any]]) -> list[str]:
     said = []
     for row in made:
         if row["kind"] == "study" and row["primary"]:
-            low, high = row["ci95"]
-            verdict = "no relation told from chance" if row["null"] else "a relation beyond chance"
-            said.append(
-                f"{CAUSES[row['cause']]} and {EFFECTS[row['effect']]}, {row['n']} heads: "
-                f"ρ = {row['rho']:.2f} (95% {low:.2f} to {high:.2f}): {verdict}"
-            )
+            what = f"{CAUSES[row['cause']]} and {EFFECTS[row['effect']]}, {row['n']} heads"
+            said.append(": ".join((what, *relation(row))))
     return said

@@ -48,7 +48,7 @@ def load_texts(
                 found.append(torch.tensor(ids))
     require(
         bool(found),
-        f"--text must hold a document of two windows = {needed} tokens, got {longest} at most in {', '.join(sources)}; "
-        + ("raise --text-tokens" if longest == text_tokens else "use a longer text"),
+        f"text must hold a document of two windows = {needed} tokens, got {longest} at most in {', '.join(sources)}; "
+        + ("raise text_tokens" if longest == text_tokens else "use a longer text"),
     )
     return found

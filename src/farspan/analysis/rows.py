@@ -83,7 +83,7 @@ def census_row(found: Analysis, layer: int, region: str) -> dict[str, Any]:
         "past_pi_head": {w: plain(share(past[i], totals[i], [1])) for i, w in enumerate(WEIGHTS)},
         "past_pi_pair": {w: plain(share(past[i], totals[i], [0])) for i, w in enumerate(WEIGHTS)},
         "past_pi_head_pair": plain(share(past[0], totals[0])),
-        "tau_pair": plain(share(census.gap, past[0], [0]) / census.theta[0]),
+        "tau_pair": plain(census.mean_tau()[0]),
         "zone": {law: _zone(census, k) for k, law in enumerate(laws)},
         "zone_head": {law: plain(share(census.zone[k, 2], totals[2], [1])) for k, law in enumerate(laws)},
         "damped": {law: plain(share(census.damped[k].sum(), totals[0].sum()).item()) for k, law in enumerate(laws)},

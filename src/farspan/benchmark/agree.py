@@ -1,6 +1,7 @@
 """Before any clock starts: every contestant computes what it says."""
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,3 +38,33 @@ def agree(contestants: Contestants, device: str, seed: int) -> dict[str, Any]:
         if worst[name] > ALLOWED:
             raise ResultsDifferError(f"{name} and its reference differ by {worst[name]:.1e} (allowed: {ALLOWED:.0e})")
     return {"kind": "check", "max_difference": max(worst.values()), "each": worst}
+
+
+def refuse(rows: Sequence[Mapping[str, Any]], what: str) -> None:
+    """Raise :class:`ResultsDifferError` if a row's error is larger than allowed, or not a number.
+
+    >>> refuse([{"attention": "rope", "of": "output", "error": 0.2, "allowed": 0.1}, {"missing": "no GPU"}], "layers")
+    Traceback (most recent call last):
+    farspan.benchmark.agree.ResultsDifferError: 1 of 2 layers fail their check: rope, output: 2.0e-01 (allowed: 1.0e-01)
+    """
+    wrong = [row for row in rows if "error" in row and not row["error"] <= row["allowed"]]
+    if wrong:
+        names = "; ".join(
+            f"{row['attention']}, {row['of']}: {row['error']:.1e} (allowed: {row['allowed']:.1e})" for row in wrong
+        )
+        raise ResultsDifferError(f"{len(wrong)} of {len(rows)} {what} fail their check: {names}")
+
+
+def reason(error: BaseException) -> str:
+    """What an error says, in one line: the first, or the error that torch.compile quotes.
+
+    >>> reason(RuntimeError("out of memory\\nTried to allocate …"))
+    'RuntimeError: out of memory'
+    >>> reason(RuntimeError("failed\\n  Explanation: Dynamo failed …: got ValueError('no such kernel')"))
+    "ValueError('no such kernel')"
+    >>> reason(RuntimeError("Observed exception\\n  Developer …: raised exception ValueError('no such kernel')"))
+    "ValueError('no such kernel')"
+    """
+    quoted = re.search(r"(?:got|raised exception) (\w+\(['\"].*['\"]\))$", str(error), re.MULTILINE)
+    first = next((line for line in str(error).splitlines() if line.strip()), "")
+    return quoted[1] if quoted else f"{type(error).__name__}: {first}"

@@ -8,6 +8,8 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
+from farspan.benchmark.agree import reason
+
 Call = TypeVar("Call", bound=tuple[Any, ...])
 PATIENCE = 300.0
 """Seconds that a call may take."""
@@ -59,6 +61,6 @@ def _tell(connection: Connection, function: Callable[..., Any], call: tuple[Any,
     try:
         function(*call)
     except Exception as error:
-        connection.send(f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}")
+        connection.send(reason(error))
     else:
         connection.send(None)

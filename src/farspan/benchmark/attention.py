@@ -11,7 +11,7 @@ from torch import Tensor
 from farspan.benchmark.agree import ResultsDifferError, agree
 from farspan.benchmark.clock import quantiles
 from farspan.benchmark.measure import in_fresh_process, in_turn, measure
-from farspan.benchmark.truth import as_timed, wider
+from farspan.benchmark.truth import as_timed, definition, wider
 from farspan.layers import AlibiAttention, Attention, CocaAttention, LayerCache, RopeAttention
 from farspan.models import FarspanCache, FarspanConfig, FarspanForCausalLM
 from farspan.ops import Rotary, alibi_attention, coca_attention, rope_attention
@@ -77,6 +77,15 @@ def run(
     yield f"published formulation, {published_length} tokens", [row]
 
 
+def parts(lengths: list[int]) -> int:
+    """How many steps :func:`run` yields.
+
+    >>> parts([8192, 32_768])
+    18
+    """
+    return 2 + len(lengths) * len(LAYERS) + len(PREFILL_LENGTHS) + len(DECODE_LENGTHS) + 1
+
+
 def check(device: str, seed: int) -> dict[str, Any]:
     """Every contestant against its definition."""
     return agree(CHECKS, device, seed)
@@ -121,14 +130,7 @@ def _layer(name: str, length: int, repeats: int, device: str, seed: int) -> dict
 def _last_outputs(layer: Attention, x: Tensor) -> Tensor:
     """Outputs (b, CHECKED, width) of the last tokens by the equations in float64; the layer is left in float64."""
     q, k, v = layer.double().project(x.double())
-    q, spec = q[:, :, -CHECKED:], layer.spec
-    options: dict[str, Any] = {"window": spec.window, "backend": "reference"}
-    if spec.kind == "alibi":
-        out = alibi_attention(q, k, v, **options)
-    elif spec.kind == "rope":
-        out = rope_attention(q, k, v, rotary=layer.rotary, **options)
-    else:
-        out = coca_attention(q, k, v, rotary=layer.rotary, form=layer.form, **options)
+    out = definition(layer, q[:, :, -CHECKED:], k, v)
     projected: Tensor = layer.o_proj(out.transpose(1, 2).flatten(2))
     return projected
 
@@ -219,8 +221,8 @@ def _against_rope(
     truths: dict[str, Tensor] = {}  # of one attention the weights are the same, whatever its cache holds
     for name, found in seconds.items():
         ratio = quantiles([ours / theirs for ours, theirs in zip(found, seconds["rope"], strict=True)])
-        over = {"median": ratio.median, "low": ratio.low, "high": ratio.high}
-        row = {"kind": kind, "attention": name, "length": length, "median": statistics.median(found), "over_rope": over}
+        row = {"kind": kind, "attention": name, "length": length, "median": statistics.median(found)}
+        row["over_rope"] = ratio.spread
         attention = str(DECODERS[name]["attention"])
         if attention not in truths:
             truths[attention] = texts[name].truth(_token(device))

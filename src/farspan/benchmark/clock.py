@@ -27,9 +27,12 @@ class Times(NamedTuple):
     """Replayed from a CUDA graph; else a GPU's times include launches."""
 
     @property
+    def spread(self) -> dict[str, float]:
+        return {"median": self.median, "low": self.low, "high": self.high}
+
+    @property
     def milliseconds(self) -> dict[str, Any]:
-        spread = {"median": self.median, "low": self.low, "high": self.high}
-        return {name: value * 1e3 for name, value in spread.items()} | {"graph": self.graph}
+        return {name: value * 1e3 for name, value in self.spread.items()} | {"graph": self.graph}
 
 
 def clock(call: Callable[[], Any], *, device: str, repeats: int, graph: bool = True) -> Times:

@@ -1,4 +1,4 @@
-"""Causal cosFormer on long texts: against its published formulation, against softmax attention, and its growth."""
+"""Causal cosFormer on a CPU: against its published formulation, against softmax attention, and its growth."""
 
 import math
 import statistics
@@ -55,6 +55,15 @@ def run(
     for passes in PASSES:
         row = in_fresh_process(_against_published, published_length, passes, repeats, device, seed)
         yield f"published formulation, {passes}, {published_length} tokens", [row]
+
+
+def parts(lengths: list[int], peer_lengths: list[int]) -> int:
+    """How many steps :func:`run` yields; of a single length it finds no growth.
+
+    >>> parts([1024, 4096], [256]), parts([1024], [256])
+    (8, 6)
+    """
+    return 1 + len(lengths) + (len(lengths) > 1) + len(peer_lengths) + 1 + len(PASSES)
 
 
 def fit(lengths: list[int], seconds: list[float]) -> dict[str, Any]:

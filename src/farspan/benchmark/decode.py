@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from farspan.benchmark.agree import ResultsDifferError
+from farspan.benchmark.agree import ResultsDifferError, reason
 from farspan.benchmark.clock import copy_speed, quantiles
 from farspan.benchmark.decoder import (
     AT_ONCE,
@@ -22,7 +22,6 @@ from farspan.benchmark.decoder import (
     orders_for,
     why_no_kernel,
 )
-from farspan.benchmark.layer_checks import reason
 from farspan.benchmark.measure import in_turn, measure
 from farspan.benchmark.truth import as_timed, far, refuse_beyond, wider
 from farspan.models import FarspanCache, FarspanForCausalLM
@@ -67,23 +66,37 @@ def run(
     fields = heads_of(preset, group, head_dim)
     models = {variant: make_model(preset, variant, device, seed, **fields) for variant in VARIANTS}
     sizes = dict(zip(("heads", "key_heads", "head_dim"), fields.values(), strict=True))
-    for why in {why_no_kernel(model.config, device) for model in models.values()} - {None}:
-        yield KERNEL, [{"kind": "missing", "mode": KERNEL, "why": why}]
-    for context in contexts:
-        for batch in batches:
-            wanted = compile == "all" or (compile == "one" and (context, batch) == (max(contexts), batches[0]))
-            eager: Eager = {}
-            orders: dict[str, str | None] = {}
-            found: list[dict[str, Any]] = []
-            for mode in MODES[: 3 if wanted else 2]:
-                shared: dict[str, Any] = {"device": device, "seed": seed, "eager": eager, "orders": orders}
-                rows = decode(models, mode, context, batch, repeats=repeats, **shared)
-                found += rows
-                yield f"{mode}, {batch} × {context} tokens", [row | sizes for row in rows]
-            yield f"best, {batch} × {context} tokens", [row | sizes for row in best(found)]
+    refusals = {why_no_kernel(model.config, device) for model in models.values()} - {None}
+    yield KERNEL, [{"kind": "missing", "mode": KERNEL, "why": why} for why in refusals]
+    for context, batch, modes in _plan(contexts, batches, compile):
+        eager: Eager = {}
+        orders: dict[str, str | None] = {}
+        found: list[dict[str, Any]] = []
+        for mode in modes:
+            shared: dict[str, Any] = {"device": device, "seed": seed, "eager": eager, "orders": orders}
+            rows = decode(models, mode, context, batch, repeats=repeats, **shared)
+            found += rows
+            yield f"{mode}, {batch} × {context} tokens", [row | sizes for row in rows]
+        yield f"best, {batch} × {context} tokens", [row | sizes for row in best(found)]
     for length in prompts:
         rows = prefill(models, length, device=device, repeats=repeats)
         yield f"prompt of {length} tokens", [row | sizes for row in rows]
+
+
+def parts(contexts: Sequence[int], batches: Sequence[int], prompts: Sequence[int], compile: str) -> int:
+    """How many steps :func:`run` yields.
+
+    >>> parts([512, 8192], [1, 8], [32_768], "one")  # the kernel, eager, graph and best of each, one compiled, a prompt
+    15
+    """
+    return 1 + sum(len(modes) + 1 for _, _, modes in _plan(contexts, batches, compile)) + len(prompts)
+
+
+def _plan(contexts: Sequence[int], batches: Sequence[int], compile: str) -> list[tuple[int, int, tuple[str, ...]]]:
+    """Each context and batch, and the modes it is decoded in."""
+    pairs = [(context, batch) for context in contexts for batch in batches]
+    compiled = pairs if compile == "all" else [(max(contexts), batches[0])] if compile == "one" else []
+    return [(*pair, MODES if pair in compiled else MODES[:2]) for pair in pairs]
 
 
 def decode(
@@ -183,7 +196,7 @@ def report(
                 "attention": name,
                 "milliseconds_a_step": times.milliseconds,
                 "tokens_per_second": label["batch"] / times.median,
-                f"speed_over_{first}": {"median": speedup.median, "low": speedup.low, "high": speedup.high},
+                f"speed_over_{first}": speedup.spread,
                 f"cache_over_{first}": figures[name]["cache_bytes"] / figures[first]["cache_bytes"],
                 "terabytes_a_second": rate,
                 "copy_terabytes_a_second": copies,

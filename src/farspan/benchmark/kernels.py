@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
-from farspan.benchmark.agree import ResultsDifferError
+from farspan.benchmark.agree import ResultsDifferError, reason
 from farspan.benchmark.clock import Times, captured, clock_in_turn, comparable, copy_speed, quantiles
 from farspan.benchmark.eight_bits import CODED, check_codes, coded_calls, compare_codes
 from farspan.benchmark.kernel_checks import check_at_size, check_kernels, compare_forms
@@ -277,7 +277,7 @@ def _runs(name: str, call: Callable[[], Any], failed: dict[str, str]) -> bool:
     except RuntimeError as error:
         if name in OURS:
             raise
-        failed[name] = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+        failed[name] = reason(error)
     return name not in failed
 
 

@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from farspan.benchmark.agree import reason
 from farspan.benchmark.clock import Times, clock_in_turn, quantiles
-from farspan.benchmark.layer_checks import check, check_as_timed, reason
+from farspan.benchmark.layer_checks import check, check_as_timed
 from farspan.benchmark.layer_peers import Shape, contestants, family_of
 from farspan.benchmark.measure import measure
 from farspan.errors import require
@@ -64,13 +65,27 @@ def run(
     dtype = dtype or (torch.bfloat16 if device == "cuda" else torch.float32)
     peak = matmul_peak(torch.device(device), dtype)
     yield "matrix products", [{"kind": "matmul", "teraflops_a_second": peak / 1e12}]
-    for small in dict.fromkeys(Shape(2, 200, 8 * x.d, 8, 8 * x.g // x.h) for x in todo):
+    for small in _small(todo):
         yield f"layers of width {small.d} against float64", check(small, device, dtype)
     compiler = None if eager else "inductor" if device == "cuda" else "aot_eager"
     for shape in todo:
         for passes in PASSES:
             rows = compare(shape, passes, compiler, device=device, dtype=dtype, repeats=repeats, only=only, peak=peak)
             yield f"{passes}, {tuple(shape)}", rows
+
+
+def parts(todo: Sequence[Shape]) -> int:
+    """How many steps :func:`run` yields.
+
+    >>> parts([Shape(1, 512, 1024, 16, 16), Shape(1, 2048, 1024, 16, 16)])  # of one width and group
+    6
+    """
+    return 1 + len(_small(todo)) + len(todo) * len(PASSES)
+
+
+def _small(todo: Sequence[Shape]) -> list[Shape]:
+    """A shape for the equations in float64, of each width and group."""
+    return list(dict.fromkeys(Shape(2, 200, 8 * x.d, 8, 8 * x.g // x.h) for x in todo))
 
 
 def compare(
@@ -175,8 +190,7 @@ def report(
     rate = {name: operations(shape, weights[name], passes) / t.median for name, t in times.items()}
 
     def over(name: str, other: str) -> dict[str, float]:
-        ratio = quantiles([a / b for a, b in zip(seconds[name], seconds[other], strict=True)])
-        return {"median": ratio.median, "low": ratio.low, "high": ratio.high}
+        return quantiles([a / b for a, b in zip(seconds[name], seconds[other], strict=True)]).spread
 
     others = [name for name in times if name not in ropes]
     twins = {name: name.replace(family_of(name), "rope", 1) for name in others}

@@ -1,16 +1,15 @@
 """Whether each layer of the benchmark computes its family's function: small against float64, and as it is timed."""
 
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from farspan.benchmark.agree import ResultsDifferError
-from farspan.benchmark.layer_peers import OTHERWISE, Peer, Shape, contestants, definition, family_of
-from farspan.benchmark.truth import LOOSE, far
+from farspan.benchmark.agree import reason, refuse
+from farspan.benchmark.layer_peers import OTHERWISE, Peer, Shape, contestants, family_of
+from farspan.benchmark.truth import LOOSE, definition, far
 from farspan.layers import Attention
 
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float32: 2.0**-20}
@@ -56,7 +55,7 @@ def check(shape: Shape, device: str, dtype: torch.dtype) -> list[dict[str, Any]]
         error, allowed = shares[worst]
         row = {"kind": "check", "attention": name, **shape._asdict(), "of": worst, "error": error}
         rows.append(row | {"allowed": allowed})
-    refuse(rows)
+    refuse(rows, "layers")
     return rows
 
 
@@ -86,30 +85,5 @@ def check_as_timed(name: str, got: Mapping[str, Tensor], want: Sequence[Tensor])
     worst = max(errors, key=lambda what: math.inf if math.isnan(errors[what]) else errors[what])
     row = {"kind": "check as timed", "attention": name, "of": worst, "error": errors[worst]}
     row["allowed"] = LOOSE[got[worst].dtype]
-    refuse([row])
+    refuse([row], "layers")
     return row
-
-
-def refuse(rows: list[dict[str, Any]]) -> None:
-    """Raise :class:`ResultsDifferError` if a row's error is larger than allowed, or not a number."""
-    wrong = [row for row in rows if "error" in row and not row["error"] <= row["allowed"]]
-    if wrong:
-        names = "; ".join(
-            f"{row['attention']}, {row['of']}: {row['error']:.1e} (allowed: {row['allowed']:.1e})" for row in wrong
-        )
-        raise ResultsDifferError(f"{len(wrong)} of {len(rows)} layers fail their check: {names}")
-
-
-def reason(error: BaseException) -> str:
-    """What an error says, in one line: the first, or the error that torch.compile quotes.
-
-    >>> reason(RuntimeError("out of memory\\nTried to allocate …"))
-    'RuntimeError: out of memory'
-    >>> reason(RuntimeError("failed\\n  Explanation: Dynamo failed …: got ValueError('no such kernel')"))
-    "ValueError('no such kernel')"
-    >>> reason(RuntimeError("Observed exception\\n  Developer …: raised exception ValueError('no such kernel')"))
-    "ValueError('no such kernel')"
-    """
-    quoted = re.search(r"(?:got|raised exception) (\w+\(['\"].*['\"]\))$", str(error), re.MULTILINE)
-    first = next((line for line in str(error).splitlines() if line.strip()), "")
-    return quoted[1] if quoted else f"{type(error).__name__}: {first}"

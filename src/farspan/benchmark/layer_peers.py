@@ -9,7 +9,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from farspan.benchmark.attention import published_coca
 from farspan.layers import Attention
-from farspan.ops import alibi_attention, coca_attention, rope_attention
 from farspan.ops.positions import resolve
 from farspan.ops.softmax.interface import alibi_slopes
 from farspan.ops.softmax.reference import repeat_heads
@@ -89,15 +88,6 @@ def family_of(name: str) -> str:
     'coca-exact'
     """
     return name.split(",")[0]
-
-
-def definition(layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The equations, N×N×d: the truth in float64, and what anyone would write in bfloat16."""
-    if layer.spec.kind == "alibi":
-        return alibi_attention(q, k, v, backend="reference")
-    if layer.spec.kind == "rope":
-        return rope_attention(q, k, v, rotary=layer.rotary, backend="reference")
-    return coca_attention(q, k, v, rotary=layer.rotary, form=layer.form, backend="reference")
 
 
 def through_sdpa(backend: SDPBackend) -> Callable[[Attention, Tensor, Tensor, Tensor], Tensor]:

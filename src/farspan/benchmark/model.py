@@ -93,6 +93,15 @@ def training(
         yield f"{variant}: timed", [row]
 
 
+def parts(variants: Sequence[str] = VARIANTS, *, read: bool = True) -> int:
+    """How many steps :func:`training` yields, and with `read` :func:`window` too.
+
+    >>> parts(["rope", "coca-exact"]), parts(["rope", "coca-exact"], read=False)
+    (7, 5)
+    """
+    return 1 + (3 if read else 2) * len(variants)
+
+
 class Step:
     """A training step: forward and backward of `ids` (rows, length + 1), clipping, AdamW."""
 

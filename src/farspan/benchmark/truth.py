@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from farspan.benchmark.agree import ResultsDifferError
+from farspan.layers import Attention
 from farspan.models import FarspanForCausalLM
+from farspan.ops import alibi_attention, coca_attention, rope_attention
 
 WIDER = {torch.float32: torch.float64, torch.bfloat16: torch.float32}
 """Float64 for float32. Bfloat16 is judged by float32, a thousand times as exact: no GPU has a fused attention in
@@ -52,6 +54,21 @@ def wider(model: FarspanForCausalLM) -> FarspanForCausalLM:
     twin = copy.deepcopy(model).to(weight.device, WIDER[weight.dtype])
     twin.config.decode_backend = "sdpa"
     return twin
+
+
+def definition(layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The layer's equations, N×N×d, of q, k or t, and v: the truth in float64, and in bfloat16 what anyone would write.
+
+    >>> from farspan.layers import RopeAttention
+    >>> definition(RopeAttention(16, 2), *(torch.ones(1, 2, 5, 8) for _ in range(3))).shape
+    torch.Size([1, 2, 5, 8])
+    """
+    options: dict[str, Any] = {"window": layer.spec.window, "backend": "reference"}
+    if layer.spec.kind == "alibi":
+        return alibi_attention(q, k, v, **options)
+    if layer.spec.kind == "rope":
+        return rope_attention(q, k, v, rotary=layer.rotary, **options)
+    return coca_attention(q, k, v, rotary=layer.rotary, form=layer.form, **options)
 
 
 def as_timed(what: str, got: Tensor, want: Tensor) -> dict[str, Any]:

@@ -50,7 +50,7 @@ def run(
     size = 2**20 if toy else 2**31
     cuts = {shape: variants(shape, toy) for shape in (TOY if toy else SHAPES)}
     if not toy:
-        tries = [(shape, cut, device, eight_bits) for shape, each in cuts.items() for cut in each]
+        tries = [(shape, cut, eight_bits, device) for shape, each in cuts.items() for cut in each]
         good, bad = compile_ahead(_try, tries)
         yield "variants that cannot run", refused(bad)
         cuts = {shape: [cut for of, cut, *_ in good if of == shape] for shape in cuts}
@@ -65,7 +65,7 @@ def run(
             yield f"{tuple(shape)} {row['cut']} splits {row['splits']}", [row]
 
 
-def _try(shape: Shape, numbers: Numbers, device: str, eight_bits: bool) -> None:
+def _try(shape: Shape, numbers: Numbers, eight_bits: bool, device: str) -> None:
     """A call of a variant with one split and one with several, for a single text."""
     q, t, _, v = random_inputs(shape._replace(b=1), device)
     held, t_scale = quantize_t(t) if eight_bits else (t, None)

@@ -207,16 +207,16 @@ def _decided(source: Any, rule: bool | str) -> bool:
     return rule if isinstance(rule, bool) else bool(getattr(source, rule, False))
 
 
-def write_config(config: FarspanConfig, family_name: str) -> dict[str, Any]:
-    """config.json of another family for a rope model, where it loses nothing; what it would lose is refused.
+def write_config(config: FarspanConfig, to: str) -> dict[str, Any]:
+    """config.json of another family, `to`, for a rope model, where it loses nothing; what it would lose is refused.
 
     >>> write_config(FarspanConfig.preset("tiny", attention="rope"), "llama")["architectures"]
     ['LlamaForCausalLM']
     """
-    if family_name not in FAMILIES:
-        raise unknown("--to", family_name, FAMILIES)
-    family = FAMILIES[family_name]
-    raw: dict[str, Any] = {"model_type": family_name, "architectures": [family.architecture]}
+    if to not in FAMILIES:
+        raise unknown("to", to, FAMILIES)
+    family = FAMILIES[to]
+    raw: dict[str, Any] = {"model_type": to, "architectures": [family.architecture]}
     raw |= {name: getattr(config, name) for name in SAME}
     raw |= {"head_dim": config.head_dim, "rope_parameters": _foreign_rope(config)}
     for ours in ("qkv_bias", "out_bias", "mlp_bias"):
@@ -229,7 +229,7 @@ def write_config(config: FarspanConfig, family_name: str) -> dict[str, Any]:
         theirs, mine = _meaning(back, field), _meaning(config, field)
         require(
             mine == theirs,
-            f"--to {family_name} would lose {field} (a {family_name} model has {theirs}, this one {mine}); "
+            f"to {to!r} would lose {field} (a {to} model has {theirs}, this one {mine}); "
             "choose another family, or keep the farspan folder",
         )
     return raw

@@ -28,12 +28,12 @@ SHARD_BYTES = 5 * 2**30
 PART, LOCK = ".part", "lock"
 
 
-def check_out(out: Path) -> None:
-    """Refuse a folder that holds something, before any work is done. What a killed call left there is removed."""
+def clear_out(out: Path) -> None:
+    """Remove what a killed call left for this folder (:func:`sweep`); refuse one that holds anything else."""
     sweep(out)
     require(
         (out.is_dir() and not any(out.iterdir())) or not os.path.lexists(out),
-        f"--out must be a new or empty folder, got {str(out)!r}, which is not; choose another or remove it",
+        f"out must be a new or empty folder, got {str(out)!r}, which is not; choose another or remove it",
     )
 
 
@@ -46,7 +46,7 @@ def whole_folder(out: Path) -> Iterator[Path]:
     >>> with tempfile.TemporaryDirectory() as parent, whole_folder(Path(parent) / "out") as folder:
     ...     _ = (folder / "a").write_text("x")
     """
-    check_out(out)
+    clear_out(out)
     exists = out.exists()
     missing = [parent for parent in out.parents if not parent.exists()]
     try:
@@ -60,7 +60,7 @@ def whole_folder(out: Path) -> Iterator[Path]:
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
         remedy = "free some space or choose another folder" if _number(error) in NO_ROOM else "choose another folder"
-        raise OSError(f"--out {str(out)!r} could not be written ({reason}); {remedy}") from error
+        raise OSError(f"out {str(out)!r} could not be written ({reason}); {remedy}") from error
     finally:
         for parent in missing:
             with suppress(OSError):  # it holds the result
@@ -76,7 +76,7 @@ def _part(home: Path, out: Path) -> Iterator[Path]:
             dir=home, prefix=f".{out.name}-", suffix=PART, ignore_cleanup_errors=True
         )
     except OSError as error:
-        raise ValueError(f"--out must be a folder that can be made, got {str(out)!r} ({error.strerror})") from error
+        raise ValueError(f"out must be a folder that can be made, got {str(out)!r} ({error.strerror})") from error
     with orderly_end(), temporary as name, ExitStack() as held:
         with suppress(OSError):  # a file system without locks: then `sweep` removes nothing there either
             held.enter_context(claim(Path(name) / LOCK))
@@ -170,7 +170,7 @@ def _save_shard(tensors: dict[str, Tensor], file: Path) -> None:
 
 
 Carry = Callable[[Path], None]
-"""Leaves the source's tokenizer in a folder."""
+"""Puts beside the weights, in a folder that has no name yet, what goes with them: tokenizer, notes, a card, source."""
 
 
 def save(model: FarspanForCausalLM, out: Path, carry: Carry, *, to: str | None = None) -> None:

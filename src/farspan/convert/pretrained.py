@@ -12,7 +12,7 @@ from torch import Tensor
 
 from farspan.convert.calibrate import CalibrationConfig, CalibrationReport, calibrate
 from farspan.convert.configuration import config_of, write_config
-from farspan.convert.folder import check_out, orderly_end, save
+from farspan.convert.folder import clear_out, orderly_end, save
 from farspan.convert.load import Progress, load
 from farspan.convert.note import write_note
 from farspan.convert.sources import open_source
@@ -49,15 +49,23 @@ def from_pretrained(
             and new tokens, where transformers changes it under a cache of older angles: there texts may differ.
         calibration: ids (windows, length) of text to fit CoCA layers on (:func:`calibrate`, which also returns a
             report); without it they start from copied weights, which is far from the source.
+        calibration_config: how they are fitted (:class:`CalibrationConfig`: which weights, how many steps, how many
+            windows at a time); None takes its defaults.
         keep_rope: after calibration, put so many layers back as RoPE, those with the largest error of the stream.
         window: every layer sees so many keys; but of each `global_every` layers the last one, which sees all of them
             and has no positions (:func:`local_and_global`).
         dtype: of the weights; None keeps the source's (float32 for GGUF).
+        device: where the weights are put, and so where layers are fitted.
         progress: called with (what, done, of how many).
 
-    ::
-
-        model = farspan.convert.from_pretrained("SmolLM2-135M-Instruct.Q4_1.gguf", attention="coca-exact")
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    >>> llama = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2))
+    >>> with TemporaryDirectory() as folder:
+    ...     llama.save_pretrained(folder)
+    ...     model = from_pretrained(folder, attention="coca-exact")
+    >>> [spec.name for spec in model.config.attention_specs]
+    ['coca-exact']
     """
     target = Target(attention, window, global_every, keep_rope)
     opened = open_source(Path(path))
@@ -129,10 +137,10 @@ def convert_folder(
     which `tokens` in pieces of `length` (at most the training length, and a layer's window, beyond which there is
     nothing to fit) are taken to calibrate on.
     """
-    check_out(Path(out))
+    clear_out(Path(out))
     require(
         not text or attention is not None,
-        f"--calibrate needs --attention, the one to fit, got {', '.join(text)} without; add --attention coca-exact",
+        f"text needs attention, the one to fit, got {', '.join(text)} without; give for example attention='coca-exact'",
     )
     target, opened = Target(attention, window, global_every, keep_rope), open_source(Path(source))
     config = config_of(opened)

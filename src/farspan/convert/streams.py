@@ -41,7 +41,7 @@ def mapped(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
                 raise
             raise OSError(
                 f"calibration needs {size / 2**20:,.0f} MiB for hidden states in {gettempdir()!r}, got none "
-                f"({error.strerror}); lower --calibrate-tokens, or name a folder with more space in TMPDIR"
+                f"({error.strerror}); calibrate on fewer tokens, or name a folder with more space in TMPDIR"
             ) from error
         return torch.from_file(file.name, shared=True, size=numbers, dtype=dtype).view(*shape)
 

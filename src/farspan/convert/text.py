@@ -123,7 +123,7 @@ def calibration_windows(source: Source, text: Sequence[str], tokens: int, length
     found += spare
     require(
         len(found) >= 2,
-        f"--calibrate must give at least two windows of {length} tokens, got {len(found)} from {', '.join(text)}; "
+        f"calibration text must give at least two windows of {length} tokens, got {len(found)} from {', '.join(text)}; "
         "use longer texts",
     )
     return torch.stack(found[:wanted])
@@ -133,7 +133,7 @@ def _ids(tokenizer: Any, prompt: str, chat: bool) -> torch.Tensor:
     if not chat:
         return tokenizer(prompt, return_tensors="pt").input_ids
     require(
-        tokenizer.chat_template is not None, "--chat needs a tokenizer with a chat template, got one without; leave it"
+        tokenizer.chat_template is not None, "chat needs a tokenizer with a chat template, got one without; leave it"
     )
     messages = [{"role": "user", "content": prompt}]
     return tokenizer.apply_chat_template(

@@ -8,7 +8,7 @@ import torch
 
 from farspan.convert.configuration import config_of
 from farspan.convert.fingerprint import fingerprint
-from farspan.convert.folder import check_out, save
+from farspan.convert.folder import clear_out, save
 from farspan.convert.load import Progress, load
 from farspan.convert.note import read_note
 from farspan.convert.sources import Source, open_source
@@ -53,7 +53,7 @@ def export_folder(
         farspan.export.export_folder("runs/mine/model", "hub/mine", results=["ppl.json", "passkey.json"])
     """
     out = Path(out)
-    check_out(out)
+    clear_out(out)
     name = name or out.resolve().name
     run = collect_files([Path(path) for path in results], name)
     opened = open_source(Path(source))
@@ -92,7 +92,7 @@ def _refuse_results_of_another(run: Run, source: Source) -> None:
     for result in told:
         require(
             result.model == own,
-            f"--results must be about {str(source.path)!r}, got {result.file!r} of another model "
+            f"results must be about {str(source.path)!r}, got {result.file!r} of another model "
             f"({result.command}); measure this one with farspan eval, or leave the file out",
         )
 

@@ -50,6 +50,15 @@ class Figure:
         (folder / f"{self.name}.png").write_bytes(self.png)
 
 
+def file_of(*parts: str) -> str:
+    """A name that is safe as a file and inside the page, whatever a variant is called.
+
+    >>> file_of("depth", "my model", "ntk-4/per_request")
+    'depth-my-model-ntk-4-per_request'
+    """
+    return re.sub(r"[^\w.-]+", "-", "-".join(parts))
+
+
 def blank(title: str, x: str, y: str, size: tuple[float, float] = (5.0, 3.9)) -> tuple[Canvas, Axes]:
     """A canvas with titled, labelled axes; no pyplot, so that nothing global is left behind."""
     with matplotlib.rc_context(STYLE):

@@ -1,7 +1,6 @@
 """Measurements → figures. Importing this loads matplotlib; the command line does so only for the report."""
 
 import math
-import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -14,6 +13,7 @@ from farspan.report.canvas import (
     INK,
     Figure,
     blank,
+    file_of,
     finish,
     length_axis,
     mark_training_length,
@@ -55,11 +55,6 @@ def all_figures(run: Run, experiments: list[Experiment]) -> list[Figure]:
     return [figure for figure in made if figure is not None]
 
 
-def _file(*parts: str) -> str:
-    """A name that is safe as a file and inside the page, whatever a variant is called."""
-    return re.sub(r"[^\w.-]+", "-", "-".join(parts))
-
-
 def _points(lengths: Iterable[int], measure: Callable[[int], Estimate | None]) -> tuple[list[int], list[Estimate]]:
     """The lengths that were measured with a finite result, and the results."""
     found = [(length, measure(length)) for length in lengths]
@@ -96,7 +91,7 @@ def perplexity_figure(run: Run, law: str) -> Figure | None:
     perplexity_axis(axes, every)
     mark_training_length(axes, run.train_length or lengths[0])
     caption = "Bands: range over seeds. Results that are not finite are left out; the axis ends at a million."
-    return finish(canvas, _file("perplexity", law), "perplexity", caption)
+    return finish(canvas, file_of("perplexity", law), "perplexity", caption)
 
 
 def _laws(run: Run) -> set[str]:
@@ -136,7 +131,7 @@ def passkey_figure(run: Run, law: str) -> Figure | None:
     _share_axis(axes)
     mark_training_length(axes, run.train_length or lengths[0], at="bottom")
     caption = "Bars: 95% Wilson interval over the cases of all seeds; variants are set slightly apart."
-    return finish(canvas, _file("passkey", law), "passkey", caption)
+    return finish(canvas, file_of("passkey", law), "passkey", caption)
 
 
 def near_far_figure(run: Run, experiment: Experiment, part: str) -> Figure | None:
@@ -178,7 +173,7 @@ def near_far_figure(run: Run, experiment: Experiment, part: str) -> Figure | Non
     axes.set_xlim(-0.6, len(lengths) - 0.4)
     _share_axis(axes)
     caption = "Bars: 95% Wilson interval. No bar: no key of that length lay there."
-    return finish(canvas, _file(experiment.name, part), "near-far", caption, columns=1)
+    return finish(canvas, file_of(experiment.name, part), "near-far", caption, columns=1)
 
 
 HATCHES = ("", "///", "...", "xx")
@@ -214,7 +209,7 @@ def distance_figure(run: Run, experiment: Experiment, law: str) -> Figure | None
     axes.set_xlim(-0.4, len(ranges) - 0.6)
     _share_axis(axes)
     caption = "All lengths together. Bars: 95% Wilson interval."
-    return finish(canvas, _file(experiment.name, law), "distance", caption)
+    return finish(canvas, file_of(experiment.name, law), "distance", caption)
 
 
 def depth_figure(run: Run, variant: str, law: str) -> Figure | None:
@@ -239,7 +234,7 @@ def depth_figure(run: Run, variant: str, law: str) -> Figure | None:
     axes.set_xticks(range(len(lengths)), [short(n) for n in lengths])
     axes.set_yticks(range(DEPTHS), [f"{100 * i // DEPTHS}–{100 * (i + 1) // DEPTHS}%" for i in range(DEPTHS)])
     caption = "Accuracy; 0% is the start of the prompt, 100% its end."
-    return finish(canvas, _file("depth", variant, law), "depth", caption)
+    return finish(canvas, file_of("depth", variant, law), "depth", caption)
 
 
 def loss_figure(run: Run) -> Figure | None:
@@ -253,7 +248,7 @@ def task_loss_figures(run: Run) -> list[Figure | None]:
     found = []
     for task in dict.fromkeys(row.task for row in run.tasks):
         rows = [row for row in run.tasks if row.task == task and row.losses]
-        found.append(_losses(rows, f"Training loss, {task}", _file("loss", task), "task-training", "loss (nats)"))
+        found.append(_losses(rows, f"Training loss, {task}", file_of("loss", task), "task-training", "loss (nats)"))
     return found
 
 

@@ -1,14 +1,13 @@
 """The geometry of the paper's Fig. 3 and Fig. 7 with this model's shares, and its borders by frequency."""
 
 import math
-import re
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.patches import Arc
 from matplotlib.ticker import PercentFormatter
 
-from farspan.report.canvas import FAINT, INK, Figure, blank, finish
+from farspan.report.canvas import FAINT, INK, Figure, blank, file_of, finish
 from farspan.report.looks import Look
 from farspan.report.names import variant_name
 
@@ -45,7 +44,7 @@ def cases_figure(look: Look) -> Figure:
         "k stays, q turns along the arrow as the two move apart (Fig. 3 of the paper). In (a) and (d) the nearest "
     )
     caption += "tokens are damped until q has come round to k."
-    return finish(canvas, _file("cases", look.label), "borders", caption)
+    return finish(canvas, file_of("cases", look.label), "borders", caption)
 
 
 def _case(axes: Axes, centre: tuple[float, float], direction: int, angle: float) -> None:
@@ -74,7 +73,7 @@ def border_figure(look: Look) -> Figure:
     """By frequency: borders that no distance in training reached, but a longer text does."""
     title = f"{variant_name(look.label)}: borders first past the window"
     canvas, axes = blank(title, "wavelength of the pair (tokens)", "share of pairs")
-    x = [2 * math.pi / theta for theta in look.model["theta"][0]]
+    x = look.wavelengths
     for border, (label, colour, marker) in BORDER_STYLES.items():
         for row in look.of("borders", law="none", border=border):
             axes.plot(x, row["first_past"], label=label, color=colour, marker=marker, linewidth=1.6, markersize=4.5)
@@ -86,8 +85,4 @@ def border_figure(look: Look) -> Figure:
     caption = (
         f"Key moved from 0 to {longest:,} tokens away; dotted: the training length. Borders as in the paper's Fig. 7."
     )
-    return finish(canvas, _file("borders", look.label), "borders", caption)
-
-
-def _file(*parts: str) -> str:
-    return re.sub(r"[^\w.-]+", "-", "-".join(parts))
+    return finish(canvas, file_of("borders", look.label), "borders", caption)

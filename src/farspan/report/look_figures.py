@@ -1,16 +1,14 @@
 """What `farspan analyze` found → figures: angles, scores, attention past the window. This loads matplotlib."""
 
-import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator, NullLocator, PercentFormatter
 
-from farspan.report.canvas import FAINT, INK, Figure, blank, finish, length_axis, mark_training_length
+from farspan.report.canvas import FAINT, INK, Figure, blank, file_of, finish, length_axis, mark_training_length
 from farspan.report.look_borders import border_figure, cases_figure
-from farspan.report.looks import Look, theorems
+from farspan.report.looks import Look, relation, theorems
 from farspan.report.names import LAW_STYLES, variant_name, variant_style
 
 LINE: dict[str, Any] = {"linewidth": 1.6, "markersize": 5}
@@ -39,10 +37,6 @@ def look_figures(looks: Sequence[Look]) -> list[Figure]:
 
 def name_of(look: Look) -> str:
     return variant_name(look.label)
-
-
-def file_of(*parts: str) -> str:
-    return re.sub(r"[^\w.-]+", "-", "-".join(parts))
 
 
 def share_axis(axis: Any, digits: int = 0) -> None:
@@ -104,11 +98,6 @@ def pair_figure(look: Look) -> Figure:
     return finish(canvas, file_of("angles-pairs", look.label), "angles", caption)
 
 
-def wavelengths(look: Look) -> list[float]:
-    """Tokens that each pair takes for a full turn."""
-    return [2 * math.pi / theta for theta in look.model["theta"][0]]
-
-
 def wave_axis(axes: Axes) -> None:
     axes.set_xscale("log")
     axes.xaxis.set_minor_locator(NullLocator())
@@ -121,7 +110,7 @@ def zone_figure(look: Look) -> Figure:
     for law in look.model["laws"]:
         values = [sum(row["damped_pair"][law][j] for row in rows) / len(rows) for j in range(look.model["pairs"])]
         label, colour, marker = LAW_STYLES[law]
-        axes.plot(wavelengths(look), values, label=label, color=colour, marker=marker, **{**LINE, "markersize": 4})
+        axes.plot(look.wavelengths, values, label=label, color=colour, marker=marker, **{**LINE, "markersize": 4})
     wave_axis(axes)
     axes.set_ylim(0, None)
     caption = f"Over all pairs of query and key, 0 where Θ is not past π; counted up to the training length of {cap:,}."
@@ -255,10 +244,8 @@ def study_figure(look: Look, row: Mapping[str, Any]) -> Figure:
     for i, (x, y) in enumerate(zip(row["x"], row["y"], strict=True)):
         shade = i / max(1, layers - 1)
         axes.scatter(x, y, s=24, color=_shade(shade), edgecolor=INK, linewidth=0.3)
-    low, high = row["ci95"]
-    verdict = "no relation told from chance" if row["null"] else "a relation beyond chance"
     axes.annotate(
-        f"ρ = {row['rho']:.2f} (95% {low:.2f} to {high:.2f})\n{verdict}",
+        "\n".join(relation(row)),
         (0.02, 0.98),
         xycoords="axes fraction",
         va="top",

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from farspan.report.looks import Look, theorems
+from farspan.report.looks import Look, relation, theorems
 from farspan.report.names import variant_name
 from farspan.report.tables import NOTHING, Cell, Line, Table
 
@@ -45,11 +45,9 @@ def look_verdicts(looks: Sequence[Look]) -> list[str]:
     said += [_failures(look) for look in looks]
     for look in looks:
         for row in look.of("study", primary=True):
-            low, high = row["ci95"]
-            found = "no relation told from chance" if row["null"] else "a relation beyond chance"
             said.append(
                 f"{variant_name(look.label)}, {row['n']} heads: share of Θ past π against the rise of attention's "
-                f"evenness past the window, ρ = {row['rho']:.2f} (95% {low:.2f} to {high:.2f}): {found}."
+                f"evenness past the window, {': '.join(relation(row))}."
             )
     return said
 
@@ -84,9 +82,6 @@ def _failures(look: Look) -> str:
     failed = sum(row["broken"][check] for row in rows for check in checks)
     names = ", ".join(f"Eq. {check[2:]}" for check in checks)
     return f"{variant_name(look.label)}: {names} failed on {failed:,} of {samples:,} scores."
-
-
-"""Where Eq. 20 is a theorem: all initial angles of the score are 0."""
 
 
 def _past(look: Look, weight: str) -> float:

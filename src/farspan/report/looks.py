@@ -1,5 +1,6 @@
 """`results/analysis-*.json` as typed values: one look at one model."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,11 @@ class Look:
     def label(self) -> str:
         return str(self.model["label"])
 
+    @property
+    def wavelengths(self) -> list[float]:
+        """Tokens that each pair takes for a full turn."""
+        return [2 * math.pi / theta for theta in self.model["theta"][0]]
+
     def of(self, kind: str, **wanted: Any) -> list[Mapping[str, Any]]:
         """The rows of a kind whose fields have these values."""
         return [row for row in self.rows[kind] if all(row[name] == value for name, value in wanted.items())]
@@ -46,6 +52,17 @@ class Look:
         """The mean over layers of what `read` takes from a row."""
         values = [read(row) for row in self.of(kind, **wanted)]
         return sum(values) / len(values)
+
+
+def relation(row: Mapping[str, Any]) -> tuple[str, str]:
+    """The correlation that a row of the study found, and what it comes to: a null result as such.
+
+    >>> relation({"rho": 0.314, "ci95": [-0.1, 0.6], "null": True})
+    ('ρ = 0.31 (95% -0.10 to 0.60)', 'no relation told from chance')
+    """
+    low, high = row["ci95"]
+    found = "no relation told from chance" if row["null"] else "a relation beyond chance"
+    return f"ρ = {row['rho']:.2f} (95% {low:.2f} to {high:.2f})", found
 
 
 def parse_look(raw: list[Any], where: Path) -> Look:

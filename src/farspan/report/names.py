@@ -1,5 +1,6 @@
 """What a reader calls the variants and scaling laws, and how each is drawn."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from farspan.report.collect import Run
@@ -26,6 +27,9 @@ LAW_STYLES = {
 """The scaling laws that `farspan analyze` compares."""
 LAWS = {"ntk": "dynamic NTK", "static-ntk": "static NTK", "pi": "PI", "yarn": "YaRN", "llama3": "Llama 3's law"}
 """What rows of results call a law (:mod:`farspan.evaluation.laws`), in words. A plain "ntk" is dynamic there."""
+
+PAPER_LAW = "ntk-4"
+"""The law of the paper's tables, as rows of results call it."""
 
 CONTESTANTS = {"8-bit t": "t in eight bits", "rotated for SDPA": "keys made for SDPA", "cudnn": "cuDNN"}
 """What benchmarks call a contestant, part by part, in words."""
@@ -65,6 +69,14 @@ def scaling_name(scaling: str) -> str:
     kind, _, factor = law.rpartition("-")
     name = "no scaling" if law == "none" else f"{LAWS[kind]} {factor}" if kind in LAWS else law
     return name + (f" {mode.replace('_', ' ')}" if mode else "") + (", log length" if log else "")
+
+
+def listed(words: Sequence[str]) -> str:
+    """
+    >>> listed(["a"]), listed(["a", "b"]), listed(["a", "b", "c"])
+    ('a', 'a and b', 'a, b and c')
+    """
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
 
 
 def variants_in(run: Run) -> list[str]:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from farspan.report.experiment import build_value, shipped
-from farspan.report.names import variant_name
+from farspan.report.names import listed, variant_name
 from farspan.report.tables import Cell, Line, Table
 from farspan.report.timings import COCA, COSFORMER, Spread, Timing, groups
 
@@ -149,11 +149,11 @@ def _coca_verdicts(timings: Sequence[Timing]) -> list[str]:
                 continue
             low, high = min(r.median for _, r in ratios), max(r.median for _, r in ratios)
             sides = {
-                "faster": [length for length, r in ratios if r.high < 1],
-                "slower": [length for length, r in ratios if r.low > 1],
-                "not told apart": [length for length, r in ratios if r.low <= 1 <= r.high],
+                "faster": [f"{length:,}" for length, r in ratios if r.high < 1],
+                "slower": [f"{length:,}" for length, r in ratios if r.low > 1],
+                "not told apart": [f"{length:,}" for length, r in ratios if r.low <= 1 <= r.high],
             }
-            words = "; ".join(f"{side} at {_and(lengths)}" for side, lengths in sides.items() if lengths)
+            words = "; ".join(f"{side} at {listed(lengths)}" for side, lengths in sides.items() if lengths)
             said.append(
                 f"{layer}, {group}: {variant_name(form)} takes {low:.2f} to {high:.2f} of the best RoPE layer's "
                 f"time ({words} tokens)."
@@ -163,8 +163,3 @@ def _coca_verdicts(timings: Sequence[Timing]) -> list[str]:
 
 def _ratios(found: Sequence[Timing], contestant: str) -> list[tuple[int, Spread]]:
     return [(x.length, x.times[contestant]) for x in found if contestant in x.times]
-
-
-def _and(lengths: Sequence[int]) -> str:
-    texts = [f"{length:,}" for length in lengths]
-    return " and ".join(filter(None, (", ".join(texts[:-1]), texts[-1])))

@@ -6,13 +6,11 @@ from collections.abc import Sequence
 from farspan.report.build import Column
 from farspan.report.collect import Run
 from farspan.report.estimates import Estimate, control_at, passkey_at, perplexity_at, scalings, share_of
-from farspan.report.names import scaling_name
+from farspan.report.names import PAPER_LAW, scaling_name
 from farspan.report.records import Share, StudyModel
 from farspan.report.study_table import StudyTable
 from farspan.report.summary import amount
 from farspan.report.tables import Cell, Line, Table, counts_text, estimate_cell, perplexity_text, share_text
-
-PAPER_LAW = "ntk-4"
 
 
 def in_order(run: Run, table: StudyTable) -> list[tuple[str, StudyModel]]:

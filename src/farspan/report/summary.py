@@ -6,12 +6,11 @@ from farspan.report.build import passkey_lengths, sliding_lengths
 from farspan.report.collect import Run
 from farspan.report.estimates import Estimate, control_at, perplexity_at, scaling_order, scalings, share_of
 from farspan.report.experiment import Experiment
-from farspan.report.names import scaling_name, variant_name, variants_in
+from farspan.report.names import PAPER_LAW, listed, scaling_name, variant_name, variants_in
 from farspan.report.tables import perplexity_text, share_text
 
 BASELINE = "rope"
 CANDIDATES = ("coca-exact", "coca-slack", "coca-strict")
-PAPER_LAW = "ntk-4"
 BETTER = "Holds up better than RoPE here"
 
 
@@ -64,12 +63,12 @@ def perplexity_verdict(run: Run, law: str) -> str | None:
     start = f"the training length of {lengths[0]:,}" if lengths[0] == run.train_length else f"{lengths[0]:,} tokens"
     changes = [f"{variant_name(variant)}'s {_change(*pair)}" for variant, pair in pairs.items()]
     opening = (
-        f"{_under(law)}, past {start} RoPE's perplexity {_change(*rope)} by {lengths[-1]:,} tokens; {_and(changes)}."
+        f"{_under(law)}, past {start} RoPE's perplexity {_change(*rope)} by {lengths[-1]:,} tokens; {listed(changes)}."
     )
     judged: dict[str, list[str]] = {}
     for variant, pair in pairs.items():
         judged.setdefault(_judge(rope, pair), []).append(variant_name(variant))
-    return " ".join([opening, *(f"{verdict}: {_and(names)}." for verdict, names in judged.items())])
+    return " ".join([opening, *(f"{verdict}: {listed(names)}." for verdict, names in judged.items())])
 
 
 def tally_verdict(run: Run, laws: list[str]) -> str | None:
@@ -81,7 +80,7 @@ def tally_verdict(run: Run, laws: list[str]) -> str | None:
             better.setdefault(variant, []).append(_judge(pairs[BASELINE], pairs[variant]).startswith(BETTER))
     counts = [f"{variant_name(v)} in {sum(better[v])} of {len(better[v])}" for v in CANDIDATES if v in better]
     return (
-        f"Over all scaling laws measured, perplexity holds up better than RoPE's with {_and(counts)}."
+        f"Over all scaling laws measured, perplexity holds up better than RoPE's with {listed(counts)}."
         if counts
         else None
     )
@@ -167,12 +166,8 @@ def control_verdict(run: Run, law: str) -> str | None:
     start = f"{_under(law)}, at {last:,} tokens against the control (context cut to {run.train_length:,}):"
     if not gains:
         return f"{start} no variant gains from the longer context."
-    rest = f"; {_and(loses)} do no better than with the context cut" if loses else ""
-    return f"{start} {_and(gains)} {'gains' if len(gains) == 1 else 'gain'} from the longer context{rest}."
-
-
-def _and(names: list[str]) -> str:
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+    rest = f"; {listed(loses)} do no better than with the context cut" if loses else ""
+    return f"{start} {listed(gains)} {'gains' if len(gains) == 1 else 'gain'} from the longer context{rest}."
 
 
 def _caveats(run: Run) -> list[str]:

@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from farspan.benchmark import cosformer, decode, layer, linear
+from farspan.benchmark import cosformer, cosformer_gpu, decode, layer
 from farspan.data import Shards, TextTokenizer, load_tokenizer, prepare
 from farspan.errors import require
 from farspan.evaluation import as_trained, passkey, perplexity
@@ -139,30 +139,31 @@ class Work:
         """Attention alone against length: the kernels and their peers on a GPU, else plain torch and softmax."""
         lengths, repeats = self.preset.speed.lengths, self.preset.speed.repeats
         if self.device == "cuda":
-            return 2 + 4 * len(lengths), linear.run(lengths, repeats=repeats, device="cuda", seed=0, quick=True)
+            done = cosformer_gpu.run(lengths, repeats=repeats, device="cuda", seed=0, quick=True)
+            return cosformer_gpu.parts(lengths), done
         done = cosformer.run(lengths, lengths, min(lengths), repeats=repeats, device="cpu", seed=0)
-        return 5 + 2 * len(lengths), done
+        return cosformer.parts(lengths, lengths), done
 
     def _layer_speed(self) -> Benchmark:
         """One layer against length; on a CPU a toy, and the main contestants alone."""
         shapes = layer.shapes(self.preset.speed.lengths, [1], self.device)
         whom = None if self.device == "cuda" else layer.QUICK
         done = layer.run(shapes, repeats=self.preset.speed.repeats, only=whom, device=self.device)
-        return 1 + len({shape.d for shape in shapes}) + len(layer.PASSES) * len(shapes), done
+        return layer.parts(shapes), done
 
     def _decoding_speed(self) -> Benchmark:
         """The whole model at inference; on a CPU, where it takes long and gains nothing, never compiled."""
-        speed = self.preset.speed
+        speed, compile = self.preset.speed, "one" if self.device == "cuda" else "none"
         done = decode.run(
             speed.model,
             contexts=speed.contexts,
             batches=speed.batches,
             prompts=speed.prompts,
-            compile="one" if self.device == "cuda" else "none",
+            compile=compile,
             repeats=speed.repeats,
             device=self.device,
         )
-        return 1 + 3 * len(speed.contexts) * len(speed.batches) + len(speed.prompts), done
+        return decode.parts(speed.contexts, speed.batches, speed.prompts, compile), done
 
     def _task(self, name: str) -> Task:
         corpus = self.preset.corpus

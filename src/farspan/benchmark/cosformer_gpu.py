@@ -11,20 +11,20 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from farspan.benchmark.agree import ResultsDifferError
+from farspan.benchmark.agree import reason, refuse
 from farspan.benchmark.clock import Times, clock, comparable
 from farspan.benchmark.linear_peers import features, flash_linear_attention
 from farspan.benchmark.measure import measure
+from farspan.benchmark.truth import LOOSE, far
 from farspan.ops import cosformer_attention, cosformer_attention_reference
 
 LENGTHS = [1024, 2048, 4096, 8192, 16_384, 32_768, 65_536]
 QUICK = [2048, 16_384]
 TOKENS = 65_536
 """Tokens of a row of the table, whatever their length: shorter texts come in larger batches."""
+WIDTHS = (64, 128)
 PASSES = ("forward", "forward and backward")
 OURS = "triton"
-LOOSE = 0.05
-"""How far a peer may be from the definition, as a part of the largest number: it must be the same function."""
 
 
 class Shape(NamedTuple):
@@ -36,8 +36,8 @@ class Shape(NamedTuple):
     d: int
 
 
-def shapes(lengths: list[int], widths: tuple[int, ...] = (64, 128)) -> list[Shape]:
-    return [Shape(max(1, TOKENS // n), 16, n, d) for d in widths for n in lengths]
+def shapes(lengths: list[int]) -> list[Shape]:
+    return [Shape(max(1, TOKENS // n), 16, n, d) for d in WIDTHS for n in lengths]
 
 
 def run(
@@ -46,17 +46,25 @@ def run(
     """Yield (what was done, its rows); raises ResultsDifferError before any clock starts if a kernel is wrong."""
     torch.manual_seed(seed)
     peer, missing = flash_linear_attention(device, quick=quick)
-    widths = (16,) if toy else (64, 128)
-    for d in widths:
+    for d in (16,) if toy else WIDTHS:
         yield (
             f"kernels against float64, width {d}",
             check(Shape(1, 1, 66, d) if toy else Shape(1, 4, 1000, d), device, peer),
         )
-    for shape in [Shape(1, 1, 66, 16)] if toy else shapes(lengths, widths):
+    for shape in [Shape(1, 1, 66, 16)] if toy else shapes(lengths):
         for passes in PASSES:
             row = compare(shape, passes, device, repeats, peer)
             row["missing"] |= missing
             yield f"{passes}, width {shape.d}, {shape.b} × {shape.n} tokens", [row]
+
+
+def parts(lengths: list[int]) -> int:
+    """How many steps :func:`run` yields.
+
+    >>> parts([2048, 16_384])
+    10
+    """
+    return len(WIDTHS) + len(shapes(lengths)) * len(PASSES)
 
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -110,7 +118,8 @@ def random_inputs(shape: Shape, device: str) -> list[Tensor]:
 def check(shape: Shape, device: str, peer: Callable[..., Tensor] | None) -> list[dict[str, Any]]:
     """Errors of output and gradients, each contestant against the definition in float64.
 
-    Ours may have twice the error of the plain formula in bfloat16; a peer must only be the same function.
+    Ours may have twice the error of the plain formula in bfloat16; a peer must only be the same function, within
+    :data:`LOOSE`.
     """
     q, k, v = random_inputs(shape, device)
     leaves = [q + 0.5, k + 0.5, v]  # rows that hardly meet a key have no digits to compare
@@ -134,16 +143,11 @@ def check(shape: Shape, device: str, peer: Callable[..., Tensor] | None) -> list
         for what, got, eager, want in zip(
             ("output", "dq", "dk", "dv"), results(attend, torch.bfloat16), plain, truth, strict=True
         ):
-            error, theirs = (float((x.double() - want).abs().max() / want.abs().max()) for x in (got, eager))
-            allowed = 2 * theirs + 2.0**-8 if name in (OURS, "chunked") else LOOSE
+            error, theirs = far(got, want), far(eager, want)
+            allowed = 2 * theirs + 2.0**-8 if name in (OURS, "chunked") else LOOSE[got.dtype]
             row = {"kind": "check", "attention": name, "of": what, **shape._asdict()}
             rows.append(row | {"error": error, "plain_error": theirs, "allowed": allowed})
-    wrong = [row for row in rows if not row["error"] <= row["allowed"]]
-    if wrong:
-        names = "; ".join(
-            f"{row['attention']}, {row['of']}: {row['error']:.1e} (allowed: {row['allowed']:.1e})" for row in wrong
-        )
-        raise ResultsDifferError(f"{len(wrong)} of {len(rows)} checks at width {shape.d} fail: {names}")
+    refuse(rows, f"results at width {shape.d}")
     return rows
 
 
@@ -174,7 +178,7 @@ def compare(shape: Shape, passes: str, device: str, repeats: int, peer: Callable
         except RuntimeError as error:
             if name == OURS:
                 raise
-            missing[name] = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+            missing[name] = reason(error)
             continue
         if not backward:
             with suppress(RuntimeError):  # where it can be captured; `graph` says which time it is

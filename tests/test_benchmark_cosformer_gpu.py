@@ -1,4 +1,4 @@
-"""The GPU benchmark of linear attention takes every step at toy size, and keeps silent when a kernel is wrong."""
+"""The benchmark of cosFormer on a GPU takes every step at toy size, and keeps silent when a kernel is wrong."""
 
 import io
 import types
@@ -9,7 +9,7 @@ from rich.console import Console
 
 pytest.importorskip("triton", reason="needs triton (pip install farspan[gpu])")
 
-from farspan.benchmark import linear, linear_peers, linear_tuning
+from farspan.benchmark import cosformer_gpu, cosformer_tuning, linear_peers
 from farspan.benchmark.agree import ResultsDifferError
 from farspan.benchmark.clock import UNFAIR, Times
 from farspan.ops import cosformer_attention
@@ -28,13 +28,15 @@ def quadratic(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, normalize: b
 
 @interpreted
 def test_every_step_at_toy_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "flash_linear_attention", lambda device, quick: (quadratic, {"other": "not there"}))
-    rows = [row for _, new in linear.run([], repeats=1, device="cpu", seed=0, toy=True) for row in new]
+    monkeypatch.setattr(
+        cosformer_gpu, "flash_linear_attention", lambda device, quick: (quadratic, {"other": "not there"})
+    )
+    rows = [row for _, new in cosformer_gpu.run([], repeats=1, device="cpu", seed=0, toy=True) for row in new]
     checks = [row for row in rows if row["kind"] == "check"]
     assert {row["attention"] for row in checks} == {"triton", "chunked", "fla"}
     assert all(row["error"] <= row["allowed"] for row in checks)
     found = [row for row in rows if row["kind"] == "linear"]
-    assert [row["passes"] for row in found] == list(linear.PASSES)
+    assert [row["passes"] for row in found] == list(cosformer_gpu.PASSES)
     for row in found:
         ours, theirs = (row["milliseconds"][name] for name in ("triton", "chunked"))
         assert row["speedup"]["chunked"]["median"] == pytest.approx(theirs["median"] / ours["median"])
@@ -52,25 +54,25 @@ def test_every_step_at_toy_size(monkeypatch: pytest.MonkeyPatch) -> None:
 @interpreted
 def test_no_figures_when_a_contestant_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = (lambda q, k, v, normalize: 1.2 * quadratic(q, k, v, normalize=normalize), {})
-    monkeypatch.setattr(linear, "flash_linear_attention", lambda device, quick: wrong)
-    with pytest.raises(ResultsDifferError, match="checks at width 16 fail: fla, output"):
-        list(linear.run([], repeats=1, device="cpu", seed=0, toy=True))
-    right = linear.cosformer_attention
-    monkeypatch.setattr(linear, "flash_linear_attention", lambda device, quick: (None, {}))
-    monkeypatch.setattr(linear, "cosformer_attention", lambda *x, **options: 1.1 * right(*x, **options))
+    monkeypatch.setattr(cosformer_gpu, "flash_linear_attention", lambda device, quick: wrong)
+    with pytest.raises(ResultsDifferError, match="of 12 results at width 16 fail their check: fla, output"):
+        list(cosformer_gpu.run([], repeats=1, device="cpu", seed=0, toy=True))
+    right = cosformer_gpu.cosformer_attention
+    monkeypatch.setattr(cosformer_gpu, "flash_linear_attention", lambda device, quick: (None, {}))
+    monkeypatch.setattr(cosformer_gpu, "cosformer_attention", lambda *x, **options: 1.1 * right(*x, **options))
     with pytest.raises(ResultsDifferError, match=r"triton, output.*chunked, output"):
-        list(linear.run([], repeats=1, device="cpu", seed=0, toy=True))
+        list(cosformer_gpu.run([], repeats=1, device="cpu", seed=0, toy=True))
 
 
 @interpreted
 def test_tuning_checks_each_cut_and_puts_the_table_back(monkeypatch: pytest.MonkeyPatch) -> None:
     table = dict(attention.PAIRS)
-    rows = [row for _, new in linear_tuning.run(device="cpu", repeats=1, toy=True) for row in new]
-    assert [row["passes"] for row in rows] == list(linear.PASSES)
-    right = linear.cosformer_attention
-    monkeypatch.setattr(linear, "cosformer_attention", lambda *x, **options: 1.1 * right(*x, **options))
+    rows = [row for _, new in cosformer_tuning.run(device="cpu", repeats=1, toy=True) for row in new]
+    assert [row["passes"] for row in rows] == list(cosformer_gpu.PASSES)
+    right = cosformer_gpu.cosformer_attention
+    monkeypatch.setattr(cosformer_gpu, "cosformer_attention", lambda *x, **options: 1.1 * right(*x, **options))
     with pytest.raises(ResultsDifferError):
-        list(linear_tuning.run(device="cpu", repeats=1, toy=True))
+        list(cosformer_tuning.run(device="cpu", repeats=1, toy=True))
     assert table == attention.PAIRS
 
 
@@ -83,8 +85,8 @@ def test_a_peer_that_no_graph_can_hold_has_no_speedup(monkeypatch: pytest.Monkey
             raise RuntimeError("operation not permitted when stream is capturing")
         return Times(1.0, 1.0, 1.0, graph)
 
-    monkeypatch.setattr(linear, "clock", clock)
-    row = linear.compare(linear.Shape(1, 1, 66, 16), "forward", "cpu", 1, None)
+    monkeypatch.setattr(cosformer_gpu, "clock", clock)
+    row = cosformer_gpu.compare(cosformer_gpu.Shape(1, 1, 66, 16), "forward", "cpu", 1, None)
     assert {*row["speedup"]} == {"flash softmax"}
     assert row["missing"] == {"chunked": UNFAIR}
     assert row["milliseconds"]["chunked"]["graph"] is False
@@ -120,6 +122,6 @@ def test_a_quick_run_leaves_few_variants(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_the_table_has_both_widths_and_as_many_tokens_everywhere() -> None:
-    shapes = linear.shapes(linear.LENGTHS)
+    shapes = cosformer_gpu.shapes(cosformer_gpu.LENGTHS)
     assert {shape.d for shape in shapes} == {64, 128}
-    assert {shape.b * shape.n for shape in shapes} == {linear.TOKENS}
+    assert {shape.b * shape.n for shape in shapes} == {cosformer_gpu.TOKENS}

@@ -10,7 +10,7 @@ import torch
 
 from farspan.benchmark.ahead import compile_ahead, refused
 from farspan.benchmark.clock import clock
-from farspan.benchmark.linear import OURS, PASSES, Shape, as_call, check, contestants, random_inputs
+from farspan.benchmark.cosformer_gpu import OURS, PASSES, WIDTHS, Shape, as_call, check, contestants, random_inputs
 
 KERNELS = ("totals_kernel", "prefix_kernel", "pairs_kernel", "delta_kernel")
 
@@ -32,7 +32,7 @@ def variants(d: int) -> list[Change]:
 
 
 def run(
-    *, device: str, repeats: int, widths: tuple[int, ...] = (64, 128), toy: bool = False
+    *, device: str, repeats: int, widths: tuple[int, ...] = WIDTHS, toy: bool = False
 ) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """Yield a row for each variant and pass, at 16 384 tokens; raises ResultsDifferError where one is wrong."""
     shapes = [Shape(1, 1, 66, 16)] if toy else [Shape(4, 16, 16_384, d) for d in widths]
@@ -43,6 +43,11 @@ def run(
     for shape, change, _ in calls:
         with _changed(shape.d, change):
             yield f"width {shape.d}, {change}", _measure(shape, change, device, repeats, toy)
+
+
+def parts(widths: tuple[int, ...] = WIDTHS) -> int:
+    """The most steps that :func:`run` yields: a variant that cannot run has none."""
+    return 1 + sum(len(variants(d)) for d in widths)
 
 
 def _try(shape: Shape, change: Change, device: str) -> None:
