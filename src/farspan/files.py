@@ -3,7 +3,7 @@
 import errno
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 try:
@@ -21,7 +21,10 @@ def room_for(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         full = "free some space and run the same command again: it continues where it stopped"
-        remedy = full if error.errno in NO_ROOM else "choose a folder that can be written to"
+        named = (
+            "add a file's name" if isinstance(error, IsADirectoryError) else "choose a folder that can be written to"
+        )
+        remedy = full if error.errno in NO_ROOM else named
         failure = OSError(f"out must take the result, could not write {path} ({error.strerror or error}); {remedy}")
         failure.errno = error.errno
         raise failure from error
@@ -45,13 +48,18 @@ def write_whole(path: Path, text: str) -> None:
 
 def check_writable(path: Path) -> None:
     """Raise OSError, with the remedy, if :func:`write_whole` could not write there; what is there stays as it is."""
-    probe = _temporary(path)
+    probe, missing = _temporary(path), [folder for folder in path.parents if not folder.exists()]
     with room_for(path):
         if path.is_dir():
             raise IsADirectoryError(None, "Is a directory")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        probe.touch()
-        probe.unlink()
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            probe.touch()
+            probe.unlink()
+        finally:
+            for folder in missing:  # the innermost first: a folder for nothing would be left if the work is refused
+                with suppress(OSError):
+                    folder.rmdir()
 
 
 def _temporary(path: Path) -> Path:

@@ -44,12 +44,31 @@ def main() -> None:
     except UsageError as error:
         if not error.format_message():  # a command without arguments: its help was shown
             sys.exit(2)
-        fail(f"{error.format_message()} See 'farspan --help'.")
+        fail(f"{error.format_message().rstrip('.')}{_given(error)}; see '{_command(error)} --help'")
     except (ValueError, OSError) as error:
         fail(str(error))
     except (InterruptedByUserError, KeyboardInterrupt, typer.Abort) as error:
         print(f"interrupted; {str(error) or 'give the same command again'}", file=sys.stderr)
         sys.exit(130)
+
+
+def _given(error: UsageError) -> str:
+    """What the option in question was given, where the message does not say."""
+    for name in getattr(getattr(error, "param", None), "opts", []):
+        for word, after in zip(sys.argv, [*sys.argv[1:], ""], strict=True):
+            value = after if word == name else word.removeprefix(f"{name}=") if word.startswith(f"{name}=") else ""
+            if value and value not in error.format_message():
+                return f", got {value}"
+    return ""
+
+
+def _command(error: UsageError) -> str:
+    """The command in question, however the program was started."""
+    names, context = list[str](), error.ctx
+    while context is not None and context.parent is not None:
+        names.insert(0, str(context.info_name))
+        context = context.parent
+    return " ".join(("farspan", *names))
 
 
 @contextmanager

@@ -117,7 +117,7 @@ def passkey_command(
     lengths: Annotated[str, typer.Option(help="Prompt lengths in tokens, separated by commas.")] = "512,1024,2048",
     cases: Annotated[int, typer.Option(help="Prompts a length.", min=1)] = 100,
     new_tokens: Annotated[int, typer.Option(help="Tokens to generate; the key must be among them.", min=1)] = 64,
-    seed: Annotated[int, typer.Option(help="Seed of keys and depths.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of keys and depths.", min=0)] = 0,
     ntk: Ntk = None,
     ntk_mode: NtkMode = "per_query",
     yarn: Yarn = None,
@@ -261,6 +261,7 @@ def _load(
     from farspan.evaluation.laws import law_of, scaling_name
 
     require_choice("--scaling", scaling, ("own", "none"))
+    require_choice("--ntk-mode", mode, ("per_query", "per_request"))
     if ntk is not None and yarn is not None:
         fail(f"--yarn must be left out with --ntk, got {yarn:g} and {ntk:g}; choose one of them")
 

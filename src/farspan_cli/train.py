@@ -19,9 +19,12 @@ def train(
 
     Several processes: `accelerate launch -m farspan_cli train …`.
 
-    Example: `farspan train config.toml --out runs/mine`, with in config.toml
+    Example: `farspan train config.toml --out runs/mine`, with three lines in config.toml:
 
-    `model = { preset = "33m", attention = "coca-exact" }`, `data = { sources = { "data/books" = 1.0 } }`,
+    `model = { preset = "33m", attention = "coca-exact" }`
+
+    `data = { sources = { "data/books" = 1.0 } }`
+
     `optimizer = { steps = 1000 }`
     """
     from farspan.training import Progress, TrainConfig, TrainingStoppedError

@@ -30,6 +30,16 @@ def test_documents_come_back_whole_in_order_and_in_one_split(sources: list[str],
     assert 0.1 < len(found["valid"]) / len(wanted) < 0.3
 
 
+def test_a_folder_of_something_else_is_refused_and_kept(sources: list[str], tmp_path: Path) -> None:
+    """Such as a model's, whose tokenizer would be replaced."""
+    (tmp_path / "tokenizer.json").write_text("mine")
+    with pytest.raises(
+        ValueError, match=r"out must be a new or empty folder, or one of tokens, got .* tokenizer.json;"
+    ):
+        prepare(sources, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["tokenizer.json"]
+
+
 def test_the_manifest_tells_where_every_token_came_from(sources: list[str], expected: Path) -> None:
     manifest = json.loads((expected / "manifest.json").read_text())
     assert [entry["source"] for entry in manifest["plan"]["sources"]] == sources

@@ -57,6 +57,38 @@ def test_an_out_that_cannot_be_written_is_noticed_before_any_work(name: str, tmp
     assert (tmp_path / "file").read_text() == "kept"
 
 
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_a_refused_command_leaves_no_folder_for_its_result(name: str, tmp_path: Path) -> None:
+    out = tmp_path / "new" / "deep" / "o.json"
+    status, _, err = called("eval", name, tmp_path / "nowhere", *ARGUMENTS[name], "--out", out)
+    assert status == 2
+    assert "nowhere" in err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--stride", 0], "Invalid value for '--stride': "),
+        (["--stride=-3"], ", got -3; see 'farspan eval ppl --help'"),
+        (["--ntk-mode", "always"], "--ntk-mode must be one of 'per_query', 'per_request', got 'always'"),
+    ],
+)
+def test_a_refused_option_is_named_with_its_value(arguments: list[object], said: str, tmp_path: Path) -> None:
+    status, _, err = called("eval", "ppl", tmp_path, "--text", "nowhere.txt", *arguments)
+    assert status == 2
+    assert said in err
+    assert err.count("\n") == 1
+
+
+def test_a_run_is_not_taken_for_its_model(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    status, _, err = called("eval", "passkey", tmp_path)
+    assert status == 2
+    assert f"give {str(tmp_path / 'model')!r}, the model of that run" in err
+
+
 def test_the_same_command_replaces_its_result_whatever_its_arguments_were(tmp_path: Path) -> None:
     """Another model, arguments in another order, and options: it is one command as long as its words are."""
     (tmp_path / "a.txt").write_text("words and words " * 9)

@@ -30,6 +30,15 @@ def test_masks_and_positions_of_the_wrong_shape_are_refused(options: dict, messa
         make()(tokens(1, 10), **options)
 
 
+@pytest.mark.parametrize(
+    ("option", "hint"),
+    [("window", r"it belongs to an attention: attention=\{'kind': 'coca', 'window': …\}"), ("foo", "see")],
+)
+def test_options_that_no_model_has_are_refused(option: str, hint: str) -> None:
+    with pytest.raises(ValueError, match=rf"options of preset 'tiny' must be a model's fields, got '{option}'; {hint}"):
+        FarspanConfig.preset("tiny", **{option: 8})
+
+
 def test_a_mask_that_forgets_the_cache_is_refused() -> None:
     model = make()
     cache = model(tokens(1, 10), use_cache=True).past_key_values

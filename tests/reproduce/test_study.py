@@ -260,7 +260,7 @@ def test_only_takes_a_run_with_all_it_comes_from(toml: Path, tmp_path: Path) -> 
             "dropin-cpu",  # its rows of 128 tokens are too short for a passkey text of bytes
             ["--checkpoint", "{0}/llama", "--pairs", "{0}/pairs.jsonl", "--held-out", "{0}/test.jsonl"],
             "length of stage distill-1-attention must be at least 246 tokens for a passkey text with this tokenizer, "
-            "got 128; use longer rows, or passkey_share = 0 in a recipe of your own",
+            "got 128; use longer rows, or passkey_share = 0",
         ),
         (
             "dropin-cpu",

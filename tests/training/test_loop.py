@@ -55,6 +55,35 @@ def test_training_learns_and_leaves_a_model_that_loads(whole: Path) -> None:
     assert not list(whole.rglob("*.bin")) + list(whole.rglob("*.pt"))
 
 
+@pytest.mark.parametrize(
+    ("name", "held"),
+    [
+        ("config.json", "{}"),
+        ("manifest.json", "{}"),
+        ("model/config.json", "{}"),
+        ("metrics.jsonl", '{"epoch": 1, "loss": 2}'),
+        ("metrics.jsonl", '{"step": 5, "acc": 1}'),
+    ],
+)
+def test_a_folder_of_something_else_is_refused_and_kept(name: str, held: str, source: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(held)
+    with pytest.raises(ValueError, match=r"out must be a new folder or one of a run, got .*; choose another"):
+        train(config(source), tmp_path)
+    assert [p for p in tmp_path.rglob("*") if p.is_file()] == [path]
+    assert path.read_text() == held
+
+
+def test_what_cannot_be_trained_on_is_refused_before_the_first_step(source: str, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    with pytest.raises(ValueError, match=r"data.length must be at least \d+ tokens for a passkey text .* got 16"):
+        train(config(source, data__passkey_share=0.01), out)
+    with pytest.raises(ValueError, match=r"manifest.json"):  # and nobody asks a hub for it
+        train(config(str(tmp_path / "nowhere")), out)
+    assert not out.exists()
+
+
 def test_a_finished_run_is_not_repeated(whole: Path, source: str) -> None:
     before = (whole / "model" / "model.safetensors").stat().st_mtime_ns
     assert train(config(source), whole) == whole / "model"

@@ -24,6 +24,7 @@ from farspan.data import TextTokenizer, load_tokenizer
 from farspan.data.passkey import make_case
 from farspan.errors import require
 from farspan.evaluation import passkey
+from farspan.files import check_writable
 from farspan.models import FarspanForCausalLM
 from farspan.report.looks import relation
 from farspan.results import write_result
@@ -68,6 +69,7 @@ def look(request: Request, settings: Settings, show: Show) -> Written:
         f"label must be letters, digits, dots or dashes, got {label!r}; it names a file",
     )
     _check_label(request, label)
+    check_writable(Path(request.out) / "results" / f"analysis-{label}.json")
     tokenizer = text_tokenizer(request.model) if request.tokenizer is None else load_tokenizer(request.tokenizer)
     train_length = model.config.train_length
     cut = request.text_tokens or max(2 * train_length, min(LONGEST, LARGEST * train_length))

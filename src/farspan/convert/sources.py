@@ -115,6 +115,13 @@ def _where_from(path: Path) -> str:
     return "check the path"
 
 
+def _nearby(path: Path) -> str:
+    """Where the model may be that a folder without one is taken for: a run keeps its own inside."""
+    if (path / "model" / "config.json").is_file():
+        return f"give {str(path / 'model')!r}, the model of that run"
+    return "give the folder of a model"
+
+
 class Folder(Source):
     """A transformers folder: config.json and safetensors, in one file or in shards."""
 
@@ -122,7 +129,10 @@ class Folder(Source):
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        require((path / "config.json").is_file(), f"checkpoint must have a config.json, got {str(path)!r} without one")
+        require(
+            (path / "config.json").is_file(),
+            f"checkpoint must have a config.json, got {str(path)!r} without one; {_nearby(path)}",
+        )
         self.config = _json(path / "config.json")
         settings = path / "generation_config.json"
         self.generation = _json(settings) if settings.is_file() else None

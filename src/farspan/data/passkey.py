@@ -91,7 +91,7 @@ def check_row(tokenizer: Tokenizer, length: int, name: str) -> None:
     require(
         length >= fewest,
         f"{name} must be at least {fewest} tokens for a passkey text with this tokenizer, got {length}; "
-        "use longer rows, or passkey_share = 0 in a recipe of your own",
+        "use longer rows, or passkey_share = 0",
     )
 
 

@@ -61,7 +61,7 @@ def prepare(
     _check(sources, valid_share, shard_tokens, workers)
     report = progress or (lambda what, done, total: None)
     out = Path(out)
-    require(not out.exists() or out.is_dir(), f"out must be a folder, got the file {str(out)!r}; choose another")
+    _check_folder(out)
     resolved = [resolve(source) for source in sources]
     if not isinstance(tokenizer, int):
         tokenizer = tokenizer if isinstance(tokenizer, TextTokenizer) else load_tokenizer(tokenizer)
@@ -113,6 +113,18 @@ def _same(old: dict[str, Any], new: dict[str, Any], what: str, remedy: str) -> N
 def _short(value: object) -> str:
     text = ", ".join(str(part["source"]) for part in value) if isinstance(value, list) else str(value)
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _check_folder(out: Path) -> None:
+    """Refuse a folder that holds anything but tokens, done or not: a model's tokenizer would be replaced by theirs."""
+    require(not out.exists() or out.is_dir(), f"out must be a folder, got the file {str(out)!r}; choose another")
+    if out.is_dir() and not any((out / name).exists() for name in (MANIFEST, WORK)):
+        held = sorted(path.name for path in out.iterdir())
+        require(
+            not held,
+            f"out must be a new or empty folder, or one of tokens, got {str(out)!r} with {', '.join(held[:3])}; "
+            "choose another",
+        )
 
 
 @contextmanager

@@ -138,10 +138,20 @@ class FarspanConfig(PreTrainedConfig):
         """A named size ("350m" of the paper, "33m", "tiny") with some fields replaced."""
         require_choice("preset", name, PRESETS)
         try:
-            return cls(**{**PRESETS[name], **overrides})
+            config = cls(**{**PRESETS[name], **overrides})
         except (StrictDataclassError, TypeError, KeyError) as error:  # what transformers and its helpers raise
             reason = " ".join(str(error).split())
             raise ValueError(f"options of preset {name!r} must be a model's fields ({reason}); correct them") from error
+        known = {"attn_implementation", *(field.name for field in fields(cls))}
+        for key in overrides:  # which transformers would keep without a use for them
+            hint = "see help(FarspanConfig)"
+            if key in AttentionSpec.__dataclass_fields__:
+                hint = f"it belongs to an attention: attention={{'kind': 'coca', {key!r}: …}}"
+            require(
+                key in known or hasattr(PreTrainedConfig, key),
+                f"options of preset {name!r} must be a model's fields, got {key!r}; {hint}",
+            )
+        return config
 
     @property
     def attention_specs(self) -> tuple[AttentionSpec, ...]:

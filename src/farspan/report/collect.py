@@ -291,4 +291,4 @@ def _load(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:  # bad JSON and bad UTF-8 alike
-        raise ValueError(f"{path} must be a JSON file, got {error}; delete it and run that step again") from error
+        raise ValueError(f"{path} must be a JSON file, got {error}; make it again, or leave it out") from error

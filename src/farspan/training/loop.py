@@ -63,6 +63,7 @@ def run(job: Job, out: str | os.PathLike[str], *, report: Callable[[Progress], N
         report: called every few steps.
     """
     folder = Path(out)
+    _check_folder(folder)
     if (folder / "model").is_dir():
         _check_same_run(json.loads((folder / "model" / "trainer.json").read_text())["config"], job, folder)
         _clean(folder)
@@ -91,6 +92,20 @@ def run(job: Job, out: str | os.PathLike[str], *, report: Callable[[Progress], N
         if here.any_process(interrupted()):  # while the last checkpoint was saved: whatever comes next should not begin
             raise KeyboardInterrupt(f"stopped at step {steps}; the same command continues")
     return here.finish()
+
+
+def _check_folder(folder: Path) -> None:
+    """Refuse the folder of a model, of tokens, or of a run of another command."""
+    require(
+        not folder.exists() or folder.is_dir(), f"out must be a folder, got the file {str(folder)!r}; choose another"
+    )
+    model = folder / "model"
+    strange = [name for name in ("config.json", "manifest.json") if (folder / name).exists()]
+    strange += ["model, which no training made"] if model.is_dir() and not (model / "trainer.json").exists() else []
+    require(
+        not strange,
+        f"out must be a new folder or one of a run, got {str(folder)!r} with {', '.join(strange)}; choose another",
+    )
 
 
 class _Run:

@@ -6,6 +6,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from farspan.errors import require
+from farspan.files import room_for
 from farspan.training.config import OptimizerSection
 from farspan.training.schedule import learning_rate
 
@@ -18,10 +20,11 @@ class Metrics:
         self.board: Any = None
         if not is_main:
             return
-        folder.mkdir(parents=True, exist_ok=True)
+        with room_for(folder):
+            folder.mkdir(parents=True, exist_ok=True)
         path = folder / "metrics.jsonl"
         lines = path.read_text().splitlines() if path.exists() else []
-        kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] < step]
+        kept = [line for line in lines if line.endswith("}") and _step(line, path) < step]
         part = folder / "metrics.jsonl.part"
         part.write_text("".join(f"{line}\n" for line in kept))
         os.replace(part, path)
@@ -48,3 +51,13 @@ class Metrics:
         for handle in (self.file, self.board):
             if handle is not None:
                 handle.close()
+
+
+def _step(line: str, path: Path) -> int:
+    row = json.loads(line)
+    require(
+        isinstance(row, dict) and row.keys() >= {"step", "loss", "lr", "grad_norm"},
+        f"out must be a new folder or one of a run, got {str(path.parent)!r} with the metrics of something else; "
+        "choose another",
+    )
+    return int(row["step"])

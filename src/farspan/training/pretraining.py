@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from farspan.data import Batches, Shards, TextTokenizer, load_tokenizer
-from farspan.data.passkey import training_row
+from farspan.data.passkey import check_row, training_row
 from farspan.models import FarspanConfig, FarspanForCausalLM
 from farspan.ops.launch import product_dtype
 from farspan.training.config import DataSection, TrainConfig
@@ -64,7 +64,9 @@ def pretraining_job(config: TrainConfig) -> Job:
 
     @cache
     def tokenizer() -> TextTokenizer:
-        return load_tokenizer(next(iter(config.data.sources)))
+        first = next(iter(config.data.sources))
+        Shards(first)  # or its name would be looked for on the hub
+        return load_tokenizer(first)
 
     def start() -> FarspanForCausalLM:
         return FarspanForCausalLM(model_config(config, tokenizer().vocab_size, tokenizer().end))
@@ -93,6 +95,8 @@ def model_config(config: TrainConfig, vocab_size: int, end: int) -> FarspanConfi
 
 def text_batches(data: DataSection, tokenizer: TextTokenizer, seed: int) -> Batches:
     """Random windows of the section's token folders, passkey documents mixed in."""
+    if data.passkey_share:
+        check_row(tokenizer, data.length, "data.length")
     return Batches(
         [(Shards(path), weight) for path, weight in data.sources.items()],
         data.length,
