@@ -7,6 +7,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from farspan.data.tokenizer import BYTES_VOCABULARY
 from farspan.errors import require, require_choice
 from farspan.models.configuration import PRESETS
 from farspan.reproduce.study import Study
@@ -16,6 +17,14 @@ from farspan.training.config import parse_section, read_toml
 NAMES = ("cpu", "cpu-log-length", "gpu", "cosformer-cpu", "cosformer-gpu", "dropin-cpu", "dropin")
 SCALING = re.compile(r"(none|ntk-\d+(\.\d+)?(/per_query|/per_request)?|yarn-\d+(\.\d+)?)(\+log)?")
 DEFAULT_TOKENIZER = "bytes"
+
+
+def _require_counts(section: str, values: object, *names: str) -> None:
+    """Refuse numbers, or numbers in lists, below one."""
+    for name in names:
+        value = getattr(values, name)
+        least = min(value if isinstance(value, list) else [value], default=1)
+        require(least >= 1, f"{section}.{name} must be whole numbers from 1 on, got {least}; leave it out")
 
 
 @dataclass(frozen=True)
@@ -35,6 +44,13 @@ class Corpus:
     pairs: list[str] = field(default_factory=list)
     """Minimal pairs that a study measures grammar with."""
 
+    def __post_init__(self) -> None:
+        size = int(self.tokenizer) if self.tokenizer.isdigit() else BYTES_VOCABULARY
+        require(
+            size >= BYTES_VOCABULARY,
+            f"tokenizer must be a name, a folder or a size from {BYTES_VOCABULARY} on, got {size}; try 8192",
+        )
+
 
 @dataclass(frozen=True)
 class Training:
@@ -52,6 +68,11 @@ class Training:
     compile: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        require_choice("training.preset", self.preset, PRESETS)
+        _require_counts("training", self, "length", "batch_size", "steps", "accumulation")
+        require(self.peak_lr > 0, f"training.peak_lr must be above 0, got {self.peak_lr}; leave it out for 1e-4")
+
 
 @dataclass(frozen=True)
 class Evaluation:
@@ -66,6 +87,10 @@ class Evaluation:
     cases: int = 100
     new_tokens: int = 16
     tokens_at_once: int = 2**16
+
+    def __post_init__(self) -> None:
+        counts = ("stride", "texts", "text_tokens", "cases", "new_tokens", "tokens_at_once")
+        _require_counts("evaluation", self, "perplexity_lengths", "passkey_lengths", *counts)
 
 
 @dataclass(frozen=True)
@@ -88,10 +113,7 @@ class Speed:
 
     def __post_init__(self) -> None:
         require_choice("speed.model", self.model, PRESETS)
-        for name in ("lengths", "contexts", "batches", "prompts"):
-            least = min(getattr(self, name), default=1)
-            require(least >= 1, f"speed.{name} must be whole numbers from 1 on, got {least}; leave it out")
-        require(self.repeats >= 1, f"speed.repeats must be at least 1, got {self.repeats}; leave it out for 5")
+        _require_counts("speed", self, "lengths", "contexts", "batches", "prompts", "repeats")
         require(bool(self.batches), "speed.batches must name at least one, got none; leave it out for [1]")
 
 
