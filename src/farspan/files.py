@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from farspan.errors import require
+
 try:
     import fcntl
 except ModuleNotFoundError:  # Windows: one process a folder
@@ -21,13 +23,16 @@ def room_for(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         full = "free some space and run the same command again: it continues where it stopped"
-        named = (
-            "add a file's name" if isinstance(error, IsADirectoryError) else "choose a folder that can be written to"
-        )
-        remedy = full if error.errno in NO_ROOM else named
+        remedies = {errno.EISDIR: "add a file's name"} | dict.fromkeys(NO_ROOM, full)
+        remedy = remedies.get(error.errno or 0, "choose a folder that can be written to")
         failure = OSError(f"out must take the result, could not write {path} ({error.strerror or error}); {remedy}")
         failure.errno = error.errno
         raise failure from error
+
+
+def check_folder(path: Path) -> None:
+    """Refuse a file where a folder is to be."""
+    require(not path.exists() or path.is_dir(), f"out must be a folder, got the file {str(path)!r}; choose another")
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -51,7 +56,7 @@ def check_writable(path: Path) -> None:
     probe, missing = _temporary(path), [folder for folder in path.parents if not folder.exists()]
     with room_for(path):
         if path.is_dir():
-            raise IsADirectoryError(None, "Is a directory")
+            raise IsADirectoryError(errno.EISDIR, "Is a directory")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             probe.touch()

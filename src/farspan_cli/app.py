@@ -57,7 +57,7 @@ def _given(error: UsageError) -> str:
     for name in getattr(getattr(error, "param", None), "opts", []):
         for word, after in zip(sys.argv, [*sys.argv[1:], ""], strict=True):
             value = after if word == name else word.removeprefix(f"{name}=") if word.startswith(f"{name}=") else ""
-            if value and value not in error.format_message():
+            if value and repr(value) not in error.format_message():
                 return f", got {value}"
     return ""
 

@@ -17,7 +17,7 @@ from farspan.data.sources import Source, describe, resolve
 from farspan.data.tokenizer import BYTES_VOCABULARY, TextTokenizer, load_tokenizer, train_bpe
 from farspan.data.writer import SplitWriter, token_dtype
 from farspan.errors import require
-from farspan.files import room_for, write_whole
+from farspan.files import check_folder, room_for, write_whole
 
 WORK = ".unfinished"
 """Folder below `out` for everything until the manifest is written."""
@@ -117,7 +117,7 @@ def _short(value: object) -> str:
 
 def _check_folder(out: Path) -> None:
     """Refuse a folder that holds anything but tokens, done or not: a model's tokenizer would be replaced by theirs."""
-    require(not out.exists() or out.is_dir(), f"out must be a folder, got the file {str(out)!r}; choose another")
+    check_folder(out)
     if out.is_dir() and not any((out / name).exists() for name in (MANIFEST, WORK)):
         held = sorted(path.name for path in out.iterdir())
         require(

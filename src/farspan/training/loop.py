@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from farspan.errors import require
+from farspan.files import check_folder
 from farspan.training import checkpoint
 from farspan.training.interruption import interruption
 from farspan.training.job import Job
@@ -96,9 +97,7 @@ def run(job: Job, out: str | os.PathLike[str], *, report: Callable[[Progress], N
 
 def _check_folder(folder: Path) -> None:
     """Refuse the folder of a model, of tokens, or of a run of another command."""
-    require(
-        not folder.exists() or folder.is_dir(), f"out must be a folder, got the file {str(folder)!r}; choose another"
-    )
+    check_folder(folder)
     model = folder / "model"
     strange = [name for name in ("config.json", "manifest.json") if (folder / name).exists()]
     strange += ["model, which no training made"] if model.is_dir() and not (model / "trainer.json").exists() else []

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from farspan.evaluation.perplexity import LOGITS_AT_ONCE
-
+LOGITS_AT_ONCE = 2**26
+"""Elements of the logits held at a time (256 MiB in float32)."""
 Judge = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
 """Logits (rows, vocabulary), free to be overwritten, and their tokens' place → summed loss, its gradient by them."""
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from farspan.data import Batches, Shards, TextTokenizer, load_tokenizer
 from farspan.data.passkey import check_row, training_row
+from farspan.data.shards import read_manifest
 from farspan.models import FarspanConfig, FarspanForCausalLM
 from farspan.ops.launch import product_dtype
 from farspan.training.config import DataSection, TrainConfig
@@ -65,7 +66,7 @@ def pretraining_job(config: TrainConfig) -> Job:
     @cache
     def tokenizer() -> TextTokenizer:
         first = next(iter(config.data.sources))
-        Shards(first)  # or its name would be looked for on the hub
+        read_manifest(first)  # or its name would be looked for on the hub
         return load_tokenizer(first)
 
     def start() -> FarspanForCausalLM:

@@ -191,11 +191,13 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = N
     if grouped and q.is_cuda and mask is not None:  # no CUDA kernel takes a mask and grouped heads together
         (k, v), grouped = _repeat(q, k, v), False
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped)
-    return steady(out) if _cudnn_may_derive(out) else out
+    return _derivable(out)
 
 
-def _cudnn_may_derive(out: Tensor) -> bool:
-    return out.requires_grad and out.is_cuda and out.dtype in (torch.bfloat16, torch.float16)
+def _derivable(out: Tensor) -> Tensor:
+    """SDPA's output, :func:`steady` where cuDNN may take its gradient."""
+    by_cudnn = out.requires_grad and out.is_cuda and out.dtype in (torch.bfloat16, torch.float16)
+    return steady(out) if by_cudnn else out
 
 
 def steady(out: Tensor) -> Tensor:
@@ -239,7 +241,7 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
     k, v = _repeat(q, k, v)
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=causal_lower_right(n, m), scale=scale)
-    return steady(out) if _cudnn_may_derive(out) else out
+    return _derivable(out)
 
 
 def _repeat(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
