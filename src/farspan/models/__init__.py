@@ -1,7 +1,7 @@
 """One transformers-native model for every attention of this library.
 
-transformers' Auto classes know its configuration from the start, and its models from the first configuration on:
-importing them takes seconds, most of them transformers' own.
+Importing this package registers the configuration with transformers' AutoConfig. The models register themselves with
+the other Auto classes when they are imported, which the first configuration does: it takes seconds.
 """
 
 from importlib import import_module
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import AutoConfig
 
-from farspan.models.configuration import FarspanConfig, at_first_use
+from farspan.models.configuration import FarspanConfig
 
 if TYPE_CHECKING:
     from farspan.models.cache import FarspanCache
@@ -32,25 +32,7 @@ def __getattr__(name: str) -> Any:
     return getattr(import_module(f"{__name__}.{HOMES[name]}"), name)
 
 
-def _register_models() -> None:
-    from transformers import (
-        AutoModel,
-        AutoModelForCausalLM,
-        AutoModelForMaskedLM,
-        AutoModelForSequenceClassification,
-    )
-
-    from farspan.models.heads import FarspanForMaskedLM, FarspanForSequenceClassification
-    from farspan.models.modeling import FarspanForCausalLM, FarspanModel
-
-    AutoModel.register(FarspanConfig, FarspanModel, exist_ok=True)
-    AutoModelForCausalLM.register(FarspanConfig, FarspanForCausalLM, exist_ok=True)
-    AutoModelForMaskedLM.register(FarspanConfig, FarspanForMaskedLM, exist_ok=True)
-    AutoModelForSequenceClassification.register(FarspanConfig, FarspanForSequenceClassification, exist_ok=True)
-
-
 AutoConfig.register("farspan", FarspanConfig, exist_ok=True)
-at_first_use.append(_register_models)
 
 __all__ = [
     "FarspanCache",

@@ -1,6 +1,5 @@
 """The configuration of a farspan model: a LLaMA-shaped decoder with an attention spec for each layer."""
 
-from collections.abc import Callable
 from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any
@@ -15,9 +14,6 @@ from farspan.layers.spec import AttentionSpec
 from farspan.ops import NTK, DynamicNTK, Linear, Llama3, Rotary, YaRN
 from farspan.ops.coca import decoding
 from farspan.ops.cosformer import weights as cosformer
-
-at_first_use: list[Callable[[], None]] = []
-"""What waits until a configuration is made: whoever wants a model makes one, and models take seconds to import."""
 
 PRESETS: dict[str, dict[str, Any]] = {
     # Section 3.2: 350M parameters, 24 layers, hidden 1024, 16 heads, length 512 (SwiGLU at the same size).
@@ -111,9 +107,17 @@ class FarspanConfig(PreTrainedConfig):
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> "FarspanConfig":
+        """Import the models, which register themselves with the Auto classes.
+
+        `__new__` also runs when a config is unpickled or copied, as in the worker processes of a server. Importing
+        the models takes seconds, so `import farspan` alone does not.
+        """
+        from farspan.models import heads  # noqa: F401
+
+        return super().__new__(cls)
+
     def __post_init__(self, **kwargs: Any) -> None:
-        while at_first_use:
-            at_first_use.pop()()
         self._refuse_misspelled(kwargs)
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads

@@ -5,12 +5,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSequenceClassification
 from transformers.modeling_outputs import MaskedLMOutput, SequenceClassifierOutput
 from transformers.utils.generic import can_return_tuple
 
 from farspan.errors import require
 from farspan.models.configuration import FarspanConfig
-from farspan.models.modeling import FarspanModel, FarspanPreTrainedModel
+from farspan.models.modeling import FarspanForCausalLM, FarspanModel, FarspanPreTrainedModel
 
 
 def bidirectional(config: FarspanConfig) -> FarspanConfig:
@@ -120,3 +121,9 @@ def _mean(hidden: Tensor, attention_mask: Tensor | None) -> Tensor:
         )
     wide = hidden.double() if hidden.dtype == torch.float64 else hidden.float()
     return (wide.masked_fill(~real, 0.0).sum(1) / real.sum(1)).to(hidden.dtype)
+
+
+AutoModel.register(FarspanConfig, FarspanModel, exist_ok=True)
+AutoModelForCausalLM.register(FarspanConfig, FarspanForCausalLM, exist_ok=True)
+AutoModelForMaskedLM.register(FarspanConfig, FarspanForMaskedLM, exist_ok=True)
+AutoModelForSequenceClassification.register(FarspanConfig, FarspanForSequenceClassification, exist_ok=True)
