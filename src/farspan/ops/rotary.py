@@ -1,71 +1,232 @@
-"""Rotary angles, the laws that stretch them, and the rotation itself (CoCA paper, Eq. 1).
+"""Rotary angles: frequencies, the methods that scale them for longer sequences, and the rotation (CoCA paper, Eq. 1).
 
-Everything here is stateless. Angles are computed in float64 and only their cosines and sines are rounded, to float32
-at the lowest: at position 100 000 a float32 angle is already wrong by 0.004 radians.
+Angles are computed in float64 and only their cosines and sines are rounded, to float32 or wider: at position 100,000 a
+float32 angle is wrong by 0.004 radians.
 """
 
-from collections.abc import Iterator
+import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from farspan.errors import require
-from farspan.ops.positions import Positions, PositionsArgument, resolve
-from farspan.ops.scaling import DynamicNTK, Scaling, theta
+from farspan.errors import require, require_choice
+from farspan.ops.device import TABLES, working_dtype
+
+if TYPE_CHECKING:
+    from farspan.ops.masking import AttentionMask
+
+Device = torch.device | str | None
+Length = int | Tensor | None
+"""The sequence length that sets dynamic frequencies: for all rows, or (b)."""
+
+
+def theta(dim: int, base: float | Tensor, device: Device = None) -> Tensor:
+    """Compute θ_j = base^(-2j/d), j = 0 … d/2-1, in float64: (d/2), or (b, d/2) for one base per row."""
+    exponents = torch.arange(0, dim, 2, dtype=torch.float64, device=device) / -dim
+    return base**exponents if isinstance(base, float | int) else base[..., None] ** exponents
+
+
+class Scaling(ABC):
+    """A method that changes rotary frequencies for longer sequences."""
+
+    @property
+    def attention_factor(self) -> float:
+        """Factor of cosines and sines; scores are multiplied by its square (YaRN's temperature)."""
+        return 1.0
+
+    @abstractmethod
+    def frequencies(self, dim: int, base: float, length: Length, device: Device = None) -> Tensor:
+        """Compute the frequencies (d/2) in float64; `length` matters to dynamic methods only."""
+
+
+def _check_factor(factor: float) -> None:
+    require(
+        math.isfinite(factor) and factor >= 1,
+        f"scaling factor must be at least 1, got {factor}; it is the new length divided by the old",
+    )
+
+
+def _check_train_length(train_length: int) -> None:
+    require(train_length >= 1, f"train_length must be at least 1, got {train_length}; give the length of training")
 
 
 @dataclass(frozen=True)
-class Angles:
-    """cos(nθ_j) and sin(nθ_j) side by side, (b|1, 1, positions, 2, d/2): ready to meet (b, h, positions, ·)."""
+class Linear(Scaling):
+    """Position interpolation: n → n/k.
 
-    both: Tensor
-
-    @property
-    def cos(self) -> Tensor:
-        return self.both[..., 0, :]
-
-    @property
-    def sin(self) -> Tensor:
-        return self.both[..., 1, :]
-
-
-class Run(NamedTuple):
-    """Queries ``start … stop-1`` that share one set of frequencies, those of the governing `length`."""
-
-    start: int
-    stop: int
-    length: int | Tensor | None
-    member: Tensor | None = None
-    """(b, stop-start): the queries that belong, when rows of a batch cross into the next frequencies apart."""
-
-
-A = TypeVar("A", covariant=True)
-
-
-@dataclass(frozen=True)
-class Segment(Generic[A]):
-    """Queries ``start … stop-1`` of a call, which share one set of frequencies, and the keys they can see.
-
-    The angles are tables, :class:`Angles`, or :class:`~farspan.ops.phases.Phases`, from which a kernel finds them.
-    Only `per_query` dynamic NTK makes more than one segment. `member` (b, stop-start) marks the queries that belong,
-    when rows of a batch cross into the next frequencies at different columns.
+    >>> Linear(2).frequencies(2, 10_000.0, None).item()
+    0.5
     """
 
-    start: int
-    stop: int
-    keys: int
-    query: A
-    key: A
-    member: Tensor | None = None
+    factor: float
+
+    def __post_init__(self) -> None:
+        _check_factor(self.factor)
+
+    def frequencies(self, dim: int, base: float, length: Length, device: Device = None) -> Tensor:
+        return theta(dim, base, device) / self.factor
 
 
-Plan = tuple[Segment[Angles], ...]
+@dataclass(frozen=True)
+class NTK(Scaling):
+    """NTK-aware scaling: base → base·k^(d/(d-2)). The lowest frequency is divided by k, the highest stays.
+
+    >>> theta(8, 10_000.0) / NTK(4).frequencies(8, 10_000.0, None)
+    tensor([1.0000, 1.5874, 2.5198, 4.0000], dtype=torch.float64)
+    """
+
+    factor: float
+
+    def __post_init__(self) -> None:
+        _check_factor(self.factor)
+
+    def frequencies(self, dim: int, base: float, length: Length, device: Device = None) -> Tensor:
+        return theta(dim, base * self.factor ** _ntk_exponent(dim), device)
+
+
+@dataclass(frozen=True)
+class DynamicNTK(Scaling):
+    """base → base·(s·L/L₀ - (s-1))^(d/(d-2)) once a length L exceeds the training length L₀.
+
+    ``per_request``: L is the length of the whole call, as in the paper. Under a cache the base must stay fixed for the
+    request (:meth:`Rotary.at_length`), or earlier tokens keep keys made with a smaller base.
+
+    ``per_query``: L is the query's own position, rounded up to the next L₀·2^k. A token's result then depends on
+    nothing that comes after it: prefill, chunked prefill and decoding agree, whatever the rest of the batch.
+
+    >>> DynamicNTK(4, train_length=512).bucket(511), DynamicNTK(4, train_length=512).bucket(512)
+    (512, 1024)
+    """
+
+    factor: float
+    train_length: int
+    mode: str = "per_query"
+
+    def __post_init__(self) -> None:
+        _check_factor(self.factor)
+        _check_train_length(self.train_length)
+        require_choice("mode", self.mode, ("per_query", "per_request"))
+
+    def bucket(self, position: int) -> int:
+        """Return the smallest L₀·2^k beyond a position: the length that sets its query's frequencies."""
+        return self.train_length << max(position // self.train_length, 0).bit_length()
+
+    def buckets(self, positions: Tensor) -> Tensor:
+        """Apply :meth:`bucket` to a tensor of positions, without leaving the device."""
+        ladder = self.train_length * 2 ** torch.arange(31, device=positions.device)
+        return self.train_length * 2 ** torch.bucketize(positions.contiguous(), ladder, right=True)
+
+    def base_at(self, length: int, dim: int, base: float) -> float:
+        """Compute the base for a length."""
+        ratio = self.factor * max(length, self.train_length) / self.train_length - (self.factor - 1)
+        return base * ratio ** _ntk_exponent(dim)
+
+    def frequencies(self, dim: int, base: float, length: Length, device: Device = None) -> Tensor:
+        if length is None:
+            return theta(dim, base, device)
+        if isinstance(length, int):
+            return theta(dim, self.base_at(length, dim, base), device)
+        ratio = self.factor * length.double().clamp(min=self.train_length) / self.train_length - (self.factor - 1)
+        return theta(dim, base * ratio ** _ntk_exponent(dim), device)
+
+
+@dataclass(frozen=True)
+class YaRN(Scaling):
+    """Interpolate slow pairs, keep fast ones, blend between, and scale the scores (Peng et al. 2023).
+
+    A pair is fast if it makes more than `beta_fast` turns within the training length, slow below `beta_slow`.
+
+    >>> yarn = YaRN(4, train_length=512)
+    >>> theta(8, 10_000.0) / yarn.frequencies(8, 10_000.0, None), round(yarn.attention_factor, 4)
+    (tensor([1.0000, 1.6000, 4.0000, 4.0000], dtype=torch.float64), 1.1386)
+    """
+
+    factor: float
+    train_length: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    temperature: float | None = None
+    """Factor of cosines and sines; None is the published 0.1·ln(factor) + 1."""
+    truncate: bool = True
+    """Round the borders of the blend to whole pairs, as the published code does."""
+
+    def __post_init__(self) -> None:
+        _check_factor(self.factor)
+        _check_train_length(self.train_length)
+
+    @property
+    def attention_factor(self) -> float:
+        return 0.1 * math.log(self.factor) + 1.0 if self.temperature is None else self.temperature
+
+    def frequencies(self, dim: int, base: float, length: Length, device: Device = None) -> Tensor:
+        def pair_with(turns: float) -> float:
+            return dim * math.log(self.train_length / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+        low, high = pair_with(self.beta_fast), pair_with(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, dim - 1)
+        pairs = torch.arange(dim // 2, dtype=torch.float64, device=device)
+        slow = ((pairs - low) / max(high - low, 1e-3)).clamp(0, 1)
+        plain = theta(dim, base, device)
+        return plain * (1 - slow) + plain / self.factor * slow
+
+
+@dataclass(frozen=True)
+class Llama3(Scaling):
+    """Divide slow pairs by the factor, keep fast ones, blend between by the number of turns (Llama 3.1).
+
+    A pair is fast if it makes more than `high_turns` turns within the training length, slow below `low_turns`.
+    YaRN blends by the index of the pair and also scales the scores; this does neither.
+
+    >>> theta(8, 1_000.0) / Llama3(4, train_length=64).frequencies(8, 1_000.0, None)
+    tensor([1.0000, 2.2083, 4.0000, 4.0000], dtype=torch.float64)
+    """
+
+    factor: float
+    train_length: int
+    low_turns: float = 1.0
+    high_turns: float = 4.0
+
+    def __post_init__(self) -> None:
+        _check_factor(self.factor)
+        _check_train_length(self.train_length)
+        require(
+            0 < self.low_turns < self.high_turns,
+            f"low_freq_factor must lie between 0 and high_freq_factor = {self.high_turns}, got {self.low_turns}; "
+            "Llama 3.1 uses 1 and 4",
+        )
+
+    def frequencies(self, dim: int, base: float, length: Length, device: Device = None) -> Tensor:
+        plain = theta(dim, base, device)
+        turns = self.train_length * plain / (2 * math.pi)
+        fast = ((turns - self.low_turns) / (self.high_turns - self.low_turns)).clamp(0, 1)
+        return plain * fast + plain / self.factor * (1 - fast)
+
+
+def _ntk_exponent(dim: int) -> float:
+    require(dim > 2, f"NTK scaling needs at least two rotary pairs, got head_dim {dim}; choose head_dim ≥ 4")
+    return dim / (dim - 2)
+
+
+def log_length(count: Tensor, train_length: int) -> Tensor:
+    """Compute the length temperature of a sequence's n-th token: ln n / ln L₀ past the training length L₀, else 1.
+
+    The more keys, the flatter the softmax over scores of one size. Multiplying scores by this factor brings the
+    entropy of the softmax nearer to that of training.
+
+    >>> log_length(torch.tensor([64, 512, 512**2]), 512)
+    tensor([1., 1., 2.], dtype=torch.float64)
+    """
+    require(train_length > 1, f"train_length must be at least 2 for log_length, got {train_length}; ln 1 is 0")
+    return (count.double().clamp(min=train_length).log() / math.log(train_length)).clamp(min=1.0)
 
 
 def odd_width(width: int) -> str:
-    """What is wrong with a head that does not split into rotary pairs.
+    """Return the error message for a head that does not split into rotary pairs.
 
     >>> odd_width(63)
     'head_dim must be even to form rotary pairs, got 63; choose hidden_size / num_heads even'
@@ -75,7 +236,7 @@ def odd_width(width: int) -> str:
 
 @dataclass(frozen=True)
 class Rotary:
-    """θ_j = base^(-2j/d) under a scaling law.
+    """Frequencies θ_j = base^(-2j/d), changed by an optional scaling method.
 
     >>> Rotary(4).frequencies()
     tensor([1.0000, 0.0100], dtype=torch.float64)
@@ -86,25 +247,12 @@ class Rotary:
     scaling: Scaling | None = None
 
     def __post_init__(self) -> None:
-        require(
-            self.dim >= 2 and self.dim % 2 == 0,
-            lambda: odd_width(self.dim),
-        )
+        require(self.dim >= 2 and self.dim % 2 == 0, lambda: odd_width(self.dim))
         require(self.base > 1, f"base must be greater than 1, got {self.base}; the paper uses 10000")
 
     @property
-    def follows_query(self) -> bool:
-        """Keys must be re-rotated for each query: nothing rotated may be cached."""
-        return isinstance(self.scaling, DynamicNTK) and self.scaling.mode == "per_query"
-
-    @property
-    def follows_length(self) -> bool:
-        """The frequencies depend on the length of the request."""
-        return isinstance(self.scaling, DynamicNTK) and self.scaling.mode == "per_request"
-
-    @property
     def is_dynamic(self) -> bool:
-        """The frequencies change as a text grows, by query or by request: what was turned may have to be turned again.
+        """Whether frequencies change as a sequence grows; rotated keys must not be cached then.
 
         >>> Rotary(4).is_dynamic, Rotary(4, scaling=DynamicNTK(2, train_length=64)).is_dynamic
         (False, True)
@@ -112,114 +260,123 @@ class Rotary:
         return isinstance(self.scaling, DynamicNTK)
 
     @property
+    def follows_query(self) -> bool:
+        """Whether frequencies depend on the query's position (`per_query` dynamic NTK)."""
+        return isinstance(self.scaling, DynamicNTK) and self.scaling.mode == "per_query"
+
+    @property
+    def follows_length(self) -> bool:
+        """Whether frequencies depend on the length of the request (`per_request` dynamic NTK)."""
+        return isinstance(self.scaling, DynamicNTK) and self.scaling.mode == "per_request"
+
+    @property
     def factor(self) -> float:
-        """What multiplies cos and sin (YaRN's temperature)."""
+        """Factor of cosines and sines (YaRN's temperature)."""
         return 1.0 if self.scaling is None else self.scaling.attention_factor
 
     def at_length(self, length: int) -> "Rotary":
-        """The rotary whose frequencies are those of a request of this length (itself, unless it follows length)."""
-        if not self.follows_length:
+        """Return this rotary with the fixed frequencies that dynamic NTK uses at a length."""
+        if not isinstance(self.scaling, DynamicNTK):
             return self
-        assert isinstance(self.scaling, DynamicNTK)
         return Rotary(self.dim, self.scaling.base_at(length, self.dim, self.base))
 
-    def frequencies(self, length: int | Tensor | None = None, device: torch.device | str | None = None) -> Tensor:
-        """θ_j in float64: (d/2), or (b, d/2) where a dynamic law is given one length a row."""
+    def frequencies(self, length: Length = None, device: Device = None) -> Tensor:
+        """Compute θ_j in float64: (d/2), or (b, d/2) if dynamic NTK is given one length per row."""
         if self.scaling is None:
             return theta(self.dim, self.base, device)
         return self.scaling.frequencies(self.dim, self.base, length, device)
 
-    def plan(
-        self,
-        positions: PositionsArgument | Positions,
-        n: int,
-        m: int,
-        *,
-        causal: bool = True,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
-    ) -> Plan:
-        """Angles for n queries and m keys, in as few segments as the scaling law allows.
 
-        A model computes this once a forward pass and hands it to every layer in place of the rotary.
-        """
-        places = positions if isinstance(positions, Positions) else resolve(positions, n, m, torch.device(device))
-        return tuple(
-            self._segment(places, start, stop, length, member, causal, dtype)
-            for start, stop, length, member in self.runs(places)
-        )
+class Angles:
+    """Angles position·θ_j of a mask's queries and keys, computed when first asked for.
 
-    def runs(self, places: Positions) -> Iterator[Run]:
-        """Split the queries into runs of equal frequencies."""
-        law, n = self.scaling, places.n
-        if not isinstance(law, DynamicNTK):
-            yield Run(0, n, None)
-        elif law.mode == "per_request":
-            known = places.first is not None
-            yield Run(0, n, places.first + places.m if known else places.query.amax(-1) + 1)  # type: ignore[operator]
-        elif places.first is not None:
-            begin, start = places.first + places.m - n, 0
-            while start < n:
-                length = law.bucket(begin + start)
-                stop = min(n, length - begin)
-                yield Run(start, stop, length)
-                start = stop
-        elif n == 1:
-            yield Run(0, 1, law.buckets(places.query[:, 0]))
-        else:
-            require(
-                not torch.compiler.is_compiling(),
-                "per_query dynamic NTK cannot be compiled with padding or position_ids for more than one query; "
-                "compile without them, or use mode 'per_request'",
-            )
-            lengths = law.buckets(places.query)
-            for length in lengths.unique().tolist():
-                member = lengths == length
-                columns = member.any(0).nonzero()
-                start, stop = int(columns[0]), int(columns[-1]) + 1
-                part = member[:, start:stop]
-                yield Run(start, stop, length, None if part.all() else part)
+    Torch code takes tables of cosines and sines. Kernels take 64-bit steps and compute the angles themselves.
+    """
 
-    def _segment(
-        self,
-        places: Positions,
-        start: int,
-        stop: int,
-        length: int | Tensor | None,
-        member: Tensor | None,
-        causal: bool,
-        dtype: torch.dtype,
-    ) -> Segment[Angles]:
-        offset, keys = places.m - places.n, places.seen(stop, causal=causal)
-        frequencies = self.frequencies(length, places.key.device)
-        key = table(places.key[:, :keys], frequencies, self.factor, dtype)
-        if places.aligned:
-            lo, hi = offset + start, offset + stop
-            query = Angles(key.both[:, :, lo:hi])
-        else:
-            query = table(places.query[:, start:stop], frequencies, self.factor, dtype)
-        return Segment(start, stop, keys, query, key, member)
+    def __init__(self, rotary: Rotary, mask: "AttentionMask") -> None:
+        self.rotary, self.mask = rotary, mask
+        self.length = _governing_length(rotary, mask)
+        self._tables: dict[tuple[str, torch.dtype], Tensor] = {}
+
+    @property
+    def frequencies(self) -> Tensor:
+        """θ_j in float64: (d/2), or (b, d/2)."""
+        rotary, length, device = self.rotary, self.length, self.mask.device
+        if isinstance(length, Tensor):
+            return rotary.frequencies(length, device)
+        return TABLES.get(("frequencies", rotary, length, device), lambda: rotary.frequencies(length, device))
+
+    @property
+    def steps(self) -> Tensor:
+        """θ_j as int64 fractions of a turn, (1|b, d/2); see :func:`fixed_point`."""
+        rotary, length, device = self.rotary, self.length, self.mask.device
+        if isinstance(length, Tensor):
+            return fixed_point(rotary.frequencies(length, device))
+        return TABLES.get(("steps", rotary, length, device), lambda: fixed_point(rotary.frequencies(length)).to(device))
+
+    def key(self, dtype: torch.dtype) -> Tensor:
+        """Cosines and sines of the keys, (b|1, 1, m, 2, d/2), in the working dtype of `dtype`."""
+        return self._table("key", dtype)
+
+    def query(self, dtype: torch.dtype) -> Tensor:
+        """Cosines and sines of the queries, (b|1, 1, n, 2, d/2)."""
+        mask = self.mask
+        if mask.aligned:
+            key = self._table("key", dtype)
+            return key if mask.n == mask.m else key[:, :, mask.offset : mask.offset + mask.n]
+        return self._table("query", dtype)
+
+    def _table(self, which: str, dtype: torch.dtype) -> Tensor:
+        found = self._tables.get((which, dtype))
+        if found is None:
+            positions = self.mask.key_positions if which == "key" else self.mask.query_positions
+            found = cos_sin(positions, self.frequencies, self.rotary.factor, dtype)
+            self._tables[which, dtype] = found
+        return found
 
 
-def table(positions: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype) -> Angles:
-    """factor·cos(nθ_j), factor·sin(nθ_j) for positions (b|1, n) and frequencies (d/2) or (b, d/2)."""
-    angles = positions[:, None, :, None].to(frequencies.dtype) * (
-        frequencies if frequencies.ndim == 1 else frequencies[:, None, None, :]
-    )
-    return Angles((torch.stack((angles.cos(), angles.sin()), dim=-2) * factor).to(working_dtype(dtype)))
+def _governing_length(rotary: Rotary, mask: "AttentionMask") -> Length:
+    """Return the length that sets the frequencies of all queries of a mask; None for fixed frequencies."""
+    scaling = rotary.scaling
+    if not isinstance(scaling, DynamicNTK):
+        return None
+    if scaling.mode == "per_request":
+        return mask.query_positions.amax(-1) + 1 if mask.first is None else mask.first + mask.offset + mask.n
+    if mask.first is None:
+        return scaling.buckets(mask.query_positions[:, -1])
+    return scaling.bucket(mask.first + mask.offset + mask.n - 1)
 
 
-def working_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Angles, squares and products are never held in less than float32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+def cos_sin(positions: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype) -> Tensor:
+    """Compute factor·(cos, sin) of positions (b|1, n) times frequencies (d/2) or (b, d/2): (b|1, 1, n, 2, d/2)."""
+    if frequencies.ndim > 1:
+        frequencies = frequencies[:, None, None, :]
+    angles = positions[:, None, :, None].to(frequencies.dtype) * frequencies
+    return (torch.stack((angles.cos(), angles.sin()), dim=-2) * factor).to(working_dtype(dtype))
 
 
-def rotate(x: Tensor, angles: Angles) -> Tensor:
-    """f(x, n) of Eq. 1 on pairs (j, j + d/2): (b, h, n, d) → (b, h, n, d), in x's dtype.
+def fixed_point(frequencies: Tensor) -> Tensor:
+    """Convert θ_j (…, d/2) in float64 to θ_j/2π in units of 2⁻⁶⁴ turns, int64; (d/2) becomes (1, d/2).
 
-    >>> quarter = Angles(torch.tensor([0.0, 1.0]).view(1, 1, 1, 2, 1))
+    A product of position and step wraps at whole turns by itself. What is left is the reduced angle, exact at any
+    position.
+
+    >>> quarter = fixed_point(torch.tensor([math.pi / 2], dtype=torch.float64))
+    >>> (quarter * 5).item() / 2**64  # five quarter turns are one quarter
+    0.25
+    """
+    turns = frequencies / (2 * math.pi)
+    turns = turns - turns.round()
+    return (turns * 2.0**64).to(torch.int64).reshape(-1, frequencies.shape[-1])
+
+
+def rotate(x: Tensor, table: Tensor) -> Tensor:
+    """Rotate pairs (j, j + d/2) of x (b, h, n, d) by a table (b|1, 1, n, 2, d/2) of :class:`Angles`: Eq. 1.
+
+    >>> quarter = torch.tensor([0.0, 1.0]).view(1, 1, 1, 2, 1)
     >>> rotate(torch.tensor([1.0, 0.0]).view(1, 1, 1, 2), quarter).flatten().tolist()
     [0.0, 1.0]
     """
-    a, b = x.to(angles.cos.dtype).chunk(2, dim=-1)
-    return torch.cat((a * angles.cos - b * angles.sin, a * angles.sin + b * angles.cos), dim=-1).to(x.dtype)
+    cos, sin = table[..., 0, :], table[..., 1, :]
+    a, b = x.to(table.dtype).chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).to(x.dtype)

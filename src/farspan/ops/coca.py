@@ -1,0 +1,227 @@
+"""Collinear constrained attention (CoCA): the op, its dispatch table, and its dot-product form (docs/math.md)."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from farspan.errors import require, require_choice
+from farspan.ops.coca_decode import decode_cpu, decode_triton, why_not_decode_cpu, why_not_decode_triton
+from farspan.ops.device import (
+    is_ampere,
+    takes_forward_derivatives,
+    why_not_compiled_triton,
+    why_not_triton,
+    working_dtype,
+)
+from farspan.ops.dispatch import PREPARE, Call, Implementation, check_call, reference_twin, run
+from farspan.ops.masking import AttentionMask, Positions
+from farspan.ops.reference import attend, rotations, scores_coca, visible
+from farspan.ops.rotary import Angles, Rotary, odd_width
+from farspan.ops.sdpa import softmax_attention
+
+FORMS = ("exact", "slack")
+WIDEST = 256
+"""Widest head that the feature kernel takes."""
+
+
+def coca_attention(
+    q: Tensor,
+    t: Tensor,
+    v: Tensor,
+    *,
+    rotary: Rotary | None,
+    form: str = "exact",
+    positions: Positions = None,
+    causal: bool = True,
+    window: int | None = None,
+    padding_mask: Tensor | None = None,
+    documents: Tensor | None = None,
+    mask: AttentionMask | None = None,
+    scale: float | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Compute collinear constrained attention: query m sees key n as q_m∘t_n, so their initial angle is zero.
+
+    Args:
+        q: (b, h, n, d) queries, before rotation. If n < m they are the last n positions.
+        t: (b, g, m, d/2) coefficients, un-rotated, after their activation (Eq. 6); g divides h.
+        v: (b, g, m, dv) values.
+        rotary: the angles; None for no rotation (NoPE).
+        form: "exact" (Eq. 9 = Eq. 17) or "slack" (Eq. 10). Strict is exact with tied q (Eq. 11).
+        positions: see :mod:`farspan.ops.masking`.
+        causal: a query sees keys up to itself.
+        window: see only the last `window` keys, itself included.
+        padding_mask: (b, m) bool, True = keep. A query that sees nothing returns zeros. What padded keys and values
+            hold, even NaN, reaches no output.
+        documents: (b, m) int; a query sees its own document only.
+        mask: a ready :class:`~farspan.ops.masking.AttentionMask` in place of the six arguments above. Layers that
+            share one also share its angles.
+        scale: multiplies the scores; default 1/√d.
+        backend: "auto", "sdpa" (dot-product form, O(N) memory), "triton" (kernels; raises where they cannot run) or
+            "reference" (the equations, N×N×d). :func:`farspan.ops.explain` tells what "auto" takes and why. The
+            feature kernel has no second derivatives.
+
+    Returns:
+        (b, h, n, dv) in q's dtype.
+
+    >>> q, t, v = torch.randn(1, 4, 6, 8), torch.rand(1, 2, 6, 4), torch.randn(1, 2, 6, 8)
+    >>> coca_attention(q, t, v, rotary=Rotary(8)).shape
+    torch.Size([1, 4, 6, 8])
+    """
+    call = _coca_call(
+        q,
+        t,
+        v,
+        rotary=rotary,
+        form=form,
+        positions=positions,
+        causal=causal,
+        window=window,
+        padding_mask=padding_mask,
+        documents=documents,
+        mask=mask,
+        scale=scale,
+        backend=backend,
+    )
+    return run(COCA, call)
+
+
+def _coca_call(q: Tensor, t: Tensor, v: Tensor, *, form: str, **options: Any) -> Call:
+    if form not in FORMS:
+        require_choice("form", form, FORMS)
+    require(q.shape[-1] % 2 == 0, lambda: odd_width(q.shape[-1]))
+    return check_call(COCA, q, t, v, key_name="t", key_width=q.shape[-1] // 2, form=form, **options)
+
+
+def coca_features(
+    q: Tensor, t: Tensor, query: Tensor | None, key: Tensor | None, *, form: str = "exact"
+) -> tuple[Tensor, Tensor]:
+    """Compute q̃ (b, h, n, d) and k̃ (b, g, m, d) with q̃·k̃ = a(m, n), in q's dtype.
+
+    `query` and `key` are tables of cosines and sines, (b|1, 1, ·, 2, d/2), see :class:`~farspan.ops.rotary.Angles`.
+    Without them (NoPE) both forms are Σ_j t_j ‖q_j‖², of width d/2.
+
+    >>> one = torch.tensor([1.0, 0.0]).view(1, 1, 1, 2, 1)
+    >>> q, t = torch.tensor([3.0, 4.0]).view(1, 1, 1, 2), torch.tensor([2.0]).view(1, 1, 1, 1)
+    >>> q_, k_ = coca_features(q, t, one, one)
+    >>> (q_ * k_).sum().item()  # t·‖q‖², whatever the direction of q
+    50.0
+    """
+    a, b = q.to(working_dtype(q.dtype)).chunk(2, dim=-1)
+    k_ = t.to(working_dtype(t.dtype))
+    if query is None or key is None:
+        q_ = a * a + b * b
+    elif form == "exact":  # ‖q_j‖² (cos mθ_j, sin mθ_j) and t_j (cos nθ_j, sin nθ_j)
+        q_ = ((a * a + b * b)[..., None, :] * query).flatten(-2)
+        k_ = (k_[..., None, :] * key).flatten(-2)
+    else:  # q∘f(q, m) and f((t, t), n)
+        cos, sin = query[..., 0, :], query[..., 1, :]
+        q_ = torch.cat((a * (a * cos - b * sin), b * (a * sin + b * cos)), dim=-1)
+        cos, sin = key[..., 0, :], key[..., 1, :]
+        k_ = (k_[..., None, :] * torch.stack((cos - sin, sin + cos), dim=-2)).flatten(-2)
+    if q.dtype == torch.float16:
+        q_, k_ = balance(q_, k_)
+    return q_.to(q.dtype), k_.to(q.dtype)
+
+
+def balance(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """Move a power of two from q to k, or back, so that their largest entries are alike; q·k keeps every bit.
+
+    q̃ holds squares and leaves float16's range when q passes 256; after this only logits near 10⁹ could.
+    """
+    size = q.shape[1] // k.shape[1]
+    heads = q.detach().abs().amax(dim=(-2, -1), keepdim=True).unflatten(1, (-1, size)).amax(dim=2)
+    ratio = heads / k.detach().abs().amax(dim=(-2, -1), keepdim=True).clamp(min=1e-30)
+    shift = torch.exp2((ratio.clamp(min=1e-30).log2() / 2).round().clamp(-24, 24))
+    return q / shift.repeat_interleave(size, dim=1), k * shift
+
+
+def features(q: Tensor, t: Tensor, angles: Angles | None, form: str) -> tuple[Tensor, Tensor]:
+    """Compute q̃ and k̃ by the kernel where it can run, else by :func:`coca_features`."""
+    if angles is not None and why_not_feature_kernel(q) is None:
+        return kernel_features(q, t, angles, form)
+    query, key = (None, None) if angles is None else (angles.query(q.dtype), angles.key(t.dtype))
+    return coca_features(q, t, query, key, form=form)
+
+
+def kernel_features(q: Tensor, t: Tensor, angles: Angles, form: str) -> tuple[Tensor, Tensor]:
+    """Compute q̃ and k̃ in one Triton kernel, forward and backward, without tables of angles."""
+    from farspan.ops.triton.coca_features import prepare_op
+
+    mask, factor = angles.mask, angles.rotary.factor
+    steps, (query, key) = angles.steps, (None, None) if mask.positions is None else mask.positions
+    if any(x is not None and x.device != q.device for x in (t, steps, query, key)):  # the kernel would not notice
+        raise ValueError(f"t, angles and positions must be on the device of q, {q.device}; move them there")
+    first = mask.first or 0
+    return prepare_op(q, t, steps, query, key, first + mask.offset, first, form, factor)
+
+
+def why_not_feature_kernel(q: Tensor) -> str | None:
+    """Return why the feature kernel cannot run on its own choice, or None.
+
+    >>> why_not_feature_kernel(torch.zeros(1, 1, 1, 64))
+    'the feature kernel needs CUDA tensors, got cpu'
+    """
+    if q.device.type != "cuda":
+        return f"the feature kernel needs CUDA tensors, got {q.device.type}"
+    if q.shape[-1] > WIDEST:  # the width is not in the message: torch.compile may let it vary
+        return f"the feature kernel takes heads up to {WIDEST} wide"
+    if q.dtype not in (torch.bfloat16, torch.float32):
+        return f"the feature kernel takes bfloat16 and float32, got {q.dtype}"
+    if takes_forward_derivatives():
+        return "the feature kernel has no forward-mode derivatives"
+    if torch._C._are_functorch_transforms_active():
+        return "the feature kernel has no rules for the transforms of torch.func"
+    if torch.compiler.is_exporting():
+        return "an exported graph should also run without Triton"
+    if not is_ampere(q.device.index):
+        return "the feature kernel needs an Nvidia GPU from Ampere on"
+    return why_not_compiled_triton()
+
+
+def _why_not_fused(call: Call) -> str | None:
+    if call.backend == "auto":
+        return "there is nothing to rotate" if call.rotary is None else why_not_feature_kernel(call.q)
+    if call.mask.documents is not None:
+        return "backend='triton' does not support documents; use backend='sdpa'"
+    if call.q.dtype not in (torch.bfloat16, torch.float32):
+        return f"backend='triton' has gradients in bfloat16 and float32, got {call.q.dtype}; use backend='sdpa'"
+    if takes_forward_derivatives():
+        return "backend='triton' has no forward-mode derivatives; use backend='sdpa'"
+    return why_not_triton(call.q.device.type)
+
+
+def _fused(call: Call) -> Tensor:
+    if call.rotary is None:
+        return _sdpa(call)
+    t, v = call.mask.clean(call.k, call.v)
+    q, k = kernel_features(call.q, t, call.mask.angles(call.rotary), call.form)
+    return softmax_attention(q, k, v, call.mask, call.scale)
+
+
+def _sdpa(call: Call) -> Tensor:
+    q, (t, v) = call.q, call.mask.clean(call.k, call.v)
+    angles = None if call.rotary is None else call.mask.angles(call.rotary)
+    query, key = (None, None) if angles is None else (angles.query(q.dtype), angles.key(t.dtype))
+    return softmax_attention(*coca_features(q, t, query, key, form=call.form), v, call.mask, call.scale)
+
+
+def _reference(call: Call) -> Tensor:
+    q, (t, v) = call.q, call.mask.clean(call.k, call.v)
+    scores = scores_coca(q, t, *rotations(call.rotary, call.mask, q.shape[-1], q.dtype), call.form)
+    return attend(scores * call.scale, v, visible(call.mask))
+
+
+COCA = (
+    Implementation("decode_triton", ("auto", "triton"), why_not_decode_triton, decode_triton),
+    Implementation("decode_cpu", ("auto",), why_not_decode_cpu, decode_cpu),
+    Implementation("fused", ("auto", "triton"), _why_not_fused, _fused),
+    Implementation("sdpa", ("auto", "sdpa"), lambda call: None, _sdpa),
+    Implementation("reference", ("reference",), lambda call: None, _reference),
+)
+"""decode_triton: half-width kernel, reads t as it is cached. decode_cpu: one query, t times one table of cosines.
+fused: features by a kernel, then SDPA. sdpa: features by torch, then SDPA. reference: the equations."""
+PREPARE[coca_attention] = COCA, _coca_call
+
+coca_attention_reference = reference_twin(coca_attention)

@@ -1,0 +1,262 @@
+"""Decoding CoCA from un-rotated t, d/2 numbers per key: on a GPU by a Triton kernel, on a CPU in torch (docs/math.md).
+
+On a CPU one query needs no products of sines: all heads share cos((m-n)θ_j), so score(n) = (t_n ∘ wave_n)·‖q‖² is half
+as wide as a rotary score. Slack has two such waves; the only query of a key head mixes them into one. t∘wave is
+computed for one block of keys at a time, which stays in the processor's cache until it meets the query.
+"""
+
+from contextlib import nullcontext
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from farspan.ops.device import (
+    TABLES,
+    is_ampere,
+    is_traced,
+    power_of_2,
+    takes_forward_derivatives,
+    why_not_triton,
+    working_dtype,
+)
+from farspan.ops.dispatch import Call
+from farspan.ops.masking import AttentionMask
+from farspan.ops.rotary import Angles, Rotary
+
+TIMED_WIDTHS = (64, 128)
+"""Head widths for which the kernel was measured to be faster than SDPA on rotated keys."""
+TIMED_ROWS = 8
+"""Queries per key head, likewise: what one tile of the kernel holds."""
+FOLD_ROWS = 32
+"""Up to this many queries per key head the kernel rotates queries instead of keys."""
+WIDEST = 256
+BLOCK_ELEMENTS = 2**18
+"""Elements of t∘wave per thread in one block: a MiB in float32, about a core's own cache."""
+
+
+def is_decoding_step(n: int, group: int) -> bool:
+    """Whether n new tokens with `group` query heads per key head are few enough to count as decoding."""
+    return n * group <= FOLD_ROWS
+
+
+def why_not_decode_triton(call: Call) -> str | None:
+    """Return why the half-width kernel does not take a call, or None.
+
+    backend="triton" takes every call without gradients and documents; "auto" takes what was measured to be faster.
+    """
+    q, v = call.q, call.v
+    width, group = max(q.shape[-1], v.shape[-1]), q.shape[1] // call.k.shape[1]
+    if call.backend == "auto":
+        if q.device.type != "cuda":
+            return f"the half-width kernel needs CUDA tensors, got {q.device.type}"
+        if q.dtype != torch.bfloat16 or width not in TIMED_WIDTHS or not is_ampere(q.device.index):
+            return (
+                "the half-width kernel is chosen for bfloat16 heads of width 64 or 128 on Nvidia GPUs from Ampere on; "
+                "backend='triton' asks for it elsewhere"
+            )
+        if q.shape[2] * group > TIMED_ROWS:  # numbers in a message would become constants of a compiled graph
+            return f"more than {TIMED_ROWS} queries per key head are faster on rotated keys"
+    if call.gradient:
+        return "the half-width kernel has no gradients; decode under torch.no_grad()"
+    if call.mask.documents is not None:
+        return "the half-width kernel does not support documents"
+    if q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"backend='triton' takes float32, bfloat16 or float16, got {q.dtype}; use backend='sdpa'"
+    if width > WIDEST:
+        return f"backend='triton' takes heads up to {WIDEST} wide, got {width}; use backend='sdpa'"
+    if takes_forward_derivatives():
+        return "backend='triton' has no forward-mode derivatives; use backend='sdpa'"
+    return why_not_triton(q.device.type)
+
+
+def decode_triton(call: Call) -> Tensor:
+    """Run the half-width kernel: q (b, h, n, d), un-rotated t (b, g, m, d/2), v (b, g, m, dv) → (b, h, n, dv)."""
+    from farspan.ops.triton.coca_decode import DecodeCall, decode_op
+
+    mask, steps, factor = call.mask, None, 1.0
+    if call.rotary is not None:
+        steps, factor = mask.angles(call.rotary).steps, call.rotary.factor
+    first, firsts, query, key = mask.first, None, None, None
+    if first is None and mask.firsts is not None:
+        first, firsts = (0, mask.firsts) if isinstance(mask.firsts, Tensor) else (mask.firsts, None)
+    elif mask.positions is not None:
+        query, key = mask.positions
+    kernel = DecodeCall(
+        q=call.q,
+        t=call.k,
+        v=call.v,
+        step=steps,
+        lengths=mask.lengths,
+        firsts=firsts,
+        query_positions=query,
+        key_positions=key,
+        padding=mask.padding,
+        first=first or 0,
+        behind=mask.m - mask.offset - mask.n if mask.aligned else 0,
+        form=call.form,
+        by_position=not mask.aligned and mask.lengths is None,
+        causal=mask.causal,
+        window=mask.window,
+        scale=call.scale * factor**2,
+    )
+    return decode_op(*kernel)
+
+
+def why_not_decode_cpu(call: Call) -> str | None:
+    """Return why the CPU path for one query does not take a call, or None."""
+    if call.q.shape[2] != 1 or call.q.device.type != "cpu":
+        return "it takes one query on a CPU"
+    if call.gradient:
+        return "it has no gradients"
+    if call.mask.documents is not None:
+        return "it does not support documents"
+    return "it is not for compiled graphs" if torch.compiler.is_compiling() else None
+
+
+class Waves(NamedTuple):
+    """What t is multiplied by for one query per row; layers share it through their mask."""
+
+    key: tuple[Tensor, ...]
+    """Each (b|1, 1, m, d/2): cos((m-n)θ) for exact; cos nθ and sin nθ for slack; none without rotation."""
+    query: tuple[Tensor, Tensor] | None
+    """For slack cos and tan of the query's own angle, each (b|1, 1, 1, d/2)."""
+
+
+def decode_cpu(call: Call) -> Tensor:
+    """Compute q (b, h, 1, d), un-rotated t (b, g, m, d/2) and v (b, g, m, dv) → (b, h, 1, dv) in q's dtype."""
+    q, mask = call.q, call.mask
+    t, v = mask.clean(call.k, call.v)
+    waves = mask.share(("waves", call.rotary, call.form, q.dtype), lambda: _waves(call))
+    low, high = mask.key_range(0, 1)
+    key = waves.key
+    if high - low < mask.m:
+        t, v, key = t[:, :, low:high], v[:, :, low:high], tuple(wave[:, :, low:high] for wave in key)
+    with torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else nullcontext():
+        scores = _scores(*_amplitudes(q, waves, call.scale, grouped=q.shape[1] > t.shape[1]), t, key)
+    blind = None
+    if not mask.shows_everything:
+        seen = mask.block(0, 1, low, high)
+        blind = ~seen.any(dim=-1, keepdim=True)
+        scores = scores.unflatten(0, t.shape[:2]).masked_fill(~(seen | blind), -torch.inf).flatten(0, 1)
+    out = _means(scores, v.flatten(0, 1)).view(*q.shape[:3], v.shape[-1])
+    return out if blind is None else out.masked_fill(blind, 0.0)
+
+
+def _amplitudes(q: Tensor, waves: Waves, scale: float, *, grouped: bool) -> tuple[tuple[Tensor, ...], Tensor | None]:
+    """Compute what t∘wave is multiplied by, times the scale: one amplitude per wave, or one and the share of the sine.
+
+    With (a, b) a pair of q and φ the query's angle, slack's score is t times
+    (a²+b²)cos φ cos nθ + ((b²-a²)cos φ + 2ab sin φ)sin nθ. A single query mixes both into the wave cos + share·sin.
+    Queries of a group would each need their own mixture, which costs more than two products. All are (b, h, 1, d/2).
+    """
+    a, b = q.to(working_dtype(q.dtype)).chunk(2, dim=-1)
+    if waves.query is None:
+        return (torch.addcmul(a * a, b, b) * scale,), None
+    cos, tan = waves.query
+    first, second = a * a, b * b
+    square = first + second
+    share = torch.addcmul(second - first, a * b, tan, value=2) / (square + torch.finfo(square.dtype).tiny)
+    amplitude = square * (cos * scale)
+    return ((amplitude, amplitude * share), None) if grouped else ((amplitude,), share)
+
+
+def _scores(amplitudes: tuple[Tensor, ...], share: Tensor | None, t: Tensor, waves: tuple[Tensor, ...]) -> Tensor:
+    """Compute amplitude·(t∘wave), summed over the waves: (b·g, h/g, m) in the working dtype."""
+    b, g, m, width = t.shape
+    amplitudes = tuple(each.reshape(b * g, -1, width) for each in amplitudes)
+    if not waves:
+        (amplitude,) = amplitudes
+        return torch.bmm(amplitude, t.to(amplitude.dtype).flatten(0, 1).mT)
+    blocks = max(1, round(b * g * m * width / (BLOCK_ELEMENTS * torch.get_num_threads())))
+    rows = max(min(m, 64), -(-m // blocks))  # of equal length: a short block takes as many operations as a long one
+    product = amplitudes[0].new_empty(b, g, rows, width)
+    keys = product.flatten(0, 1).mT
+    parts: list[Tensor] = []
+    for block, *tables in zip(t.split(rows, dim=2), *(wave.split(rows, dim=2) for wave in waves), strict=True):
+        if (short := block.shape[2]) < rows:  # the last one
+            product, keys = product[:, :, :short], keys[:, :, :short]
+        if share is not None:
+            cos, sin = tables
+            torch.addcmul(cos, sin, share, out=product).mul_(block)
+            parts.append(torch.bmm(amplitudes[0], keys))
+            continue
+        for amplitude, table in zip(amplitudes, tables, strict=True):  # one at a time: both need twice the memory
+            torch.mul(block, table, out=product)
+            if table is tables[0]:
+                parts.append(torch.bmm(amplitude, keys))
+            else:
+                parts[-1].baddbmm_(amplitude, keys)
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+
+def _means(scores: Tensor, v: Tensor) -> Tensor:
+    """Compute softmax(scores)·v: (b·g, h/g, dv) in v's dtype."""
+    if scores.dtype == v.dtype:
+        return torch.bmm(scores.softmax(dim=-1), v)
+    weights = (scores - scores.amax(dim=-1, keepdim=True)).exp()  # divided later: small weights would lose digits
+    wide = v.float() if v.dtype == torch.float16 else v  # sums over many keys leave float16's range
+    return (torch.bmm(weights.to(wide.dtype), wide) / weights.sum(dim=-1, keepdim=True)).to(v.dtype)
+
+
+def _waves(call: Call) -> Waves:
+    """Compute the waves of a call with one query.
+
+    >>> from farspan.ops.masking import make_mask
+    >>> q, mask = torch.zeros(1, 1, 1, 2), make_mask(1, 3, 1, torch.device("cpu"))
+    >>> _waves(Call(q, q[..., :1], q, mask, 1.0, "auto", Rotary(2))).key[0].flatten()
+    tensor([-0.4161,  0.5403,  1.0000])
+    """
+    rotary, mask, dtype = call.rotary, call.mask, call.q.dtype
+    if rotary is None:
+        return Waves((), None)
+    angles = mask.angles(rotary)
+    if call.form == "exact":
+        return Waves(_key_waves(angles, dtype, sines=False).unbind(), None)
+    key = _key_waves(angles, dtype, sines=True)
+    if mask.aligned:  # the query is one of the keys
+        cos, sin = key[:, :, :, mask.offset : mask.offset + 1].unbind()
+    else:
+        cos, sin = angles.query(dtype).unbind(-2)
+    return Waves(key.unbind(), (cos, sin / cos))  # no float's cosine is 0, or nearer to it than 1e-19
+
+
+def _key_waves(angles: Angles, dtype: torch.dtype, *, sines: bool) -> Tensor:
+    """Compute the waves of each key's phase, see :func:`_phases`: (1|2, b|1, 1, m, d/2).
+
+    Tables from earlier steps serve again where they can: making them costs as much as reading a layer's cache.
+    """
+    mask, rotary, phases = angles.mask, angles.rotary, None
+    if mask.first is not None:  # reading the values would cost as much as a small layer
+        least = mask.first if sines else -mask.offset
+        most = least + mask.m - 1
+    else:
+        phases = _phases(mask, sines)
+        least, most = int(phases.min()), int(phases.max())
+    ahead, behind = (most + 1, least) if sines else (1 - least, -most)
+    varies = isinstance(angles.length, Tensor) or rotary.follows_length
+    if behind < 0 or ahead > 2 * mask.m or varies or is_traced():
+        phases = _phases(mask, sines) if phases is None else phases
+        return _made(angles, phases, dtype, sines)[:, :, None]
+    count = power_of_2(ahead)
+    start = 0 if sines else 1 - count
+    key = ("waves", rotary, angles.length, count, working_dtype(dtype), sines)
+    made = TABLES.get(key, lambda: _made(angles, torch.arange(start, start + count)[None], dtype, sines))
+    chosen = made[:, :, least - start : most + 1 - start] if phases is None else made[:, 0, phases - start]
+    return chosen[:, :, None]
+
+
+def _phases(mask: AttentionMask, sines: bool) -> Tensor:
+    """Return each key's position, for sines; for cosines alone its position minus the query's: (b|1, m)."""
+    if sines:
+        return mask.key_positions
+    distance = mask.key_positions - mask.query_positions
+    return distance.clamp(max=0) if mask.causal else distance  # keys ahead (a static cache's empty slots) are hidden
+
+
+def _made(angles: Angles, phases: Tensor, dtype: torch.dtype, sines: bool) -> Tensor:
+    """Compute factor²·cos of phases (b|1, m), or factor·(cos, sin): (1|2, b|1, m, d/2)."""
+    frequencies, factor = angles.frequencies, angles.rotary.factor
+    phase = phases[:, :, None].to(frequencies.dtype) * (frequencies if frequencies.ndim == 1 else frequencies[:, None])
+    waves = torch.stack((phase.cos(), phase.sin())) * factor if sines else phase.cos()[None] * factor**2
+    return waves.to(working_dtype(dtype))
