@@ -1,11 +1,8 @@
 """Collinear constrained attention (CoCA): the op, its dispatch table, and its dot-product form (docs/math.md)."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from farspan.errors import require, require_choice
 from farspan.ops.coca_decode import decode_cpu, decode_triton, why_not_decode_cpu, why_not_decode_triton
 from farspan.ops.device import (
     is_ampere,
@@ -14,13 +11,12 @@ from farspan.ops.device import (
     why_not_triton,
     working_dtype,
 )
-from farspan.ops.dispatch import PREPARE, Call, Implementation, check_call, reference_twin, run
+from farspan.ops.dispatch import TABLES_BY_OP, Call, Implementation, Table, check_call, reference_twin, run
 from farspan.ops.masking import AttentionMask, Positions
 from farspan.ops.reference import attend, rotations, scores_coca, visible
-from farspan.ops.rotary import Angles, Rotary, odd_width
-from farspan.ops.sdpa import softmax_attention
+from farspan.ops.rotary import Angles, Rotary
+from farspan.ops.softmax import softmax_attention
 
-FORMS = ("exact", "slack")
 WIDEST = 256
 """Widest head that the feature kernel takes."""
 
@@ -69,29 +65,23 @@ def coca_attention(
     >>> coca_attention(q, t, v, rotary=Rotary(8)).shape
     torch.Size([1, 4, 6, 8])
     """
-    call = _coca_call(
+    call = check_call(
+        COCA,
         q,
         t,
         v,
         rotary=rotary,
         form=form,
+        mask=mask,
         positions=positions,
         causal=causal,
         window=window,
         padding_mask=padding_mask,
         documents=documents,
-        mask=mask,
         scale=scale,
         backend=backend,
     )
     return run(COCA, call)
-
-
-def _coca_call(q: Tensor, t: Tensor, v: Tensor, *, form: str, **options: Any) -> Call:
-    if form not in FORMS:
-        require_choice("form", form, FORMS)
-    require(q.shape[-1] % 2 == 0, lambda: odd_width(q.shape[-1]))
-    return check_call(COCA, q, t, v, key_name="t", key_width=q.shape[-1] // 2, form=form, **options)
 
 
 def coca_features(
@@ -135,14 +125,6 @@ def balance(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     ratio = heads / k.detach().abs().amax(dim=(-2, -1), keepdim=True).clamp(min=1e-30)
     shift = torch.exp2((ratio.clamp(min=1e-30).log2() / 2).round().clamp(-24, 24))
     return q / shift.repeat_interleave(size, dim=1), k * shift
-
-
-def features(q: Tensor, t: Tensor, angles: Angles | None, form: str) -> tuple[Tensor, Tensor]:
-    """Compute q̃ and k̃ by the kernel where it can run, else by :func:`coca_features`."""
-    if angles is not None and why_not_feature_kernel(q) is None:
-        return kernel_features(q, t, angles, form)
-    query, key = (None, None) if angles is None else (angles.query(q.dtype), angles.key(t.dtype))
-    return coca_features(q, t, query, key, form=form)
 
 
 def kernel_features(q: Tensor, t: Tensor, angles: Angles, form: str) -> tuple[Tensor, Tensor]:
@@ -195,33 +177,34 @@ def _why_not_fused(call: Call) -> str | None:
 def _fused(call: Call) -> Tensor:
     if call.rotary is None:
         return _sdpa(call)
-    t, v = call.mask.clean(call.k, call.v)
-    q, k = kernel_features(call.q, t, call.mask.angles(call.rotary), call.form)
-    return softmax_attention(q, k, v, call.mask, call.scale)
+    q, k = kernel_features(call.q, call.k, call.mask.angles(call.rotary), call.form)
+    return softmax_attention(q, k, call.v, call.mask, call.scale)
 
 
 def _sdpa(call: Call) -> Tensor:
-    q, (t, v) = call.q, call.mask.clean(call.k, call.v)
-    angles = None if call.rotary is None else call.mask.angles(call.rotary)
-    query, key = (None, None) if angles is None else (angles.query(q.dtype), angles.key(t.dtype))
-    return softmax_attention(*coca_features(q, t, query, key, form=call.form), v, call.mask, call.scale)
+    query = key = None
+    if call.rotary is not None:
+        angles = call.mask.angles(call.rotary)
+        query, key = angles.query(call.q.dtype), angles.key(call.q.dtype)
+    q, k = coca_features(call.q, call.k, query, key, form=call.form)
+    return softmax_attention(q, k, call.v, call.mask, call.scale)
 
 
 def _reference(call: Call) -> Tensor:
-    q, (t, v) = call.q, call.mask.clean(call.k, call.v)
-    scores = scores_coca(q, t, *rotations(call.rotary, call.mask, q.shape[-1], q.dtype), call.form)
-    return attend(scores * call.scale, v, visible(call.mask))
+    rotated = rotations(call.rotary, call.mask, call.q.shape[-1], call.q.dtype)
+    return attend(scores_coca(call.q, call.k, *rotated, call.form) * call.scale, call.v, visible(call.mask))
 
 
-COCA = (
-    Implementation("decode_triton", ("auto", "triton"), why_not_decode_triton, decode_triton),
-    Implementation("decode_cpu", ("auto",), why_not_decode_cpu, decode_cpu),
-    Implementation("fused", ("auto", "triton"), _why_not_fused, _fused),
-    Implementation("sdpa", ("auto", "sdpa"), lambda call: None, _sdpa),
-    Implementation("reference", ("reference",), lambda call: None, _reference),
+COCA = Table(
+    Implementation("decode_triton", ("auto", "triton"), decode_triton, why_not_decode_triton, "cuda"),
+    Implementation("decode_cpu", ("auto",), decode_cpu, why_not_decode_cpu, "cpu"),
+    Implementation("fused", ("auto", "triton"), _fused, _why_not_fused, "cuda"),
+    Implementation("sdpa", ("auto", "sdpa"), _sdpa),
+    Implementation("reference", ("reference",), _reference),
+    key_name="t",
 )
 """decode_triton: half-width kernel, reads t as it is cached. decode_cpu: one query, t times one table of cosines.
 fused: features by a kernel, then SDPA. sdpa: features by torch, then SDPA. reference: the equations."""
-PREPARE[coca_attention] = COCA, _coca_call
+TABLES_BY_OP[coca_attention] = COCA
 
 coca_attention_reference = reference_twin(coca_attention)

@@ -48,8 +48,6 @@ def why_not_decode_triton(call: Call) -> str | None:
     q, v = call.q, call.v
     width, group = max(q.shape[-1], v.shape[-1]), q.shape[1] // call.k.shape[1]
     if call.backend == "auto":
-        if q.device.type != "cuda":
-            return f"the half-width kernel needs CUDA tensors, got {q.device.type}"
         if q.dtype != torch.bfloat16 or width not in TIMED_WIDTHS or not is_ampere(q.device.index):
             return (
                 "the half-width kernel is chosen for bfloat16 heads of width 64 or 128 on Nvidia GPUs from Ampere on; "
@@ -79,8 +77,10 @@ def decode_triton(call: Call) -> Tensor:
         steps, factor = mask.angles(call.rotary).steps, call.rotary.factor
     first, firsts, query, key = mask.first, None, None, None
     if first is None and mask.firsts is not None:
-        first, firsts = (0, mask.firsts) if isinstance(mask.firsts, Tensor) else (mask.firsts, None)
-    elif mask.positions is not None:
+        first = mask.share("firsts", mask.firsts)
+        first, firsts = (0, first) if isinstance(first, Tensor) else (first, None)
+    if first is None:
+        assert mask.positions is not None
         query, key = mask.positions
     kernel = DecodeCall(
         q=call.q,
@@ -105,8 +105,8 @@ def decode_triton(call: Call) -> Tensor:
 
 def why_not_decode_cpu(call: Call) -> str | None:
     """Return why the CPU path for one query does not take a call, or None."""
-    if call.q.shape[2] != 1 or call.q.device.type != "cpu":
-        return "it takes one query on a CPU"
+    if call.q.shape[2] != 1:
+        return "it takes one query"
     if call.gradient:
         return "it has no gradients"
     if call.mask.documents is not None:
@@ -126,7 +126,7 @@ class Waves(NamedTuple):
 def decode_cpu(call: Call) -> Tensor:
     """Compute q (b, h, 1, d), un-rotated t (b, g, m, d/2) and v (b, g, m, dv) → (b, h, 1, dv) in q's dtype."""
     q, mask = call.q, call.mask
-    t, v = mask.clean(call.k, call.v)
+    t, v = call.k, call.v
     waves = mask.share(("waves", call.rotary, call.form, q.dtype), lambda: _waves(call))
     low, high = mask.key_range(0, 1)
     key = waves.key
@@ -164,11 +164,14 @@ def _amplitudes(q: Tensor, waves: Waves, scale: float, *, grouped: bool) -> tupl
 def _scores(amplitudes: tuple[Tensor, ...], share: Tensor | None, t: Tensor, waves: tuple[Tensor, ...]) -> Tensor:
     """Compute amplitude·(t∘wave), summed over the waves: (b·g, h/g, m) in the working dtype."""
     b, g, m, width = t.shape
-    amplitudes = tuple(each.reshape(b * g, -1, width) for each in amplitudes)
+    amplitudes = tuple([each.reshape(b * g, -1, width) for each in amplitudes])
     if not waves:
         (amplitude,) = amplitudes
         return torch.bmm(amplitude, t.to(amplitude.dtype).flatten(0, 1).mT)
-    blocks = max(1, round(b * g * m * width / (BLOCK_ELEMENTS * torch.get_num_threads())))
+    blocks = round(b * g * m * width / (BLOCK_ELEMENTS * torch.get_num_threads()))
+    if blocks <= 1 and len(waves) == 1:
+        return torch.bmm(amplitudes[0], (t * waves[0]).flatten(0, 1).mT)
+    blocks = max(1, blocks)
     rows = max(min(m, 64), -(-m // blocks))  # of equal length: a short block takes as many operations as a long one
     product = amplitudes[0].new_empty(b, g, rows, width)
     keys = product.flatten(0, 1).mT

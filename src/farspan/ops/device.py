@@ -158,11 +158,6 @@ def is_traced() -> bool:
     return torch.compiler.is_compiling() or type(torch.empty(0)) is not Tensor  # the latter under FakeTensorMode
 
 
-def is_captured() -> bool:
-    """Whether a CUDA graph is being captured: it fills tensors only when it is replayed, in its own memory."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-
-
 class TableCache:
     """Tables that later calls reuse: frequencies, angles, cosines. The only state of `farspan.ops` between calls.
 
@@ -179,6 +174,8 @@ class TableCache:
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
+        self.nbytes = 0
+        """Bytes of the tables that may be dropped."""
         self._kept: dict[Hashable, Tensor] = {}
         self._pinned: dict[Hashable, Tensor] = {}
         self._lock = threading.RLock()  # one table may be made from another
@@ -187,37 +184,32 @@ class TableCache:
         """Return the table of a key, made now if no earlier call did."""
         if is_traced():  # a traced graph makes its own tables, and fuses the making
             return make()
-        if is_captured():
-            with self._lock:
-                if key in self._kept:
-                    self._pinned[key] = self._kept.pop(key)
-            return self._pinned[key] if key in self._pinned else make()
+        captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         with self._lock:
-            table = self._pinned.get(key)
-            if table is not None:
-                return table
+            if key in self._pinned:
+                return self._pinned[key]
             table = self._kept.pop(key, None)
+            if captured:  # the graph fills new tensors only when it is replayed: those must not be kept
+                if table is None:
+                    return make()
+                self._pinned[key] = table
+                self.nbytes -= table.nbytes
+                return table
             if table is None:
                 with torch.inference_mode(False), torch.no_grad():  # a first call in inference serves training later
                     table = make()
+                self.nbytes += table.nbytes
             self._kept[key] = table  # now the most recently used
-            held = self.nbytes
-            for oldest in list(self._kept)[:-1]:
-                if held <= self.limit:
-                    break
-                held -= self._kept.pop(oldest).nbytes
+            while self.nbytes > self.limit and len(self._kept) > 1:
+                self.nbytes -= self._kept.pop(next(iter(self._kept))).nbytes
         return table
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tables that may be dropped."""
-        return sum(table.nbytes for table in self._kept.values())
 
     def clear(self) -> None:
         """Drop all tables. CUDA graphs that were captured before must not be replayed afterwards."""
         with self._lock:
             self._kept.clear()
             self._pinned.clear()
+            self.nbytes = 0
 
 
 TABLES = TableCache(limit=2**26)

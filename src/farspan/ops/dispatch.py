@@ -1,7 +1,7 @@
 """From a checked call to the implementation that runs it. Each op has one table; the first entry that can run wins."""
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any, NamedTuple, ParamSpec, TypeVar
@@ -9,13 +9,16 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from farspan.errors import require, require_choice
+from farspan.errors import require, unknown
 from farspan.ops.device import wants_gradient
 from farspan.ops.masking import AttentionMask, Positions, check_tensors, make_mask
-from farspan.ops.rotary import DynamicNTK, Rotary
+from farspan.ops.rotary import DynamicNTK, Rotary, odd_width
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+FORMS = ("exact", "slack")
+"""Forms of CoCA."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,12 +48,38 @@ class Implementation(NamedTuple):
     name: str
     backends: tuple[str, ...]
     """The values of `backend` that may choose it."""
-    why_not: Callable[[Call], str | None]
-    """Why it cannot, or should not, run a call; None if it can."""
-    run: Callable[[Call], Tensor]
+    run: Callable[[Any], Any]
+    why_not: Callable[[Any], str | None] | None = None
+    """Return why it cannot, or should not, run a call; None if it can. No function: it always can."""
+    device: str | None = None
+    """The only type of device on which "auto" considers it."""
 
 
-Table = Sequence[Implementation]
+class Table:
+    """The implementations of one op; the first that can run a call wins."""
+
+    def __init__(self, *entries: Implementation, key_name: str = "k", check: "Callable[..., Any] | None" = None) -> None:
+        self.entries, self.key_name = entries, key_name
+        self.check = check or check_call
+        """Check the op's arguments and return its call."""
+        self.backends = tuple(dict.fromkeys(name for entry in entries for name in entry.backends))
+
+    def choose(self, call: Any, skipped: dict[str, str] | None = None) -> Implementation:
+        """Return the first implementation that can run a call; note in `skipped` why others cannot."""
+        backend, device, reason = call.backend, call.q.device.type, ""
+        for entry in self.entries:
+            if backend not in entry.backends:
+                note = f"backend is {backend!r}"
+            elif backend == "auto" and entry.device not in (None, device):
+                note = f"it is for {entry.device} tensors, got {device}"
+            else:
+                found = None if entry.why_not is None else entry.why_not(call)
+                if found is None:
+                    return entry
+                note = reason = found
+            if skipped is not None:
+                skipped[entry.name] = note
+        raise ValueError(reason)
 
 
 def check_call(
@@ -59,9 +88,9 @@ def check_call(
     k: Tensor,
     v: Tensor,
     *,
-    key_name: str = "k",
-    key_width: int | None = None,
     rotary: Rotary | None = None,
+    form: str = "exact",
+    slopes: Tensor | None = None,
     mask: AttentionMask | None = None,
     positions: Positions = None,
     causal: bool = True,
@@ -70,15 +99,18 @@ def check_call(
     documents: Tensor | None = None,
     scale: float | None = None,
     backend: str = "auto",
-    **rest: Any,
 ) -> Call:
-    """Check the arguments that all softmax ops share; raise ValueError with argument, value and remedy."""
-    require_choice("backend", backend, dict.fromkeys(name for entry in table for name in entry.backends))
-    check_tensors(q, k, v, key_name, q.shape[-1] if key_width is None else key_width)
-    if rotary is not None and rotary.dim != q.shape[-1]:
-        raise ValueError(
-            f"rotary must have dim {q.shape[-1]}, the width of q, got {rotary.dim}; build Rotary(head_dim)"
-        )
+    """Check the arguments of a softmax op; raise ValueError with argument, value and remedy."""
+    width = q.shape[-1]
+    if backend not in table.backends:
+        raise unknown("backend", backend, table.backends)
+    if form not in FORMS:
+        raise unknown("form", form, FORMS)
+    if table.key_name == "t" and width % 2:
+        raise ValueError(odd_width(width))
+    check_tensors(q, k, v, table.key_name, width // 2 if table.key_name == "t" else width)
+    if rotary is not None and rotary.dim != width:
+        raise ValueError(f"rotary must have dim {width}, the width of q, got {rotary.dim}; build Rotary(head_dim)")
     if mask is None:
         mask = make_mask(
             q.shape[2],
@@ -95,24 +127,18 @@ def check_call(
         raise ValueError(
             f"mask is for {mask.n} queries and {mask.m} keys, got {q.shape[2]} and {k.shape[2]}; make it for this call"
         )
-    return Call(q, k, v, mask, q.shape[-1] ** -0.5 if scale is None else scale, backend, rotary, **rest)
+    if mask.padding is not None:
+        k, v = mask.clean(k, v)
+    return Call(q, k, v, mask, width**-0.5 if scale is None else scale, backend, rotary, form, slopes)
 
 
 def run(table: Table, call: Call) -> Tensor:
     """Run a call on the first implementation that can; per-query dynamic NTK runs once per set of frequencies."""
-    if call.rotary is not None and call.rotary.follows_query and call.backend != "reference":
-        return _run_by_bucket(table, call)
-    return _choose(table, call).run(call)
-
-
-def _choose(table: Table, call: Call) -> Implementation:
-    reason = None
-    for entry in table:
-        if call.backend in entry.backends:
-            reason = entry.why_not(call)
-            if reason is None:
-                return entry
-    raise ValueError(reason)
+    rotary = call.rotary
+    if rotary is not None and isinstance(rotary.scaling, DynamicNTK) and rotary.scaling.mode == "per_query":
+        if call.backend != "reference" and not (call.mask.first is None and call.mask.n == 1):  # one bucket per row
+            return _run_by_bucket(table, call)
+    return table.choose(call).run(call)
 
 
 def _run_by_bucket(table: Table, call: Call) -> Tensor:
@@ -124,7 +150,7 @@ def _run_by_bucket(table: Table, call: Call) -> Tensor:
     for mask, fixed, start, _ in buckets:
         q, k, v = call.q[:, :, start : start + mask.n], call.k[:, :, : mask.m], call.v[:, :, : mask.m]
         part = replace(call, q=q, k=k, v=v, mask=mask, rotary=fixed)
-        outputs.append(_choose(table, part).run(part))
+        outputs.append(run(table, part))
     if all(member is None for *_, member in buckets):
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
     whole = outputs[0].new_zeros(*call.q.shape[:3], outputs[0].shape[-1])
@@ -145,8 +171,6 @@ def _buckets(rotary: Rotary, mask: AttentionMask) -> Iterator[tuple[AttentionMas
             stop = min(n, length - begin)
             yield (mask if stop - start == n else mask.part(start, stop)), rotary.at_length(length), start, None
             start = stop
-    elif n == 1:  # one bucket per row, found on the device
-        yield mask, rotary, 0, None
     else:
         require(
             not torch.compiler.is_compiling(),
@@ -170,8 +194,7 @@ class Choice(NamedTuple):
     skipped: dict[str, str]
 
 
-PREPARE: dict[Callable[..., Any], tuple[Table, Callable[..., Call]]] = {}
-"""Op → its table, and the function that checks its arguments."""
+TABLES_BY_OP: dict[Callable[..., Any], Table] = {}
 
 
 def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Choice:
@@ -182,18 +205,12 @@ def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Choice:
     >>> explain(coca_attention, q, t, v, rotary=Rotary(8)).name
     'decode_cpu'
     """
-    require(op in PREPARE, f"op must be one of {', '.join(sorted(f.__name__ for f in PREPARE))}, got {op!r}")
-    table, prepare = PREPARE[op]
-    bound = inspect.signature(op).bind(*args, **kwargs)
-    bound.apply_defaults()
-    call = prepare(**bound.arguments)
-    skipped = {}
-    for entry in table:
-        reason = f"backend is {call.backend!r}" if call.backend not in entry.backends else entry.why_not(call)
-        if reason is None:
-            return Choice(entry.name, skipped)
-        skipped[entry.name] = reason
-    return Choice("none", skipped)
+    known = ", ".join(sorted(known.__name__ for known in TABLES_BY_OP))
+    require(op in TABLES_BY_OP, f"op must be one of {known}, got {op!r}")
+    table, bound = TABLES_BY_OP[op], inspect.signature(op).bind(*args, **kwargs).arguments
+    call = table.check(table, bound.pop("q"), bound.pop(table.key_name), bound.pop("v"), **bound)
+    skipped: dict[str, str] = {}
+    return Choice(table.choose(call, skipped).name, skipped)
 
 
 def reference_twin(op: Callable[P, R]) -> Callable[P, R]:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from farspan.errors import require
@@ -59,18 +60,29 @@ class AttentionMask:
     documents: Tensor | None = None
     """(b, m) int; a query sees its own document only."""
     offset: int = -1
-    """Index of query 0 among the keys; -1 is m - n."""
+    """Index of query 0 among the keys; -1 becomes m - n."""
     lengths: Tensor | None = None
     """(b) int, slots of a static cache that hold tokens; the queries are the last of them."""
-    firsts: Tensor | None = None
-    """(b) int, position of slot 0 per row, where slots count on from there (with `lengths` or padding)."""
+    firsts: Callable[[], int | Tensor | None] | None = None
+    """Find the position of slot 0, for all rows or (b), where slots count on from there: a kernel needs no more."""
     is_clean: bool = False
     """Padded keys and values are known to be finite."""
     _shared: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+    is_plain: bool = field(init=False)
+    """Whether index, window and causality are all that matters."""
+    shows_everything: bool = field(init=False)
+    """Whether every query sees every key."""
+    is_triangle: bool = field(init=False)
+    """Whether the mask is the causal triangle whose last row is full."""
 
     def __post_init__(self) -> None:
         if self.offset < 0:
             self.offset = self.m - self.n
+        self.is_plain = self.padding is None and self.documents is None and self.aligned
+        unbounded = self.is_plain and (self.window is None or self.window >= self.m)
+        last = self.n == 1 and self.offset == self.m - 1
+        self.shows_everything = unbounded and (not self.causal or last)
+        self.is_triangle = unbounded and self.causal and self.offset == self.m - self.n
 
     @property
     def key_positions(self) -> Tensor:
@@ -78,7 +90,7 @@ class AttentionMask:
         if self.positions is not None:
             return self.positions[1]
         first = self.first or 0
-        return self.share("keys", lambda: torch.arange(first, first + self.m, device=self.device)[None])
+        return torch.arange(first, first + self.m, device=self.device)[None]
 
     @property
     def query_positions(self) -> Tensor:
@@ -95,7 +107,10 @@ class AttentionMask:
 
     def angles(self, rotary: Rotary) -> Angles:
         """Return the angles of queries and keys."""
-        return self.share(rotary, lambda: Angles(rotary, self))
+        found = self._shared.get(rotary)
+        if found is None:
+            found = self._shared[rotary] = Angles(rotary, self)
+        return found
 
     def part(self, start: int, stop: int) -> "AttentionMask":
         """Return the mask of queries start … stop-1 on the keys that they can see."""
@@ -110,24 +125,9 @@ class AttentionMask:
             positions=None
             if self.positions is None
             else (self.positions[0][:, start:stop], self.positions[1][:, :keys]),
+            lengths=None if self.lengths is None else self.lengths - (self.n - stop),
             _shared={},
         )
-
-    @property
-    def shows_everything(self) -> bool:
-        """Whether every query sees every key."""
-        last = self.n == 1 and self.offset == self.m - 1
-        return self._is_plain and (not self.causal or last) and (self.window is None or self.window >= self.m)
-
-    @property
-    def is_triangle(self) -> bool:
-        """Whether the mask is the causal triangle whose last row is full."""
-        unbounded = self.window is None or self.window >= self.m
-        return self._is_plain and self.causal and unbounded and self.offset == self.m - self.n
-
-    @property
-    def _is_plain(self) -> bool:
-        return self.padding is None and self.documents is None and self.aligned
 
     def key_range(self, start: int, stop: int) -> tuple[int, int]:
         """Return low, high: queries start … stop-1 see no key outside low … high-1, by index."""
@@ -163,12 +163,12 @@ class AttentionMask:
             seen = seen & self.padding[:, None, low:high]
         return seen[:, None]
 
-    def clean(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Zero what padded keys or values (b, g, m, ·) hold: a weight of zero times NaN is not zero."""
+    def clean(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Zero what padded keys and values (b, g, m, ·) hold: a weight of zero times NaN is not zero."""
         if self.padding is None or self.is_clean:
-            return tensors
+            return k, v
         hidden = ~self.padding[:, None, :, None]
-        return tuple(x.masked_fill(hidden, 0.0) for x in tensors)
+        return k.masked_fill(hidden, 0.0), v.masked_fill(hidden, 0.0)
 
 
 def make_mask(
@@ -303,3 +303,244 @@ def _check_values(positions: Tensor, documents: Tensor | None) -> None:
             f"positions must not decrease, got {before} then {after} in row {row}; "
             "pass documents= if several documents are packed into one row"
         )
+
+
+class AttentionContext:
+    """Positions, padding and documents of one forward pass: n new tokens after those in a cache.
+
+    Layers ask it for their :class:`AttentionMask`; layers that see the same keys share one. A cache stores nothing
+    about positions. They follow from the attention mask and the position of the newest real token: slot s of a row
+    holds the token of rank (real tokens up to s) - 1, and ranks and positions differ by one constant per row. Positions
+    with gaps, or several documents, can therefore not be continued from a cache.
+
+    Args:
+        hidden: (b, n, ·) the new tokens, for their number and device.
+        causal: a token sees those up to itself.
+        attention_mask: (b, tokens so far) 1 = real, 0 = padding.
+        position_ids: (b, n) or (1, n); positions that restart mark packed documents.
+        past: tokens in the cache; a tensor if the cache is static.
+        cached: a cache is in use.
+        static: the cache is static, so the attention mask may be wider than the tokens so far.
+        whole_cache: attention reads every slot of a static cache, with a mask of that width.
+        has_windows: some layers cache only a window.
+        rotary_length: the length that sets `per_request` dynamic NTK for the whole request.
+    """
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        *,
+        causal: bool = True,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past: int | Tensor = 0,
+        cached: bool = False,
+        static: bool = False,
+        whole_cache: bool = False,
+        has_windows: bool = False,
+        rotary_length: int | None = None,
+    ) -> None:
+        self.batch, self.n = hidden.shape[:2]
+        self.device, self.causal, self.cached, self.whole_cache = hidden.device, causal, cached, whole_cache
+        self.rotary_length = rotary_length
+        self.is_fresh = isinstance(past, int) and past == 0
+        self.padding = None if attention_mask is None else self._read_padding(attention_mask, past, static)
+        self.position_ids, self.documents = position_ids, None
+        if position_ids is not None:
+            self._read_positions(position_ids)
+        if has_windows and self.padding is not None and not self.is_fresh and not torch.compiler.is_compiling():
+            require(
+                not _has_holes(self.padding[:, :past]),
+                "attention_mask has padding after real tokens in the cache, which window layers cannot continue; "
+                "pad on the left",
+            )
+        self._masks: dict[Hashable, AttentionMask] = {}
+
+    def _read_padding(self, mask: Tensor, past: int | Tensor, static: bool) -> Tensor | None:
+        """Return the mask as bool, or None if it hides nothing (not looked up while tracing)."""
+        require(mask.ndim == 2, f"attention_mask must have shape (batch, tokens so far), got {tuple(mask.shape)}")
+        require(
+            not mask.is_floating_point(),
+            f"attention_mask must hold 1 for real tokens and 0 for padding as integers or bool, got {mask.dtype}",
+        )
+        if isinstance(past, int):
+            wanted = past + self.n
+            fits = mask.shape[1] >= wanted if static else mask.shape[1] == wanted
+            require(
+                fits and mask.shape[0] == self.batch,
+                f"attention_mask must have shape {(self.batch, wanted)}, cached tokens included, "
+                f"got {tuple(mask.shape)}",
+            )
+        mask = mask.bool()
+        return mask if torch.compiler.is_compiling() or not mask.all() else None
+
+    def _read_positions(self, position_ids: Tensor) -> None:
+        """Check position_ids; positions that fall back start a new document."""
+        require(
+            tuple(position_ids.shape) in ((self.batch, self.n), (1, self.n)),
+            f"position_ids must have shape {(self.batch, self.n)}, one for each new token, "
+            f"got {tuple(position_ids.shape)}",
+        )
+        if self.padding is not None:
+            return
+        if not self.cached:
+            falls = position_ids[:, 1:] <= position_ids[:, :-1]
+            if torch.compiler.is_compiling() or falls.any():
+                self.documents = F.pad(falls.long().cumsum(-1), (1, 0)).expand(self.batch, -1)
+        elif not torch.compiler.is_compiling():
+            require(
+                goes_on_by_one(position_ids),
+                "position_ids must go on by one where a cache is used, got gaps or packed documents; "
+                "pass use_cache=False and no cache",
+            )
+
+    def mask(
+        self, window: int | None = None, *, past: int | Tensor = 0, length: int | None = None, offset: int = 0
+    ) -> AttentionMask:
+        """Return the mask of a layer with a window over `length` cached slots from token `offset` on.
+
+        `past`, `length` and `offset` are what the layer's cache tells; without a cache leave them out.
+        """
+        length = self.n if length is None else length
+        # Ints that grow with the sequence would make torch.compile start anew at each token: then tensors decide.
+        filled = None if isinstance(past, Tensor) or (self.cached and torch.compiler.is_compiling()) else past + self.n
+        if filled is not None and not (self.whole_cache and length > filled - offset):
+            length = filled - offset
+        else:
+            filled = None
+        key = (window, length, offset, filled)
+        if key not in self._masks:
+            self._masks[key] = self._make_mask(window, past, length, offset, aligned=filled is not None)
+        return self._masks[key]
+
+    def _make_mask(
+        self, window: int | None, past: int | Tensor, length: int, offset: int, *, aligned: bool
+    ) -> AttentionMask:
+        first, positions, lengths = None, None, None
+        if self.position_ids is None and self.padding is None and aligned:
+            first = offset
+        else:
+            positions = self._positions(past, length, offset, aligned)
+        if not aligned:
+            lengths = torch.zeros(self.batch, dtype=torch.long, device=self.device) + (past + self.n - offset)
+        return AttentionMask(
+            n=self.n,
+            m=length,
+            device=self.device,
+            causal=self.causal,
+            window=window,
+            first=first,
+            positions=positions,
+            aligned=aligned,
+            padding=None if self.padding is None else _columns(self.padding, offset, length),
+            documents=self.documents,
+            lengths=lengths,
+            firsts=lambda: self._first_slot(past, length, offset),
+            is_clean=True,
+        )
+
+    def _positions(self, past: int | Tensor, length: int, offset: int, aligned: bool) -> tuple[Tensor, Tensor]:
+        """Compute the positions of the new tokens (b|1, n) and of the slots (b|1, length)."""
+        if self.is_fresh and self.padding is None and aligned:
+            assert self.position_ids is not None
+            return self.position_ids, self.position_ids
+        if self.position_ids is None and self.padding is None:
+            new = past + torch.arange(self.n, device=self.device)[None]
+            return new, torch.arange(length, device=self.device)[None] + offset
+        ranks = self._ranks(offset + length)
+        positions = ranks + self._shift(ranks, past)
+        if self.is_fresh and self.position_ids is not None and self.padding is not None and aligned:
+            positions = torch.where(self.padding, self.position_ids, positions)
+        keys = positions[:, offset:]
+        return (keys[:, length - self.n :] if aligned else self._of_new(positions, past)), keys
+
+    def _first_slot(self, past: int | Tensor, length: int, offset: int) -> int | Tensor | None:
+        """Find the position of the first slot, for all rows or (b), if positions count on from there; else None."""
+        if self.padding is None:
+            if self.position_ids is None:
+                return offset
+            if not self.cached:
+                return None
+        elif torch.compiler.is_compiling() or (self.is_fresh and self.position_ids is not None):
+            return None  # it would take a look at the values
+        elif _has_holes(self.padding[:, : past + self.n]):
+            return None
+        if self.position_ids is not None:
+            newest = self.position_ids[:, -1]
+        else:
+            newest = self._of_new(self._ranks(offset + length), past)[:, -1]
+        return (newest - (past + self.n - 1 - offset)).expand(self.batch).contiguous()
+
+    def _ranks(self, slots: int) -> Tensor:
+        if self.padding is None:
+            return torch.arange(slots, device=self.device)[None]
+        ranks = _columns(self.padding, 0, slots).long().cumsum(-1) - 1
+        return ranks.clamp(min=0)  # padding before the first token: any position will do
+
+    def _of_new(self, slots: Tensor, past: int | Tensor) -> Tensor:
+        return slots.index_select(1, past + torch.arange(self.n, device=self.device))
+
+    def _shift(self, ranks: Tensor, past: int | Tensor) -> Tensor | int:
+        """Compute position - rank, read at each row's last real new token."""
+        if self.position_ids is None:
+            return 0
+        rows = max(ranks.shape[0], self.position_ids.shape[0])
+        last = torch.full((rows, 1), self.n - 1, device=self.device)
+        if self.padding is not None:
+            real = self._of_new(_columns(self.padding, 0, ranks.shape[1]), past)
+            last = (real * torch.arange(self.n, device=self.device)).amax(-1, keepdim=True)
+        at = self._of_new(ranks, past).expand(rows, -1).gather(1, last)
+        return self.position_ids.expand(rows, -1).gather(1, last) - at
+
+    def new_tokens(self, past: int | Tensor = 0) -> AttentionMask:
+        """Return the mask of the new tokens among themselves, at their positions."""
+        counted = isinstance(past, int) and not (self.cached and torch.compiler.is_compiling())
+        key = ("new", past if counted else None)
+        if key not in self._masks:
+            first, positions, padding = None, None, self.new_padding(past)
+            if self.position_ids is None and self.padding is None:
+                if counted:
+                    first = past
+                else:
+                    positions = past + torch.arange(self.n, device=self.device)[None]
+            elif self.padding is None:
+                positions = self.position_ids
+            else:
+                ranks = self._ranks(self.padding.shape[1])
+                positions = self._of_new(ranks + self._shift(ranks, past), past)
+                if self.is_fresh and self.position_ids is not None:
+                    positions = torch.where(self.padding[:, : self.n], self.position_ids, positions)
+            self._masks[key] = AttentionMask(
+                n=self.n,
+                m=self.n,
+                device=self.device,
+                causal=self.causal,
+                first=first,  # type: ignore[arg-type]
+                positions=None if positions is None else (positions, positions),
+                padding=padding,
+                documents=self.documents,
+                is_clean=True,
+            )
+        return self._masks[key]
+
+    def new_padding(self, past: int | Tensor = 0) -> Tensor | None:
+        """Return which of the new tokens are real, (b, n) bool; None if all are."""
+        return None if self.padding is None else self._of_new(self.padding, past)
+
+
+def goes_on_by_one(position_ids: Tensor) -> bool:
+    """Whether every position is its neighbour's plus one."""
+    return bool((position_ids[..., 1:] == position_ids[..., :-1] + 1).all())
+
+
+def _has_holes(padding: Tensor) -> bool:
+    """Whether a row has padding after real tokens."""
+    return bool((padding[:, 1:] < padding[:, :-1]).any())
+
+
+def _columns(mask: Tensor, offset: int, length: int) -> Tensor:
+    """Return columns offset … offset+length-1 of a (b, slots) mask; slots that it does not reach are empty."""
+    missing = offset + length - mask.shape[1]
+    if missing > 0:
+        mask = F.pad(mask, (0, missing), value=False)
+    return mask[:, offset : offset + length]

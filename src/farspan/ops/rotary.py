@@ -295,8 +295,10 @@ class Angles:
 
     def __init__(self, rotary: Rotary, mask: "AttentionMask") -> None:
         self.rotary, self.mask = rotary, mask
-        self.length = _governing_length(rotary, mask)
-        self._tables: dict[tuple[str, torch.dtype], Tensor] = {}
+        self.length = _governing_length(rotary.scaling, mask) if isinstance(rotary.scaling, DynamicNTK) else None
+        self._keys: dict[torch.dtype, Tensor] = {}
+        self._queries: dict[torch.dtype, Tensor] = {}
+        self._rotation: dict[torch.dtype, tuple[Tensor, Tensor]] = {}
 
     @property
     def frequencies(self) -> Tensor:
@@ -315,31 +317,49 @@ class Angles:
         return TABLES.get(("steps", rotary, length, device), lambda: fixed_point(rotary.frequencies(length)).to(device))
 
     def key(self, dtype: torch.dtype) -> Tensor:
-        """Cosines and sines of the keys, (b|1, 1, m, 2, d/2), in the working dtype of `dtype`."""
-        return self._table("key", dtype)
+        """Return cosines and sines of the keys, (b|1, 1, m, 2, d/2), in the working dtype of `dtype`."""
+        if dtype not in self._keys:
+            self._keys[dtype] = cos_sin(self.mask.key_positions, self.frequencies, self.rotary.factor, dtype)
+        return self._keys[dtype]
 
     def query(self, dtype: torch.dtype) -> Tensor:
-        """Cosines and sines of the queries, (b|1, 1, n, 2, d/2)."""
+        """Return cosines and sines of the queries, (b|1, 1, n, 2, d/2)."""
         mask = self.mask
         if mask.aligned:
-            key = self._table("key", dtype)
+            key = self.key(dtype)
             return key if mask.n == mask.m else key[:, :, mask.offset : mask.offset + mask.n]
-        return self._table("query", dtype)
+        if dtype not in self._queries:
+            self._queries[dtype] = cos_sin(mask.query_positions, self.frequencies, self.rotary.factor, dtype)
+        return self._queries[dtype]
 
-    def _table(self, which: str, dtype: torch.dtype) -> Tensor:
-        found = self._tables.get((which, dtype))
-        if found is None:
-            positions = self.mask.key_positions if which == "key" else self.mask.query_positions
-            found = cos_sin(positions, self.frequencies, self.rotary.factor, dtype)
-            self._tables[which, dtype] = found
-        return found
+    def rotate_keys(self, k: Tensor) -> Tensor:
+        """Rotate k (b, g, m, d) by the positions of the keys."""
+        if k.dtype not in self._rotation:
+            self._rotation[k.dtype] = _rotation(self.key(k.dtype))
+        return rotate(k, self._rotation[k.dtype])
+
+    def rotate_queries(self, q: Tensor) -> Tensor:
+        """Rotate q (b, h, n, d) by the positions of the queries."""
+        mask = self.mask
+        if not mask.aligned:
+            return rotate(q, _rotation(self.query(q.dtype)))
+        if q.dtype not in self._rotation:
+            self._rotation[q.dtype] = _rotation(self.key(q.dtype))
+        cos, sin = self._rotation[q.dtype]
+        if mask.n < mask.m:
+            rows = slice(mask.offset, mask.offset + mask.n)
+            cos, sin = cos[:, :, rows], sin[:, :, rows]
+        return rotate(q, (cos, sin))
 
 
-def _governing_length(rotary: Rotary, mask: "AttentionMask") -> Length:
-    """Return the length that sets the frequencies of all queries of a mask; None for fixed frequencies."""
-    scaling = rotary.scaling
-    if not isinstance(scaling, DynamicNTK):
-        return None
+def _rotation(table: Tensor) -> tuple[Tensor, Tensor]:
+    """Make (cos, cos) and (-sin, sin), each (…, d), of a table (…, 2, d/2)."""
+    cos, sin = table.unbind(-2)
+    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+
+
+def _governing_length(scaling: DynamicNTK, mask: "AttentionMask") -> int | Tensor:
+    """Return the length that sets the frequencies of all queries of a mask, for all rows or (b)."""
     if scaling.mode == "per_request":
         return mask.query_positions.amax(-1) + 1 if mask.first is None else mask.first + mask.offset + mask.n
     if mask.first is None:
@@ -370,13 +390,13 @@ def fixed_point(frequencies: Tensor) -> Tensor:
     return (turns * 2.0**64).to(torch.int64).reshape(-1, frequencies.shape[-1])
 
 
-def rotate(x: Tensor, table: Tensor) -> Tensor:
-    """Rotate pairs (j, j + d/2) of x (b, h, n, d) by a table (b|1, 1, n, 2, d/2) of :class:`Angles`: Eq. 1.
+def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate pairs (j, j + d/2) of x (b, h, n, d), Eq. 1, by a rotation of :class:`Angles`.
 
-    >>> quarter = torch.tensor([0.0, 1.0]).view(1, 1, 1, 2, 1)
-    >>> rotate(torch.tensor([1.0, 0.0]).view(1, 1, 1, 2), quarter).flatten().tolist()
+    >>> quarter = torch.zeros(2), torch.tensor([-1.0, 1.0])
+    >>> rotate(torch.tensor([1.0, 0.0]), quarter).tolist()
     [0.0, 1.0]
     """
-    cos, sin = table[..., 0, :], table[..., 1, :]
-    a, b = x.to(table.dtype).chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).to(x.dtype)
+    cos, sin = rotation
+    out = torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+    return out if out.dtype == x.dtype else out.to(x.dtype)

@@ -1,22 +1,183 @@
-"""Softmax attention over queries and keys in dot-product form, in O(N) memory, on any device.
+"""Softmax attention in dot-product form: RoPE, NoPE, ALiBi, and the SDPA calls that CoCA shares with them.
 
-RoPE, ALiBi and every form of CoCA end here. A call that needs no mask is one scaled_dot_product_attention. Every other
-call runs in blocks of queries: a block reads only the keys it sees and builds only its own part of the mask, which the
-backward pass computes again instead of keeping it.
+Memory is O(N) on any device. A call that needs no mask is one scaled_dot_product_attention. Every other call runs in
+blocks of queries: a block reads only the keys it sees and builds only its own part of the mask, which the backward pass
+computes again instead of keeping it.
 """
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from farspan.errors import require
 from farspan.ops.device import wants_gradient
-from farspan.ops.masking import AttentionMask
+from farspan.ops.dispatch import TABLES_BY_OP, Call, Implementation, Table, check_call, reference_twin, run
+from farspan.ops.masking import AttentionMask, Positions
+from farspan.ops.reference import attend, rotations, scores_alibi, scores_nope, scores_rope, visible
+from farspan.ops.rotary import Rotary
 
+CUDNN = (torch.bfloat16, torch.float16)
+"""Dtypes whose gradients cuDNN may compute."""
 MASK_ELEMENTS = 2**23
 """Upper bound on the elements of one block's mask on a CPU (32 MiB in float32)."""
 GPU_TIMES = 64
 """A GPU needs larger blocks to be busy, and has the memory; its kernels copy a mask for every row and head."""
+
+
+def rope_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    rotary: Rotary | None,
+    positions: Positions = None,
+    causal: bool = True,
+    window: int | None = None,
+    padding_mask: Tensor | None = None,
+    documents: Tensor | None = None,
+    mask: AttentionMask | None = None,
+    scale: float | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Compute rotary attention (Eq. 2) from q (b, h, n, d), k (b, g, m, d) and v (b, g, m, dv).
+
+    `rotary` rotates q and k by their positions; None takes them as they are: without positions (NoPE), or rotated
+    already. The other arguments are those of :func:`farspan.ops.coca_attention`.
+
+    >>> q, k = torch.randn(1, 4, 1, 8), torch.randn(1, 2, 6, 8)  # decoding: one query, six keys
+    >>> rope_attention(q, k, k, rotary=Rotary(8)).shape
+    torch.Size([1, 4, 1, 8])
+    """
+    call = check_call(
+        ROPE,
+        q,
+        k,
+        v,
+        rotary=rotary,
+        mask=mask,
+        positions=positions,
+        causal=causal,
+        window=window,
+        padding_mask=padding_mask,
+        documents=documents,
+        scale=scale,
+        backend=backend,
+    )
+    return run(ROPE, call)
+
+
+def _rope_reference(call: Call) -> Tensor:
+    q, k, v = call.q, call.k, call.v
+    if call.rotary is None:
+        scores = scores_nope(q, k)
+    else:
+        scores = scores_rope(q, k, *rotations(call.rotary, call.mask, q.shape[-1], q.dtype))
+    return attend(scores * call.scale, v, visible(call.mask))
+
+
+def _rope_sdpa(call: Call) -> Tensor:
+    q, k = call.q, call.k
+    if call.rotary is not None:
+        angles = call.mask.angles(call.rotary)
+        q, k = angles.rotate_queries(q), angles.rotate_keys(k)
+    return softmax_attention(q, k, call.v, call.mask, call.scale)
+
+
+def alibi_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    slopes: Tensor | None = None,
+    positions: Positions = None,
+    causal: bool = True,
+    window: int | None = None,
+    padding_mask: Tensor | None = None,
+    documents: Tensor | None = None,
+    mask: AttentionMask | None = None,
+    scale: float | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Compute attention with linear biases (Press et al. 2022): scores q·k - slope·|m-n|, one slope per head.
+
+    The bias is built for one block of queries at a time, so memory grows with N, not N². `slopes` (h) defaults to
+    :func:`alibi_slopes`; the other arguments are those of :func:`farspan.ops.coca_attention`.
+
+    >>> q = torch.randn(1, 2, 5, 8)
+    >>> alibi_attention(q, q, q).shape
+    torch.Size([1, 2, 5, 8])
+    """
+    call = _check_alibi(
+        ALIBI,
+        q,
+        k,
+        v,
+        slopes=slopes,
+        mask=mask,
+        positions=positions,
+        causal=causal,
+        window=window,
+        padding_mask=padding_mask,
+        documents=documents,
+        scale=scale,
+        backend=backend,
+    )
+    return run(ALIBI, call)
+
+
+def _check_alibi(
+    table: Table, q: Tensor, k: Tensor, v: Tensor, *, slopes: Tensor | None = None, **options: Any
+) -> Call:
+    if slopes is None:
+        slopes = alibi_slopes(q.shape[1], device=q.device)
+    require(
+        slopes.shape == (q.shape[1],),
+        f"slopes must have shape ({q.shape[1]},), one per query head, got {tuple(slopes.shape)}",
+    )
+    if slopes.device.type == "cpu" and not torch.compiler.is_compiling():
+        require(
+            bool((slopes >= 0).all()), f"slopes must be ≥ 0, got {float(slopes.min())}; distance only lowers scores"
+        )
+    return check_call(table, q, k, v, slopes=slopes, **options)
+
+
+def _alibi_reference(call: Call) -> Tensor:
+    assert call.slopes is not None
+    return attend(scores_alibi(call.q, call.k, call.slopes, call.mask, call.scale), call.v, visible(call.mask))
+
+
+def _alibi_sdpa(call: Call) -> Tensor:
+    return softmax_attention(call.q, call.k, call.v, call.mask, call.scale, call.slopes)
+
+
+def alibi_slopes(heads: int, device: torch.device | str | None = None) -> Tensor:
+    """Compute 2^(-8i/h), i = 1 … h; if h is no power of two, every second slope of the next power fills up.
+
+    >>> alibi_slopes(4).tolist()
+    [0.25, 0.0625, 0.015625, 0.00390625]
+    """
+    power = 1 << (heads.bit_length() - 1)
+    steps = [8 * i / power for i in range(1, power + 1)]
+    steps += [8 * i / (2 * power) for i in range(1, 2 * (heads - power), 2)]
+    return torch.tensor([2.0**-step for step in steps], dtype=torch.float32, device=device)
+
+
+ROPE = Table(
+    Implementation("sdpa", ("auto", "sdpa"), _rope_sdpa),
+    Implementation("reference", ("reference",), _rope_reference),
+)
+ALIBI = Table(
+    Implementation("sdpa", ("auto", "sdpa"), _alibi_sdpa),
+    Implementation("reference", ("reference",), _alibi_reference),
+    check=_check_alibi,
+)
+TABLES_BY_OP[rope_attention], TABLES_BY_OP[alibi_attention] = ROPE, ALIBI
+
+rope_attention_reference = reference_twin(rope_attention)
+alibi_attention_reference = reference_twin(alibi_attention)
 
 
 def softmax_attention(
@@ -28,13 +189,16 @@ def softmax_attention(
     and has zero gradients.
     """
     width = v.shape[-1]
-    q, k, v = _equal_width(q, k, v)
+    if q.shape[-1] != width:
+        q, k, v = _equal_width(q, k, v)
     if scale <= 0:  # the CPU kernel finds its maximum before it applies the scale
         q, scale = q * scale, 1.0
     if slopes is None and mask.shows_everything:
         out = _sdpa(q, k, v, scale)
-    elif slopes is None and mask.is_triangle and (mask.n == mask.m or q.is_cuda):
-        out = _causal(q, k, v, scale)
+    elif slopes is None and mask.is_triangle and mask.n == mask.m:
+        out = _sdpa(q, k, v, scale, causal=True)
+    elif slopes is None and mask.is_triangle and q.is_cuda:
+        out = _lower_right(q, k, v, scale)
     else:
         out = _blocked(q, k, v, mask, scale, slopes)
     return out if out.shape[-1] == width else out[..., :width]
@@ -43,8 +207,7 @@ def softmax_attention(
 def _blocked(
     q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float, slopes: Tensor | None
 ) -> Tensor:
-    plain = mask.padding is None and mask.documents is None and mask.aligned
-    copies = (q.shape[0] if not plain or q.is_cuda else 1) * (q.shape[1] if slopes is not None or q.is_cuda else 1)
+    copies = (q.shape[0] if not mask.is_plain or q.is_cuda else 1) * (q.shape[1] if slopes is not None or q.is_cuda else 1)
     keys = mask.m if mask.window is None else min(mask.m, 2 * mask.window)
     elements = MASK_ELEMENTS * (GPU_TIMES if q.is_cuda else 1)
     rows = min(mask.n, max(16, elements // (copies * keys)))
@@ -106,13 +269,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = N
     if grouped and q.is_cuda and mask is not None:  # no CUDA kernel takes a mask and grouped heads together
         (k, v), grouped = _repeat(q, k, v), False
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped)
-    return _with_fixed_layout(out)
-
-
-def _with_fixed_layout(out: Tensor) -> Tensor:
-    """Apply :func:`fix_layout` where cuDNN may compute the gradient."""
-    by_cudnn = out.requires_grad and out.is_cuda and out.dtype in (torch.bfloat16, torch.float16)
-    return fix_layout(out) if by_cudnn else out
+    return fix_layout(out) if out.is_cuda and out.requires_grad and out.dtype in CUDNN else out
 
 
 def fix_layout(out: Tensor) -> Tensor:
@@ -144,17 +301,16 @@ def _folds(b: int, h: int, g: int) -> bool:
     return 2 * -(-b * g // threads) <= -(-b * h // threads)
 
 
-def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+def _lower_right(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Run a causal call whose queries are the last of the keys."""
     n, m = q.shape[2], k.shape[2]
-    if n == m:
-        return _sdpa(q, k, v, scale, causal=True)
     if torch.compiler.is_compiling():  # not every version of torch can trace the lower-right bias
         return _sdpa(q, k, v, scale, torch.ones(n, m, dtype=torch.bool, device=q.device).tril(m - n))
     from torch.nn.attention.bias import causal_lower_right  # imports the whole of torch.compile
 
     k, v = _repeat(q, k, v)
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=causal_lower_right(n, m), scale=scale)
-    return _with_fixed_layout(out)
+    return fix_layout(out) if out.requires_grad and out.dtype in CUDNN else out
 
 
 def _repeat(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

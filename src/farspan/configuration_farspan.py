@@ -1,19 +1,19 @@
-"""The configuration of a farspan model: a LLaMA-shaped decoder with an attention spec for each layer."""
+"""The configuration of a farspan model: a LLaMA-shaped decoder with one attention spec per layer."""
 
+import logging
 from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any
 
 from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassError
-from transformers import PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig
 
 from farspan.errors import require, require_choice, unknown
-from farspan.layers.attention import ACTIVATIONS
-from farspan.layers.spec import AttentionSpec
-from farspan.ops import NTK, DynamicNTK, Linear, Llama3, Rotary, YaRN
-from farspan.ops.coca import decoding
-from farspan.ops.cosformer import weights as cosformer
+from farspan.layers import ACTIVATIONS, DECODE_BACKENDS, AttentionSpec
+from farspan.ops.cosformer import ACTIVATIONS as COSFORMER_ACTIVATIONS
+from farspan.ops.cosformer import BEYOND
+from farspan.ops.rotary import NTK, DynamicNTK, Linear, Llama3, Rotary, YaRN
 
 PRESETS: dict[str, dict[str, Any]] = {
     # Section 3.2: 350M parameters, 24 layers, hidden 1024, 16 heads, length 512 (SwiGLU at the same size).
@@ -40,31 +40,26 @@ ROPE_TYPES = ("default", "linear", "ntk", "dynamic", "yarn", "llama3")
 
 @strict
 class FarspanConfig(PreTrainedConfig):
-    """Defaults are the paper's 350M model with exact CoCA.
+    """Configure a farspan model. The defaults are the paper's 350M model with exact CoCA.
 
     Args:
         attention: "rope", "alibi", "coca-exact", "coca-strict", "coca-slack", "cosformer" or "linear-coca"
-            (experimental) for every layer, or a list with one entry a layer, each a name or a mapping such as
+            (experimental) for every layer, or a list with one entry per layer, each a name or a mapping such as
             ``{"kind": "coca", "form": "exact", "window": 128}``.
-        coca_activation: what keeps t ≥ 0: "relu" (the paper) or "softplus".
-        cosformer_max_length: M, where cosFormer's cosine reaches zero; default `train_length`.
+        coca_activation: keeps t ≥ 0: "relu" (the paper) or "softplus".
+        cosformer_max_length: M, the distance at which cosFormer's cosine reaches zero; default `train_length`.
         cosformer_beyond: what its weights do past M: "raise", "decoupled", "raised-cosine" or "decay".
         cosformer_activation: "relu" (the paper) or "elu" (elu + 1).
-        cache_layout: "half" keeps un-rotated t, d/2 numbers a head; "rotated" keeps ready keys of width d: RoPE's
-            bytes, and nothing to re-rotate when decoding without a fused kernel.
-        decode_backend: what decoding steps of CoCA layers with a "half" cache run on: "sdpa" re-rotates the cached t at
-            each token; "triton" reads it as it is, and raises where device, dtype or width forbid it (prompts,
-            gradients, documents and other attention implementations still go to SDPA); "auto" chooses. A choice
-            for this machine, so it is never saved: say it again to `from_pretrained`.
-        train_length: the length of training, which dynamic NTK and YaRN measure against.
+        decode_backend: the backend of CoCA's decoding steps: "auto", "sdpa", or "triton", which raises where device,
+            dtype or width forbid it. It is a choice for one machine and is not saved with the model.
+        train_length: length of training, against which dynamic NTK, YaRN and `log_length` measure.
         rope_parameters: as in transformers; for ``"rope_type": "dynamic"`` also ``"mode"``, "per_query" (default)
-            or "per_request". A linear CoCA layer keeps turned sums, so it takes every law but "dynamic".
-        log_length: multiply the scores of the n-th token of a text, n > `train_length`, by ln n / ln train_length, in
-            every layer with a softmax (in a window, n is at most its width).
+            or "per_request". Linear CoCA layers take every scaling except "dynamic".
+        log_length: multiply the scores of the n-th token, n > `train_length`, by ln n / ln train_length, in every
+            layer with a softmax (in a window, n is at most its width).
         causal: False makes a bidirectional encoder.
-        learned_positions: for an encoder, how many positions have an embedding of their own, added to the tokens'; no
-            text may be longer. 0 = none: the order of tokens is what attention makes of it, and the weights of
-            cosFormer, exact CoCA and ALiBi are the same to the left and to the right.
+        learned_positions: for an encoder, the number of positions with an embedding of their own, added to the tokens';
+            no sequence may be longer. 0 = none.
 
     >>> FarspanConfig.preset("tiny", attention="rope").num_hidden_layers
     4
@@ -86,7 +81,6 @@ class FarspanConfig(PreTrainedConfig):
     cosformer_max_length: int | None = None
     cosformer_beyond: str = "raise"
     cosformer_activation: str = "relu"
-    cache_layout: str = "half"
     decode_backend: str = "auto"
     causal: bool = True
     learned_positions: int = 0
@@ -113,12 +107,14 @@ class FarspanConfig(PreTrainedConfig):
         `__new__` also runs when a config is unpickled or copied, as in the worker processes of a server. Importing
         the models takes seconds, so `import farspan` alone does not.
         """
-        from farspan.models import heads  # noqa: F401
+        from farspan import modeling_farspan  # noqa: F401
 
         return super().__new__(cls)
 
     def __post_init__(self, **kwargs: Any) -> None:
-        self._refuse_misspelled(kwargs)
+        if kwargs.pop("cache_layout", "half") == "rotated":
+            logging.getLogger(__name__).warning("cache_layout='rotated' is gone; CoCA caches un-rotated t everywhere")
+        self._check_misspelled(kwargs)
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         if self.head_dim is None:
@@ -129,7 +125,7 @@ class FarspanConfig(PreTrainedConfig):
             )
             self.head_dim = self.hidden_size // self.num_attention_heads
         if self.rope_parameters is not None and self.rope_parameters.get("rope_type") in ("yarn", "llama3"):
-            # transformers would fill in max_position_embeddings, which here is a hope and not a fact of training.
+            # transformers would fill in max_position_embeddings, which says nothing about training here.
             self.rope_parameters = {"original_max_position_embeddings": self.train_length, **self.rope_parameters}
         if kwargs.get("attn_implementation") is None:
             kwargs["attn_implementation"] = "farspan"
@@ -139,7 +135,7 @@ class FarspanConfig(PreTrainedConfig):
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> "FarspanConfig":
-        """A named size ("350m" of the paper, "33m", "tiny") with some fields replaced."""
+        """Make the configuration of a named size ("350m" of the paper, "33m", "tiny") with some fields replaced."""
         require_choice("preset", name, PRESETS)
         try:
             config = cls(**{**PRESETS[name], **overrides})
@@ -147,7 +143,7 @@ class FarspanConfig(PreTrainedConfig):
             reason = " ".join(str(error).split())
             raise ValueError(f"options of preset {name!r} must be a model's fields ({reason}); correct them") from error
         known = {"attn_implementation", *(field.name for field in fields(cls))}
-        for key in overrides:  # which transformers would keep without a use for them
+        for key in overrides:  # transformers would keep unknown ones without a word
             hint = "see help(FarspanConfig)"
             if key in AttentionSpec.__dataclass_fields__:
                 hint = f"it belongs to an attention: attention={{'kind': 'coca', {key!r}: …}}"
@@ -159,14 +155,14 @@ class FarspanConfig(PreTrainedConfig):
 
     @property
     def attention_specs(self) -> tuple[AttentionSpec, ...]:
-        """One spec a layer."""
+        """One spec per layer."""
         if isinstance(self.attention, list):
             return tuple(AttentionSpec.parse(entry) for entry in self.attention)
         return (AttentionSpec.parse(self.attention),) * self.num_hidden_layers
 
     @property
     def layer_types(self) -> list[str]:
-        """transformers' names for what each layer caches."""
+        """What each layer caches, in transformers' words."""
         return ["full_attention" if spec.window is None else "sliding_attention" for spec in self.attention_specs]
 
     @property
@@ -176,7 +172,7 @@ class FarspanConfig(PreTrainedConfig):
         return max(windows, default=None)
 
     def rotary(self) -> Rotary:
-        """The model's angles, from `rope_parameters`."""
+        """Make the rotary that `rope_parameters` describe."""
         rope = self.rope_parameters or {}
         kind, factor = rope.get("rope_type", "default"), rope.get("factor", 1.0)
         length = rope.get("original_max_position_embeddings", self.train_length)
@@ -185,7 +181,7 @@ class FarspanConfig(PreTrainedConfig):
             rope.get("partial_rotary_factor", 1.0) == 1.0,
             f"partial_rotary_factor must be 1, got {rope.get('partial_rotary_factor')}; every pair is rotated here",
         )
-        laws = {
+        scalings = {
             "default": lambda: None,
             "linear": lambda: Linear(factor),
             "ntk": lambda: NTK(factor),
@@ -203,16 +199,16 @@ class FarspanConfig(PreTrainedConfig):
             ),
         }
         assert self.head_dim is not None
-        return Rotary(self.head_dim, rope.get("rope_theta", 10_000.0), laws[kind]())
+        return Rotary(self.head_dim, rope.get("rope_theta", 10_000.0), scalings[kind]())
 
     def to_dict(self) -> dict[str, Any]:
-        """All that makes the model; not `decode_backend`, or a checkpoint made on a GPU would fail on a CPU."""
+        """Return all that makes the model; not `decode_backend`, or a checkpoint made on a GPU would fail on a CPU."""
         values = super().to_dict()
         del values["decode_backend"]
         return values
 
     def _normalised_attention(self) -> str | list[Any] | dict[str, Any]:
-        """Only what JSON can hold, each entry checked."""
+        """Return `attention` as JSON can hold it, each entry checked."""
         if not isinstance(self.attention, list):
             spec = AttentionSpec.parse(self.attention)
             return self.attention if isinstance(self.attention, str) else spec.to_dict()
@@ -224,12 +220,12 @@ class FarspanConfig(PreTrainedConfig):
         return [entry if isinstance(entry, str) else AttentionSpec.parse(entry).to_dict() for entry in self.attention]
 
     def _check(self) -> None:
-        specs = self.attention_specs  # refuses unknown names
+        specs = self.attention_specs  # raises for unknown names
         assert self.head_dim is not None
         assert self.num_key_value_heads is not None
         require_choice("coca_activation", self.coca_activation, ACTIVATIONS)
-        require_choice("cosformer_beyond", self.cosformer_beyond, cosformer.BEYOND)
-        require_choice("cosformer_activation", self.cosformer_activation, cosformer.ACTIVATIONS)
+        require_choice("cosformer_beyond", self.cosformer_beyond, BEYOND)
+        require_choice("cosformer_activation", self.cosformer_activation, COSFORMER_ACTIVATIONS)
         require(
             self.cosformer_max_length is None or self.cosformer_max_length >= 1,
             f"cosformer_max_length must be at least 1 or None, got {self.cosformer_max_length}; None is train_length",
@@ -238,34 +234,31 @@ class FarspanConfig(PreTrainedConfig):
             self.learned_positions >= 0,
             f"learned_positions must be at least 0, got {self.learned_positions}; 0 is none",
         )
-        require_choice("cache_layout", self.cache_layout, ("half", "rotated"))
-        require_choice("decode_backend", self.decode_backend, decoding.BACKENDS)
-        rotary = self.rotary()  # refuses odd head_dim and bad scaling
+        require_choice("decode_backend", self.decode_backend, DECODE_BACKENDS)
+        rotary = self.rotary()  # raises for odd head_dim and bad scaling
         require(
             self.num_attention_heads % self.num_key_value_heads == 0,
             f"num_key_value_heads must divide num_attention_heads = {self.num_attention_heads}, "
             f"got {self.num_key_value_heads}; choose a divisor",
         )
         require(
-            self.cache_layout == "half" or not rotary.follows_query or all(spec.kind != "coca" for spec in specs),
-            "cache_layout 'rotated' cannot hold keys that turn with each query, got per_query dynamic NTK; use 'half'",
-        )
-        require(
             not rotary.is_dynamic or not any(spec.kind == "linear-coca" and spec.rotary for spec in specs),
-            f"linear-coca layers need fixed frequencies, got {rotary.scaling}: sums cannot be turned again; "
+            f"linear-coca layers need fixed frequencies, got {rotary.scaling}: sums cannot be rotated again; "
             "use rope_type 'ntk', 'linear' or 'yarn'",
         )
-
         require(
             not self.log_length or (self.causal and self.train_length > 1 and not all(spec.linear for spec in specs)),
             "log_length needs a causal model with a softmax and train_length ≥ 2, got "
             f"causal={self.causal}, attention={self.attention!r}, train_length={self.train_length}; leave it out",
         )
 
-    def _refuse_misspelled(self, extra: dict[str, Any]) -> None:
-        """A key that is nearly one of ours would otherwise be swallowed, and a default used in its place."""
+    def _check_misspelled(self, extra: dict[str, Any]) -> None:
+        """Raise for a key that is nearly one of ours: it would be ignored, and the default used in its place."""
         names = [field.name for field in fields(self)]
         for key in extra:
             near = get_close_matches(key, names, n=3, cutoff=0.8)
             if near and not hasattr(PreTrainedConfig, key):
                 raise unknown("configuration key", key, near)
+
+
+AutoConfig.register("farspan", FarspanConfig, exist_ok=True)

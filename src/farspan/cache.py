@@ -1,0 +1,280 @@
+"""What one layer keeps between calls: keys and values, or the sums of a linear layer. Torch only.
+
+:class:`farspan.FarspanCache` holds one of these per layer, so that `generate`, beam search and assisted decoding of
+transformers use the same objects as a plain layer does. They speak transformers' protocol of a cache layer.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from farspan.errors import require
+from farspan.ops.cosformer import LinearState
+
+ONE_BY_ONE = 64
+"""Up to this many new tokens, more calls like this are expected, and spare capacity is allocated for them."""
+
+
+class LayerCache:
+    """Keys and values of one layer; with a window, only those that a later query can see.
+
+    It keeps what the layer gives it: for CoCA the un-rotated t (d/2 numbers per head) and v, three quarters of what
+    RoPE keeps.
+
+    >>> cache = LayerCache(window=3)
+    >>> for n in range(5):
+    ...     k, v = cache.update(torch.full((1, 1, 1, 2), float(n)), torch.zeros(1, 1, 1, 4))
+    >>> k[0, 0, :, 0].tolist(), cache.get_seq_length()
+    ([2.0, 3.0, 4.0], 5)
+    """
+
+    is_compileable = False
+    is_croppable = True
+    supports_early_init = False
+    record_past = False
+
+    def __init__(self, window: int | None = None) -> None:
+        require(window is None or window >= 1, f"window must be at least 1 or None, got {window}")
+        self.window = self.sliding_window = window
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
+        self._storage = _Storage(), _Storage()
+        self._seen = 0
+
+    def __repr__(self) -> str:
+        return f"LayerCache({'' if self.window is None else f'window={self.window}'})"
+
+    @property
+    def is_sliding(self) -> bool:
+        """Whether only a window is kept."""
+        return self.window is not None
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether something is kept."""
+        return self.keys is not None
+
+    def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Append (b, g, n, ·) and return all that the n new queries can see."""
+        new = keys.shape[2]
+        self._seen += new
+        if self.keys is not None and self.values is not None:
+            keys = self._storage[0].append(self.keys, keys)
+            values = self._storage[1].append(self.values, values)
+        self.keys, self.values = keys, values
+        if self.window is None:
+            return keys, values
+        if self.record_past:  # `crop` cuts to the window later
+            seen = self.window - 1 + new
+            return keys[:, :, -seen:], values[:, :, -seen:]
+        self._drop_past()
+        return keys, values
+
+    def _drop_past(self) -> None:
+        """Keep the last window - 1 tokens."""
+        assert self.window is not None
+        assert self.keys is not None
+        assert self.values is not None
+        first = max(0, self.keys.shape[2] - self.window + 1)
+        self.keys = self._storage[0].keep(self.keys, first, self.window + ONE_BY_ONE)
+        self.values = self._storage[1].keep(self.values, first, self.window + ONE_BY_ONE)
+
+    def get_seq_length(self) -> int:
+        """Return the number of tokens so far, dropped ones included."""
+        return self._seen
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return how many keys `update` will return, and the index of the first of them."""
+        kept = self._seen if self.window is None else min(self._seen, self.window - 1)
+        return kept + query_length, self._seen - kept
+
+    def get_max_length(self) -> int:
+        """Return the most tokens kept; -1 for no limit."""
+        return -1 if self.window is None else self.window
+
+    def activate_past_recording(self) -> None:
+        """Keep everything until the next :meth:`crop`, as assisted decoding needs."""
+        self.record_past = True
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last tokens: -k removes k. A window layer can only do so before its window is full."""
+        require(tokens_to_remove <= 0, f"crop takes minus the number of tokens to remove, got {tokens_to_remove}")
+        if self.keys is None or self.values is None:
+            return
+        if tokens_to_remove < 0:
+            require(
+                self.window is None or self.record_past or self._seen < self.window,
+                f"cannot remove {-tokens_to_remove} tokens: this layer keeps only its window of {self.window}; "
+                "start again",
+            )
+            self.keys, self.values = self.keys[:, :, :tokens_to_remove], self.values[:, :, :tokens_to_remove]
+            self._seen = max(0, self._seen + tokens_to_remove)
+        if self.window is not None:
+            self._drop_past()
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.keys = self.values = None
+        self._storage, self._seen = (_Storage(), _Storage()), 0
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Replace the batch by the chosen rows (beam search)."""
+        if self.keys is not None and self.values is not None:
+            rows = beam_idx.to(self.keys.device)
+            self.keys, self.values = self.keys.index_select(0, rows), self.values.index_select(0, rows)
+
+    batch_select_indices = reorder_cache
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row of the batch."""
+        if self.keys is not None and self.values is not None:
+            self.keys = self.keys.repeat_interleave(repeats, dim=0)
+            self.values = self.values.repeat_interleave(repeats, dim=0)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values."""
+        return sum(x.nbytes for x in (self.keys, self.values) if x is not None)
+
+
+class _Storage:
+    """Tokens (b, g, n, width) in a buffer with spare capacity, so that a new token copies none before it."""
+
+    def __init__(self) -> None:
+        self.buffer: Tensor | None = None
+        self.held: Tensor | None = None
+        """The part of the buffer that was handed out last; what others made of it is copied."""
+        self.start = 0
+
+    def append(self, held: Tensor, new: Tensor) -> Tensor:
+        """Return `held` and then `new`, in place where `held` is the part of the buffer handed out last."""
+        if torch.compiler.is_compiling() or (torch.is_grad_enabled() and (held.requires_grad or new.requires_grad)):
+            return torch.cat((held, new), dim=2)
+        old, total = held.shape[2], held.shape[2] + new.shape[2]
+        buffer, end = self.buffer, self.start + total
+        if buffer is None or held is not self.held or end > buffer.shape[2] or not _may_write(buffer, new):
+            spare = total // 4 if new.shape[2] <= ONE_BY_ONE else 0
+            buffer = self.buffer = held.new_empty(*held.shape[:2], total + spare, held.shape[3])
+            buffer[:, :, :old] = held
+            self.start, end = 0, total
+        buffer[:, :, end - new.shape[2] : end] = new
+        self.held = buffer[:, :, self.start : end]
+        return self.held
+
+    def keep(self, held: Tensor, first: int, limit: int) -> Tensor:
+        """Return the tokens from `first` on; copy them if more than `limit` would stay in memory before them."""
+        kept = held[:, :, first:] if first else held
+        if held is self.held and self.start + first <= limit:
+            self.start, self.held = self.start + first, kept
+            return kept
+        return kept if first == 0 else kept.clone()
+
+
+def _may_write(buffer: Tensor, new: Tensor) -> bool:
+    return buffer.dtype == new.dtype and (not buffer.is_inference() or torch.is_inference_mode_enabled())
+
+
+class StateCache:
+    """The sums of a linear layer, of one size however many tokens were seen.
+
+    `keys` is the numerator's sum, `values` the denominator's. With `max_length` the cache is static: sums are
+    overwritten in place and the count is a tensor, for torch.compile.
+
+    >>> cache = StateCache()
+    >>> cache.get_seq_length(), cache.nbytes
+    (0, 0)
+    """
+
+    is_sliding = False
+    is_croppable = False
+    supports_early_init = False
+
+    def __init__(self, max_length: int | None = None) -> None:
+        self.max_length = max_length
+        self.is_compileable = max_length is not None
+        self.reset()
+
+    def __repr__(self) -> str:
+        return "StateCache()"
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether some token was seen."""
+        return self.keys is not None
+
+    @property
+    def state(self) -> LinearState | None:
+        """The state that the op continues from."""
+        if self.keys is None or self.values is None:
+            return None
+        anchor, position, first = self._where
+        return LinearState(self.keys, self.values, anchor, position, first, self._kernel)
+
+    def advance(self, state: LinearState, tokens: int) -> None:
+        """Replace the sums by those after `tokens` more."""
+        rows = state.numerator.shape[0]
+        new = [state.numerator, state.denominator, *(x.expand(rows, 1).contiguous() for x in state[2:5])]
+        if self.max_length is None or self.keys is None:
+            self.keys, self.values, *self._where = new
+            self._kernel = state.kernel
+            if isinstance(self._seen, Tensor):
+                self._seen = self._seen.to(state.numerator.device)
+                if not torch.compiler.is_compiling():  # CUDA graphs need addresses that stay
+                    for fixed in (self.keys, self.values, *self._where, self._seen):
+                        torch._dynamo.mark_static_address(fixed)
+        else:
+            for held, now in zip((self.keys, self.values, *self._where), new, strict=True):
+                assert held is not None
+                held.copy_(now)
+        if isinstance(self._seen, Tensor):
+            self._seen.add_(tokens)
+        else:
+            self._seen += tokens
+
+    def get_seq_length(self) -> int:
+        """Return the number of tokens so far; a tensor if the cache is static and in use."""
+        return self._seen if self.is_initialized else 0  # type: ignore[return-value]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return the new tokens only; for a static cache all slots, as wide as its mask."""
+        return (query_length, self.get_seq_length()) if self.max_length is None else (self.max_length, 0)
+
+    def get_max_length(self) -> int:
+        """Return -1: there is no limit."""
+        return -1
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Raise unless there is nothing to remove: summed tokens cannot be taken out."""
+        require(
+            tokens_to_remove == 0,
+            f"a linear layer cannot remove {abs(tokens_to_remove)} tokens, they are summed; start again",
+        )
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
+        self._where: list[Tensor] = []
+        self._kernel = ""
+        self._seen: int | Tensor = 0 if self.max_length is None else torch.tensor(0)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Replace the batch by the chosen rows (beam search)."""
+        if self.keys is not None and self.values is not None:
+            rows = beam_idx.to(self.keys.device)
+            self.keys, self.values = self.keys.index_select(0, rows), self.values.index_select(0, rows)
+            self._where = [x.index_select(0, rows) for x in self._where]
+
+    batch_select_indices = reorder_cache
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row of the batch."""
+        if self.keys is not None:
+            rows = torch.arange(self.keys.shape[0], device=self.keys.device)
+            self.reorder_cache(rows.repeat_interleave(repeats))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the state."""
+        return 0 if self.state is None else self.state.nbytes

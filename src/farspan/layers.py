@@ -1,0 +1,506 @@
+"""Attention layers as plain nn.Modules, usable in anyone's transformer."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from farspan.cache import LayerCache, StateCache
+from farspan.errors import require, require_choice, unknown
+from farspan.ops.coca import coca_attention, coca_features, kernel_features, why_not_feature_kernel
+from farspan.ops.coca_decode import is_decoding_step
+from farspan.ops.cosformer import ACTIVATIONS as COSFORMER_ACTIVATIONS
+from farspan.ops.cosformer import BEYOND, LinearState, cosformer_attention
+from farspan.ops.device import wants_gradient, working_dtype
+from farspan.ops.masking import AttentionContext, AttentionMask, Positions, make_mask
+from farspan.ops.rotary import Rotary, log_length, odd_width
+from farspan.ops.softmax import alibi_attention, rope_attention
+
+__all__ = [
+    "AlibiAttention",
+    "Attention",
+    "AttentionSpec",
+    "CocaAttention",
+    "CosformerAttention",
+    "LayerCache",
+    "LinearCocaAttention",
+    "RopeAttention",
+    "StateCache",
+]
+
+NAMES = ("rope", "alibi", "coca-exact", "coca-strict", "coca-slack", "cosformer", "linear-coca")
+"""Every attention that has a name."""
+KINDS = ("rope", "alibi", "coca", "cosformer", "linear-coca")
+COCA_FORMS = ("exact", "strict", "slack")
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "softplus": F.softplus}
+DECODE_BACKENDS = ("auto", "sdpa", "triton")
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """The attention of one layer.
+
+    >>> AttentionSpec.parse("coca-exact")
+    AttentionSpec(kind='coca', form='exact', window=None, rotary=True)
+    >>> AttentionSpec.parse({"kind": "coca", "form": "exact", "window": 128}).name
+    'coca-exact'
+    """
+
+    kind: str
+    """"rope", "alibi", "coca", "cosformer" or "linear-coca"."""
+    form: str | None = None
+    """For CoCA: "exact" (default), "strict" or "slack"."""
+    window: int | None = None
+    """See only the last `window` keys; None = all."""
+    rotary: bool = True
+    """False = no positions in this layer (NoPE; in a linear layer: no re-weighting). ALiBi never rotates."""
+
+    def __post_init__(self) -> None:
+        require_choice("kind", self.kind, KINDS)
+        if self.kind == "coca":
+            object.__setattr__(self, "form", self.form or "exact")
+            require_choice("form", self.form, COCA_FORMS)
+        else:
+            require(self.form is None, f"form belongs to kind 'coca', got {self.form!r} for {self.kind!r}; remove it")
+        if self.kind == "alibi":
+            object.__setattr__(self, "rotary", False)
+        require(
+            self.window is None or not self.linear,
+            f"window cannot be combined with kind {self.kind!r}, got {self.window!r}; its sums hold the whole sequence",
+        )
+        require(
+            self.window is None or (isinstance(self.window, int) and self.window >= 1),
+            f"window must be a whole number of keys ≥ 1 or None, got {self.window!r}; None sees everything",
+        )
+
+    @property
+    def name(self) -> str:
+        """The name among :data:`NAMES`."""
+        return f"coca-{self.form}" if self.kind == "coca" else self.kind
+
+    @property
+    def linear(self) -> bool:
+        """Whether the layer keeps sums in place of keys."""
+        return self.kind in ("cosformer", "linear-coca")
+
+    @property
+    def collinear(self) -> bool:
+        """Whether its keys are coefficients t ≥ 0, d/2 per head."""
+        return self.kind in ("coca", "linear-coca")
+
+    @classmethod
+    def parse(cls, value: "str | Mapping[str, Any] | AttentionSpec") -> "AttentionSpec":
+        """Make a spec from its name, from a mapping of its fields, or from itself."""
+        if isinstance(value, AttentionSpec):
+            return value
+        if isinstance(value, str):
+            require_choice("attention", value, NAMES)
+            if value in KINDS:
+                return cls(value)
+            kind, _, form = value.partition("-")
+            return cls(kind, form)
+        require(
+            isinstance(value, Mapping),
+            f"attention must be a name or a mapping for each layer, got {value!r}; choose from {', '.join(NAMES)}",
+        )
+        options = [field.name for field in fields(cls)]
+        for key in value:
+            if key not in options:
+                raise unknown("attention key", key, options)
+        require("kind" in value, f"attention needs a 'kind' in each layer's mapping, got {dict(value)!r}")
+        return cls(**value)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as plain values, for a configuration file."""
+        return asdict(self)
+
+
+class Cache(Protocol):
+    """What a layer asks of its cache: :class:`LayerCache`, or a layer of any transformers Cache."""
+
+    @property
+    def is_compileable(self) -> bool: ...
+
+    def update(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]: ...
+
+    def get_seq_length(self) -> int: ...
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]: ...
+
+
+class Attention(nn.Module):
+    """Self-attention of any softmax kind: projections, one op, output projection.
+
+    CoCA has `t_proj`, of d/2 outputs per key head, in place of `k_proj`. Strict CoCA's `q_proj` has d/2 outputs per
+    head, used for both members of each pair (Eq. 11).
+
+    Args:
+        hidden_size: width of input and output.
+        num_heads: query heads h.
+        spec: the kind of attention.
+        rotary: the angles; ignored where the spec says no rotation.
+        num_key_heads: key heads g, a divisor of h; default h.
+        head_dim: d; default hidden_size / h.
+        qkv_bias, out_bias: give the projections a bias.
+        qk_norm_eps: normalise q and k (or t, before its activation) per head with RMSNorm (Qwen3); None = no.
+        coca_activation: keeps t ≥ 0, "relu" (the paper) or "softplus".
+        causal: a query sees keys up to itself.
+        decode_backend: the op's backend for steps of few tokens without gradients: "auto", "sdpa" or "triton".
+        log_length: length of training, past which scores grow with the logarithm of a query's position
+            (:func:`farspan.ops.rotary.log_length`); None = never.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        spec: AttentionSpec | str,
+        *,
+        rotary: Rotary | None = None,
+        num_key_heads: int | None = None,
+        head_dim: int | None = None,
+        qkv_bias: bool = False,
+        out_bias: bool = False,
+        qk_norm_eps: float | None = None,
+        coca_activation: str = "relu",
+        causal: bool = True,
+        decode_backend: str = "auto",
+        log_length: int | None = None,
+    ) -> None:
+        super().__init__()
+        require_choice("coca_activation", coca_activation, ACTIVATIONS)
+        require_choice("decode_backend", decode_backend, DECODE_BACKENDS)
+        self.spec = AttentionSpec.parse(spec)
+        require(
+            type(self) is not Attention or not self.spec.linear,
+            f"spec {self.spec.name!r} is a linear attention, which Attention is not; "
+            "build CosformerAttention, which also needs its max_length, or LinearCocaAttention",
+        )
+        self.num_heads, self.num_key_heads = num_heads, num_key_heads or num_heads
+        require(
+            head_dim is not None or hidden_size % num_heads == 0,
+            f"hidden_size must be a multiple of num_heads = {num_heads}, got {hidden_size}; or give head_dim",
+        )
+        self.head_dim = head_dim or hidden_size // num_heads
+        require(self.head_dim % 2 == 0, lambda: odd_width(self.head_dim))
+        require(
+            num_heads % self.num_key_heads == 0,
+            f"num_key_heads must divide num_heads = {num_heads}, got {self.num_key_heads}; choose a divisor",
+        )
+        require(
+            log_length is None or (type(log_length) is int and log_length > 1 and causal and not self.spec.linear),
+            f"log_length must be None or a length ≥ 2, in a causal layer with a softmax, got {log_length!r} for "
+            f"{self.spec.name!r}, causal={causal}; leave it out",
+        )
+        self.rotary = (rotary or Rotary(self.head_dim)) if self.spec.rotary else None
+        self.causal, self.coca_activation, self.decode_backend = causal, coca_activation, decode_backend
+        self.log_length = log_length
+        self.scaling = self.head_dim**-0.5
+        self.form = "slack" if self.spec.form == "slack" else "exact"  # strict is exact with a tied query
+        self._follows_auto = decode_backend == "auto" and self.spec.form != "strict"
+        self.collinear = collinear = self.spec.collinear
+        self.key_width = self.head_dim // 2 if collinear else self.head_dim
+        self.query_width = self.head_dim // 2 if self.spec.form == "strict" else self.head_dim
+        self.q_proj = nn.Linear(hidden_size, num_heads * self.query_width, bias=qkv_bias)
+        key_proj = nn.Linear(hidden_size, self.num_key_heads * self.key_width, bias=qkv_bias)
+        self.register_module("t_proj" if collinear else "k_proj", key_proj)
+        self.v_proj = nn.Linear(hidden_size, self.num_key_heads * self.head_dim, bias=qkv_bias)
+        self.o_proj = nn.Linear(num_heads * self.head_dim, hidden_size, bias=out_bias)
+        self.qk_norm = qk_norm_eps is not None
+        if qk_norm_eps is not None:
+            self.q_norm = nn.RMSNorm(self.query_width, eps=qk_norm_eps)
+            self.register_module("t_norm" if collinear else "k_norm", nn.RMSNorm(self.key_width, eps=qk_norm_eps))
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Project x (b, n, hidden) to q (b, h, n, d), k (b, g, n, d) or t (b, g, n, d/2), and v (b, g, n, d)."""
+        collinear = self.collinear
+        shape = (*x.shape[:-1], -1)
+        q = self.q_proj(x).view(*shape, self.query_width)
+        k = (self.t_proj if collinear else self.k_proj)(x).view(*shape, self.key_width)
+        v = self.v_proj(x).view(*shape, self.head_dim)
+        if self.qk_norm:
+            q, k = self.q_norm(q), (self.t_norm if collinear else self.k_norm)(k)
+        if collinear:
+            k = ACTIVATIONS[self.coca_activation](k)  # Eq. 6: one non-negative coefficient per pair
+        if self.query_width != self.head_dim:
+            q = torch.cat((q, q), dim=-1)  # Eq. 11
+        if q.dtype != v.dtype or k.dtype != v.dtype:  # autocast runs norms and softplus wider than the projections
+            q, k = q.to(v.dtype), k.to(v.dtype)
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+    def forward(
+        self,
+        x: Tensor,
+        context: AttentionContext | None = None,
+        cache: Cache | None = None,
+        *,
+        positions: Positions = None,
+        padding_mask: Tensor | None = None,
+        documents: Tensor | None = None,
+    ) -> Tensor:
+        """Attend from x (b, n, hidden) to itself and to what the cache holds → (b, n, hidden).
+
+        A model passes its `context`. Otherwise `positions` and masks are those of the ops; with a cache they cover the
+        keys that it returns.
+        """
+        q, k, v = self.project(x)
+        if context is None:
+            require(
+                self.log_length is None or positions is not None or (documents is None and padding_mask is None),
+                "positions must be given with log_length where there are documents or padding, got None: the position "
+                "of a token decides; count from each document's start",
+            )
+            if cache is not None:
+                seen = cache.get_seq_length() + x.shape[1]
+                k, v = cache.update(k, v)
+                positions = seen - k.shape[2] if positions is None else positions
+            mask = make_mask(
+                q.shape[2],
+                k.shape[2],
+                x.shape[0],
+                x.device,
+                positions=positions,
+                causal=self.causal,
+                window=self.spec.window,
+                padding_mask=padding_mask,
+                documents=documents,
+            )
+            out = self.attend(q, k, v, mask, self.rotary)
+        else:
+            out = self.attend(*self.remember(q, k, v, context, cache))
+        del q, k, v  # at 32k tokens they would be half of the peak during the output projection
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+    def remember(
+        self, q: Tensor, k: Tensor, v: Tensor, context: AttentionContext, cache: Cache | None
+    ) -> tuple[Tensor, Tensor, Tensor, AttentionMask, Rotary | None]:
+        """Add new keys and values to the cache; return what :meth:`attend` takes.
+
+        RoPE with fixed frequencies caches rotated keys, as LLaMA does; all else is cached un-rotated.
+        """
+        rotary = self.rotary
+        if rotary is not None and context.rotary_length is not None and rotary.follows_length:
+            rotary = rotary.at_length(context.rotary_length)
+        if cache is None:
+            return q, k, v, context.mask(self.spec.window), rotary
+        if self.spec.kind == "rope" and rotary is not None and self.rotary is not None and not self.rotary.is_dynamic:
+            angles = context.new_tokens(cache.get_seq_length()).angles(rotary)
+            q, k, rotary = angles.rotate_keys(q), angles.rotate_keys(k), None
+        past, (length, offset) = cache.get_seq_length(), cache.get_mask_sizes(q.shape[2])
+        mask = context.mask(self.spec.window, past=past, length=length, offset=offset)
+        k, v = cache.update(k, v)
+        if k.shape[2] > mask.m:  # static: the tail is still empty; growing: more than the window was kept
+            keys = slice(None, mask.m) if cache.is_compileable else slice(-mask.m, None)
+            k, v = k[:, :, keys], v[:, :, keys]
+        return q, k, v, mask, rotary
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, rotary: Rotary | None) -> Tensor:
+        """Call the layer's op: (b, h, n, d), (b, g, m, ·), (b, g, m, d) → (b, h, n, d)."""
+        if self.log_length is not None:
+            q = self.sharpen(q, mask)
+        if self.spec.kind == "coca":
+            backend = "auto" if self._follows_auto else self._backend(q, k, v, mask)
+            return coca_attention(
+                q, k, v, rotary=rotary, form=self.form, mask=mask, scale=self.scaling, backend=backend
+            )
+        if self.spec.kind == "alibi":
+            return alibi_attention(q, k, v, mask=mask, scale=self.scaling)
+        return rope_attention(q, k, v, rotary=rotary, mask=mask, scale=self.scaling)
+
+    def _backend(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> str:
+        """Return `decode_backend` for a step of few tokens; strict CoCA's prompts do without the feature kernel."""
+        group = self.num_heads // self.num_key_heads
+        if is_decoding_step(q.shape[2], group) and mask.documents is None and not wants_gradient(q, k, v):
+            return self.decode_backend
+        return "sdpa" if self.spec.form == "strict" else "auto"  # for a kernel the tied query would be written out
+
+    def features(self, q: Tensor, k: Tensor, mask: AttentionMask, rotary: Rotary | None) -> tuple[Tensor, Tensor]:
+        """Compute queries and keys whose plain dot product is this layer's score, for other attention code."""
+        if self.log_length is not None:
+            q = self.sharpen(q, mask)
+        angles = None if rotary is None else mask.angles(rotary)
+        if self.spec.kind == "coca":
+            if angles is not None and self.spec.form != "strict" and why_not_feature_kernel(q) is None:
+                return kernel_features(q, k, angles, self.form)
+            tables = (None, None) if angles is None else (angles.query(q.dtype), angles.key(k.dtype))
+            q, k = coca_features(q, k, *tables, form=self.form)
+            gap = self.head_dim - q.shape[-1]  # NoPE needs d/2, but other kernels want one width
+            return (F.pad(q, (0, gap)), F.pad(k, (0, gap))) if gap else (q, k)
+        return (q, k) if angles is None else (angles.rotate_queries(q), angles.rotate_keys(k))
+
+    def sharpen(self, q: Tensor, mask: AttentionMask) -> Tensor:
+        """Multiply queries by the length temperature of `log_length`."""
+        gain = mask.share(("log_length", self.log_length, self.spec.kind, q.dtype), lambda: self._gain(mask, q.dtype))
+        return q if gain is None else (q * gain).to(q.dtype)
+
+    def _gain(self, mask: AttentionMask, dtype: torch.dtype) -> Tensor | None:
+        """Compute what `log_length` multiplies queries by, (b|1, 1, n, 1); None if it is 1 for all."""
+        trained, window = self.log_length, mask.window
+        assert trained is not None
+        if window is not None and window <= trained:
+            return None
+        if mask.first is not None and mask.first + mask.m <= trained:
+            return None
+        count = mask.query_positions + 1
+        gain = log_length(count if window is None else count.clamp(max=window), trained)
+        gain = gain.sqrt() if self.spec.kind == "coca" else gain  # CoCA's scores are of second degree in the query
+        return gain[:, None, :, None].to(working_dtype(dtype))
+
+
+class CocaAttention(Attention):
+    """Collinear constrained attention in form "exact", "strict" or "slack"; nope=True leaves rotation out.
+
+    >>> layer, cache = CocaAttention(32, 4, num_key_heads=2), LayerCache()
+    >>> x = torch.randn(1, 10, 32)
+    >>> whole = layer(x)
+    >>> pieces = torch.cat([layer(piece, cache=cache) for piece in x.split(4, dim=1)], dim=1)
+    >>> torch.allclose(whole, pieces, atol=1e-6), cache.keys.shape
+    (True, torch.Size([1, 2, 10, 4]))
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        *,
+        form: str = "exact",
+        window: int | None = None,
+        nope: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(hidden_size, num_heads, AttentionSpec("coca", form, window, not nope), **options)
+
+
+class RopeAttention(Attention):
+    """Rotary attention (RoFormer, LLaMA); nope=True leaves rotation out.
+
+    >>> layer, x = RopeAttention(32, 4, num_key_heads=2, window=3), torch.randn(1, 10, 32)
+    >>> out, changed = layer(x), layer(torch.cat((x[:, :1] + 1, x[:, 1:]), dim=1))
+    >>> (out != changed).any(-1).nonzero()[:, 1].tolist()  # the tokens that see the first one
+    [0, 1, 2]
+    """
+
+    def __init__(
+        self, hidden_size: int, num_heads: int, *, window: int | None = None, nope: bool = False, **options: Any
+    ) -> None:
+        super().__init__(hidden_size, num_heads, AttentionSpec("rope", None, window, not nope), **options)
+
+
+class AlibiAttention(Attention):
+    """Attention with linear biases, one fixed slope per head; only distances count.
+
+    >>> layer, x = AlibiAttention(32, 4), torch.randn(1, 10, 32)
+    >>> layer(x).shape, torch.allclose(layer(x), layer(x, positions=1000), atol=1e-5)
+    (torch.Size([1, 10, 32]), True)
+    """
+
+    def __init__(self, hidden_size: int, num_heads: int, *, window: int | None = None, **options: Any) -> None:
+        super().__init__(hidden_size, num_heads, AttentionSpec("alibi", None, window), **options)
+
+
+class LinearAttention(Attention):
+    """What linear layers share; a subclass says which op they call."""
+
+    def op(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+        """Call the op with the layer's constants → (b, h, n, d), or with the state if `return_state`."""
+        raise NotImplementedError
+
+    def forward(  # type: ignore[override]
+        self,
+        x: Tensor,
+        context: AttentionContext | None = None,
+        cache: StateCache | None = None,
+        *,
+        positions: Positions = None,
+        padding_mask: Tensor | None = None,
+        documents: Tensor | None = None,
+    ) -> Tensor:
+        """Attend from x (b, n, hidden) to itself and to all that the cache has summed → (b, n, hidden).
+
+        A model passes its `context`. Otherwise positions and masks are those of the n new tokens.
+        """
+        options: dict[str, Any] = {"positions": positions, "padding_mask": padding_mask, "documents": documents}
+        if context is not None:
+            options = {"mask": context.new_tokens(0 if cache is None else cache.get_seq_length())}
+        state: LinearState | None = None if cache is None else cache.state
+        q, k, v = self.project(x)
+        out = self.op(q, k, v, causal=self.causal, state=state, return_state=cache is not None, **options)
+        if cache is not None:
+            out, state = out
+            cache.advance(state, x.shape[1])
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+
+class CosformerAttention(LinearAttention):
+    """Linear attention with cosine re-weighting.
+
+    Args:
+        max_length: M, a constant of the model: the distance at which the cosine reaches zero.
+        beyond: what happens past M, see :func:`farspan.ops.cosformer_attention`.
+        activation: "relu" (the paper) or "elu" (elu + 1).
+        nope: leave the re-weighting out (linear attention, the paper's ablation).
+        options: those of :class:`Attention`, except `rotary`.
+
+    >>> layer, cache = CosformerAttention(32, 4, max_length=64, num_key_heads=2), StateCache()
+    >>> x = torch.randn(1, 10, 32)
+    >>> whole = layer(x)
+    >>> pieces = torch.cat([layer(piece, cache=cache) for piece in x.split(4, dim=1)], dim=1)
+    >>> torch.allclose(whole, pieces, atol=1e-6), cache.get_seq_length(), cache.nbytes
+    (True, 10, 1176)
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        *,
+        max_length: int,
+        beyond: str = "raise",
+        activation: str = "relu",
+        nope: bool = False,
+        **options: Any,
+    ) -> None:
+        require(max_length >= 1, f"max_length must be at least 1, got {max_length}; use the length of training")
+        require_choice("beyond", beyond, BEYOND)
+        require_choice("activation", activation, COSFORMER_ACTIVATIONS)
+        super().__init__(hidden_size, num_heads, AttentionSpec("cosformer", None, None, not nope), **options)
+        self.rotary = None  # its one frequency is π/2M
+        self.max_length, self.beyond, self.activation = max_length, beyond, activation
+
+    def op(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+        constants = {"beyond": self.beyond, "activation": self.activation, "reweight": self.spec.rotary}
+        return cosformer_attention(q, k, v, max_length=self.max_length, **constants, **options)
+
+
+class LinearCocaAttention(LinearAttention):
+    """CoCA's factors ‖q_j‖² and t_j as the weights of a linear attention (experimental, in neither paper).
+
+    The projections are exact CoCA's: `t_proj` has d/2 outputs per key head, kept ≥ 0 by `coca_activation`.
+
+    Args:
+        nope: leave the angles out.
+        options: those of :class:`Attention`; `rotary` must have fixed frequencies (no dynamic NTK).
+
+    >>> layer, cache = LinearCocaAttention(32, 4, num_key_heads=2), StateCache()
+    >>> x = torch.randn(1, 10, 32)
+    >>> whole = layer(x)
+    >>> pieces = torch.cat([layer(piece, cache=cache) for piece in x.split(4, dim=1)], dim=1)
+    >>> torch.allclose(whole, pieces, atol=1e-6), cache.get_seq_length(), cache.nbytes
+    (True, 10, 568)
+    """
+
+    def __init__(self, hidden_size: int, num_heads: int, *, nope: bool = False, **options: Any) -> None:
+        super().__init__(hidden_size, num_heads, AttentionSpec("linear-coca", None, None, not nope), **options)
+        require(
+            self.rotary is None or not self.rotary.is_dynamic,
+            "rotary must have fixed frequencies in a linear layer, got dynamic NTK: sums cannot be rotated again; "
+            "use NTK or Linear",
+        )
+
+    def op(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+        from farspan.ops.linear_coca import linear_coca_attention  # experimental: loaded only where it is used
+
+        return linear_coca_attention(q, k, v, rotary=self.rotary, **options)

@@ -1,0 +1,724 @@
+"""One LLaMA-shaped model for every attention: RMSNorm, SwiGLU, grouped heads, and one attention spec per layer.
+
+Read top to bottom: cache, attention adapter, block, decoder, language-model head, encoder heads. The attention layers
+are in :mod:`farspan.layers`, the formulas in :mod:`farspan.ops`.
+"""
+
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSequenceClassification
+from transformers.activations import ACT2FN
+from transformers.cache_utils import Cache, CacheLayerMixin, StaticLayer, StaticSlidingWindowLayer
+from transformers.generation.utils import GenerationMixin
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPast,
+    CausalLMOutputWithPast,
+    MaskedLMOutput,
+    SequenceClassifierOutput,
+)
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
+from transformers.utils.output_capturing import capture_outputs
+
+from farspan.cache import LayerCache, StateCache
+from farspan.configuration_farspan import FarspanConfig
+from farspan.errors import require
+from farspan.layers import Attention, AttentionSpec, CosformerAttention, LinearAttention, LinearCocaAttention
+from farspan.ops.device import working_dtype
+from farspan.ops.masking import AttentionContext, AttentionMask, goes_on_by_one
+from farspan.ops.reference import repeat_heads
+from farspan.ops.rotary import Rotary
+
+
+class _KeepsStorage:
+    """Let a static layer of transformers keep its tensors when it is reset, so that compiled graphs stay valid."""
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        fits = self.keys is not None and (self.keys.shape[0], self.dtype, self.device) == (  # type: ignore[has-type]
+            key_states.shape[0],
+            key_states.dtype,
+            key_states.device,
+        )
+        if fits:
+            self.is_initialized = True
+        else:
+            super().lazy_initialization(key_states, value_states)  # type: ignore[misc]
+
+    def reset(self) -> None:
+        super().reset()  # type: ignore[misc]
+        self.is_initialized = False  # so that the next prompt counts as the first
+
+
+class StaticLayerCache(_KeepsStorage, StaticLayer):
+    """A layer that keeps all tokens in storage allocated once."""
+
+
+class StaticWindowCache(_KeepsStorage, StaticSlidingWindowLayer):
+    """A layer that keeps a window in storage allocated once."""
+
+
+CacheLayerMixin.register(LayerCache)
+CacheLayerMixin.register(StateCache)
+
+
+class FarspanCache(Cache):
+    """One cache per layer: all tokens for a global layer, the last `window` for a window layer, sums for a linear one.
+
+    CoCA layers store un-rotated t (d/2 numbers per head) where RoPE layers store k (d). The cache grows as needed; with
+    `max_length` it is allocated once (static, for torch.compile). `generate`, beam search and `crop` use it like any
+    transformers cache.
+
+    >>> config = FarspanConfig.preset("tiny", num_hidden_layers=2, attention=["rope", {"kind": "rope", "window": 8}])
+    >>> FarspanCache(config)
+    FarspanCache(layers=[LayerCache(), LayerCache(window=8)])
+    """
+
+    def __init__(self, config: FarspanConfig, *, max_length: int | None = None) -> None:
+        def layer(spec: AttentionSpec) -> Any:
+            if spec.linear:
+                return StateCache(max_length)
+            if max_length is None:
+                return LayerCache(spec.window)
+            return (
+                StaticLayerCache(max_length) if spec.window is None else StaticWindowCache(max_length, spec.window)
+            )
+
+        super().__init__(layers=[layer(spec) for spec in config.attention_specs])
+        self.max_length = max_length
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return the number of tokens so far, dropped ones included."""
+        return self.layers[layer_idx].get_seq_length()  # type: ignore[union-attr]
+
+    @property
+    def is_compileable(self) -> bool:
+        """Whether the cache is static."""
+        return self.max_length is not None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values held by all layers."""
+        held = (x for layer in self.layers for x in (layer.keys, layer.values))  # type: ignore[union-attr]
+        return sum(x.nbytes for x in held if x is not None)
+
+
+class _LayerOf:
+    """One layer of another transformers cache, which may create its layers when they are first used."""
+
+    def __init__(self, cache: Cache, layer_idx: int) -> None:
+        self.cache, self.layer_idx = cache, layer_idx
+        self.is_compileable = cache.is_compileable
+
+    def update(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        return self.cache.update(keys, values, self.layer_idx)
+
+    def get_seq_length(self) -> int:
+        return self.cache.get_seq_length(self.layer_idx)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.cache.get_mask_sizes(query_length, self.layer_idx)
+
+
+def farspan_attention(
+    module: "FarspanAttention",
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: None,
+    *,
+    scaling: float,
+    layer: Attention,
+    mask: AttentionMask,
+    rotary: Rotary | None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Run the attention implementation "farspan": this library's ops, with no N×N mask anywhere."""
+    return layer.attend(query, key, value, mask, rotary).transpose(1, 2), None
+
+
+def eager_attention(
+    module: "FarspanAttention",
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float,
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
+    """Run the attention implementation "eager": it returns all weights."""
+    scores = query @ repeat_heads(key, query.shape[1]).mT * scaling
+    if attention_mask is not None:
+        scores = scores + attention_mask
+    weights = torch.softmax(scores, dim=-1, dtype=working_dtype(query.dtype)).to(query.dtype)
+    return (weights @ repeat_heads(value, query.shape[1])).transpose(1, 2), weights
+
+
+ALL_ATTENTION_FUNCTIONS.register("farspan", farspan_attention)
+
+
+class FarspanAttention(nn.Module):
+    """Run a softmax layer behind transformers' attention interface. It has no weights: the layer is an argument.
+
+    "farspan", the default, calls the layer's op. All others ("eager", "sdpa", "flash_attention_2", "vllm" …) get
+    queries and keys in dot-product form.
+    """
+
+    def __init__(self, config: FarspanConfig, layer: Attention, layer_idx: int) -> None:
+        super().__init__()
+        self.config, self.layer_idx = config, layer_idx
+        self.is_causal, self.scaling, self.sliding_window = config.causal, layer.scaling, layer.spec.window
+        self.num_key_value_groups = layer.num_heads // layer.num_key_heads
+
+    def forward(
+        self,
+        layer: Attention,
+        hidden_states: Tensor,
+        context: AttentionContext,
+        attention_mask: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        cache: Any = None
+        if past_key_values is not None:
+            ours = isinstance(past_key_values, FarspanCache)
+            cache = past_key_values.layers[self.layer_idx] if ours else _LayerOf(past_key_values, self.layer_idx)
+        query, key, value, mask, rotary = layer.remember(*layer.project(hidden_states), context, cache)
+        implementation = self.config._attn_implementation
+        if implementation != "farspan":
+            query, key = layer.features(query, key, mask, rotary)
+        attention_interface: Callable[..., tuple[Tensor, Tensor | None]] = ALL_ATTENTION_FUNCTIONS.get_interface(
+            implementation, eager_attention
+        )
+        out, weights = attention_interface(
+            self,
+            query,
+            key,
+            value,
+            attention_mask,
+            scaling=self.scaling,
+            sliding_window=self.sliding_window,
+            layer=layer,
+            mask=mask,
+            rotary=rotary,
+            **kwargs,
+        )
+        del query, key, value  # they would double the peak of the output projection
+        return layer.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), weights  # vLLM returns one row per token
+
+
+class FarspanMLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: FarspanConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        self.act = ACT2FN[config.hidden_act]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
+
+
+def make_attention(config: FarspanConfig, spec: AttentionSpec) -> Attention:
+    """Make the attention layer of a spec in a model of this configuration."""
+    options: dict[str, Any] = {
+        "num_key_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "qkv_bias": config.qkv_bias,
+        "out_bias": config.out_bias,
+        "qk_norm_eps": config.rms_norm_eps if config.qk_norm else None,
+        "causal": config.causal,
+    }
+    width, heads = config.hidden_size, config.num_attention_heads
+    if spec.kind == "cosformer":
+        return CosformerAttention(
+            width,
+            heads,
+            max_length=config.cosformer_max_length or config.train_length,
+            beyond=config.cosformer_beyond,
+            activation=config.cosformer_activation,
+            nope=not spec.rotary,
+            **options,
+        )
+    options |= {"rotary": config.rotary(), "coca_activation": config.coca_activation}
+    if spec.kind == "linear-coca":
+        return LinearCocaAttention(width, heads, nope=not spec.rotary, **options)
+    options["log_length"] = config.train_length if config.log_length else None
+    return Attention(width, heads, spec, decode_backend=config.decode_backend, **options)
+
+
+class FarspanBlock(GradientCheckpointingLayer):
+    """Pre-norm attention and MLP, each added to the residual.
+
+    A block runs alone, too: ``block(hidden, model.context(hidden))``.
+    """
+
+    def __init__(self, config: FarspanConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.self_attn = make_attention(config, config.attention_specs[layer_idx])
+        self.is_linear = isinstance(self.self_attn, LinearAttention)
+        self.attention = FarspanAttention(config, self.self_attn, layer_idx)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mlp = FarspanMLP(config)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        context: AttentionContext,
+        attention_mask: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        normed = self.input_layernorm(hidden_states)
+        if self.is_linear:
+            attended = self.self_attn(normed, context, self._state_cache(past_key_values))
+        else:
+            attended = self.attention(self.self_attn, normed, context, attention_mask, past_key_values, **kwargs)[0]
+        hidden_states = hidden_states + attended
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+
+    def _state_cache(self, cache: Cache | None) -> StateCache | None:
+        if cache is None:
+            return None
+        index = self.attention.layer_idx
+        layer = cache.layers[index] if index < len(cache.layers) else None
+        require(
+            isinstance(layer, StateCache),
+            f"past_key_values must be a FarspanCache where there are linear layers, got {type(cache).__name__}; "
+            "build FarspanCache(config)",
+        )
+        return layer  # type: ignore[return-value]
+
+
+class FarspanPreTrainedModel(PreTrainedModel):
+    config_class = FarspanConfig
+    config: FarspanConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["FarspanBlock"]  # noqa: RUF012
+    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    _can_compile_fullgraph = True
+    _can_record_outputs = {"hidden_states": FarspanBlock, "attentions": FarspanAttention}  # noqa: RUF012
+
+    def set_rope_parameters(self, **rope_parameters: Any) -> None:
+        """Change the scaling of a finished model's angles; the weights stay. Drop caches that are in use.
+
+        >>> model = FarspanForCausalLM(FarspanConfig.preset("tiny"))
+        >>> model.set_rope_parameters(rope_type="dynamic", factor=4.0)
+        >>> model.config.rotary().scaling
+        DynamicNTK(factor=4.0, train_length=64, mode='per_query')
+        """
+        kept = {"rope_theta": (self.config.rope_parameters or {}).get("rope_theta", 10_000.0)}
+        values = {**self.config.to_dict(), "rope_parameters": {**kept, **rope_parameters}}
+        changed = FarspanConfig.from_dict(values)  # raises for bad values before anything changes
+        self.config.rope_parameters, rotary = changed.rope_parameters, changed.rotary()
+        for module in self.modules():
+            if isinstance(module, Attention) and module.rotary is not None:
+                module.rotary = rotary
+
+    def set_log_length(self, on: bool) -> None:
+        """Switch the length temperature of a finished model on or off; see `log_length` of the configuration.
+
+        >>> model = FarspanForCausalLM(FarspanConfig.preset("tiny"))
+        >>> model.set_log_length(True)
+        >>> model.model.layers[0].self_attn.log_length
+        64
+        """
+        FarspanConfig.from_dict({**self.config.to_dict(), "log_length": on})  # raises for bad values
+        self.config.log_length = on
+        for module in self.modules():
+            if isinstance(module, Attention) and not module.spec.linear:
+                module.log_length = self.config.train_length if on else None
+
+
+class FarspanModel(FarspanPreTrainedModel):
+    """Embedding, blocks, final norm."""
+
+    def __init__(self, config: FarspanConfig) -> None:
+        require(
+            not (config.causal and config.learned_positions),
+            f"learned_positions must be 0 in a causal model, got {config.learned_positions}: its sequences outgrow any "
+            "table; leave it out, or make an encoder with FarspanForMaskedLM or FarspanForSequenceClassification",
+        )
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        self.embed_positions = (
+            nn.Embedding(config.learned_positions, config.hidden_size) if config.learned_positions else None
+        )
+        self.layers = nn.ModuleList(FarspanBlock(config, i) for i in range(config.num_hidden_layers))
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @merge_with_config_defaults
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        rotary_length: int | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        """Run n tokens after those in the cache.
+
+        Args:
+            attention_mask: (b, tokens so far) 1 = real, 0 = padding, on either side.
+            position_ids: (b, n); positions that restart mark packed documents. Learned positions follow them too.
+            rotary_length: for `per_request` dynamic NTK, the length whose base to use for this whole request
+                (`generate` sets it to prompt + new tokens). Default: the tokens so far.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give exactly one of input_ids and inputs_embeds, not both")
+        hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        require(hidden.shape[1] > 0, "input_ids must hold at least one token, got length 0; skip the call")
+        trains = self.training and torch.is_grad_enabled()
+        if use_cache and past_key_values is None and not trains and self._can_be_continued(attention_mask, position_ids):
+            past_key_values = FarspanCache(self.config)
+        context = self.context(hidden, attention_mask, position_ids, past_key_values, rotary_length)
+        if self.embed_positions is not None:
+            hidden = hidden + self.embed_positions(_rows(context, self.embed_positions.num_embeddings))
+        if context.padding is not None:  # NaN in padding must not reach real tokens through keys and values
+            real = context.new_padding(0 if past_key_values is None else past_key_values.get_seq_length())
+            hidden = hidden.masked_fill(~real[..., None], 0.0)  # type: ignore[operator]
+        masks: dict[int | None, Any] = {}
+        if context.whole_cache:
+            masks = self._dense_masks(hidden, attention_mask, position_ids, past_key_values)
+        for block in self.layers:
+            mask = masks.get(block.attention.sliding_window)  # type: ignore[union-attr,arg-type]
+            hidden = block(hidden, context, attention_mask=mask, past_key_values=past_key_values, **kwargs)
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden), past_key_values=past_key_values)
+
+    def context(
+        self,
+        hidden: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        rotary_length: int | None = None,
+    ) -> AttentionContext:
+        """Make what the blocks share in one forward pass of hidden states (b, n, ·)."""
+        past: int | Tensor = 0
+        has_windows = static = False
+        if past_key_values is not None:
+            past, static = past_key_values.get_seq_length(), past_key_values.is_compileable
+            has_windows = attention_mask is not None and any(past_key_values.is_sliding)
+        return AttentionContext(
+            hidden,
+            causal=self.config.causal,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past=past,
+            cached=past_key_values is not None,
+            static=static,
+            whole_cache=self.config._attn_implementation != "farspan",
+            has_windows=has_windows,
+            rotary_length=rotary_length,
+        )
+
+    def _can_be_continued(self, attention_mask: Tensor | None, position_ids: Tensor | None) -> bool:
+        """Whether a later call could use a cache made by this one (see :class:`AttentionContext`)."""
+        if not self.config.causal:
+            return False
+        given = position_ids is not None and attention_mask is None and not torch.compiler.is_compiling()
+        return not given or goes_on_by_one(position_ids)  # type: ignore[arg-type]
+
+    def _dense_masks(
+        self, hidden: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, cache: Cache | None
+    ) -> dict[int | None, Any]:
+        """Make transformers' masks by window, for implementations other than "farspan"."""
+        # From the layers: reading the configuration's specs again would break the graph of torch.compile.
+        layers: list[Attention] = [block.self_attn for block in self.layers]  # type: ignore[misc]
+        rotaries = [layer.rotary for layer in layers if layer.rotary is not None]
+        windows = {layer.spec.window for layer in layers}
+        impossible = {
+            "ALiBi": any(layer.spec.kind == "alibi" for layer in layers),
+            "cosFormer": any(layer.spec.kind == "cosformer" for layer in layers),
+            "linear CoCA": any(layer.spec.kind == "linear-coca" for layer in layers),
+            "per_query dynamic NTK": any(rotary.follows_query for rotary in rotaries),
+            # vLLM keeps the cache and passes one step of many requests: nothing here tells how long each one is.
+            "per_request dynamic NTK": any(rotary.follows_length for rotary in rotaries)
+            and self.config._attn_implementation == "vllm",
+            "several window sizes": len(windows - {None}) > 1,
+            "bidirectional attention": not self.config.causal,
+        }
+        for what, present in impossible.items():
+            require(
+                not present,
+                f"attn_implementation {self.config._attn_implementation!r} cannot run {what}; use 'farspan'",
+            )
+        options: dict[str, Any] = {
+            "config": self.config,
+            "inputs_embeds": hidden,
+            "attention_mask": attention_mask,
+            "past_key_values": cache,
+            "position_ids": position_ids,
+        }
+        return {
+            window: create_causal_mask(**options) if window is None else create_sliding_window_causal_mask(**options)
+            for window in windows
+        }
+
+
+def _rows(context: AttentionContext, table: int) -> Tensor:
+    """Return the rows of an encoder's table of learned positions, (1 or b, n).
+
+    Positions count real tokens, unless `position_ids` say otherwise; padding gets row 0. Raise for a sequence that
+    leaves the table; while tracing, the look-up itself raises.
+    """
+    require(not context.cached, "past_key_values must be None where learned_positions are used, got a cache; drop it")
+    positions, padding = context.mask().key_positions, context.padding
+    # Ranks are below n: only longer sequences and given positions are worth a look at the values.
+    if (context.n > table or context.position_ids is not None) and not torch.compiler.is_compiling():
+        real = positions if padding is None else positions.expand(context.batch, -1)[padding]
+        for position in (int(real.min()), int(real.max())) if real.numel() else ():
+            require(
+                0 <= position < table,
+                f"learned_positions is {table} and a token has position {position}, counted from 0; "
+                "shorten the sequence, or train with more of them",
+            )
+    return positions if padding is None else positions.masked_fill(~padding, 0)
+
+
+class FarspanForCausalLM(FarspanPreTrainedModel, GenerationMixin):
+    """The decoder with a language-model head, tied to the embedding or free.
+
+    >>> model = FarspanForCausalLM(FarspanConfig.preset("tiny", attention="coca-exact"))
+    >>> model(torch.tensor([[1, 2, 3]])).logits.shape
+    torch.Size([1, 3, 512])
+    """
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+    lora_target_modules = ("q_proj", "k_proj", "t_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    """Names for PEFT's LoraConfig(target_modules=…)."""
+
+    def __init__(self, config: FarspanConfig) -> None:
+        require(
+            config.causal,
+            "config.causal must be True for FarspanForCausalLM, got False: each token would see those it must predict; "
+            "load an encoder with FarspanForMaskedLM or FarspanForSequenceClassification",
+        )
+        super().__init__(config)
+        self.model = FarspanModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self._static_cache: FarspanCache | None = None
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """Compute logits (b, n, vocabulary), of the last `logits_to_keep` tokens if given; with labels also the loss."""
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(outputs.last_hidden_state[:, kept])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+    @staticmethod
+    def create_masks_for_generate(
+        inputs_embeds: Tensor, past_key_values: Cache, attention_mask: Tensor | None = None, **_: Any
+    ) -> Tensor | None:
+        """Keep the plain 2-D mask, which `generate` would expand for a static cache.
+
+        Return None if it hides nothing. After the prompt it is as wide as the cache: a mask that grows would make
+        torch.compile start anew for each token.
+        """
+        if attention_mask is None or attention_mask.all():
+            return None
+        if isinstance(past_key_values, FarspanCache):
+            slots = past_key_values.max_length or 0  # its layers may hold less: a window, or sums
+        else:
+            slots = max((getattr(layer, "max_cache_len", 0) for layer in past_key_values.layers), default=0)
+        first = attention_mask.shape[1] == inputs_embeds.shape[1]
+        return attention_mask if first else F.pad(attention_mask, (0, max(0, slots - attention_mask.shape[1])))
+
+    def _prepare_cache_for_generation(
+        self,
+        generation_config: Any,
+        model_kwargs: dict[str, Any],
+        generation_mode: Any,
+        batch_size: int,
+        max_cache_length: int,
+    ) -> Any:
+        """Give `generate` our cache, and `per_request` dynamic NTK the length of the whole request.
+
+        A static cache is kept by the model and serves later calls that need no more slots.
+        """
+        length = max_cache_length + 1  # the last token is never cached, but it is part of the request
+        if self.config.rotary().follows_length:
+            model_kwargs["rotary_length"] = length
+        kind = generation_config.cache_implementation
+        ours = kind in (None, "dynamic", "static") and generation_config.use_cache is not False
+        if not ours or model_kwargs.get("past_key_values") is not None:
+            return super()._prepare_cache_for_generation(  # type: ignore[misc]
+                generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+            )
+        cache = FarspanCache(self.config) if kind != "static" else self._static_cache
+        if kind == "static":
+            length = max(length, getattr(generation_config, "max_cache_len", None) or 0)
+            if cache is None or (cache.max_length or 0) < length:
+                cache = self._static_cache = FarspanCache(self.config, max_length=length)
+            cache.reset()
+        model_kwargs["past_key_values"] = cache
+        if getattr(generation_config, "is_assistant", False):
+            cache.activate_past_recording()  # type: ignore[union-attr]
+        return None
+
+
+def bidirectional(config: FarspanConfig) -> FarspanConfig:
+    """Copy a configuration, with attention in both directions and no cache."""
+    config = deepcopy(config)
+    config.causal, config.use_cache = False, False
+    return config
+
+
+class FarspanForSequenceClassification(FarspanPreTrainedModel):
+    """A bidirectional encoder that classifies the mean over real tokens; `num_labels` and `problem_type` as usual.
+
+    >>> model = FarspanForSequenceClassification(FarspanConfig.preset("tiny", attention="cosformer", num_labels=3))
+    >>> model(torch.tensor([[1, 2, 3]])).logits.shape
+    torch.Size([1, 3])
+    """
+
+    def __init__(self, config: FarspanConfig) -> None:
+        super().__init__(bidirectional(config))
+        self.num_labels = self.config.num_labels or 1
+        self.model = FarspanModel(self.config)
+        self.score = nn.Linear(self.config.hidden_size, self.num_labels, bias=False)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> SequenceClassifierOutput:
+        """Compute logits (b, num_labels). Without an attention mask, `pad_token_id` (if set) says what is padding."""
+        if attention_mask is None and input_ids is not None and self.config.pad_token_id is not None:
+            attention_mask = (input_ids != self.config.pad_token_id).long()
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            use_cache=False,
+            **kwargs,
+        )
+        logits = self.score(_mean(outputs.last_hidden_state, attention_mask))
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config)
+        return SequenceClassifierOutput(
+            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
+        )
+
+
+class FarspanForMaskedLM(FarspanPreTrainedModel):
+    """A bidirectional encoder that predicts masked tokens; labels are -100 where nothing is asked.
+
+    >>> model = FarspanForMaskedLM(FarspanConfig.preset("tiny", attention="cosformer"))
+    >>> model(torch.tensor([[1, 2, 3]])).logits.shape
+    torch.Size([1, 3, 512])
+    """
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+
+    def __init__(self, config: FarspanConfig) -> None:
+        super().__init__(bidirectional(config))
+        self.model = FarspanModel(self.config)
+        self.lm_head = nn.Linear(self.config.hidden_size, self.config.vocab_size, bias=False)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> MaskedLMOutput:
+        """Compute logits (b, n, vocabulary); the loss is taken where labels are not -100."""
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            use_cache=False,
+            **kwargs,
+        )
+        logits = self.lm_head(outputs.last_hidden_state)
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return MaskedLMOutput(
+            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
+        )
+
+
+def _mean(hidden: Tensor, attention_mask: Tensor | None) -> Tensor:
+    """Compute the mean over real tokens, (b, n, hidden) → (b, hidden), summed in float32 or wider."""
+    if attention_mask is None:
+        return hidden.mean(1)
+    real = attention_mask.bool()[..., None]
+    if real.device.type == "cpu" and not torch.compiler.is_compiling():
+        require(
+            bool(real.any(1).all()), "attention_mask must leave at least one token in each row, got a row of padding"
+        )
+    wide = hidden.to(working_dtype(hidden.dtype))
+    return (wide.masked_fill(~real, 0.0).sum(1) / real.sum(1)).to(hidden.dtype)
+
+
+AutoModel.register(FarspanConfig, FarspanModel, exist_ok=True)
+AutoModelForCausalLM.register(FarspanConfig, FarspanForCausalLM, exist_ok=True)
+AutoModelForMaskedLM.register(FarspanConfig, FarspanForMaskedLM, exist_ok=True)
+AutoModelForSequenceClassification.register(FarspanConfig, FarspanForSequenceClassification, exist_ok=True)

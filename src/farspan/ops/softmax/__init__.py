@@ -1,1 +1,0 @@
-"""Softmax attention: the shared core, and the RoPE and ALiBi baselines on it."""
