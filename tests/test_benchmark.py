@@ -14,7 +14,7 @@ from farspan.benchmark.agree import ResultsDifferError
 from farspan.benchmark.clock import clock_in_turn
 from farspan.benchmark.measure import in_fresh_process, in_turn, measure, measure_once
 from farspan.layers import Attention
-from farspan.models import FarspanConfig, FarspanForCausalLM
+from farspan import FarspanConfig, FarspanForCausalLM
 from farspan.ops import Rotary, coca_attention
 from farspan.ops.coca import interface
 from farspan.results import write_result

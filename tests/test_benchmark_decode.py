@@ -15,7 +15,7 @@ from rich.console import Console
 from farspan.benchmark import decode
 from farspan.benchmark.agree import ResultsDifferError
 from farspan.layers import Attention
-from farspan.models import FarspanCache, FarspanConfig, FarspanForCausalLM
+from farspan import FarspanCache, FarspanConfig, FarspanForCausalLM
 from farspan_cli import main
 from farspan_cli.bench_gpu import show_decode
 

@@ -265,11 +265,16 @@ class FarspanBlock(GradientCheckpointingLayer):
     def __init__(self, config: FarspanConfig, layer_idx: int) -> None:
         super().__init__()
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.self_attn = make_attention(config, config.attention_specs[layer_idx])
-        self.is_linear = isinstance(self.self_attn, LinearAttention)
-        self.attention = FarspanAttention(config, self.self_attn, layer_idx)
+        self.config, self.layer_idx = config, layer_idx
+        self.set_attention(make_attention(config, config.attention_specs[layer_idx]))
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = FarspanMLP(config)
+
+    def set_attention(self, layer: Attention) -> None:
+        """Give the block an attention layer; the configuration must say the same."""
+        self.self_attn = layer
+        self.is_linear = isinstance(layer, LinearAttention)
+        self.attention = FarspanAttention(self.config, layer, self.layer_idx)
 
     def forward(
         self,
@@ -290,8 +295,7 @@ class FarspanBlock(GradientCheckpointingLayer):
     def _state_cache(self, cache: Cache | None) -> StateCache | None:
         if cache is None:
             return None
-        index = self.attention.layer_idx
-        layer = cache.layers[index] if index < len(cache.layers) else None
+        layer = cache.layers[self.layer_idx] if self.layer_idx < len(cache.layers) else None
         require(
             isinstance(layer, StateCache),
             f"past_key_values must be a FarspanCache where there are linear layers, got {type(cache).__name__}; "

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from farspan.analysis.capture import walk
 from farspan.analysis.factors import Factors
-from farspan.models import FarspanConfig, FarspanForCausalLM
+from farspan import FarspanConfig, FarspanForCausalLM
 
 SIZES = {
     "vocab_size": 64,

@@ -11,7 +11,7 @@ import torch
 
 import farspan_cli
 from farspan.data import load_tokenizer
-from farspan.models import FarspanConfig, FarspanForCausalLM
+from farspan import FarspanConfig, FarspanForCausalLM
 from tests.report.test_page import Tags
 
 SIZES = {"vocab_size": 257, "hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 4}

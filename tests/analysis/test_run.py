@@ -15,7 +15,7 @@ from farspan.analysis.laws import LAWS, under
 from farspan.analysis.run import REGIONS
 from farspan.benchmark.measure import in_fresh_process, measure
 from farspan.evaluation.perplexity import token_losses
-from farspan.models import FarspanConfig, FarspanForCausalLM
+from farspan import FarspanConfig, FarspanForCausalLM
 from tests.analysis.small import seen, small, text
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from farspan.evaluation import answers
-from farspan.models import FarspanConfig, FarspanForCausalLM, FarspanForSequenceClassification
+from farspan import FarspanConfig, FarspanForCausalLM, FarspanForSequenceClassification
 
 CONFIG = FarspanConfig.preset("tiny", attention="cosformer", num_hidden_layers=1, vocab_size=20, num_labels=4)
 

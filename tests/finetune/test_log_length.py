@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from farspan.finetune import finetune
-from farspan.models import FarspanForCausalLM
+from farspan import FarspanForCausalLM
 from tests.finetune.folders import recipe
 
 PLAIN = recipe({"objective": {"logit-kl": 1.0}})

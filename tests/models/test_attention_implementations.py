@@ -8,7 +8,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from farspan import FarspanCache
-from farspan.models.attention import farspan_attention
+from farspan.modeling_farspan import farspan_attention
 from tests.models.small import MIXED, PER_QUERY, PER_REQUEST, TIGHT, make, tokens
 
 
@@ -18,7 +18,7 @@ def test_attention_reads_as_vllm_wants_it() -> None:
     import inspect
     import textwrap
 
-    from farspan.models.attention import FarspanAttention
+    from farspan.modeling_farspan import FarspanAttention
 
     tree = ast.parse(textwrap.dedent(inspect.getsource(FarspanAttention.forward)))
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]

@@ -11,7 +11,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 pytest.importorskip("triton", reason="needs triton (pip install farspan[gpu])")
 
 from farspan import FarspanCache, FarspanForCausalLM
-from farspan.models import frame
+from farspan import frame
 from farspan.ops.coca import preparation
 from tests.models.small import LOCAL, PER_QUERY, make, name_of, tokens
 

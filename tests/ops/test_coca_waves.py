@@ -8,7 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from farspan.layers import Attention, LayerCache
-from farspan.models import FarspanCache, FarspanConfig, FarspanForCausalLM
+from farspan import FarspanCache, FarspanConfig, FarspanForCausalLM
 from farspan.ops import (
     NTK,
     DynamicNTK,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from farspan.models import FarspanForMaskedLM, FarspanForSequenceClassification
+from farspan import FarspanForMaskedLM, FarspanForSequenceClassification
 from farspan.tasks import TASKS, make_task
 from farspan.training import Progress, run
 from tests.helpers import losses

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from farspan.analysis.drift import band
 from farspan.evaluation.perplexity import token_losses
-from farspan.models import FarspanForCausalLM
+from farspan import FarspanForCausalLM
 
 
 @torch.no_grad()
@@ -51,14 +51,11 @@ def head_worth(
 
 
 def _after(model: FarspanForCausalLM, blocks: nn.ModuleList, hidden: Tensor, *, normed: bool = True) -> Tensor:
-    """Hidden states (1, n, width) after these blocks, through the final norm or not."""
-    every, norm = model.model.layers, model.model.norm
-    try:
-        model.model.layers = blocks
-        model.model.norm = norm if normed else nn.Identity()
-        return model.model(inputs_embeds=hidden, use_cache=False, rotary_length=hidden.shape[1] + 1).last_hidden_state
-    finally:
-        model.model.layers, model.model.norm = every, norm
+    """Run hidden states (1, n, width) through these blocks and, if `normed`, through the final norm."""
+    context = model.model.context(hidden, rotary_length=hidden.shape[1] + 1)
+    for block in blocks:
+        hidden = block(hidden, context)
+    return model.model.norm(hidden) if normed else hidden
 
 
 def _silenced(_: nn.Module, arguments: tuple[Tensor, ...], columns: slice) -> tuple[Tensor, ...]:

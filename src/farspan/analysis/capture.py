@@ -1,15 +1,14 @@
-"""Run a model over a text and look at each rotary layer on the way: one layer's queries and keys exist at a time."""
+"""Run a model over a sequence and visit each rotary layer: one layer's queries and keys exist at a time."""
 
 from collections.abc import Callable, Collection
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from farspan.analysis.factors import Factors, factors
 from farspan.errors import require
-from farspan.models import FarspanForCausalLM
-from farspan.models.modeling import FarspanAttention
+from farspan import FarspanForCausalLM
+from farspan.layers import Attention
 
 Visit = Callable[[Factors, Tensor], None]
 """Called with a layer's factors and the norms of the residual that entered it, (m)."""
@@ -38,38 +37,24 @@ def walk(model: FarspanForCausalLM, tokens: Tensor, layers: Collection[int], vis
     0 (4, 9, 16)
     3 (4, 9, 16)
     """
-    residual: dict[int, Tensor] = {}
+    hidden = model.model.embed_tokens(tokens[None].to(model.device))
+    context = model.model.context(hidden, rotary_length=tokens.shape[0])
+    for index, block in enumerate(model.model.layers):
+        if index in layers:
+            layer: Attention = block.self_attn  # type: ignore[assignment]
+            q, k, _ = layer.project(block.input_layernorm(hidden))
+            _check_finite(hidden, f"before layer {index}")
+            _check_finite(q, f"in layer {index}")
+            _check_finite(k, f"in layer {index}")
+            visit(factors(layer, index, q, k), torch.linalg.vector_norm(hidden[0], dim=-1))
+        hidden = block(hidden, context)
+    hidden = model.model.norm(hidden)
+    _check_finite(hidden, "after the last layer")
+    return hidden
 
-    def note_residual(_: nn.Module, arguments: tuple[Any, ...], index: int) -> None:
-        hidden = arguments[0]
-        require(
-            bool(hidden.isfinite().all()),
-            f"activations must be finite, got NaN or inf before layer {index}; check the checkpoint and its dtype",
-        )
-        residual[index] = torch.linalg.vector_norm(hidden[0], dim=-1)
 
-    def look(attention: nn.Module, arguments: tuple[Any, ...], index: int) -> None:
-        assert isinstance(attention, FarspanAttention)
-        q, k, _ = attention.project(arguments[0])
-        require(
-            bool(q.isfinite().all() and k.isfinite().all()),
-            f"activations must be finite, got NaN or inf in layer {index}; check the checkpoint and its dtype",
-        )
-        visit(factors(attention, index, q, k), residual.pop(index))
-
-    hooks = []
-    try:
-        for index in layers:
-            block = model.model.layers[index]
-            attention: Any = block.self_attn
-            hooks.append(block.register_forward_pre_hook(lambda m, a, i=index: note_residual(m, a, i)))
-            hooks.append(attention.register_forward_pre_hook(lambda m, a, i=index: look(m, a, i)))
-        out = model.model(tokens[None].to(model.device), use_cache=False, rotary_length=tokens.shape[0])
-    finally:
-        for hook in hooks:
-            hook.remove()
+def _check_finite(x: Tensor, where: str) -> None:
     require(
-        bool(out.last_hidden_state.isfinite().all()),
-        "activations must be finite, got NaN or inf after the last layer; check the checkpoint and its dtype",
+        bool(x.isfinite().all()),
+        f"activations must be finite, got NaN or inf {where}; check the checkpoint and its dtype",
     )
-    return out.last_hidden_state

@@ -16,10 +16,11 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from farspan.layers.attention import Attention
-from farspan.ops.positions import resolve
-from farspan.ops.rotary import Rotary, working_dtype
-from farspan.ops.rotary_reference import governing_length, pairs
+from farspan.layers import Attention
+from farspan.ops.masking import make_mask
+from farspan.ops.device import working_dtype
+from farspan.ops.rotary import Rotary
+from farspan.ops.reference import governing_length, pairs
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,7 @@ class Factors:
 
     def theta(self, queries: Tensor) -> Tensor:
         """Frequencies under which each query looks: (queries, d/2) float64."""
-        places = resolve(None, self.length, self.length, queries.device)
-        lengths = governing_length(self.rotary, places)
+        lengths = governing_length(self.rotary, make_mask(self.length, self.length, 1, queries.device))
         theta = self.rotary.frequencies(lengths, queries.device)
         return theta.expand(queries.shape[0], -1) if theta.ndim == 1 else theta[0, queries]
 

@@ -25,7 +25,7 @@ from farspan.data.passkey import make_case
 from farspan.errors import require
 from farspan.evaluation import passkey
 from farspan.files import check_writable
-from farspan.models import FarspanForCausalLM
+from farspan import FarspanForCausalLM
 from farspan.report.looks import relation
 from farspan.results import write_result
 

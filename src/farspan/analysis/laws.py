@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from farspan.errors import require
-from farspan.models import FarspanForCausalLM
+from farspan import FarspanForCausalLM
 from farspan.ops.rotary import Rotary
-from farspan.ops.scaling import NTK, DynamicNTK, Linear, Scaling, YaRN
+from farspan.ops.rotary import NTK, DynamicNTK, Linear, Scaling, YaRN
 
 ROPE_TYPES = {"pi": "linear", "ntk": "ntk", "dynamic": "dynamic", "yarn": "yarn"}
 """Our short names for the laws, and transformers' names for them. "none" is the model as it was loaded."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from farspan.convert import from_pretrained
 from farspan.data import TextTokenizer, documents
 from farspan.errors import require
-from farspan.models import FarspanForCausalLM
+from farspan import FarspanForCausalLM
 
 
 def is_ours(place: Path) -> bool:

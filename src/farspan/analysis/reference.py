@@ -8,19 +8,17 @@ import math
 import torch
 from torch import Tensor
 
-from farspan.layers.attention import Attention
-from farspan.ops.coca.reference import scores_coca
-from farspan.ops.positions import resolve
-from farspan.ops.rotary_reference import pairs, turns
-from farspan.ops.softmax.reference import repeat_heads, scores_rope, visible
+from farspan.layers import Attention
+from farspan.ops.masking import make_mask
+from farspan.ops.reference import pairs, repeat_heads, rotations, scores_coca, scores_rope, visible
 
 TURN = 2 * math.pi
 
 
 def scores(attention: Attention, q: Tensor, k: Tensor) -> Tensor:
     """a(m, n), without the softmax's scale, of a layer from its projections of one text: (h, n, n)."""
-    places = resolve(None, q.shape[2], q.shape[2], q.device)
-    query, key = turns(attention.rotary, places, q.shape[-1], q.dtype)
+    mask = make_mask(q.shape[2], q.shape[2], 1, q.device)
+    query, key = rotations(attention.rotary, mask, q.shape[-1], q.dtype)
     if attention.spec.kind == "coca":
         return scores_coca(q, k, query, key, attention.form)[0]
     return scores_rope(q, k, query, key)[0]
@@ -29,8 +27,7 @@ def scores(attention: Attention, q: Tensor, k: Tensor) -> Tensor:
 def probabilities(attention: Attention, q: Tensor, k: Tensor) -> Tensor:
     """The softmax of the layer, (h, n, n), zero where a query cannot look."""
     n = q.shape[2]
-    places = resolve(None, n, n, q.device)
-    mask = visible(places, causal=True, window=attention.spec.window, padding_mask=None, documents=None)[0]
+    mask = visible(make_mask(n, n, 1, q.device, window=attention.spec.window))[0]
     return torch.softmax((scores(attention, q, k) * attention.scaling).masked_fill(~mask, -torch.inf), dim=-1)
 
 

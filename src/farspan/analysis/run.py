@@ -17,8 +17,9 @@ from farspan.analysis.laws import LAWS, frequencies_at, sample, scaled, under
 from farspan.analysis.slack import Microscope
 from farspan.errors import require, require_choice
 from farspan.evaluation.perplexity import token_losses
-from farspan.models import FarspanForCausalLM
-from farspan.ops.rotary import Rotary, working_dtype
+from farspan import FarspanForCausalLM
+from farspan.ops.device import working_dtype
+from farspan.ops.rotary import Rotary
 
 REGIONS = ("inside", "past")
 """Queries within the training length, and beyond it."""

@@ -13,7 +13,7 @@ from farspan.benchmark.clock import quantiles
 from farspan.benchmark.measure import in_fresh_process, in_turn, measure
 from farspan.benchmark.truth import as_timed, definition, wider
 from farspan.layers import AlibiAttention, Attention, CocaAttention, LayerCache, RopeAttention
-from farspan.models import FarspanCache, FarspanConfig, FarspanForCausalLM
+from farspan import FarspanCache, FarspanConfig, FarspanForCausalLM
 from farspan.ops import Rotary, alibi_attention, coca_attention, rope_attention
 from farspan.ops.rotary import rotate
 

@@ -24,7 +24,7 @@ from farspan.benchmark.decoder import (
 )
 from farspan.benchmark.measure import in_turn, measure
 from farspan.benchmark.truth import as_timed, far, refuse_beyond, wider
-from farspan.models import FarspanCache, FarspanForCausalLM
+from farspan import FarspanCache, FarspanForCausalLM
 
 MODES = ("eager", "graph", "compiled")
 """A growing cache and plain calls, as `generate` does; a static cache and a CUDA graph of the step; and compiled."""

@@ -12,7 +12,7 @@ from transformers.cache_utils import DynamicLayer, StaticLayer
 from farspan.benchmark.clock import captured
 from farspan.benchmark.measure import in_turn
 from farspan.errors import require
-from farspan.models import FarspanCache, FarspanConfig, FarspanForCausalLM
+from farspan import FarspanCache, FarspanConfig, FarspanForCausalLM
 from farspan.ops.coca.decoding import Case, half_width_refusal
 
 VARIANTS: dict[str, dict[str, Any]] = {

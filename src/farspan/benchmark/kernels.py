@@ -18,7 +18,7 @@ from farspan.benchmark.kernel_checks import check_at_size, check_kernels, compar
 from farspan.benchmark.truth import LOOSE, far
 from farspan.ops import Rotary, coca_attention, coca_features
 from farspan.ops.coca.half_width import half_width_attention
-from farspan.ops.launch import assembler
+from farspan.ops.device import assembler
 from farspan.ops.phases import rotary_steps
 from farspan.ops.rotary import rotate
 

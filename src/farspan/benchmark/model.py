@@ -12,7 +12,7 @@ from farspan.benchmark.clock import quantiles
 from farspan.benchmark.measure import in_turn, measure
 from farspan.benchmark.truth import WIDER, apart, far, refuse_beyond
 from farspan.evaluation import as_trained, perplexity
-from farspan.models import FarspanConfig, FarspanForCausalLM
+from farspan import FarspanConfig, FarspanForCausalLM
 from farspan.training.config import OptimizerSection
 from farspan.training.optimizer import compile_blocks, make_optimizer
 from farspan.training.pretraining import NextToken

@@ -15,7 +15,7 @@ from farspan.benchmark.eight_bits import EXACT, truths
 from farspan.benchmark.kernel_checks import complaint, error_row
 from farspan.benchmark.kernels import NOTED, TOY, Shape, assembler_row, random_inputs
 from farspan.ops import Rotary, coca_attention, coca_attention_reference, quantize_t
-from farspan.ops.launch import has_sound_wgmma
+from farspan.ops.device import has_sound_wgmma
 from farspan.ops.phases import rotary_steps
 
 SPLITS = (1.0, 2.0, 0.5)

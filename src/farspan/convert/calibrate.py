@@ -15,10 +15,9 @@ from farspan.convert.load import Progress
 from farspan.convert.streams import Streams
 from farspan.convert.target import AttentionArgument, replace_attention, restore_attention, target_specs
 from farspan.errors import require
-from farspan.layers.attention import Attention
-from farspan.layers.spec import AttentionSpec
-from farspan.models import FarspanForCausalLM
-from farspan.models.modeling import FarspanAttention, FarspanBlock
+from farspan.layers import Attention, AttentionSpec
+from farspan import FarspanForCausalLM
+from farspan.modeling_farspan import FarspanBlock
 
 
 @dataclass(frozen=True)
@@ -115,7 +114,7 @@ def calibrate(
     held = min(max(1, round(len(ids) * config.held_out)), len(ids) - 1)
     streams, reports, worst = Streams(model, ids, config.batch), list[LayerReport](), list[Replaced]()
     for index, (block, spec) in enumerate(zip(model.model.layers, specs, strict=True)):
-        original: FarspanAttention = block.self_attn
+        original: Attention = block.self_attn
         if spec != original.spec:
             student = replace_attention(model, index, spec)
         if index in fitted:
@@ -131,7 +130,7 @@ def calibrate(
     return CalibrationReport(tuple(reports), kept, ids.numel(), time.monotonic() - began)
 
 
-Replaced = tuple[float, int, FarspanAttention]
+Replaced = tuple[float, int, Attention]
 """How bad a layer became, its number, and what it was."""
 
 
@@ -154,8 +153,8 @@ def _to_fit(new: Sequence[AttentionSpec], old: Sequence[AttentionSpec], length: 
 
 def _fitted(
     index: int,
-    student: FarspanAttention,
-    original: FarspanAttention,
+    student: Attention,
+    original: Attention,
     block: FarspanBlock,
     streams: Streams,
     held: int,
@@ -189,8 +188,8 @@ def _stream_error(student: Attention, teacher: Attention, test: Batches, hidden:
     """Mean over tokens of ‖error‖² / ‖stream after the layer‖²: a sum would see only the few tokens of giant norm."""
     total, tokens = 0.0, 0
     for (theirs, ours), below in zip(test, hidden, strict=True):
-        goal = Attention.forward(teacher, theirs)
-        error = Attention.forward(student, ours) - goal
+        goal = teacher(theirs)
+        error = student(ours) - goal
         ratio = error.pow(2).sum(-1) / (below + goal).pow(2).sum(-1)
         total, tokens = total + float(ratio.sum()), tokens + ratio.numel()
     return total / tokens

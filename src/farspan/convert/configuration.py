@@ -11,8 +11,8 @@ from transformers.activations import ACT2FN
 from farspan.convert.families import FAMILIES, OTHER_FAMILIES, OTHER_LAWS, ROPE_TYPES, Family
 from farspan.convert.sources import Place, Source
 from farspan.errors import require, unknown
-from farspan.layers.spec import AttentionSpec
-from farspan.models.configuration import FarspanConfig
+from farspan.layers import AttentionSpec
+from farspan.configuration_farspan import FarspanConfig
 
 SAME = (
     "vocab_size",

@@ -8,7 +8,7 @@ import torch
 from farspan.convert.configuration import config_of, sound_config
 from farspan.convert.load import EMBEDDING, HEAD, matched, same_numbers
 from farspan.convert.sources import Source
-from farspan.models import FarspanConfig, FarspanForCausalLM
+from farspan import FarspanConfig, FarspanForCausalLM
 
 COUNTS = (
     "num_attention_heads",

@@ -21,9 +21,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from farspan.layers.attention import Attention
-from farspan.ops.positions import resolve
-from farspan.ops.softmax.reference import repeat_heads, visible
+from farspan.layers import Attention
+from farspan.ops.masking import make_mask
+from farspan.ops.reference import repeat_heads, visible
 
 PROJECTIONS = {"t": "t_proj", "q": "q_proj", "v": "v_proj", "o": "o_proj"}
 """What may be fitted, by letter."""
@@ -41,12 +41,10 @@ def attention_rows(layer: Attention, x: Tensor) -> Rows:
     """All attention rows of a layer, for x (b, n, hidden). N×N: for windows of some hundred tokens."""
     q, k, v = layer.project(x)
     n = x.shape[1]
-    places = resolve(None, n, n, x.device)
-    plan = None if layer.rotary is None else layer.rotary.plan(places, n, n, causal=layer.causal, dtype=x.dtype)
-    q, k = layer.features(q, k, plan)
+    mask = make_mask(n, n, len(x), x.device, causal=layer.causal, window=layer.spec.window)
+    q, k = layer.features(q, k, mask, layer.rotary)
     scores = q @ repeat_heads(k, layer.num_heads).mT * layer.scaling
-    mask = visible(places, causal=layer.causal, window=layer.spec.window, padding_mask=None, documents=None)
-    log_weights = scores.masked_fill(~mask, -torch.inf).log_softmax(-1)
+    log_weights = scores.masked_fill(~visible(mask), -torch.inf).log_softmax(-1)
     out = log_weights.exp() @ repeat_heads(v, layer.num_heads)
     return Rows(log_weights, layer.o_proj(out.transpose(1, 2).flatten(2)))
 

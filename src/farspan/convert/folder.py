@@ -21,7 +21,7 @@ from farspan.convert.families import WEIGHTS
 from farspan.convert.names import filled, template
 from farspan.errors import require
 from farspan.files import NO_ROOM, claim
-from farspan.models import FarspanForCausalLM
+from farspan import FarspanForCausalLM
 
 SHARD_BYTES = 5 * 2**30
 

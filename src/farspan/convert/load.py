@@ -12,7 +12,7 @@ from farspan.convert.families import IGNORED
 from farspan.convert.names import filled, template
 from farspan.convert.sources import Source
 from farspan.errors import require
-from farspan.models import FarspanForCausalLM
+from farspan import FarspanForCausalLM
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, how much is done, and of how much."""

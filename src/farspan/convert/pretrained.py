@@ -19,7 +19,7 @@ from farspan.convert.sources import open_source
 from farspan.convert.target import AttentionArgument, Target, replace_attention
 from farspan.convert.text import calibration_windows
 from farspan.errors import require
-from farspan.models import FarspanForCausalLM
+from farspan import FarspanForCausalLM
 from farspan.results import write_result
 
 CALIBRATION_TOKENS = 262_144

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from farspan.files import NO_ROOM
-from farspan.layers.attention import Attention
-from farspan.models import FarspanForCausalLM
-from farspan.models.modeling import FarspanBlock
+from farspan.layers import Attention
+from farspan import FarspanForCausalLM
+from farspan.modeling_farspan import FarspanBlock
 
 PASS = 8192
 """Tokens that go through a block together where the device keeps the streams: fewer leave a GPU idle."""
@@ -93,7 +93,7 @@ class Streams:
 
 
 def _through(block: FarspanBlock, attention: Attention, h: Tensor) -> Tensor:
-    h = h + Attention.forward(attention, block.input_layernorm(h))
+    h = h + attention(block.input_layernorm(h))
     return h + block.mlp(block.post_attention_layernorm(h))
 
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from farspan.errors import require
-from farspan.layers.spec import AttentionSpec
-from farspan.models import FarspanForCausalLM
-from farspan.models.modeling import FarspanAttention
+from farspan.layers import Attention, AttentionSpec
+from farspan import FarspanForCausalLM
+from farspan.modeling_farspan import make_attention
 
 Entry = str | Mapping[str, Any] | AttentionSpec
 AttentionArgument = Entry | Sequence[Entry]
@@ -102,7 +102,7 @@ def local_and_global(
     return [everywhere if every and index % every == every - 1 else local for index in range(layers)]
 
 
-def replace_attention(model: FarspanForCausalLM, layer: int, spec: AttentionSpec) -> FarspanAttention:
+def replace_attention(model: FarspanForCausalLM, layer: int, spec: AttentionSpec) -> Attention:
     """Give one layer of a rope model another attention, started from its weights; returns the new module.
 
     W_T starts as the mean of the two halves of each head's W_K, which is what the authors' code makes of a LLaMA
@@ -111,7 +111,7 @@ def replace_attention(model: FarspanForCausalLM, layer: int, spec: AttentionSpec
     cubic in activations, as the source's bound scores that are quadratic.
     """
     config = model.config
-    old: FarspanAttention = model.model.layers[layer].self_attn
+    old: Attention = model.model.layers[layer].self_attn
     specs = list(config.attention_specs)
     require(
         specs[layer].kind == "rope",
@@ -121,7 +121,7 @@ def replace_attention(model: FarspanForCausalLM, layer: int, spec: AttentionSpec
     config.attention = [one.to_dict() for one in specs]
     weight = old.q_proj.weight
     with torch.device("meta"):
-        new = FarspanAttention(config, layer)
+        new = make_attention(config, spec)
     sources = {name: tensor.detach() for name, tensor in old.named_parameters()}
     for name, parameter in list(new.named_parameters()):
         from_ = sources[name.replace("t_proj", "k_proj").replace("t_norm", "k_norm")]
@@ -129,16 +129,16 @@ def replace_attention(model: FarspanForCausalLM, layer: int, spec: AttentionSpec
         owner, _, leaf = name.rpartition(".")
         setattr(new.get_submodule(owner), leaf, nn.Parameter(value.to(weight.dtype, copy=True)))
     new.train(old.training)
-    model.model.layers[layer].self_attn = new
+    model.model.layers[layer].set_attention(new)
     return new
 
 
-def restore_attention(model: FarspanForCausalLM, layer: int, original: FarspanAttention) -> None:
+def restore_attention(model: FarspanForCausalLM, layer: int, original: Attention) -> None:
     """Put back what :func:`replace_attention` took out."""
     specs = list(model.config.attention_specs)
     specs[layer] = original.spec
     model.config.attention = [one.to_dict() for one in specs]
-    model.model.layers[layer].self_attn = original
+    model.model.layers[layer].set_attention(original)
 
 
 def _mean_of_halves(x: Tensor, width: int) -> Tensor:

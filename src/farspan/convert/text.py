@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, TextIteratorStreamer
 from farspan.convert.load import load
 from farspan.convert.sources import Source, check_tokenizer, open_source
 from farspan.errors import require
-from farspan.models import FarspanForCausalLM
+from farspan import FarspanForCausalLM
 
 if TYPE_CHECKING:
     from farspan.data import TextTokenizer

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from farspan.intervals import share
-from farspan.models import FarspanForCausalLM, FarspanForSequenceClassification
+from farspan import FarspanForCausalLM, FarspanForSequenceClassification
 
 TOKENS_AT_ONCE = 2**16
 

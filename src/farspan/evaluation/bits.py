@@ -8,7 +8,7 @@ import torch
 
 from farspan.errors import require
 from farspan.evaluation.perplexity import perplexity
-from farspan.models import FarspanForCausalLM
+from farspan import FarspanForCausalLM
 
 
 def first_bytes(text: str, count: int) -> str:

@@ -1,9 +1,9 @@
 """What results call the law that a model's angles follow."""
 
 from farspan.errors import require
-from farspan.models import FarspanConfig, FarspanForCausalLM
+from farspan import FarspanConfig, FarspanForCausalLM
 from farspan.ops import NTK, DynamicNTK, Linear, Llama3, YaRN
-from farspan.ops.scaling import Scaling
+from farspan.ops.rotary import Scaling
 
 NAMES: dict[type[Scaling], str] = {
     DynamicNTK: "ntk",

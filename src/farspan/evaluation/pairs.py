@@ -13,7 +13,7 @@ from farspan.data.streams import opened
 from farspan.errors import require
 from farspan.evaluation.perplexity import token_losses
 from farspan.intervals import share
-from farspan.models import FarspanForCausalLM
+from farspan import FarspanForCausalLM
 
 
 @dataclass(frozen=True)

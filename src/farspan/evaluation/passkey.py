@@ -9,7 +9,7 @@ import torch
 
 from farspan.data.passkey import Tokenizer, make_cases
 from farspan.intervals import share
-from farspan.models import FarspanForCausalLM
+from farspan import FarspanForCausalLM
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from farspan.errors import require
 from farspan.evaluation.windows import Window, windows
-from farspan.models import FarspanCache, FarspanForCausalLM
+from farspan import FarspanCache, FarspanForCausalLM
 
 LOGITS_AT_ONCE = 2**26
 """Elements of the logits held at a time (256 MiB in float32)."""

@@ -8,8 +8,8 @@ from huggingface_hub import ModelCardData
 
 from farspan.evaluation.laws import LOG
 from farspan.export.tables import tables
-from farspan.layers.spec import AttentionSpec
-from farspan.models import FarspanConfig, FarspanForCausalLM
+from farspan.layers import AttentionSpec
+from farspan import FarspanConfig, FarspanForCausalLM
 from farspan.report.collect import Evaluated, Run
 from farspan.report.estimates import scaling_order
 from farspan.report.tables import to_markdown

@@ -16,7 +16,7 @@ from farspan.convert.text import tokenizer_of
 from farspan.errors import require
 from farspan.export.card import Card, render
 from farspan.export.source import AUTO_MAP, flat_source
-from farspan.models import FarspanConfig
+from farspan import FarspanConfig
 from farspan.report.collect import Run, collect_files
 
 GENERATION = "generation_config.json"

@@ -12,7 +12,7 @@ from farspan.data.passkey import check_row
 from farspan.finetune.objectives import check_teacher
 from farspan.finetune.recipe import Recipe
 from farspan.finetune.weights import give_lengths, prepared
-from farspan.models import FarspanForCausalLM
+from farspan import FarspanForCausalLM
 from farspan.training.config import DataSection
 from farspan.training.pretraining import text_batches
 

@@ -1,17 +1,16 @@
 """What a stage lowers: distances from a frozen teacher, alone or together with the loss of the next token."""
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from farspan.errors import require
 from farspan.finetune.losses import linear_distillation
-from farspan.models import FarspanConfig, FarspanForCausalLM
-from farspan.models.frame import Frame, View
-from farspan.models.modeling import FarspanBlock
-from farspan.ops.launch import product_dtype
+from farspan import FarspanConfig, FarspanForCausalLM
+from farspan.modeling_farspan import FarspanBlock
+from farspan.ops.device import product_dtype
+from farspan.ops.masking import AttentionContext
 from farspan.training.loss import linear_cross_entropy
 from farspan.training.skipping import skipped_positions
 
@@ -30,13 +29,13 @@ def new_layers(ours: FarspanConfig, theirs: FarspanConfig | None) -> list[int]:
     return [i for i, (new, old) in enumerate(zip(ours.attention_specs, before, strict=True)) if new != old]
 
 
-def attend(block: FarspanBlock, hidden: Tensor, view: View) -> Tensor:
-    """What a block's attention adds to the residual stream (b, n, hidden)."""
-    return block.self_attn(block.input_layernorm(hidden), view=view)[0]
+def attend(block: FarspanBlock, hidden: Tensor, context: AttentionContext) -> Tensor:
+    """Compute what a block's attention adds to the residual stream (b, n, hidden)."""
+    return block.self_attn(block.input_layernorm(hidden), context)
 
 
 def feed(block: FarspanBlock, hidden: Tensor, attended: Tensor) -> Tensor:
-    """The rest of the block."""
+    """Run the rest of the block."""
     hidden = hidden + attended
     return hidden + block.mlp(block.post_attention_layernorm(hidden))
 
@@ -115,28 +114,18 @@ class Distillation(nn.Module):
         wanted = LOGIT_KL in self.weights
         with torch.no_grad():
             hidden = teacher.model.embed_tokens(ids)
-            views = _views(teacher, hidden, None)
-        # With gradients, which a step on the half-width kernel would not have.
-        own = _views(self.model, hidden, positions)
-        errors, last = [], len(views) if wanted else max(self.layers) + 1
+        theirs, own = teacher.model.context(hidden), self.model.model.context(hidden, position_ids=positions)
+        errors, last = [], len(teacher.model.layers) if wanted else max(self.layers) + 1
         for i, (block, student) in enumerate(zip(teacher.model.layers[:last], self.model.model.layers, strict=False)):
             with torch.no_grad():
-                attended = self._attend(block, hidden, views[i])
+                attended = self._attend(block, hidden, theirs)
             if i in self.layers:
-                errors.append(relative_error(self._attend(student, hidden, own[i]), attended))
+                errors.append(relative_error(self._attend(student, hidden, own), attended))
             with torch.no_grad():
                 hidden = self._feed(block, hidden, attended)
         local = torch.stack(errors).mean() if errors else hidden.new_zeros(())
         with torch.no_grad():
             return local, teacher.model.norm(hidden) if wanted else None
-
-
-def _views(model: FarspanForCausalLM, hidden: Tensor, positions: Tensor | None) -> list[View]:
-    """How each layer of a model sees a text read whole from its beginning."""
-    options: dict[str, Any] = {"attention_mask": None, "position_ids": positions, "cache": None, "whole_cache": False}
-    frame = Frame(hidden, rotary=model.config.rotary(), causal=True, **options)
-    attentions = [block.self_attn for block in model.model.layers]
-    return [frame.view(a, i, hidden, rotated_cache=a.rotates_before_cache) for i, a in enumerate(attentions)]
 
 
 def _narrow(hidden: Tensor) -> Tensor:

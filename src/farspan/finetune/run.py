@@ -24,7 +24,7 @@ from farspan.finetune.check import check
 from farspan.finetune.objectives import Distillation
 from farspan.finetune.recipe import Recipe, Stage
 from farspan.finetune.weights import begun, merge_lora, prepared, resumed
-from farspan.models import FarspanConfig, FarspanForCausalLM
+from farspan import FarspanConfig, FarspanForCausalLM
 from farspan.results import write_result
 from farspan.training import Job, Progress
 from farspan.training import run as run_job

@@ -14,7 +14,7 @@ from farspan.errors import require
 from farspan.evaluation.laws import scaling_name
 from farspan.finetune.objectives import ATTENTION_OUTPUT, new_layers
 from farspan.finetune.recipe import Lora, Stage
-from farspan.models import FarspanConfig, FarspanForCausalLM
+from farspan import FarspanConfig, FarspanForCausalLM
 from farspan.ops import Linear, YaRN
 
 

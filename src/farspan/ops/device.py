@@ -13,6 +13,9 @@ from torch.autograd import forward_ad
 
 F = TypeVar("F", bound=Callable[..., object])
 
+KERNEL_INTERFACE = 1
+"""Changes with the arguments of the kernels' ops."""
+
 
 def constant(function: F) -> F:
     """Mark a function whose result torch.compile may treat as a constant.
@@ -39,11 +42,10 @@ def is_ampere(index: int | None) -> bool:
 @constant
 def why_not_triton(device: str, backend: str = "backend='triton'") -> str | None:
     """Return why kernels cannot be launched for tensors on a type of device, or None."""
-    if find_spec("triton") is None:
+    interpreted = _interpreted()
+    if interpreted is None:
         return f"{backend} needs triton; install farspan[gpu], or choose another backend"
-    from farspan.ops.triton.support import INTERPRETED
-
-    if device != "cuda" and not INTERPRETED:
+    if device != "cuda" and not interpreted:
         return f"{backend} needs CUDA tensors, got {device}; set TRITON_INTERPRET=1 before the start to test on a CPU"
     return None
 
@@ -78,19 +80,33 @@ def _capability(index: int | None) -> tuple[int, int]:
 
 @cache
 def _start() -> str | None:
-    if find_spec("triton") is None:
+    interpreted = _interpreted()
+    if interpreted is None:
         return "triton is not installed"
+    if interpreted:
+        return "TRITON_INTERPRET is set"
     from triton.runtime import driver
 
-    from farspan.ops.triton.support import INTERPRETED
-
-    if INTERPRETED:
-        return "TRITON_INTERPRET is set"
     try:
         driver.active.get_current_target()
     except (ImportError, OSError, RuntimeError, SubprocessError) as error:
         return f"triton cannot start, for which it needs a C compiler and Python's headers: {error}"
     return None
+
+
+@cache
+def _interpreted() -> bool | None:
+    """Whether Triton interprets kernels on the CPU; None if there are no kernels.
+
+    The code of an exported model has none of its own. It takes those of an installed farspan that has the same calls.
+    """
+    if find_spec("triton") is None:
+        return None
+    try:
+        from farspan.ops.triton.support import INTERFACE, INTERPRETED
+    except ImportError:
+        return None
+    return bool(INTERPRETED) if INTERFACE == KERNEL_INTERFACE else None
 
 
 @cache

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from farspan.errors import require
-from farspan.layers.spec import AttentionSpec
+from farspan.layers import AttentionSpec
 from farspan.report.experiment import load_experiments
 from farspan.report.task_table import load_task_tables
 from farspan.reproduce.preset import Preset

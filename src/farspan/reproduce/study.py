@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from farspan.errors import require, require_choice
 from farspan.finetune import Recipe, Stage
-from farspan.layers.spec import AttentionSpec
+from farspan.layers import AttentionSpec
 from farspan.training.config import parse_section
 
 T = TypeVar("T")

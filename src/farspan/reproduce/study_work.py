@@ -22,7 +22,7 @@ from farspan.evaluation.bits import first_bytes
 from farspan.evaluation.laws import give_law, law_of, scaling_name
 from farspan.evaluation.windows import truncation_control
 from farspan.finetune import open_origin, run_stage, stage_model, stage_row
-from farspan.models import FarspanCache, FarspanConfig, FarspanForCausalLM
+from farspan import FarspanCache, FarspanConfig, FarspanForCausalLM
 from farspan.reproduce.preset import Preset
 from farspan.reproduce.step import Step
 from farspan.reproduce.study import Study

@@ -18,7 +18,7 @@ from farspan.evaluation import as_trained, passkey, perplexity
 from farspan.evaluation.laws import give_law
 from farspan.evaluation.windows import truncation_control
 from farspan.files import write_whole
-from farspan.models import FarspanConfig, FarspanForCausalLM
+from farspan import FarspanConfig, FarspanForCausalLM
 from farspan.reproduce.preset import Preset
 from farspan.reproduce.step import Step
 from farspan.results import write_result

@@ -3,8 +3,8 @@
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from farspan.models import FarspanForCausalLM, FarspanForMaskedLM, FarspanForSequenceClassification
-from farspan.ops.launch import product_dtype
+from farspan import FarspanForCausalLM, FarspanForMaskedLM, FarspanForSequenceClassification
+from farspan.ops.device import product_dtype
 from farspan.training.loss import linear_cross_entropy
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from farspan.errors import require, require_choice
-from farspan.layers.spec import NAMES
+from farspan.layers import NAMES
 
 PLAIN = "cosformer-plain"
 """cosFormer without its re-weighting: the paper's ablation."""

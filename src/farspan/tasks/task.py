@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from farspan.errors import require
 from farspan.evaluation import as_trained
-from farspan.models import FarspanConfig
+from farspan import FarspanConfig
 from farspan.tasks.settings import TaskSettings, attention_of
 from farspan.training import Job, Progress, run
 from farspan.training.config import OptimizerSection, RunSection

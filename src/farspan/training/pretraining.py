@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from farspan.data import Batches, Shards, TextTokenizer, load_tokenizer
 from farspan.data.passkey import check_row, training_row
 from farspan.data.shards import read_manifest
-from farspan.models import FarspanConfig, FarspanForCausalLM
-from farspan.ops.launch import product_dtype
+from farspan import FarspanConfig, FarspanForCausalLM
+from farspan.ops.device import product_dtype
 from farspan.training.config import DataSection, TrainConfig
 from farspan.training.job import Job
 from farspan.training.loop import Progress, run

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from farspan.errors import require
-from farspan.ops.positions import LIMIT
+from farspan.ops.masking import LIMIT
 
 
 def check_reach(reach: int, length: int, where: str) -> None:
