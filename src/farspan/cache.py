@@ -193,40 +193,46 @@ class StateCache:
     def __init__(self, max_length: int | None = None) -> None:
         self.max_length = max_length
         self.is_compileable = max_length is not None
-        self.reset()
+        self.is_initialized = False
+        self._held: list[Tensor] = []
+        """Numerator, denominator, anchor, position, first: the tensors of a :class:`LinearState`."""
+        self._kernel = ""
+        self._seen: int | Tensor = 0 if max_length is None else torch.tensor(0)
 
     def __repr__(self) -> str:
         return "StateCache()"
 
     @property
-    def is_initialized(self) -> bool:
-        """Whether some token was seen."""
-        return self.keys is not None
+    def keys(self) -> Tensor | None:
+        """The sum of the numerator."""
+        return self._held[0] if self.is_initialized else None
+
+    @property
+    def values(self) -> Tensor | None:
+        """The sum of the denominator."""
+        return self._held[1] if self.is_initialized else None
 
     @property
     def state(self) -> LinearState | None:
         """The state that the op continues from."""
-        if self.keys is None or self.values is None:
-            return None
-        anchor, position, first = self._where
-        return LinearState(self.keys, self.values, anchor, position, first, self._kernel)
+        return LinearState(*self._held, self._kernel) if self.is_initialized else None
 
     def advance(self, state: LinearState, tokens: int) -> None:
         """Replace the sums by those after `tokens` more."""
         rows = state.numerator.shape[0]
         new = [state.numerator, state.denominator, *(x.expand(rows, 1).contiguous() for x in state[2:5])]
-        if self.max_length is None or self.keys is None:
-            self.keys, self.values, *self._where = new
-            self._kernel = state.kernel
+        fits = [x.shape for x in self._held] == [x.shape for x in new]
+        if self.max_length is None or not fits:
+            self._held = new
             if isinstance(self._seen, Tensor):
                 self._seen = self._seen.to(state.numerator.device)
                 if not torch.compiler.is_compiling():  # CUDA graphs need addresses that stay
-                    for fixed in (self.keys, self.values, *self._where, self._seen):
+                    for fixed in (*self._held, self._seen):
                         torch._dynamo.mark_static_address(fixed)
         else:
-            for held, now in zip((self.keys, self.values, *self._where), new, strict=True):
-                assert held is not None
+            for held, now in zip(self._held, new, strict=True):
                 held.copy_(now)
+        self._kernel, self.is_initialized = state.kernel, True
         if isinstance(self._seen, Tensor):
             self._seen.add_(tokens)
         else:
@@ -252,27 +258,22 @@ class StateCache:
         )
 
     def reset(self) -> None:
-        """Forget everything."""
-        self.keys: Tensor | None = None
-        self.values: Tensor | None = None
-        self._where: list[Tensor] = []
-        self._kernel = ""
-        self._seen: int | Tensor = 0 if self.max_length is None else torch.tensor(0)
+        """Forget everything; a static cache keeps its tensors, so that compiled graphs stay valid."""
+        self.is_initialized = False
+        if isinstance(self._seen, Tensor):
+            self._seen.zero_()
+        else:
+            self._seen, self._held = 0, []
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Replace the batch by the chosen rows (beam search)."""
-        if self.keys is not None and self.values is not None:
-            rows = beam_idx.to(self.keys.device)
-            self.keys, self.values = self.keys.index_select(0, rows), self.values.index_select(0, rows)
-            self._where = [x.index_select(0, rows) for x in self._where]
+        self._held = [x.index_select(0, beam_idx.to(x.device)) for x in self._held]
 
     batch_select_indices = reorder_cache
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row of the batch."""
-        if self.keys is not None:
-            rows = torch.arange(self.keys.shape[0], device=self.keys.device)
-            self.reorder_cache(rows.repeat_interleave(repeats))
+        self._held = [x.repeat_interleave(repeats, dim=0) for x in self._held]
 
     @property
     def nbytes(self) -> int:

@@ -54,7 +54,6 @@ def render(card: Card) -> str:
         facts=facts(card.model),
         attention=attention_text(config.attention_specs),
         coca=any(spec.kind == "coca" for spec in config.attention_specs),
-        half=config.cache_layout == "half",
         linear_coca=linear_coca,
         own_law=own_law(config),
         stretch=stretch(config, card.run),
@@ -94,8 +93,6 @@ class Stretch:
 
     arguments: str
     measured: bool
-    ready_keys: bool
-    """The cache is laid out for keys that are turned once, which `per_query` cannot use."""
 
 
 def stretch(config: FarspanConfig, run: Run) -> Stretch | None:
@@ -111,8 +108,7 @@ def stretch(config: FarspanConfig, run: Run) -> Stretch | None:
     }
     name, _, mode = min(told, key=scaling_order, default="ntk-4").partition("/")
     arguments = f'rope_type="dynamic", factor={float(name.removeprefix("ntk-"))}' + (f', mode="{mode}"' if mode else "")
-    ready = config.cache_layout == "rotated" and any(spec.kind == "coca" for spec in config.attention_specs)
-    return Stretch(arguments, bool(told), ready and mode != "per_request")
+    return Stretch(arguments, bool(told))
 
 
 def front_matter(card: Card) -> str:

@@ -69,7 +69,8 @@ def export_folder(
         opened.carry(folder)
         if not (folder / GENERATION).is_file():
             model.generation_config.save_pretrained(folder)
-        for file, text in {**flat_source(), "README.md": card}.items():
+        kinds = {spec.kind for spec in model.config.attention_specs}
+        for file, text in {**flat_source(kinds), "README.md": card}.items():
             (folder / file).write_text(text, encoding="utf-8")
 
     save(model, out, beside)
