@@ -1,7 +1,6 @@
 """Attention as pure functions on tensors, each beside its reference. Layout (batch, heads, positions, width)."""
 
 from farspan.ops.coca import coca_attention, coca_attention_reference, coca_features
-from farspan.ops.coca.eight_bits import dequantize_t, quantize_t
 from farspan.ops.coca.half_width import half_width_attention, half_width_attention_reference
 from farspan.ops.cosformer import (
     LinearState,
@@ -36,12 +35,10 @@ __all__ = [
     "coca_features",
     "cosformer_attention",
     "cosformer_attention_reference",
-    "dequantize_t",
     "half_width_attention",
     "half_width_attention_reference",
     "linear_coca_attention",
     "linear_coca_attention_reference",
-    "quantize_t",
     "rope_attention",
     "rope_attention_reference",
 ]

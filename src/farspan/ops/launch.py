@@ -27,7 +27,7 @@ def cannot_launch(device: str, argument: str = "backend", other: str = "sdpa") -
     """Why "triton", asked for by an argument, cannot run on a device, and what to do about it; None when it can."""
     if find_spec("triton") is None:
         return f"{argument}='triton' needs triton; install farspan[gpu], or use {argument}='{other}'"
-    from farspan.ops.kernels.narrow import INTERPRETED
+    from farspan.ops.triton.support import INTERPRETED
 
     if device != "cuda" and not INTERPRETED:
         return (
@@ -83,7 +83,7 @@ def _start() -> str | None:
         return "triton is not installed"
     from triton.runtime import driver
 
-    from farspan.ops.kernels.narrow import INTERPRETED
+    from farspan.ops.triton.support import INTERPRETED
 
     if INTERPRETED:
         return "TRITON_INTERPRET is set"

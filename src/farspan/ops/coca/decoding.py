@@ -157,7 +157,6 @@ class Slots:
     """Positions of queries (b|1, n) and of keys (b|1, m), where they do not."""
     padding: Tensor | None = None
     """(b, m) bool, True = keep."""
-    pages: Tensor | None = None
     by_position: bool = False
     """Positions, not the index, decide what a query sees."""
 
@@ -184,31 +183,24 @@ def attend_half_width(
     causal: bool,
     window: int | None,
     scale: float,
-    splits: int | None = None,
-    t_scale: Tensor | None = None,
 ) -> Tensor:
-    """q (b, h, n, d), un-rotated t (b, g, m, d/2) and v (b, g, m, dv) → (b, h, n, dv) on the kernel, unchecked.
-
-    With `t_scale` (b, g, m), t holds codes of eight bits.
-    """
-    from farspan.ops.coca.kernels.attention import half_width_op
+    """q (b, h, n, d), un-rotated t (b, g, m, d/2) and v (b, g, m, dv) → (b, h, n, dv) on the kernel, unchecked."""
+    from farspan.ops.triton.coca_decode import decode_op
 
     n = q.shape[2]
     runs, turns = ((Run(0, n, None),), (None,)) if steps is None else (steps.runs, steps.turns)
     query, key = (None, None) if slots.positions is None else slots.positions
     outputs = [
-        half_width_op(
+        decode_op(
             q[:, :, run.start : run.stop],
             t,
             v,
-            t_scale,
             turn,
             slots.lengths,
             slots.first if isinstance(slots.first, Tensor) else None,
             None if query is None else query[:, run.start : run.stop],
             key,
             slots.padding,
-            slots.pages,
             0 if isinstance(slots.first, Tensor) else slots.first,
             n - run.stop,
             form,
@@ -216,7 +208,6 @@ def attend_half_width(
             causal,
             window,
             scale if steps is None else scale * steps.factor**2,
-            splits,
         )
         for run, turn in zip(runs, turns, strict=True)
     ]

@@ -1,4 +1,4 @@
-"""CoCA on a cache of un-rotated t as a server keeps it: rows of different lengths, in one piece or in pages."""
+"""CoCA on a cache of un-rotated t as a server keeps it: rows of different lengths."""
 
 import torch
 from torch import Tensor
@@ -6,7 +6,6 @@ from torch import Tensor
 from farspan.errors import require, require_choice
 from farspan.ops.call import check_axes, check_heads, check_mask, check_width, check_window
 from farspan.ops.coca.decoding import Slots, Steps, attend_half_width, wants_gradient
-from farspan.ops.coca.eight_bits import dequantize_t
 from farspan.ops.coca.interface import FORMS
 from farspan.ops.coca.reference import scores_coca
 from farspan.ops.coca.triton_backend import triton_refusal
@@ -28,12 +27,9 @@ def half_width_attention(
     first: int | Tensor = 0,
     positions: tuple[Tensor, Tensor] | None = None,
     padding_mask: Tensor | None = None,
-    block_table: Tensor | None = None,
     causal: bool = True,
     window: int | None = None,
     scale: float | None = None,
-    splits: int | None = None,
-    t_scale: Tensor | None = None,
 ) -> Tensor:
     """CoCA of the last n tokens of each row against its cache, on the Triton kernel; no gradients.
 
@@ -42,8 +38,8 @@ def half_width_attention(
 
     Args:
         q: (b, h, n, d) queries, before rotation: the last n of their row's keys.
-        t: (b, g, m, d/2) coefficients, un-rotated; with a block table (pages, g, page length, d/2).
-        v: (b, g, m, dv) values; with a block table (pages, g, page length, dv).
+        t: (b, g, m, d/2) coefficients, un-rotated.
+        v: (b, g, m, dv) values.
         rotary: the angles; None for no rotation.
         form: "exact" or "slack".
         lengths: (b) int, keys of each row that count; the rest of the cache is never read. None = all, as is a length
@@ -52,11 +48,7 @@ def half_width_attention(
         positions: of queries (b, n) and keys (b, m), where they do not count on; then without `first`. They turn
             queries and keys; what a query sees goes by the index, as everywhere here.
         padding_mask: (b, m) bool, True = keep.
-        block_table: (b, blocks) int, the page that holds keys i·(page length) … of each row.
         causal, window, scale: as in :func:`farspan.ops.coca_attention`.
-        splits: into how many parts, at least, the keys are cut; None chooses.
-        t_scale: (b, g, m) float32, or in pages (pages, g, page length), in any strides: then t holds the codes that
-            :func:`farspan.ops.quantize_t` gave with it, and q and v may have any dtype that the kernel takes.
 
     Returns:
         (b, h, n, dv); zeros for a query before the first key.
@@ -67,22 +59,19 @@ def half_width_attention(
     ...     out = half_width_attention(q, t, v, rotary=Rotary(8), lengths=torch.tensor([6, 3]))
     ...     assert out.shape == (2, 4, 1, 8)
     """
-    _check(q, t, v, form, lengths, first, block_table, window, splits)
-    _check_dtypes(q, t, v, t_scale)
-    m = t.shape[2] * (1 if block_table is None else block_table.shape[1])
+    _check(q, t, v, form, lengths, first, window)
+    m = t.shape[2]
     _check_keys(q, m, lengths, first, positions, padding_mask)
-    wanted = wants_gradient(q, t, v, t_scale)
+    wanted = wants_gradient(q, t, v)
     require(not wanted, "half_width_attention has no gradients; call it under torch.no_grad()")
     reason = triton_refusal(q, t, v, rotary, None)
     require(reason is None, str(reason))
-    slots, steps = Slots(lengths, first, positions, padding_mask, block_table), None
+    slots, steps = Slots(lengths, first, positions, padding_mask), None
     if rotary is not None:
         check_dim(rotary, q)
         steps = Steps.of(rotary, slots.places(q.shape[2], m, q.device))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return attend_half_width(
-        q, t, v, steps, slots, form=form, causal=causal, window=window, scale=scale, splits=splits, t_scale=t_scale
-    )
+    return attend_half_width(q, t, v, steps, slots, form=form, causal=causal, window=window, scale=scale)
 
 
 def half_width_attention_reference(
@@ -96,26 +85,18 @@ def half_width_attention_reference(
     first: int | Tensor = 0,
     positions: tuple[Tensor, Tensor] | None = None,
     padding_mask: Tensor | None = None,
-    block_table: Tensor | None = None,
     causal: bool = True,
     window: int | None = None,
     scale: float | None = None,
-    splits: int | None = None,
-    t_scale: Tensor | None = None,
 ) -> Tensor:
     """:func:`half_width_attention` by its definition: each row alone, its keys laid out, by the equations."""
-    _check(q, t, v, form, lengths, first, block_table, window, splits)
-    _check_dtypes(q, t, v, t_scale)
-    m = t.shape[2] * (1 if block_table is None else block_table.shape[1])
+    _check(q, t, v, form, lengths, first, window)
+    m = t.shape[2]
     _check_keys(q, m, lengths, first, positions, padding_mask)
-    if t_scale is not None:
-        t = dequantize_t(t, t_scale, q.dtype)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     out = q.new_zeros(*q.shape[:3], v.shape[-1])
     for row in range(q.shape[0]):
         keys, values = t[row], v[row]
-        if block_table is not None:
-            keys, values = (x[block_table[row]].transpose(0, 1).flatten(1, 2) for x in (t, v))
         held = m if lengths is None else min(m, int(lengths[row]))
         n = min(q.shape[2], held)
         if n:
@@ -139,9 +120,7 @@ def _check(
     form: str,
     lengths: Tensor | None,
     first: int | Tensor,
-    block_table: Tensor | None,
     window: int | None,
-    splits: int | None,
 ) -> None:
     require_choice("form", form, FORMS)
     for name, x in (("q", q), ("t", t), ("v", v)):
@@ -156,34 +135,10 @@ def _check(
             whole = not row.is_floating_point() and tuple(row.shape) == (b,)
             require(whole, f"{name} must hold {b} integers, one a row, got {row.dtype} {tuple(row.shape)}")
             _check_device(name, row, q)
-    if block_table is None:
-        require(rows == b, f"t must have the batch size of q, {b}, got {rows}; pages need a block_table")
-        require(lengths is not None or n <= m, f"there must be at least as many keys as queries, got {n} and {m}")
-    else:
-        right = not block_table.is_floating_point() and block_table.ndim == 2 and block_table.shape[0] == b
-        require(
-            right, f"block_table must be integers ({b}, blocks), got {tuple(block_table.shape)}; one row a sequence"
-        )
-        _check_device("block_table", block_table, q)
+    require(rows == b, f"t must have the batch size of q, {b}, got {rows}")
+    require(lengths is not None or n <= m, f"there must be at least as many keys as queries, got {n} and {m}")
     check_window(window)
-    require(splits is None or splits >= 1, f"splits must be at least 1 or None, got {splits}")
-
-
-def _check_dtypes(q: Tensor, t: Tensor, v: Tensor, t_scale: Tensor | None) -> None:
-    """One dtype for all, or eight bits for t with a scale a key."""
-    if t_scale is None:
-        require(t.dtype != torch.uint8, "t of torch.uint8 needs its t_scale; pass the one that quantize_t gave with it")
-        require(t.dtype == q.dtype == v.dtype, f"q, t and v must share a dtype, got {q.dtype}, {t.dtype} and {v.dtype}")
-        return
-    require(t.dtype == torch.uint8, f"t must be torch.uint8 beside a t_scale, got {t.dtype}; quantize_t gives both")
-    require(q.dtype == v.dtype, f"q and v must share a dtype, got {q.dtype} and {v.dtype}")
-    right = t_scale.dtype == torch.float32 and t_scale.shape == t.shape[:3]
-    require(
-        right,
-        f"t_scale must be torch.float32 {tuple(t.shape[:3])}, got {t_scale.dtype} {tuple(t_scale.shape)}; "
-        "quantize_t gives one a key and key head",
-    )
-    _check_device("t_scale", t_scale, q)
+    require(t.dtype == q.dtype == v.dtype, f"q, t and v must share a dtype, got {q.dtype}, {t.dtype} and {v.dtype}")
 
 
 def _check_device(name: str, x: Tensor, q: Tensor) -> None:

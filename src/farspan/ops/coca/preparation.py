@@ -71,7 +71,7 @@ def prepared(
 
 
 def _by_kernel(q: Tensor, t: Tensor, query: Phases, key: Phases, form: str) -> tuple[Tensor, Tensor]:
-    from farspan.ops.coca.kernels.prepare import prepare_op
+    from farspan.ops.triton.coca_features import prepare_op
 
     read = (t, query.step, query.positions, key.positions)
     if any(x is not None and x.device != q.device for x in read):  # the kernel would not notice

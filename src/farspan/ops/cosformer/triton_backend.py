@@ -111,7 +111,7 @@ def _launch(
     remember: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output and sums after it, of n = m queries if causal."""
-    from farspan.ops.cosformer.kernels.op import linear_attention_op
+    from farspan.ops.triton.linear import linear_attention_op
 
     assert kernel.shared or kernel.denominator == Shape(1, 0)
     query, key = _angles(kernel, places, causal, state)

@@ -1,4 +1,4 @@
-"""Angles inside a kernel: no table in memory, no loss at far positions."""
+"""Angles computed inside a kernel: no table in memory, no loss of precision at far positions."""
 
 import triton
 import triton.language as tl
@@ -6,10 +6,10 @@ import triton.language as tl
 
 @triton.jit
 def cos_sin(phase):
-    """cos and sin (float32, within 2⁻²³) of an int64 phase in units of 2⁻⁶⁴ turns (see farspan.ops.phases).
+    """Return cos and sin (float32, within 2⁻²³) of an int64 phase in units of 2⁻⁶⁴ rotations (farspan.ops.phases).
 
-    The upper half of the phase is reduced to an eighth of a turn around the nearest quarter, in integers; there the
-    Taylor polynomials are good to 2e-9.
+    Integer arithmetic reduces the upper half of the phase to π/4 around the nearest multiple of π/2. There the Taylor
+    polynomials are accurate to 2e-9.
     """
     top = (phase >> 32).to(tl.int32)
     quarter = (top + 536870912) >> 30
@@ -24,8 +24,8 @@ def cos_sin(phase):
 
 
 @triton.jit
-def places(positions, row_stride, row, index, live, first):
-    """Positions (int64) of queries or keys by index: first + index, or read from a (b|1, ·) tensor."""
+def positions_of(positions, row_stride, row, index, live, first):
+    """Return the int64 positions of queries or keys: first + index, or loaded from a (b|1, ·) tensor."""
     if positions is None:
         return (first + index).to(tl.int64)
     else:
@@ -33,8 +33,8 @@ def places(positions, row_stride, row, index, live, first):
 
 
 @triton.jit
-def waves(a, b, cos, sin, EXACT: tl.constexpr):
-    """Amplitudes (A, B) of a query with score(n) = Σ_j t_j (A_j cos nθ_j + B_j sin nθ_j) (docs/math.md)."""
+def amplitudes(a, b, cos, sin, EXACT: tl.constexpr):
+    """Return (A, B) of a query with score(p) = Σ_j t_j (A_j cos pθ_j + B_j sin pθ_j), see docs/math.md."""
     if EXACT:
         size = a * a + b * b
         left = size * cos
