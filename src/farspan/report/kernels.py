@@ -8,13 +8,13 @@ from farspan.report.tables import Cell, Line, Table
 
 ALONE = "Attention alone: CoCA's kernels beside RoPE's"
 COMPARED = """
-    Speeds are multiples of RoPE's in the same run: above 1 CoCA is faster. RoPE's keys are cached ready, turning its
-    query is not charged to it, and it has the fastest of SDPA's kernels that were timed (named under its time). CoCA's
-    kernels read the cached t, half as wide, and turn it themselves. In decoding, one query a head, RoPE reads 1.33
-    times their bytes, which is about all that there is to gain. A copy, of whose speed others are shares, also writes: more than 100% is
-    no mistake. For a chunk of queries CoCA's keys can be made ready for SDPA instead, as models do when they read a
-    prompt. On random numbers; each answer of CoCA's kernels was checked against wider arithmetic before it was timed. A
-    dash was not timed.
+    Speeds are multiples of RoPE's in the same run: above 1 CoCA is faster. RoPE's keys are cached ready, turning
+    its query is not charged to it, and it has the fastest of SDPA's kernels that were timed (named under its time).
+    CoCA's kernels read the cached t, half as wide, and turn it themselves. In decoding, one query a head, RoPE
+    reads 1.33 times their bytes, which is about all that there is to gain. A copy, of whose speed others are
+    shares, also writes: more than 100% is no mistake. For a chunk of queries CoCA's keys can be made ready for SDPA
+    instead, as models do when they read a prompt. On random numbers; each answer of CoCA's kernels was checked
+    against wider arithmetic before it was timed. A dash was not timed.
 """
 ALONE_TEXT = " ".join(COMPARED.split())
 ROPE = "rope"
