@@ -624,14 +624,14 @@ def launch(call: DecodeCall, cut: Cut | None = None, splits: int | None = None) 
     sums_strides = (0, 0, 0) if sums is None else sums.stride()[:3]
     lengths, firsts = (x if x is None else x.contiguous() for x in (call.lengths, call.firsts))
     padding = None if call.padding is None else call.padding.view(torch.uint8)
-    per_row = (call.step, call.query_positions, call.key_positions, padding)
-    step, query_positions, key_positions, padding = per_row = tuple(x if x is None else row_major(x) for x in per_row)
+    given = (call.step, call.query_positions, call.key_positions, padding)
+    step, query_positions, key_positions, padding = (x if x is None else row_major(x) for x in given)
     with torch.cuda.device_of(q):
         kernel[(blocks, g * splits, b)](
             q, t, v, parts, sums, step, lengths, firsts, query_positions, key_positions, padding,
             call.scale * LOG2_E, n, m, call.first, call.behind, call.window or 0, splits,
             *q.stride()[:3], *t.stride()[:3], *v.stride()[:3], *parts.stride()[:4], *sums_strides,
-            *(row_stride(x) for x in per_row),
+            *(row_stride(x) for x in (step, query_positions, key_positions, padding)),
             EXACT=call.form == "exact", CAUSAL=call.causal, WINDOW=call.window is not None,
             BY_POSITION=call.by_position, DIRECT=key_positions is not None or q.dtype == torch.float32,
             GROUP=h // g, HALF=d // 2, WIDTH=width, BLOCK_M=cut.rows, BLOCK_N=cut.keys, BLOCK_D=padded(d // 2),
