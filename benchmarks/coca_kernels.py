@@ -2,8 +2,7 @@
 
 Example: ``python benchmarks/coca_kernels.py --quick --out results/coca-kernels.json`` (a CUDA device).
 ``--toy`` runs the same steps at toy sizes in Triton's interpreter, on any machine; its times mean nothing.
-``--eight-bits`` times decoding alone, from t in eight bits beside the others, at the shapes that the aims name.
-``--tune`` tries other tile sizes for decoding instead, and prints the fastest; with ``--eight-bits`` for such t.
+``--tune`` tries other tile sizes for decoding instead, and prints the fastest.
 """
 
 import argparse
@@ -17,7 +16,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="of the decoding shapes, only those that the aims name")
     parser.add_argument("--toy", action="store_true", help="toy sizes on the CPU, in the interpreter")
-    parser.add_argument("--eight-bits", action="store_true", help="only what compares t in eight bits with the others")
     parser.add_argument("--tune", action="store_true", help="try tile sizes for decoding, each checked first")
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
@@ -40,7 +38,7 @@ def main() -> int:
         return 2
     device, begun = "cpu" if arguments.toy else "cuda", time.perf_counter()
     steps = (
-        tuning.run(device=device, repeats=arguments.repeats, toy=arguments.toy, eight_bits=arguments.eight_bits)
+        tuning.run(device=device, repeats=arguments.repeats, toy=arguments.toy)
         if arguments.tune
         else kernels.run(
             quick=arguments.quick,
@@ -48,7 +46,6 @@ def main() -> int:
             seed=arguments.seed,
             repeats=arguments.repeats,
             toy=arguments.toy,
-            eight_bits=arguments.eight_bits,
         )
     )
     try:
@@ -72,7 +69,6 @@ def summary(row: dict) -> str:
     parts += [f"{name} missing" for name in row.get("missing", {})]
     parts += [f"{name} ×{value:.2f}" for name, value in row.get("speedup", {}).items()]
     parts += [f"{name} {value:.0%} of copy" for name, value in row.get("of_copy", {}).items()]
-    parts += [f"{name} rms {value:.2%} off" for name, value in row.get("quantizing_rms", {}).items()]
     if "backward" in row:
         parts.append(f"backward: {summary(row['backward'])}")
     if "terabytes_a_second" in row and row["kind"] == "copy":

@@ -68,21 +68,22 @@ def test_imports_run_one_way(path: Path) -> None:
 
 @pytest.mark.parametrize("path", [p for p in FILES if room(p) in ("ops", "layers", "errors")], ids=lambda p: p.stem)
 def test_ops_and_layers_import_torch_and_nothing_heavier(path: Path) -> None:
-    allowed = {"triton"} if path.parent.name == "kernels" else set()
+    allowed = {"triton"} if path.parent.name == "triton" else set()
     assert not {module.split(".")[0] for module in imports(path)} & (HEAVY - allowed)
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if p.parent.name != "kernels"], ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", [p for p in FILES if p.parent.name != "triton"], ids=lambda p: p.stem)
 def test_kernels_are_imported_only_when_they_run(path: Path) -> None:
-    assert not any(".kernels" in module for module in imports(path) if module.startswith("farspan.ops."))
+    assert not any(f"{module}.".startswith("farspan.ops.triton.") for module in imports(path))
 
 
-@pytest.mark.parametrize("path", sorted(ROOT.rglob("kernels/*.py")), ids=lambda p: str(p.relative_to(ROOT)))
-def test_kernels_take_nothing_from_another_op(path: Path) -> None:
-    """What two ops share is in ops/kernels, and that room knows neither."""
-    ops = {folder.parent.name for folder in ROOT.glob("ops/*/__init__.py")}
-    others = {f"farspan.ops.{op}" for op in ops - {path.parents[1].name, "kernels"}}
-    assert not {module for module in imports(path) if ".".join(module.split(".")[:3]) in others}
+@pytest.mark.parametrize("path", sorted(ROOT.glob("ops/triton/*.py")), ids=lambda p: p.stem)
+def test_kernels_import_only_each_other_and_what_a_launch_asks(path: Path) -> None:
+    ours = {module for module in imports(path) if module.startswith("farspan.")}
+    assert {module for module in ours if not module.startswith("farspan.ops.triton.")} <= {
+        "farspan.ops.launch",
+        "farspan.ops.coca.decoding",
+    }
 
 
 def test_the_command_line_answers_help_without_loading_torch() -> None:

@@ -13,7 +13,7 @@ from farspan.benchmark import cosformer_gpu, cosformer_tuning, linear_peers
 from farspan.benchmark.agree import ResultsDifferError
 from farspan.benchmark.clock import UNFAIR, Times
 from farspan.ops import cosformer_attention
-from farspan.ops.cosformer.kernels import attention
+from farspan.ops.triton import linear
 from farspan_cli.bench import show_linear
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="toy sizes are for the interpreter, without a GPU")
@@ -66,14 +66,14 @@ def test_no_figures_when_a_contestant_is_wrong(monkeypatch: pytest.MonkeyPatch) 
 
 @interpreted
 def test_tuning_checks_each_cut_and_puts_the_table_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    table = dict(attention.PAIRS)
+    table = dict(linear.PAIRS)
     rows = [row for _, new in cosformer_tuning.run(device="cpu", repeats=1, toy=True) for row in new]
     assert [row["passes"] for row in rows] == list(cosformer_gpu.PASSES)
     right = cosformer_gpu.cosformer_attention
     monkeypatch.setattr(cosformer_gpu, "cosformer_attention", lambda *x, **options: 1.1 * right(*x, **options))
     with pytest.raises(ResultsDifferError):
         list(cosformer_tuning.run(device="cpu", repeats=1, toy=True))
-    assert table == attention.PAIRS
+    assert table == linear.PAIRS
 
 
 @interpreted

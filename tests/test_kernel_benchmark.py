@@ -5,19 +5,18 @@ import os
 import runpy
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="needs triton (pip install farspan[gpu])")
 
-from farspan.benchmark import eight_bits, kernel_checks, kernels, tuning
+from farspan.benchmark import kernel_checks, kernels, tuning
 from farspan.benchmark.agree import ResultsDifferError
 from farspan.benchmark.ahead import compile_ahead
 from farspan.benchmark.clock import UNFAIR, Times, clock
 from farspan.ops import launch
-from farspan.ops.coca.kernels import attention
+from farspan.ops.triton import coca_decode
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "coca_kernels.py"
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="--toy is for the interpreter, without a GPU")
@@ -35,7 +34,7 @@ def test_every_step_at_toy_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     checks = {row["case"]: row for row in rows if row["kind"] == "check"}
     assert all(row["error"] <= row["allowed"] for row in checks.values())
     assert all(0 < row["rms_ratio"] < 2 for row in checks.values())
-    for name in ("left padding", "positions a row", "free positions", "pages, first a row", "8-bit t, few queries"):
+    for name in ("left padding", "positions a row", "free positions", "lengths, first per row"):
         assert any(case.startswith(name) for case in checks)
     decode = next(row for row in rows if row["kind"] == "decode")
     ours, peers = (
@@ -53,19 +52,14 @@ def test_every_step_at_toy_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert copies["before"] > 0 < copies["after"]
         for name, share in row.get("of_copy", {}).items():
             assert share == pytest.approx(row["terabytes_a_second"][name] / max(copies.values()))
-    coded = {"exact, 8-bit t", "slack, 8-bit t"}
-    assert decode["of_copy"].keys() == {"exact", "slack"} | coded == decode["speedup"].keys()
+    assert decode["of_copy"].keys() == {"exact", "slack"} == decode["speedup"].keys()
     assert decode["of_copy_alike"].keys() == {"exact", "slack"}
     moved = {name: rate * decode["milliseconds"][name]["median"] for name, rate in decode["terabytes_a_second"].items()}
-    assert moved["exact, 8-bit t"] / moved["sdpa"] == pytest.approx((8 + 4 + 2 * 16) / (4 * 16))
-    assert decode["quantizing_rms"].keys() == coded
-    assert all(1e-4 < error < 0.05 for error in decode["quantizing_rms"].values())
+    assert moved["exact"] / moved["sdpa"] == pytest.approx(3 / 4)
     alike = decode["terabytes_a_second"]["slack"] / decode["copy_alike_terabytes_a_second"]
     assert decode["of_copy_alike"]["slack"] == pytest.approx(alike)
     assert prepared["of_copy"].keys() == prepared["backward"]["of_copy"].keys() == {"fused"}
-    assert all(
-        decode["error_as_timed"][form] <= decode["allowed_as_timed"][form] for form in {"exact", "slack"} | coded
-    )
+    assert all(decode["error_as_timed"][form] <= decode["allowed_as_timed"][form] for form in ("exact", "slack"))
     assert prepared["backward"]["error_as_timed"] <= prepared["backward"]["allowed_as_timed"]
 
 
@@ -78,36 +72,8 @@ def test_no_figures_when_a_kernel_is_wrong(monkeypatch: pytest.MonkeyPatch, caps
         runpy.run_path(str(SCRIPT), run_name="__main__")
     assert exit_.value.code == 1
     printed = capsys.readouterr()
-    assert "no figures: 4 of 11 kernel checks fail: pages, 1 queries" in printed.err
+    assert "no figures: 4 of 11 kernel checks fail: lengths, 1 queries" in printed.err
     assert "×" not in printed.out
-
-
-@interpreted
-def test_eight_bits_alone_time_decoding_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out = tmp_path / "result.json"
-    monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--toy", "--eight-bits", "--repeats", "1", "--out", str(out)])
-    with pytest.raises(SystemExit) as exit_:
-        runpy.run_path(str(SCRIPT), run_name="__main__")
-    assert exit_.value.code == 0
-    rows = json.loads(out.read_text())["rows"]
-    assert {row["kind"] for row in rows} == {"assembler", "check", "copy", "decode"}
-    assert all(row["case"].startswith("8-bit t") for row in rows if row["kind"] == "check")
-    assert list(rows[-1]["milliseconds"])[:4] == ["exact", "slack", "exact, 8-bit t", "slack, 8-bit t"]
-
-
-@interpreted
-def test_no_figures_when_codes_are_read_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checked against the codes, not against t: another scale is wrong, however near."""
-    right = eight_bits.half_width_attention
-
-    def off(*args: Any, t_scale: torch.Tensor, **options: Any) -> torch.Tensor:
-        return right(*args, t_scale=1.1 * t_scale, **options)
-
-    monkeypatch.setattr(eight_bits, "half_width_attention", off)
-    with pytest.raises(ResultsDifferError, match="3 of 3 kernel checks fail: 8-bit t, one query"):
-        eight_bits.check_codes("cpu", toy=True)
-    with pytest.raises(ResultsDifferError, match=r"exact, 8-bit t as timed is wrong on decode \(2, 2, 1, 1, 70, 16\)"):
-        kernels.decode(kernels.TOY[0], "cpu", 1)
 
 
 @interpreted
@@ -150,34 +116,27 @@ def test_bad_input_exits_2_with_one_line(
 
 
 @interpreted
-@pytest.mark.parametrize("eight_bits", [False, True])
-def test_tuning_checks_each_cut(
-    eight_bits: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    rows = [row for _, new in tuning.run(device="cpu", repeats=1, toy=True, eight_bits=eight_bits) for row in new]
+def test_tuning_checks_each_cut(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    rows = [row for _, new in tuning.run(device="cpu", repeats=1, toy=True) for row in new]
     assert rows[0] == {"kind": "assembler", "ptxas": ".".join(map(str, launch.assembler()))}
     assert rows[1:]
     assert all(row["error"] <= row["allowed"] for row in rows[1:])
-    assert all(list(row["of_copy"]) == ["exact, 8-bit t" if eight_bits else "exact"] for row in rows[1:])
-    right = attention.launch
-    monkeypatch.setattr(attention, "launch", lambda *args: 1.1 * right(*args))
-    options = ["--eight-bits"] if eight_bits else []
-    monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--toy", "--tune", "--repeats", "1", *options])
+    assert all(list(row["of_copy"]) == ["exact"] for row in rows[1:])
+    right = coca_decode.launch
+    monkeypatch.setattr(coca_decode, "launch", lambda *args: 1.1 * right(*args))
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--toy", "--tune", "--repeats", "1"])
     with pytest.raises(SystemExit) as exit_:
         runpy.run_path(str(SCRIPT), run_name="__main__")
     assert exit_.value.code == 1
     assert "no figures: cut (8, 32, 4, 2), splits 1, is wrong on (2, 2, 1, 1, 70, 16)" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("eight_bits", [False, True])
-def test_a_refused_cut_is_told_with_its_bits_and_without_the_device(
-    eight_bits: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_refused_cut_is_told_without_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "compile_ahead", lambda function, calls: ([], dict.fromkeys(calls, "too large")))
-    steps = tuning.run(device="cuda", repeats=1, eight_bits=eight_bits)
+    steps = tuning.run(device="cuda", repeats=1)
     next(steps)
     _, rows = next(steps)
-    cuts = [(shape, cut, eight_bits) for shape in tuning.SHAPES for cut in tuning.variants(shape)]
+    cuts = [(shape, cut) for shape in tuning.SHAPES for cut in tuning.variants(shape)]
     assert rows == [{"kind": "refused", "call": call, "why": "too large"} for call in cuts]
 
 
@@ -227,7 +186,6 @@ def test_recorded_shapes_cover_the_grid_that_fits() -> None:
     assert {shape.b for shape in shapes} >= {1, 8, 32}
     assert {shape.m for shape in shapes} >= {512, 131_072}
     assert max(shape.key_bytes[1] for shape in shapes) <= kernels.LARGEST
-    assert kernels.NOTED[0].coded_bytes == 8 * 32 * 32_768 * (64 + 4 + 256)
     assert kernels.NOTED[0].key_bytes == (3 * 8 * 32 * 32_768 * 128, 4 * 8 * 32 * 32_768 * 128)
 
 

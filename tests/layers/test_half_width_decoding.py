@@ -101,9 +101,9 @@ def test_frozen_weights_decode_on_the_kernel_in_grad_mode_too() -> None:
 
 @torch.no_grad()
 def test_a_cpu_is_refused_by_the_name_of_the_argument(monkeypatch: pytest.MonkeyPatch) -> None:
-    from farspan.ops.kernels import narrow
+    from farspan.ops.triton import support
 
-    monkeypatch.setattr(narrow, "INTERPRETED", False)
+    monkeypatch.setattr(support, "INTERPRETED", False)
     layer = CocaAttention(32, 4, decode_backend="triton")
     with pytest.raises(ValueError, match=r"^decode_backend='triton' needs CUDA .* use decode_backend='sdpa', or"):
         layer(torch.randn(1, 3, 32))

@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 pytest.importorskip("triton", reason="needs triton (pip install farspan[gpu])")
 
-import farspan.ops.coca.kernels.attention  # noqa: F401 (makes the operator whose calls are counted)
+import farspan.ops.triton.coca_decode  # noqa: F401 (makes the operator whose calls are counted)
 from farspan import FarspanCache, FarspanForCausalLM
 from tests.models.half_width import DEVICE, NOPE, decoding_on, expected_of, left_padding, model_of, steps
 from tests.models.small import PER_QUERY, PER_REQUEST, name_of, tokens

@@ -10,7 +10,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="needs triton (pip install farspan[gpu])")
 
 from farspan.ops import cosformer_attention, cosformer_attention_reference
-from farspan.ops.cosformer.kernels import op
+from farspan.ops.triton import linear
 from tests.helpers import softmax_inputs
 from tests.ops.kernels import DEVICE
 
@@ -18,7 +18,7 @@ from tests.ops.kernels import DEVICE
 @pytest.fixture
 def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a short text has several, of more than one block each."""
-    monkeypatch.setattr(op, "chosen", lambda q, v, causal: 64)
+    monkeypatch.setattr(linear, "segment_of", lambda q, v, causal: 64)
 
 
 def inputs(n: int, m: int | None = None, *, dtype: torch.dtype = torch.float32, **shape: int) -> list[Tensor]:

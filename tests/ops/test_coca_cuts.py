@@ -3,7 +3,6 @@
 import doctest
 import sys
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -11,17 +10,15 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="needs triton (pip install farspan[gpu])")
 
-from farspan.ops import half_width_attention, launch, quantize_t
+from farspan.ops import launch
 from farspan.ops.coca.decoding import FOLD_ROWS
-from farspan.ops.coca.kernels import attention
-from farspan.ops.coca.kernels.attention import Cut, choose_cut, choose_splits
-from farspan.ops.kernels import layout
-from tests.ops.kernels import inputs
+from farspan.ops.triton import coca_decode, support
+from farspan.ops.triton.coca_decode import Cut, choose_cut, choose_splits
 
 
 def test_examples_in_the_kernels_run() -> None:
     assert doctest.testmod(sys.modules[choose_splits.__module__]) == (0, 2)
-    assert doctest.testmod(layout) == (0, 1)
+    assert doctest.testmod(support) == (0, 1)
 
 
 def test_one_query_few_and_many_get_tiles_of_their_kernels() -> None:
@@ -71,26 +68,11 @@ def test_what_a_choice_asks_of_the_machine_is_a_constant_of_a_graph() -> None:
     assert launch.has_autocast._dynamo_marked_constant  # type: ignore[attr-defined]  # which torch 2.13 does not need
 
 
-def test_codes_are_cut_as_codes(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-
-    def spy(*arguments: Any) -> Cut:
-        asked.append(arguments[4:])
-        return choose_cut(*arguments)
-
-    monkeypatch.setattr(attention, "choose_cut", spy)
-    q, t, v = inputs(1, 40, h=4, g=2)
-    codes, t_scale = quantize_t(t)
-    half_width_attention(q, t, v, rotary=None)
-    half_width_attention(q, codes, v, rotary=None, t_scale=t_scale)
-    assert asked == [(False,), (True,)]
-
-
 def test_splits_grow_with_the_keys_and_stop_when_the_device_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
     cut = Cut(16, 64, 4, 3)
     assert choose_splits(1, 100, cut, 132) == 1
     assert choose_splits(32, 32_768, cut, 132) > choose_splits(256, 32_768, cut, 132) > 1
     assert choose_splits(10**6, 10**6, cut, 132) == 1
-    monkeypatch.setattr(attention, "has_sound_wgmma", lambda: True)
-    cuts = [choose_cut(4, half, 2 * half, torch.bfloat16, coded) for coded in (False, True) for half in (32, 64)]
-    assert [choose_splits(64, 32_768, cut, 132) for cut in cuts] == [8, 4, 4, 4]  # groups of four, eight texts
+    monkeypatch.setattr(coca_decode, "has_sound_wgmma", lambda: True)
+    cuts = [choose_cut(4, half, 2 * half, torch.bfloat16) for half in (32, 64)]
+    assert [choose_splits(64, 32_768, cut, 132) for cut in cuts] == [8, 4]  # groups of four, eight sequences

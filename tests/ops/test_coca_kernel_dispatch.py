@@ -8,9 +8,9 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="needs triton (pip install farspan[gpu])")
 
-import farspan.ops.coca.kernels.attention
-import farspan.ops.coca.kernels.prepare  # noqa: F401 (both make operators of torch)
-from farspan.ops import Rotary, coca_attention, quantize_t
+import farspan.ops.triton.coca_decode
+import farspan.ops.triton.coca_features  # noqa: F401 (both make operators of torch)
+from farspan.ops import Rotary, coca_attention
 from farspan.ops.coca.triton_backend import triton_refusal
 from farspan.ops.phases import rotary_steps
 from tests.ops.kernels import inputs, poison  # noqa: F401 (a fixture for every test here)
@@ -22,10 +22,8 @@ def test_operators_pass_torchs_own_check() -> None:
     folded = q.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
     torch.library.opcheck(torch.ops.farspan.coca_prepare.default, (folded, t, step, None, None, 4, 0, "slack", 1.0))
     q, t, v = inputs(1, 9, d=16)
-    places = (None, None, None, None, None, None, 0, 0, "exact", False, True, None, 0.25, 2)
-    codes, t_scale = quantize_t(t)
-    for keys, scale in ((t, None), (codes, t_scale)):
-        torch.library.opcheck(torch.ops.farspan.half_width_attention.default, (q, keys, v, scale, step, *places))
+    rest = (None, None, None, None, None, 0, 0, "exact", False, True, None, 0.25)
+    torch.library.opcheck(torch.ops.farspan.half_width_attention.default, (q, t, v, step, *rest))
 
 
 @pytest.mark.parametrize("gradient", [True, False])

@@ -9,8 +9,8 @@ from torch import Tensor
 pytest.importorskip("triton", reason="needs triton (pip install farspan[gpu])")
 
 from farspan.ops import DynamicNTK, Rotary, YaRN, coca_attention, coca_attention_reference, coca_features
-from farspan.ops.coca.kernels.prepare import prepare_op
 from farspan.ops.phases import rotary_steps
+from farspan.ops.triton.coca_features import prepare_op
 from tests.ops.kernels import DEVICE, FORMS, inputs, poison  # noqa: F401 (a fixture for every test here)
 
 

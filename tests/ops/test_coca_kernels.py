@@ -10,9 +10,9 @@ pytest.importorskip("triton", reason="needs triton (pip install farspan[gpu])")
 
 from farspan.ops import NTK, DynamicNTK, Rotary, YaRN, coca_attention, coca_attention_reference, coca_features
 from farspan.ops.coca.half_width import half_width_attention
-from farspan.ops.coca.kernels import attention, few_queries, half_width, one_query
-from farspan.ops.coca.kernels.attention import Cut
 from farspan.ops.phases import rotary_steps
+from farspan.ops.triton import coca_decode
+from farspan.ops.triton.coca_decode import Cut, DecodeCall
 from tests.ops.kernels import DEVICE, FORMS, assert_as_good_as_eager, inputs, poison  # noqa: F401 (a fixture for every test here)
 
 
@@ -118,8 +118,8 @@ def test_few_queries_and_their_weights_are_not_rounded(dtype: torch.dtype) -> No
 def test_tiles_with_fewer_rows_than_there_are_queries(rows: int) -> None:
     q, t, v = inputs(9, 70, h=4, g=1, d=16)
     step = rotary_steps(Rotary(16), None, q.device)
-    places = (None, None, None, None, None, None, 0, 0)
-    out = attention.launch(q, t, v, None, step, *places, "exact", False, True, 30, 0.25, 2, Cut(rows, 16, 4, 2))
+    call = DecodeCall(q, t, v, step, None, None, None, None, None, 0, 0, "exact", False, True, 30, 0.25)
+    out = coca_decode.launch(call, Cut(rows, 16, 4, 2), splits=2)
     truth = coca_attention_reference(q.double(), t.double(), v.double(), rotary=Rotary(16), window=30)
     assert (out - truth).abs().max() <= 1e-5
 
@@ -228,19 +228,21 @@ def test_gradients_of_large_scales_stay_finite(form: str) -> None:
     assert all(grad.isfinite().all() and grad.abs().max() > 0 for grad in grads)
 
 
-def test_splits_of_many_queries_add_up() -> None:
+def test_splits_of_many_queries_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coca_decode, "choose_splits", lambda *arguments: 2)
     q, t, v = inputs(33, 64, h=1, g=1, d=16)
     truth = coca_attention_reference(q.double(), t.double(), v.double(), rotary=Rotary(16))
-    assert (half_width_attention(q, t, v, rotary=Rotary(16), splits=2) - truth).abs().max() <= 1e-5
+    assert (half_width_attention(q, t, v, rotary=Rotary(16)) - truth).abs().max() <= 1e-5
 
 
 @pytest.mark.parametrize(("h", "n"), [(1, 1), (2, 1), (2, 70)])  # of each kernel
-def test_large_scores_do_not_blur_what_splits_weigh(h: int, n: int) -> None:
+def test_large_scores_do_not_blur_what_splits_weigh(h: int, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """All scores are alike, some 3 000: results are the mean of values, which splits of unequal size tell apart."""
+    monkeypatch.setattr(coca_decode, "choose_splits", lambda *arguments: 2)
     m, d = 170, 16
     q, t = torch.full((1, h, n, d), 28.0, device=DEVICE), torch.ones(1, 1, m, d // 2, device=DEVICE)
     v = (torch.arange(m, device=DEVICE) < 70).float()[None, None, :, None].repeat(1, 1, 1, d)
-    out = half_width_attention(q, t, v, rotary=None, causal=False, splits=2)
+    out = half_width_attention(q, t, v, rotary=None, causal=False)
     assert (out - 70 / m).abs().max() <= 1e-6
 
 
@@ -269,17 +271,15 @@ def test_angles_start_afresh_after_some_tiles(
         def __getitem__(self, grid: tuple[int, ...]) -> Any:
             return lambda *arguments, **options: self.kernel[grid](*arguments, **{**options, "DIRECT": False})
 
-    angles = half_width.cos_sin
-    for module in (half_width, attention):
-        monkeypatch.setattr(module, "ANCHOR", tl.constexpr(anchor))
-    for module in (half_width, few_queries, one_query):
-        monkeypatch.setattr(module, "cos_sin", cos_sin)
-    for name in ("half_width_kernel", "few_queries_kernel", "one_query_kernel"):
-        monkeypatch.setattr(attention, name, Turning(getattr(attention, name)))
+    angles = coca_decode.cos_sin
+    monkeypatch.setattr(coca_decode, "ANCHOR", tl.constexpr(anchor))
+    monkeypatch.setattr(coca_decode, "cos_sin", cos_sin)
+    for name in ("prefill_kernel", "few_queries_kernel", "one_query_kernel"):
+        monkeypatch.setattr(coca_decode, name, Turning(getattr(coca_decode, name)))
     q, t, v = inputs(n, 150, h=1, g=1, d=8)
     step = rotary_steps(Rotary(8), None, q.device)
-    where = (None, None, None, None, None, None, 1000, 0)
-    out = attention.launch(q, t, v, None, step, *where, "exact", False, True, None, 0.5, 1, cut)
+    call = DecodeCall(q, t, v, step, None, None, None, None, None, 1000, 0, "exact", False, True, None, 0.5)
+    out = coca_decode.launch(call, cut, splits=1)
     wide = [x.double() for x in (q, t, v)]
     truth = coca_attention_reference(*wide, rotary=Rotary(8), positions=1000, scale=0.5)
     assert (out - truth).abs().max() <= 1e-5

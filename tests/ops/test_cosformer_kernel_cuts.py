@@ -11,7 +11,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="needs triton (pip install farspan[gpu])")
 
 from farspan.ops import cosformer_attention
-from farspan.ops.cosformer.kernels import attention, op
+from farspan.ops.triton import linear
 from tests.ops.cosformer_kernels import (
     check_against_eager,
     compare,
@@ -25,7 +25,7 @@ from tests.ops.kernels import DEVICE, poison  # noqa: F401 (a fixture for every 
 @pytest.mark.usefixtures("short_segments")
 def test_a_head_wider_than_a_programs_share_of_columns() -> None:
     check_against_eager(65, torch.bfloat16, h=1, d=128)
-    assert attention.PRECISE_TOTALS[128].columns < 96
+    assert linear.PRECISE_TOTALS[128].columns < 96
     assert compare(meeting(inputs(130, b=1, h=1, g=1, d=96))) <= 2e-6
 
 
@@ -35,7 +35,7 @@ def test_segments_do_not_show() -> None:
     numbers = (0.0, 1.0, True, True, 1e-6, True)
     angles = torch.stack([f(torch.arange(130, device=DEVICE) * 0.01) for f in (torch.cos, torch.sin)])[None]
     results = [
-        op.linear_attention_op(q, k, v, None, None, angles, angles, None, None, *numbers, segment, False)[0]
+        linear.linear_attention_op(q, k, v, None, None, angles, angles, None, None, *numbers, segment, False)[0]
         for segment in (64, 128, 192, 640)
     ]
     assert max(float((x - results[0]).abs().max()) for x in results) <= 1e-6
@@ -45,21 +45,21 @@ def test_segments_do_not_show() -> None:
 @pytest.mark.parametrize("segment", [64, 192])
 def test_no_cut_shows(cut: tuple[int, ...], segment: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks smaller and larger than each other, and than a segment."""
-    for table in (attention.PAIRS, attention.QUERY_PAIRS):
-        monkeypatch.setitem(table, 64, attention.Cut(*cut))
-    monkeypatch.setattr(op, "chosen", lambda q, v, causal: segment)
+    for table in (linear.PAIRS, linear.QUERY_PAIRS):
+        monkeypatch.setitem(table, 64, linear.Cut(*cut))
+    monkeypatch.setattr(linear, "segment_of", lambda q, v, causal: segment)
     check_against_eager(250, torch.bfloat16, b=1, h=2, g=1, d=16)
 
 
 @pytest.mark.parametrize(("n", "m"), [(1, 32_768), (100, 32_768), (32_768, 32_768), (32_768, 100)])
 def test_the_sums_of_all_segments_stay_small(n: int, m: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many keys for few queries (cross attention) are as many segments as for many queries: the processors' number."""
-    monkeypatch.setattr(attention, "processors", lambda device: 132)
+    monkeypatch.setattr(linear, "processors", lambda device: 132)
     for b, h in ((32, 16), (1, 16), (1, 1)):
         q, k, v = (torch.empty(b, h, x, 128, dtype=torch.bfloat16, device="meta") for x in (n, m, m))
-        segments = attention.count_segments(k, attention.chosen(q, v, causal=False))
-        sums = attention.Weight(0.0, 1.0, True, True, 1e-6).like(k, v, segments)
-        assert sums.states.nbytes <= max(b * h, 132 * attention.WAVES) * 2 * 128 * 128 * 4
+        segments = linear.count_segments(k, linear.segment_of(q, v, causal=False))
+        sums = linear.Weight(0.0, 1.0, True, True, 1e-6).like(k, v, segments)
+        assert sums.states.nbytes <= max(b * h, 132 * linear.WAVES) * 2 * 128 * 128 * 4
 
 
 @pytest.mark.usefixtures("short_segments")
@@ -68,7 +68,7 @@ def test_no_launch_grows_where_cuda_counts_to_65_535(monkeypatch: pytest.MonkeyP
 
     class Noted:
         def __init__(self, name: str) -> None:
-            self.name, self.kernel = name, getattr(attention, name)
+            self.name, self.kernel = name, getattr(linear, name)
 
         def __getitem__(self, grid: tuple[int, ...]) -> Any:
             grids[self.name] = grid
@@ -76,7 +76,7 @@ def test_no_launch_grows_where_cuda_counts_to_65_535(monkeypatch: pytest.MonkeyP
 
     names = ("pairs_kernel", "totals_kernel", "prefix_kernel", "delta_kernel")
     for name in names:
-        monkeypatch.setattr(attention, name, Noted(name))
+        monkeypatch.setattr(linear, name, Noted(name))
     assert compare(meeting(inputs(70, b=3, h=4, g=2, d=8))) <= 2e-6
     assert {*grids} == {*names}
     assert all(len(grid) == 1 and grid[0] % 6 == 0 for grid in grids.values()), grids
@@ -87,7 +87,7 @@ def test_the_backward_pass_keeps_inputs_outputs_and_a_state_a_segment(
     segment: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     leaves = inputs(128, h=1, g=1, d=16, dtype=torch.bfloat16)
-    monkeypatch.setattr(op, "chosen", lambda q, v, causal: segment)
+    monkeypatch.setattr(linear, "segment_of", lambda q, v, causal: segment)
     saved: dict[int, int] = {}
 
     def note(x: Tensor) -> Tensor:
@@ -102,7 +102,7 @@ def test_the_backward_pass_keeps_inputs_outputs_and_a_state_a_segment(
 
 
 def test_examples_in_the_kernels_run() -> None:
-    assert doctest.testmod(sys.modules[attention.__name__]) == (0, 1)
+    assert doctest.testmod(sys.modules[linear.__name__]) == (0, 1)
 
 
 @pytest.mark.gpu

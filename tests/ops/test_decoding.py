@@ -113,9 +113,9 @@ def test_an_unknown_backend_is_refused() -> None:
 
 @needs_triton
 def test_without_the_interpreter_a_cpu_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    from farspan.ops.kernels import narrow
+    from farspan.ops.triton import support
 
-    monkeypatch.setattr(narrow, "INTERPRETED", False)
+    monkeypatch.setattr(support, "INTERPRETED", False)
     with pytest.raises(ValueError, match=r"^backend='triton' needs CUDA tensors, got cpu; use backend='sdpa', or set"):
         takes_half_width(STEP._replace(device=torch.device("cpu")), "triton")
 

@@ -1,47 +1,19 @@
-"""A half-width cache as a server keeps it: pages, rows of different lengths, places of their own; what is refused."""
+"""A half-width cache with rows of different lengths and positions; bad arguments raise."""
 
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 pytest.importorskip("triton", reason="needs triton (pip install farspan[gpu])")
 
 from farspan.ops import NTK, DynamicNTK, Rotary, coca_attention, coca_attention_reference
 from farspan.ops.coca.half_width import half_width_attention, half_width_attention_reference
-from farspan.ops.coca.kernels.attention import half_width_op
 from farspan.ops.phases import rotary_steps
+from farspan.ops.triton import coca_decode
 from tests.ops.kernels import DEVICE, inputs, poison  # noqa: F401 (a fixture for every test here)
 
 FORMS = ["exact", "slack"]
-
-
-def cached(b: int, m: int, n: int, *, page: int, d: int = 16, h: int = 4, g: int = 2) -> tuple[Tensor, ...]:
-    """q, and the same t and v in one piece and in pages that lie about; what no row holds is NaN."""
-    q, t, v = inputs(n, m, b=b, d=d, h=h, g=g)
-    blocks = m // page
-    table = torch.randperm(b * blocks + 3, device=DEVICE)[: b * blocks].reshape(b, blocks)
-    pages = []
-    for x in (t, v):
-        store = torch.full((b * blocks + 3, g, page, x.shape[-1]), torch.nan, device=DEVICE)
-        store[table.flatten()] = x.unflatten(2, (blocks, page)).transpose(1, 2).flatten(0, 1)
-        pages.append(store)
-    return q, t, v, *pages, table
-
-
-@pytest.mark.parametrize(("page", "n"), [(8, 1), (16, 3), (64, 17), (16, 17)])
-def test_pages_give_what_one_piece_gives(page: int, n: int) -> None:
-    q, t, v, t_pages, v_pages, table = (
-        x.half() if x.is_floating_point() else x for x in cached(2, 64, n, page=page, h=2, g=1)
-    )
-    lengths = torch.tensor([64, 41], device=DEVICE)
-    for options in ({}, {"window": 30, "first": torch.tensor([5, 1000], device=DEVICE)}):
-        piece = half_width_attention(q, t, v, rotary=Rotary(16), lengths=lengths, **options)
-        paged = half_width_attention(
-            q, t_pages, v_pages, rotary=Rotary(16), lengths=lengths, block_table=table.int(), **options
-        )
-        assert (piece - paged).abs().max() <= 1e-6
 
 
 @pytest.mark.parametrize(
@@ -56,14 +28,18 @@ def test_pages_give_what_one_piece_gives(page: int, n: int) -> None:
     ],
     ids=str,
 )
-def test_rows_of_different_lengths_equal_each_row_alone(n: int, splits: int | None, law: Any) -> None:
+def test_rows_of_different_lengths_equal_each_row_alone(
+    n: int, splits: int | None, law: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if splits is not None:
+        monkeypatch.setattr(coca_decode, "choose_splits", lambda *arguments: splits)
     q, t, v = inputs(n, 90, b=4, h=2, g=1, d=16, dtype=torch.float16)
     lengths, first = torch.tensor([90, 20, 65, 0], device=DEVICE), torch.tensor([9, 0, 30, 1], device=DEVICE)
     t[1, :, 20:], v[1, :, 20:], v[3] = torch.nan, torch.nan, torch.nan
     rotary = None if law is None else Rotary(16, scaling=law)
     for options in ({}, {"window": 33, "form": "slack", "first": first}):
         options = {"rotary": rotary, "lengths": lengths, **options}
-        out = half_width_attention(q, t, v, splits=splits, **options)
+        out = half_width_attention(q, t, v, **options)
         wide = (q.double(), t.double(), v.double())
         assert (out - half_width_attention_reference(*wide, **options)).abs().max() <= 4e-3
         assert (out[3] == 0).all()
@@ -82,11 +58,14 @@ def test_lengths_and_first_may_be_strided() -> None:
 
 @pytest.mark.parametrize("window", [None, 2])
 @pytest.mark.parametrize("splits", [1, 2])
-def test_queries_before_the_first_key_give_zeros_also_bidirectionally(window: int | None, splits: int) -> None:
+def test_queries_before_the_first_key_give_zeros_also_bidirectionally(
+    window: int | None, splits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(coca_decode, "choose_splits", lambda *arguments: splits)
     q, t, v = inputs(5, 40, b=2, d=16)
     options: dict[str, Any] = {"rotary": Rotary(16), "causal": False, "window": window}
     options["lengths"] = torch.tensor([40, 3], device=DEVICE)
-    out = half_width_attention(q, t, v, splits=splits, **options)
+    out = half_width_attention(q, t, v, **options)
     assert (out[1, :, :2] == 0).all()
     truth = half_width_attention_reference(q.double(), t.double(), v.double(), **options)
     assert (out - truth).abs().max() <= 1e-5
@@ -124,12 +103,10 @@ def test_decoding_equals_prefill_equals_any_chunking(law: DynamicNTK | None) -> 
             "lengths must hold 2 integers, one a row, got torch.int64 \\(3,\\)",
         ),
         ({"first": torch.ones(2)}, "first must hold 2 integers, one a row, got torch.float32"),
-        ({"block_table": torch.ones(3, 1, dtype=torch.long)}, "block_table must be integers \\(2, blocks\\), got"),
         (
-            {"block_table": torch.ones(2, 1, dtype=torch.long, device="meta")},
-            f"block_table must lie where q does, on {DEVICE}.*, got meta; move it",
+            {"lengths": torch.ones(2, dtype=torch.long, device="meta")},
+            f"lengths must lie where q does, on {DEVICE}.*, got meta; move it",
         ),
-        ({"splits": 0}, "splits must be at least 1 or None, got 0"),
         ({"window": 0}, "window must be a whole number of keys ≥ 1 or None, got 0; a query always sees itself"),
         ({"window": -3}, "window must be a whole number of keys ≥ 1 or None, got -3"),
         ({"first": 2**31 - 4}, "first must keep positions within ±2147483647, got 2147483644 … 2147483651"),
@@ -164,8 +141,8 @@ def test_first_of_a_row_beyond_all_positions_is_refused() -> None:
 def test_first_of_a_row_is_not_cut_to_32_bits() -> None:
     q, t, v = inputs(1, 20, b=2, d=16)
     step, first = rotary_steps(Rotary(16), None, q.device), torch.tensor([2**31 - 9, 0], device=DEVICE)
-    rest = (None, None, None, None, 0, 0, "exact", False, True, None, 0.25, 1)
-    out = half_width_op(q, t, v, None, step, None, first, *rest)
+    rest = (None, None, None, 0, 0, "exact", False, True, None, 0.25)
+    out = coca_decode.decode_op(q, t, v, step, None, first, *rest)
     truth = coca_attention_reference(q.double(), t.double(), v.double(), rotary=Rotary(16))  # only distances count
     assert (out - truth).abs().max() <= 1e-5
 

@@ -38,7 +38,7 @@ def check(graph: fx.GraphModule, name: str) -> fx.GraphModule:
 
 def trace(b: int, n: int, m: int, positions: bool, folded: bool, dynamic: bool) -> None:
     """Shapes as they are, or (dynamic) as letters."""
-    from farspan.ops.coca.kernels.prepare import prepare_op
+    from farspan.ops.triton.coca_features import prepare_op
 
     q, t = torch.empty(b, n, 8, 64), torch.empty(b, m, 2, 32)
     q, t = (x.transpose(1, 2) if folded else x.transpose(1, 2).contiguous() for x in (q.bfloat16(), t.bfloat16()))
@@ -66,7 +66,7 @@ if __name__ == "__main__":
     driver.set_active(NoGpu())
     from torch._library.triton import get_triton_kernels_for_op
 
-    from farspan.ops.coca.kernels.prepare import prepare_kernel
+    from farspan.ops.triton.coca_features import prepare_kernel
 
     for name in ("farspan::coca_prepare", "farspan::coca_prepare_backward"):  # else a cache would keep an old kernel
         assert get_triton_kernels_for_op(name) == [prepare_kernel], name

@@ -172,29 +172,18 @@ def test_absolute_figures_of_a_cpu_are_left_out() -> None:
     assert "peak, GB" not in {line.source for line in prompt.lines}
 
 
-def test_shapes_of_t_in_eight_bits_are_listed_with_every_contestant_in_words() -> None:
-    (made,) = kernels(kernel(8, 4096, coded=0.1), kernel(8, 32_768, coded=0.3, peer="cudnn, heads as queries"))
-    assert (made.heading, made.beside) == ("Heads", "Texts × tokens before")
-    assert made.columns == ("RoPE", "CoCA exact", "CoCA slack", "CoCA exact, t in eight bits")
-    heads = "32 heads of width 128, 8 for keys"
-    assert shown(made) == [
-        (heads, "8 × 32,768", "1", "1.25", "2.00", "0.83"),
-        (heads, "8 × 4,096", "1", "1.25", "2.00", "2.50"),
-    ]
-    assert [cell.note for cell in made.lines[0].cells[:2]] == [
-        "0.250 ms; cuDNN, heads as queries",
-        "0.200 ms; 99% of a copy's speed",
-    ]
-    assert '<th scope="col" class="source">Texts × tokens before</th>' in to_html(made)
-    assert "| Heads | Texts × tokens before | RoPE |" in to_markdown(made)
+def test_a_removed_variant_in_earlier_results_is_left_out() -> None:
+    (made,) = kernels(kernel(8, 4096, coded=0.1, peer="cudnn, heads as queries"))
+    assert (made.heading, made.beside) == ("Heads", "Texts")
+    assert shown(made) == [("32 heads of width 128, 8 for keys", "8 texts", "1.25")]
+    assert made.lines[0].cells[0].note == "0.200 ms; CoCA slack 2.00"
+    assert '<th scope="col" class="source">Texts</th>' in to_html(made)
+    assert "| Heads | Texts | 4,096 tokens |" in to_markdown(made)
 
 
-def test_other_shapes_of_decoding_stand_by_heads_texts_and_length() -> None:
-    """A shape that is listed fills its place among them, and makes neither a line nor a column for itself."""
+def test_shapes_of_decoding_stand_by_heads_texts_and_length() -> None:
     rows = [kernel(1, 512), kernel(8, 512), kernel(8, 2048), kernel(32, 512, d=64), kernel(1, 512, g=32)]
-    listed = [kernel(1, 2048, coded=0.1), kernel(16, 4096, coded=0.1), kernel(1, 4096, coded=0.1)]
-    first, grid = kernels(*rows, *listed)
-    assert len(first.lines) == 3
+    (grid,) = kernels(*rows, kernel(1, 2048, coded=0.1))
     assert grid.columns == ("512 tokens", "2,048 tokens")
     assert shown(grid) == [
         ("32 heads of width 128", "1 text", "1.25", "—"),
@@ -204,8 +193,6 @@ def test_other_shapes_of_decoding_stand_by_heads_texts_and_length() -> None:
     ]
     assert grid.lines[0].cells[0].note == "0.200 ms; CoCA slack 2.00"
     assert "speed of CoCA exact over RoPE's (small print: its time; the speed of CoCA slack)" in grid.title
-    (alone,) = kernels(*rows)
-    assert shown(alone)[2:] == shown(grid)[2:]
 
 
 def test_a_chunk_of_queries_stands_beside_keys_made_ready_for_it() -> None:
@@ -255,7 +242,6 @@ def test_the_committed_results_make_the_page(tmp_path: Path) -> None:
     html = page.read_text()
     for text in ("What CoCA costs beside RoPE", "Figure 6: ", "Decoding and reading", "Attention alone"):
         assert text in html
-    assert "CoCA slack, t in eight bits" in html
     assert "8-bit" not in html
     assert "Table 1:" not in html
     assert {path.stem for path in (page.parent / "figures").glob("*.png")} == {
@@ -263,7 +249,7 @@ def test_the_committed_results_make_the_page(tmp_path: Path) -> None:
         "coca-speed-forward-and-backward",
     }
     tables = {"coca-decode", "coca-prompt", "coca-speed-forward", "coca-speed-forward-and-backward"}
-    of_kernels = {"coca-kernels": 5, "coca-kernels-lengths": 5, "coca-kernels-chunks": 3}
+    of_kernels = {"coca-kernels-lengths": 6, "coca-kernels-chunks": 3}
     assert {path.stem for path in (page.parent / "tables").glob("*.md")} == tables | set(of_kernels)
     for name, columns in of_kernels.items():  # as many as a person can read, beside heads and texts
         head = (page.parent / "tables" / f"{name}.md").read_text().splitlines()[2]

@@ -1,4 +1,4 @@
-"""Which tiles are fastest for cosFormer on this device: the source of the table in ops.cosformer.kernels.attention."""
+"""Which tiles are fastest for cosFormer on this device: the source of the table in ops.triton.linear."""
 
 import statistics
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ from farspan.benchmark.cosformer_gpu import OURS, PASSES, WIDTHS, Shape, as_call
 KERNELS = ("totals_kernel", "prefix_kernel", "pairs_kernel", "delta_kernel")
 
 Change = tuple[str, Any]
-"""A table of ops.cosformer.kernels.attention, and what to try in it."""
+"""A table of ops.triton.linear, and what to try in it."""
 
 
 def variants(d: int) -> list[Change]:
@@ -59,12 +59,12 @@ def _try(shape: Shape, change: Change, device: str) -> None:
 @contextmanager
 def _changed(d: int, change: Change) -> Iterator[None]:
     """The tables, with one change to try."""
-    from farspan.ops.cosformer.kernels import attention
+    from farspan.ops.triton import linear
 
-    (name, value), size = change, attention.widest(d, d)
-    table = getattr(attention, name)
+    (name, value), size = change, linear.widest(d, d)
+    table = getattr(linear, name)
     usual = table[size]
-    table[size] = attention.Cut(*value) if isinstance(value, tuple) else value
+    table[size] = linear.Cut(*value) if isinstance(value, tuple) else value
     try:
         yield
     finally:

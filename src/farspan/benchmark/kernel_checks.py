@@ -11,7 +11,6 @@ from farspan.ops import DynamicNTK, Rotary, YaRN, coca_attention, coca_attention
 from farspan.ops.coca.half_width import half_width_attention, half_width_attention_reference
 from farspan.ops.phases import rotary_steps
 
-PAGE = 16
 LAST = 4
 """Queries of a timed call that are compared."""
 DRAWS = 32
@@ -89,7 +88,7 @@ def check_kernels(device: str, *, toy: bool = False) -> list[dict[str, Any]]:
     cases = TOY_CASES if toy else CASES
     rows = [check_case(case, device, draws=1 if toy else DRAWS) for case in cases]
     sizes = (16,) if toy else (64, 128)
-    rows += [check_pages(device, d, n, shifted) for d in sizes for n in (1, 20) for shifted in (False, True)]
+    rows += [check_lengths(device, d, n, shifted) for d in sizes for n in (1, 20) for shifted in (False, True)]
     rows += [check_preparation(device, form, d) for form in ("exact", "slack") for d in sizes]
     refuse_wrong(rows)
     return rows
@@ -194,41 +193,35 @@ def compare_forms(inputs: Sequence[Tensor], outs: Mapping[str, Tensor], rotary: 
 
 
 @torch.no_grad()
-def check_pages(device: str, d: int, n: int, shifted: bool) -> dict[str, Any]:
-    """Rows of different lengths, in pages that lie about, with NaN wherever no row has written.
+def check_lengths(device: str, d: int, n: int, shifted: bool) -> dict[str, Any]:
+    """Rows of different lengths, with NaN beyond the end of each.
 
-    `shifted`: each row from a position of its own, which a dynamic law makes felt.
+    `shifted`: each row from a position of its own, which dynamic NTK depends on.
     """
-    case = Case("pages", 4, 2, n, 1024 if d > 16 else 64, d)
+    case = Case("lengths", 4, 2, n, 1024 if d > 16 else 64, d)
     q, t, v = random_case(case, device, b=3)
-    blocks = case.m // PAGE
     lengths = torch.tensor([case.m, case.m // 3, n], device=device)
-    table = torch.randperm(3 * blocks, device=device).reshape(3, blocks)
-    pages = []
-    for x in (t, v):
-        x = torch.where((torch.arange(case.m, device=device) < lengths[:, None])[:, None, :, None], x, torch.nan)
-        store = torch.empty_like(x).reshape(3 * blocks, case.g, PAGE, -1)
-        store[table.flatten()] = x.unflatten(2, (blocks, PAGE)).transpose(1, 2).flatten(0, 1)
-        pages.append(store)
+    written = (torch.arange(case.m, device=device) < lengths[:, None])[:, None, :, None]
+    held = [torch.where(written, x, torch.nan) for x in (t, v)]
     starts = [0, case.m, 7 * case.m] if shifted else [0, 0, 0]
     rotary = Rotary(d, scaling=DynamicNTK(4, case.m // 2) if shifted else None)
     options: dict[str, Any] = {"rotary": rotary, "lengths": lengths}
     if shifted:
         options["first"] = torch.tensor(starts, device=device)
     truth = half_width_attention_reference(q.double(), t.double(), v.double(), **options)
-    out = half_width_attention(q, *pages, **options, block_table=table)
+    out = half_width_attention(q, *held, **options)
     plain = torch.stack(
         [
             coca_attention(*(x[i, :, :m][None] for x in (q, t, v)), rotary=rotary, positions=start, backend="sdpa")[0]
             for i, (m, start) in enumerate(zip(lengths.tolist(), starts, strict=True))
         ]
     )
-    return error_row(f"pages{', first a row' if shifted else ''}, {n} queries, d {d}", out, truth, plain)
+    return error_row(f"lengths{', first per row' if shifted else ''}, {n} queries, d {d}", out, truth, plain)
 
 
 def check_preparation(device: str, form: str, d: int) -> dict[str, Any]:
     """q̃, k̃ and the gradients of q and t, fused and by plain torch in bfloat16, against float64."""
-    from farspan.ops.coca.kernels.prepare import prepare_op
+    from farspan.ops.triton.coca_features import prepare_op
 
     case = Case("prepare", 6, 2, 300 if d > 16 else 30, 300 if d > 16 else 30, d)
     q, t, _ = random_case(case, device)

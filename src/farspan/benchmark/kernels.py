@@ -13,7 +13,6 @@ from torch.nn.attention.bias import causal_lower_right
 
 from farspan.benchmark.agree import ResultsDifferError, reason
 from farspan.benchmark.clock import Times, captured, clock_in_turn, comparable, copy_speed, quantiles
-from farspan.benchmark.eight_bits import CODED, check_codes, coded_calls, compare_codes
 from farspan.benchmark.kernel_checks import check_at_size, check_kernels, compare_forms
 from farspan.benchmark.truth import LOOSE, far
 from farspan.ops import Rotary, coca_attention, coca_features
@@ -43,11 +42,6 @@ class Shape(NamedTuple):
         token = 2 * self.b * self.g * self.m * self.d
         return token * 3 // 2, token * 2
 
-    @property
-    def coded_bytes(self) -> int:
-        """The same with t in eight bits: codes, a float32 scale a key and key head, and values in bfloat16."""
-        return self.b * self.g * self.m * (self.d // 2 + 4 + 2 * self.d)
-
 
 NOTED = [Shape(8, 32, 32, 1, 32_768, 128), Shape(1, 32, 32, 1, 32_768, 128), Shape(16, 32, 32, 1, 4096, 128),
          Shape(8, 16, 16, 1, 32_768, 64), Shape(8, 32, 8, 1, 32_768, 128), Shape(8, 32, 8, 1, 32_768, 64)]  # fmt: skip
@@ -71,23 +65,16 @@ def decoding_shapes() -> list[Shape]:
 
 
 def run(
-    *, quick: bool, device: str, seed: int, repeats: int, toy: bool = False, eight_bits: bool = False
+    *, quick: bool, device: str, seed: int, repeats: int, toy: bool = False
 ) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Yield (what was done, its rows); raises ResultsDifferError before any clock starts if a kernel is wrong.
-
-    `eight_bits`: only what it takes to compare t in eight bits with the others.
-    """
+    """Yield (what was done, its rows); raises ResultsDifferError before any clock starts if a kernel is wrong."""
     torch.manual_seed(seed)
     yield "assembler", [assembler_row()]
-    if not eight_bits:
-        yield "kernels against float64", check_kernels(device, toy=toy)
-    yield "8-bit t against float64", check_codes(device, toy=toy)
+    yield "kernels against float64", check_kernels(device, toy=toy)
     size = 2**20 if toy else 2**31
     yield "copy", [{"kind": "copy", "terabytes_a_second": copy_speed(device, size)}]
-    grid = NOTED if quick or eight_bits else decoding_shapes()
+    grid = NOTED if quick else decoding_shapes()
     decoding, chunks, layers = (TOY,) * 3 if toy else (grid, CHUNKS, LAYERS)
-    if eight_bits:
-        chunks, layers = [], []
     work: list[tuple[str, Callable[[], dict[str, Any]]]] = []
     work += [(f"decode {tuple(shape)}", partial(decode, shape, device, repeats)) for shape in decoding]
     work += [(f"prefill {tuple(shape)}", partial(prefill, shape, device, repeats)) for shape in chunks]
@@ -133,24 +120,22 @@ def decode(shape: Shape, device: str, repeats: int) -> dict[str, Any]:
     """One token a sequence. RoPE's keys are cached rotated, and its query's rotation is not charged to it."""
     q, t, k, v = random_inputs(shape, device)
     b, h, g, n, _, d = shape
-    coded = coded_calls(q, t, v, Rotary(d)) if shape in (*NOTED, *TOY) else {}
     calls: dict[str, Callable[[], Tensor]] = {
         form: lambda form=form: half_width_attention(q, t, v, rotary=Rotary(d), form=form)  # type: ignore[misc]
         for form in ("exact", "slack")
     }
-    calls |= coded | rope_peers(q, k, v)
+    calls |= rope_peers(q, k, v)
     if h > g:  # all heads of a group see the same keys: as queries of one head, they read them once
         folded = q.reshape(b, g, h // g * n, d)
         calls |= {f"{name}, heads as queries": call for name, call in rope_peers(folded, k, v).items()}
     outs = {form: calls[form]() for form in ("exact", "slack")}
-    compared, quantizing = compare_codes((q, t, v), coded, Rotary(d))
-    checked = check_at_size(f"decode {tuple(shape)}", compare_forms((q, t, v), outs, Rotary(d)) | compared)
+    checked = check_at_size(f"decode {tuple(shape)}", compare_forms((q, t, v), outs, Rotary(d)))
     half, full = shape.key_bytes
     before = copy_speed(device, half // 2)  # of as many bytes: what a launch, and memory coming to speed, cost there
     times = times_of(calls, device, repeats)
     as_many = max(before, copy_speed(device, half // 2))
-    moved = {name: shape.coded_bytes if name in coded else half if name in outs else full for name in times}
-    row = report("decode", shape, times, moved) | checked | ({"quantizing_rms": quantizing} if coded else {})
+    moved = {name: half if name in outs else full for name in times}
+    row = report("decode", shape, times, moved) | checked
     row["of_copy_alike"] = {name: row["terabytes_a_second"][name] / as_many for name in outs}
     return row | {"copy_alike_terabytes_a_second": as_many}
 
@@ -185,7 +170,7 @@ def prepare(shape: Shape, form: str, device: str, repeats: int) -> dict[str, Any
 
     torch's are timed as written (eager) and compiled: by Inductor on a GPU; elsewhere only traced, as a toy.
     """
-    from farspan.ops.coca.kernels.prepare import prepare_op
+    from farspan.ops.triton.coca_features import prepare_op
 
     q, t, k, _ = random_inputs(shape, device)
     rotary = Rotary(shape.d)
@@ -281,7 +266,7 @@ def _runs(name: str, call: Callable[[], Any], failed: dict[str, str]) -> bool:
     return name not in failed
 
 
-OURS = ("exact", "slack", *CODED, "fused")
+OURS = ("exact", "slack", "fused")
 
 
 def report(

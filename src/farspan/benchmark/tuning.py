@@ -1,4 +1,4 @@
-"""Which tiles are fastest for decoding on this device: the source of the tables in ops.coca.kernels.attention."""
+"""Which tiles are fastest for decoding on this device: the source of the tables in ops.triton.coca_decode."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -11,11 +11,10 @@ from torch import Tensor
 from farspan.benchmark.agree import ResultsDifferError
 from farspan.benchmark.ahead import compile_ahead, refused
 from farspan.benchmark.clock import clock, copy_speed
-from farspan.benchmark.eight_bits import EXACT, truths
 from farspan.benchmark.kernel_checks import complaint, error_row
 from farspan.benchmark.kernels import NOTED, TOY, Shape, assembler_row, random_inputs
-from farspan.ops import Rotary, coca_attention, coca_attention_reference, quantize_t
-from farspan.ops.device import has_sound_wgmma
+from farspan.ops import Rotary, coca_attention, coca_attention_reference
+from farspan.ops.launch import has_sound_wgmma
 from farspan.ops.phases import rotary_steps
 
 SPLITS = (1.0, 2.0, 0.5)
@@ -38,70 +37,57 @@ def variants(shape: Shape, toy: bool = False) -> list[Numbers]:
     return few if shape.h == shape.g else list(TOGETHER if has_sound_wgmma() else BY_WARPS)
 
 
-def run(
-    *, device: str, repeats: int, toy: bool = False, eight_bits: bool = False
-) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Yield the cuts of each shape, fastest first; raises ResultsDifferError if any cut is wrong.
-
-    `eight_bits`: of kernels that read t in eight bits.
-    """
-    name = EXACT if eight_bits else "exact"
+def run(*, device: str, repeats: int, toy: bool = False) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """Yield the cuts of each shape, fastest first; raises ResultsDifferError if any cut is wrong."""
     yield "assembler", [assembler_row()]
     size = 2**20 if toy else 2**31
     cuts = {shape: variants(shape, toy) for shape in (TOY if toy else SHAPES)}
     if not toy:
-        tries = [(shape, cut, eight_bits, device) for shape, each in cuts.items() for cut in each]
+        tries = [(shape, cut, device) for shape, each in cuts.items() for cut in each]
         good, bad = compile_ahead(_try, tries)
         yield "variants that cannot run", refused(bad)
         cuts = {shape: [cut for of, cut, *_ in good if of == shape] for shape in cuts}
     for shape, each in cuts.items():
         before = copy_speed(device, size)
-        found = _sweep(shape, each, device, repeats, name)
-        rows = sorted(found, key=lambda row: row["milliseconds"][name]["median"])
+        found = _sweep(shape, each, device, repeats)
+        rows = sorted(found, key=lambda row: row["milliseconds"]["exact"]["median"])
         copies = {"before": before, "after": copy_speed(device, size)}
         for row in rows:
-            share = row["terabytes_a_second"][name] / max(copies.values())
-            row |= {"of_copy": {name: share}, "copy_terabytes_a_second": copies}
+            share = row["terabytes_a_second"]["exact"] / max(copies.values())
+            row |= {"of_copy": {"exact": share}, "copy_terabytes_a_second": copies}
             yield f"{tuple(shape)} {row['cut']} splits {row['splits']}", [row]
 
 
-def _try(shape: Shape, numbers: Numbers, eight_bits: bool, device: str) -> None:
-    """A call of a variant with one split and one with several, for a single text."""
+def _try(shape: Shape, numbers: Numbers, device: str) -> None:
+    """A call of a variant with one split and one with several, for a single sequence."""
     q, t, _, v = random_inputs(shape._replace(b=1), device)
-    held, t_scale = quantize_t(t) if eight_bits else (t, None)
     for splits in (1, 6):
-        _launcher(q, held, v, t_scale)(numbers, splits)
+        _launcher(q, t, v)(numbers, splits)
     torch.cuda.synchronize()  # what went wrong shows only now
 
 
-def _launcher(q: Tensor, t: Tensor, v: Tensor, t_scale: Tensor | None) -> Callable[[Numbers, int], Tensor]:
-    from farspan.ops.coca.kernels.attention import Cut, launch
+def _launcher(q: Tensor, t: Tensor, v: Tensor) -> Callable[[Numbers, int], Tensor]:
+    from farspan.ops.triton.coca_decode import Cut, DecodeCall, launch
 
     d = q.shape[-1]
     step = rotary_steps(Rotary(d), None, q.device)
-    places = (None, None, None, None, None, None, 0, 0)
-    return lambda numbers, splits: launch(
-        q, t, v, t_scale, step, *places, "exact", False, True, None, d**-0.5, splits, Cut(*numbers)
-    )
+    where = (None, None, None, None, None, 0, 0)
+    call = DecodeCall(q, t, v, step, *where, "exact", by_position=False, causal=True, window=None, scale=d**-0.5)
+    return lambda numbers, splits: launch(call, Cut(*numbers), splits)
 
 
 @torch.no_grad()
-def _sweep(shape: Shape, cuts: list[Numbers], device: str, repeats: int, name: str) -> Iterator[dict[str, Any]]:
-    from farspan.ops.coca.kernels.attention import Cut, choose_cut, choose_splits
-    from farspan.ops.kernels.layout import processors
+def _sweep(shape: Shape, cuts: list[Numbers], device: str, repeats: int) -> Iterator[dict[str, Any]]:
+    from farspan.ops.triton.coca_decode import Cut, choose_cut, choose_splits
+    from farspan.ops.triton.support import processors
 
     q, t, _, v = random_inputs(shape, device)
     one = (q[:1], t[:1], v[:1])  # of one sequence, the float64 equations fit into memory
     options: dict[str, Any] = {"rotary": Rotary(shape.d)}
-    if name == EXACT:
-        codes, t_scale = quantize_t(t)
-        launch, read = _launcher(q, codes, v, t_scale), shape.coded_bytes
-        truth, plain, _ = truths(*one, codes[:1], t_scale[:1], options)
-    else:
-        launch, read = _launcher(q, t, v, None), shape.key_bytes[0]
-        truth = coca_attention_reference(*(x.double() for x in one), **options)
-        plain = coca_attention(*one, **options, backend="sdpa")
-    taken = choose_cut(shape.n * shape.h // shape.g, shape.d // 2, shape.d, q.dtype, name == EXACT)
+    launch, read = _launcher(q, t, v), shape.key_bytes[0]
+    truth = coca_attention_reference(*(x.double() for x in one), **options)
+    plain = coca_attention(*one, **options, backend="sdpa")
+    taken = choose_cut(shape.n * shape.h // shape.g, shape.d // 2, shape.d, q.dtype)
     whole = {cut: taken if cut == taken[: len(cut)] else Cut(*cut) for cut in cuts}  # the library's may have own waves
     usual = {cut: choose_splits(shape.b * shape.g, shape.m, whole[cut], processors(q.device)) for cut in cuts}
     for cut, splits in dict.fromkeys((cut, max(1, int(n * part))) for cut, n in usual.items() for part in SPLITS):
@@ -117,6 +103,6 @@ def _sweep(shape: Shape, cuts: list[Numbers], device: str, repeats: int, name: s
             "splits": splits,
             "error": check["error"],
             "allowed": check["allowed"],
-            "milliseconds": {name: times.milliseconds},
-            "terabytes_a_second": {name: read / times.median / 1e12},
+            "milliseconds": {"exact": times.milliseconds},
+            "terabytes_a_second": {"exact": read / times.median / 1e12},
         }

@@ -1,6 +1,6 @@
 """CoCA's attention alone → tables of speeds over RoPE's: shapes one by one, and all of decoding by heads and length."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from farspan.report.inference import Inferred, Shape
 from farspan.report.names import contestant_name
@@ -8,34 +8,33 @@ from farspan.report.tables import Cell, Line, Table
 
 ALONE = "Attention alone: CoCA's kernels beside RoPE's"
 COMPARED = """
-    Speeds are multiples of RoPE's in the same run: above 1 CoCA is faster. RoPE's keys are cached ready, turning its
-    query is not charged to it, and it has the fastest of SDPA's kernels that were timed (named under its time). CoCA's
-    kernels read the cached t, half as wide, and turn it themselves. In decoding, one query a head, RoPE reads 1.33
-    times their bytes, and 1.56 to 1.58 times those of t in eight bits (codes with one scale a key; widths 64 and 128),
-    which is about all that there is to gain. A copy, of whose speed others are shares, also writes: more than 100% is
-    no mistake. For a chunk of queries CoCA's keys can be made ready for SDPA instead, as models do when they read a
-    prompt. On random numbers; each answer of CoCA's kernels was checked against wider arithmetic before it was timed. A
-    dash was not timed.
+    Speeds are multiples of RoPE's in the same run: above 1 CoCA is faster. RoPE's keys are cached ready, turning
+    its query is not charged to it, and it has the fastest of SDPA's kernels that were timed (named under its time).
+    CoCA's kernels read the cached t, half as wide, and turn it themselves. In decoding, one query a head, RoPE
+    reads 1.33 times their bytes, which is about all that there is to gain. A copy, of whose speed others are
+    shares, also writes: more than 100% is no mistake. For a chunk of queries CoCA's keys can be made ready for SDPA
+    instead, as models do when they read a prompt. On random numbers; each answer of CoCA's kernels was checked
+    against wider arithmetic before it was timed. A dash was not timed.
 """
 ALONE_TEXT = " ".join(COMPARED.split())
-ROPE, EIGHT_BITS = "rope", "8-bit t"
+ROPE = "rope"
+REMOVED = "8-bit t"
+"""Marks a removed variant, which earlier results still contain."""
 
 Answers = Mapping[Shape, Mapping[str, Inferred]]
 """Shape → contestant → how fast it was."""
 
 
 def kernel_tables(found: Iterable[Inferred]) -> list[Table]:
-    """Decoding at the shapes that t in eight bits was timed at too, at all others by length, and chunks of queries."""
+    """Decoding by length, and chunks of queries."""
     answers: dict[Shape, dict[str, Inferred]] = {}
     for x in found:
-        if x.shape is not None:
+        if x.shape is not None and REMOVED not in x.attention:
             answers.setdefault(x.shape, {})[x.attention] = x
     steps = {shape: answers[shape] for shape in sorted(answers, key=_order) if shape.n == 1}
     chunks = {shape: answers[shape] for shape in sorted(answers, key=_order) if shape.n > 1}
-    noted = {shape: each for shape, each in steps.items() if any(EIGHT_BITS in name for name in each)}
     made = [
-        _list("coca-kernels", "Decoding, one query a head, also from t in eight bits: speed over RoPE's", noted),
-        _grid("coca-kernels-lengths", steps, set(steps) - set(noted)),
+        _grid("coca-kernels-lengths", steps),
         _list("coca-kernels-chunks", "A chunk of queries after a long text: speed over RoPE's", chunks),
     ]
     return [table for table in made if table is not None]
@@ -57,17 +56,17 @@ def _list(name: str, title: str, answers: Answers) -> Table | None:
     return Table(name, title, ALONE_TEXT, columns, tuple(lines), "Heads", "Texts × tokens before") if lines else None
 
 
-def _grid(name: str, answers: Answers, wanted: Collection[Shape]) -> Table | None:
-    """Heads and texts down, tokens across, as far as the wanted shapes reach; the others fill gaps between them."""
-    contestants = (name for each in answers.values() for name in each if name != ROPE and EIGHT_BITS not in name)
-    names, lengths = list(dict.fromkeys(contestants)), sorted({shape.m for shape in wanted})
+def _grid(name: str, answers: Answers) -> Table | None:
+    """Heads and texts down, tokens across."""
+    contestants = (name for each in answers.values() for name in each if name != ROPE)
+    names, lengths = list(dict.fromkeys(contestants)), sorted({shape.m for shape in answers})
     lines = [
         Line(
             _heads(row),
             f"{row.b:,} text{'s' if row.b > 1 else ''}",
             tuple(_joined(answers.get(row._replace(m=length), {}), names) for length in lengths),
         )
-        for row in sorted({shape._replace(m=0) for shape in wanted}, key=lambda row: (*_order(row)[:3], row.b))
+        for row in sorted({shape._replace(m=0) for shape in answers}, key=lambda row: (*_order(row)[:3], row.b))
     ]
     if not lines:
         return None

@@ -31,7 +31,7 @@ LAWS = {"ntk": "dynamic NTK", "static-ntk": "static NTK", "pi": "PI", "yarn": "Y
 PAPER_LAW = "ntk-4"
 """The law of the paper's tables, as rows of results call it."""
 
-CONTESTANTS = {"8-bit t": "t in eight bits", "rotated for SDPA": "keys made for SDPA", "cudnn": "cuDNN"}
+CONTESTANTS = {"rotated for SDPA": "keys made for SDPA", "cudnn": "cuDNN"}
 """What benchmarks call a contestant, part by part, in words."""
 
 
@@ -45,8 +45,8 @@ def variant_name(variant: str) -> str:
 
 def contestant_name(contestant: str) -> str:
     """
-    >>> contestant_name("coca-exact, 8-bit t"), contestant_name("coca-exact, rotated cache")
-    ('CoCA exact, t in eight bits', 'CoCA exact, rotated cache')
+    >>> contestant_name("coca-exact, cudnn"), contestant_name("coca-exact, rotated cache")
+    ('CoCA exact, cuDNN', 'CoCA exact, rotated cache')
     """
     return ", ".join(CONTESTANTS.get(part, variant_name(part)) for part in contestant.split(", "))
 

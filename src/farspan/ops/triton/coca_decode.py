@@ -1,0 +1,663 @@
+"""CoCA attention on a cache of un-rotated t: kernels, tile sizes, launch and torch op.
+
+The score of a key at position p is Σ_j t_j (A_j cos pθ_j + B_j sin pθ_j), where A and B depend on the query alone
+(docs/math.md). So the kernels read t once, at half the width of a rotated key. Keys come in tiles, p = p₀ + r:
+
+- cos rθ and sin rθ for r = 0 … BLOCK_N-1 are the same in every tile and stay in registers.
+- The angles of p₀ advance by BLOCK_N·θ per tile. Each step rounds a little, 4e-5 after a thousand tiles. So the kernels
+  recompute them from the position every ANCHOR tiles.
+- DIRECT computes each key's angles from its own position instead: for float32, and for keys at arbitrary positions.
+
+Three kernels differ in what they rotate by p₀θ and in how they multiply:
+
+- `one_query_kernel`: one query per key head. Memory bandwidth is the only limit, so it computes in float32 without
+  tensor cores, which would need sixteen queries and a rounded product of t.
+- `few_queries_kernel`: up to FOLD_ROWS rows (queries × heads of a group) per key head. It rotates the queries, and
+  keys are on the long side of the products.
+- `prefill_kernel`: more rows. It rotates the keys.
+
+The keys may be split among programs; `merge_kernel` combines their results.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from farspan.ops.coca.decoding import FOLD_ROWS
+from farspan.ops.launch import cdiv, has_sound_wgmma, power_of_2
+from farspan.ops.triton.angles import amplitudes, cos_sin, positions_of
+from farspan.ops.triton.support import narrow, padded, processors, product, row_major, row_stride
+
+ANCHOR = tl.constexpr(1024)  # tiles from one exact base angle to the next
+# Kernel arguments whose values should not cause another compilation.
+VARYING = ["n", "m", "first", "behind", "window", "splits", "sums_b", "sums_h", "sums_n"]
+
+
+@triton.jit
+def _locate(
+    lengths, firsts, n, m, first, behind, window, splits, block,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BY_POSITION: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Return a program's batch row, key head and split, the position of key 0, the index of query 0 among the keys,
+    and the keys to read, begin … end-1: its split of those that some query of the block attends to."""
+    split = tl.program_id(1) % splits
+    key_head = (tl.program_id(1) // splits).to(tl.int64)
+    row = tl.program_id(2).to(tl.int64)
+    length = m
+    if lengths is not None:
+        length = tl.minimum(tl.load(lengths + row), m).to(tl.int32)  # beyond m is another row's cache
+    if firsts is not None:
+        first = tl.load(firsts + row).to(tl.int64)
+    lead = length - n - behind
+    low = 0
+    high = length
+    if not BY_POSITION:
+        foremost = lead + block * BLOCK_M // GROUP
+        last = lead + tl.minimum(n - 1, (block * BLOCK_M + BLOCK_M - 1) // GROUP)
+        if WINDOW:
+            low = tl.maximum(0, foremost - window + 1)
+            high = tl.minimum(high, last + window)
+        if CAUSAL:
+            high = tl.minimum(high, last + 1)
+        high = tl.where(last < 0, low, high)  # a query before the first key gives zeros
+    tiles = tl.cdiv(tl.cdiv(tl.maximum(high - low, 0), BLOCK_N), splits)
+    begin = low + split * tiles * BLOCK_N
+    return row, key_head, split, first, lead, begin, tl.minimum(high, begin + tiles * BLOCK_N)
+
+
+@triton.jit
+def _load_amplitudes(where, inside, phase, scale, EXACT: tl.constexpr, HALF: tl.constexpr):
+    """Return the amplitudes (A, B) of queries, times the scale; the phases are None without rotation."""
+    a = tl.load(where, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(where + HALF, mask=inside, other=0.0).to(tl.float32)
+    left = a * a + b * b
+    right = left
+    if phase is not None:
+        cos, sin = cos_sin(phase)
+        left, right = amplitudes(a, b, cos, sin, EXACT)
+    return left * scale, right * scale
+
+
+@triton.jit
+def _load_rows(
+    q, step, query_positions, row, key_head, first, lead, n, scale, q_b, q_h, q_n, step_b, query_positions_b,
+    EXACT: tl.constexpr, BY_POSITION: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Return the query and head of each row of a block, which of them exist and which attend, what the mask compares,
+    the frequencies, amplitudes (rows, d/2), and in float16 the factor that restores their size."""
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    query = rows // GROUP
+    head = key_head * GROUP + rows % GROUP
+    live = query < n
+    asks = live
+    at = positions_of(query_positions, query_positions_b, row, query, live, first + lead)
+    compared = at
+    if not BY_POSITION:
+        compared = lead + query
+        asks = live & (compared >= 0)
+    pair = tl.arange(0, BLOCK_D)
+    theta = pair.to(tl.int64)
+    phase = None
+    if step is not None:
+        theta = tl.load(step + row * step_b + pair, mask=pair < HALF, other=0)
+        phase = at[:, None] * theta[None, :]
+    where = q + row * q_b + head * q_h + query.to(tl.int64) * q_n
+    inside = live[:, None] & (pair < HALF)[None, :]
+    left, right = _load_amplitudes(where[:, None] + pair[None, :], inside, phase, scale, EXACT, HALF)
+    restore = tl.full([BLOCK_M], 1.0, tl.float32)
+    if q.dtype.element_ty == tl.float16:  # squares leave float16's range: scale each row by its own
+        largest = tl.maximum(tl.max(tl.maximum(tl.abs(left), tl.abs(right)), axis=1), 1e-30)
+        left = left * (1024.0 / largest)[:, None]
+        right = right * (1024.0 / largest)[:, None]
+        restore = largest * (1.0 / 1024.0)
+    return query, head, live, asks, compared, theta, left, right, restore
+
+
+@triton.jit
+def _kept(padding, padding_b, row, key, end):
+    """Return which keys exist and are not padding."""
+    keep = key < end
+    if padding is not None:
+        keep = keep & (tl.load(padding + row * padding_b + key, mask=keep, other=0) != 0)
+    return keep
+
+
+@triton.jit
+def _load_tile(x, where, column, keep, WIDTH: tl.constexpr):
+    """Load rows of x that start at `where`; zeros for those not kept, whatever memory holds there."""
+    return tl.load(x + where[:, None] + column[None, :], mask=keep[:, None] & (column < WIDTH)[None, :], other=0.0)
+
+
+@triton.jit
+def _masked(score, distance, allowed, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+    """Set scores to -∞ where a query does not attend to the key `distance` before it."""
+    if CAUSAL:
+        allowed = allowed & (distance >= 0)
+    if WINDOW:
+        allowed = allowed & (distance < window) & (distance > -window)
+    return tl.where(allowed, score, float("-inf"))
+
+
+@triton.jit
+def _softmax_step(score, top, AXIS: tl.constexpr):
+    """Return the weights of a tile, the new maximum of the scores, and the factor for the sums so far."""
+    peak = tl.maximum(top, tl.max(score, axis=AXIS))
+    safe = tl.where(peak == float("-inf"), 0.0, peak)  # no key so far
+    below = safe if len(score.shape) == 1 else tl.expand_dims(safe, AXIS)
+    return tl.exp2(score - below), peak, tl.exp2(top - safe)
+
+
+@triton.jit
+def _store_sums(sums, where, top, total, live):
+    """Store what `merge_kernel` needs of a split. One logarithm of both would be rounded at the size of the scores."""
+    if sums is not None:
+        tl.store(sums + where, top, mask=live)
+        tl.store(sums + where + 1, total, mask=live)
+
+
+@triton.jit
+def _rotate(left, right, cos, sin):
+    """Rotate amplitudes (…, d/2), for keys counted from another position."""
+    return left * cos + right * sin, right * cos - left * sin
+
+
+@triton.jit(do_not_specialize=VARYING)
+def one_query_kernel(
+    q, t, v, out, sums, step, lengths, firsts, query_positions, key_positions, padding,
+    scale, n, m, first, behind, window, splits,
+    q_b, q_h, q_n, t_b, t_g, t_m, v_b, v_g, v_m, out_b, out_h, out_n, out_s, sums_b, sums_h, sums_n,
+    step_b, query_positions_b, key_positions_b, padding_b,
+    EXACT: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BY_POSITION: tl.constexpr, DIRECT: tl.constexpr,
+    GROUP: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Attend with one head's query to one split of its keys, see `prefill_kernel`; n = GROUP = BLOCK_M = 1.
+
+    Sums over keys stay apart until the end: one maximum per tile is all that its threads have to agree on.
+    """
+    row, head, split, first, index, begin, end = _locate(
+        lengths, firsts, 1, m, first, behind, window, splits, 0, CAUSAL, WINDOW, BY_POSITION, 1, 1, BLOCK_N
+    )
+    pair = tl.arange(0, BLOCK_D)
+    column = tl.arange(0, BLOCK_V)
+    offset = tl.arange(0, BLOCK_N)
+
+    query_at = positions_of(query_positions, query_positions_b, row, 0, True, first + index)
+    phase = None
+    if step is not None:
+        theta = tl.load(step + row * step_b + pair, mask=pair < HALF, other=0)
+        phase = query_at * theta
+    left, right = _load_amplitudes(q + row * q_b + head * q_h + pair, pair < HALF, phase, scale, EXACT, HALF)
+    now_left = left
+    now_right = right
+    if step is not None and not DIRECT:
+        near_cos, near_sin = cos_sin(offset.to(tl.int64)[:, None] * theta[None, :])
+        base_cos, base_sin = cos_sin((first + begin).to(tl.int64) * theta)
+        next_cos, next_sin = cos_sin(BLOCK_N * theta)
+        now_left, now_right = _rotate(left, right, base_cos, base_sin)
+
+    top = float("-inf")
+    total = tl.zeros([BLOCK_N], tl.float32)
+    mixed = tl.zeros([BLOCK_N, BLOCK_V], tl.float32)
+    for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
+        key = start + offset
+        keep = _kept(padding, padding_b, row, key, end)
+        key_at = positions_of(key_positions, key_positions_b, row, key, keep, first)
+        slot = key.to(tl.int64)
+        coefficient = _load_tile(t, row * t_b + head * t_g + slot * t_m, pair, keep, HALF).to(tl.float32)
+        value = _load_tile(v, row * v_b + head * v_g + slot * v_m, column, keep, WIDTH).to(tl.float32)
+
+        if step is None:
+            wave = left[None, :]
+        elif DIRECT:
+            key_cos, key_sin = cos_sin(key_at[:, None] * theta[None, :])
+            wave = left[None, :] * key_cos + right[None, :] * key_sin
+        else:
+            wave = now_left[None, :] * near_cos + now_right[None, :] * near_sin
+            if (start + BLOCK_N - begin) % (ANCHOR * BLOCK_N) == 0:
+                base_cos, base_sin = cos_sin((first + start + BLOCK_N).to(tl.int64) * theta)
+                now_left, now_right = _rotate(left, right, base_cos, base_sin)
+            else:
+                now_left, now_right = _rotate(now_left, now_right, next_cos, next_sin)
+        score = tl.sum(coefficient * wave, axis=1)
+
+        distance = query_at - key_at if BY_POSITION else index - key
+        score = _masked(score, distance, keep, window, CAUSAL, WINDOW)
+        weight, top, fade = _softmax_step(score, top, 0)
+        total = total * fade + weight
+        mixed = mixed * fade + weight[:, None] * value
+
+    whole = tl.sum(total, axis=0)
+    result = tl.sum(mixed, axis=0) / tl.where(whole > 0, whole, 1.0)
+    where_out = out + row * out_b + head * out_h + split * out_s
+    tl.store(where_out + column, narrow(result, out.dtype.element_ty), mask=column < WIDTH)
+    _store_sums(sums, row * sums_b + head * sums_h + 2 * split, top, whole, True)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def few_queries_kernel(
+    q, t, v, out, sums, step, lengths, firsts, query_positions, key_positions, padding,
+    scale, n, m, first, behind, window, splits,
+    q_b, q_h, q_n, t_b, t_g, t_m, v_b, v_g, v_m, out_b, out_h, out_n, out_s, sums_b, sums_h, sums_n,
+    step_b, query_positions_b, key_positions_b, padding_b,
+    EXACT: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BY_POSITION: tl.constexpr, DIRECT: tl.constexpr,
+    GROUP: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Attend with few rows to one split of the keys, see `prefill_kernel`. Scores and results are transposed: keys or
+    width first, rows second.
+
+    A tensor core takes its first operand, 64 rows of it, from registers. So t is loaded there, multiplied by the cos
+    and sin of r, and used in place; the few queries rotate by p₀θ. Only the queries, one maximum per tile and row, and
+    the weights cross shared memory. Queries enter as two numbers of their dtype, so that rounding costs nothing. So do
+    weights of at most eight rows: sixteen columns cost little more.
+    """
+    row, key_head, split, first, lead, begin, end = _locate(
+        lengths, firsts, n, m, first, behind, window, splits, tl.program_id(0),
+        CAUSAL, WINDOW, BY_POSITION, GROUP, BLOCK_M, BLOCK_N,
+    )  # fmt: skip
+    query, head, live, asks, compared, theta, left, right, restore = _load_rows(
+        q, step, query_positions, row, key_head, first, lead, n, scale, q_b, q_h, q_n, step_b, query_positions_b,
+        EXACT, BY_POSITION, GROUP, HALF, BLOCK_M, BLOCK_D,
+    )  # fmt: skip
+    pair = tl.arange(0, BLOCK_D)
+    column = tl.arange(0, BLOCK_V)
+    offset = tl.arange(0, BLOCK_N)
+    now_left = left
+    now_right = right
+    if step is not None and not DIRECT:  # a split has at most ANCHOR tiles: advancing from here stays exact
+        near_cos, near_sin = _tile_angles(theta, splits < 0, q.dtype.element_ty, BLOCK_N)
+        next_cos, next_sin = cos_sin(BLOCK_N * theta)
+        base_cos, base_sin = cos_sin((first + begin).to(tl.int64) * theta)
+        now_left, now_right = _rotate(left, right, base_cos[None, :], base_sin[None, :])
+
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)  # sums over keys stay apart until the end
+    spare: tl.constexpr = BLOCK_M < 16 and v.dtype.element_ty != tl.float32
+    mixed = tl.zeros([BLOCK_V, 2 * BLOCK_M if spare else BLOCK_M], tl.float32)
+    for start in range(begin, end, BLOCK_N):
+        key = start + offset
+        keep = _kept(padding, padding_b, row, key, end)
+        key_at = positions_of(key_positions, key_positions_b, row, key, keep, first)
+        slot = key.to(tl.int64)
+        coefficient = _load_tile(t, row * t_b + key_head * t_g + slot * t_m, pair, keep, HALF)
+        value = _load_tile(v, row * v_b + key_head * v_g + slot * v_m, column, keep, WIDTH)
+
+        if step is None:
+            score = _score_product(coefficient, _two_parts(left, q.dtype.element_ty), BLOCK_M)
+        elif DIRECT:
+            key_cos, key_sin = cos_sin(key_at[:, None] * theta[None, :])
+            score = _rotated_scores(coefficient, key_cos, key_sin, left, right)
+        else:
+            score = _rotated_scores(coefficient, near_cos, near_sin, now_left, now_right)
+            now_left, now_right = _rotate(now_left, now_right, next_cos[None, :], next_sin[None, :])
+        if q.dtype.element_ty == tl.float16:
+            score = score * restore[None, :]
+
+        distance = compared[None, :] - (key_at if BY_POSITION else key)[:, None]
+        score = _masked(score, distance, asks[None, :] & keep[:, None], window, CAUSAL, WINDOW)
+        weight, top, fade = _softmax_step(score, top, 0)
+        total = total * fade[None, :] + weight
+        mixed = _split_product(tl.trans(value), weight, _scaled(mixed, fade), spare)
+
+    whole = tl.sum(total, axis=0)
+    nonempty = whole > 0
+    whole = tl.where(nonempty, whole, 1.0)
+    where_out = out + row * out_b + head * out_h + query.to(tl.int64) * out_n + split * out_s
+    tl.store(
+        where_out[None, :] + column[:, None],
+        narrow(_joined(mixed, BLOCK_M) / whole[None, :], out.dtype.element_ty),
+        mask=(column < WIDTH)[:, None] & live[None, :],
+    )
+    where_sums = row * sums_b + head * sums_h + query.to(tl.int64) * sums_n + 2 * split
+    _store_sums(sums, where_sums, top, tl.where(nonempty, whole, 0.0), live)
+
+
+@triton.jit
+def _tile_angles(theta, never, dtype: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Return cos and sin (BLOCK_N, d/2) of the keys of a tile, in registers as a product leaves its result.
+
+    That is how the next product takes t. Computed directly, they would wait in shared memory and be read again for
+    each tile. Hence a product, of zeros that the compiler cannot know to be zeros.
+    """
+    zeros = tl.full([BLOCK_N, 16], 0.0, tl.float32) + tl.where(never, 1.0, 0.0)
+    ones = tl.full([16, theta.shape[0]], 1.0, tl.float32)
+    zero = product(zeros.to(dtype), ones.to(dtype), tl.zeros([BLOCK_N, theta.shape[0]], tl.float32))
+    offset = tl.arange(0, BLOCK_N)[:, None] + zero.to(tl.int32)
+    return cos_sin(offset.to(tl.int64) * theta[None, :])
+
+
+@triton.jit
+def _rotated_scores(coefficient, cos, sin, left, right):
+    """Return scores (keys, rows) of t (keys, d/2) at angles (cos, sin) and amplitudes (rows, d/2) of queries."""
+    dtype: tl.constexpr = coefficient.dtype
+    wide = coefficient.to(tl.float32)
+    if dtype == tl.float16:  # as with the queries: each tile is scaled by its own range
+        ceiling = tl.maximum(tl.max(tl.max(tl.abs(wide), axis=1), axis=0), 1e-30)
+        wide = wide * (1024.0 / ceiling)
+    keys = _beside(narrow(wide * cos, dtype), narrow(wide * sin, dtype))
+    # Side by side last: then they are stored, and read by the product, along the width.
+    if dtype == tl.float32:  # summed apart: one chain of d additions rounds off twice as much as two
+        wave = _above(_beside(left, tl.zeros_like(left)), _beside(tl.zeros_like(right), right))
+    else:
+        wave = _beside(_two_parts(left, dtype), _two_parts(right, dtype))
+    score = _score_product(keys, wave, left.shape[0])
+    if dtype == tl.float16:
+        score = score * (ceiling * (1.0 / 1024.0))
+    return score
+
+
+@triton.jit
+def _two_parts(wave, dtype: tl.constexpr):
+    """Convert float32 amplitudes (rows, ·) to a dtype: rounded, and below them (2·rows, ·) what rounding lost."""
+    near = narrow(wave, dtype)
+    if dtype != tl.float32:
+        near = _above(near, narrow(wave - near.to(tl.float32), dtype))
+    return near
+
+
+@triton.jit
+def _score_product(keys, wave, ROWS: tl.constexpr):
+    """Return scores (keys, rows) of keys (·, d) and amplitudes in parts, which are summed."""
+    return _joined(product(keys, tl.trans(wave), tl.zeros([keys.shape[0], wave.shape[0]], tl.float32)), ROWS)
+
+
+@triton.jit
+def _split_product(x, y, add, SPLIT: tl.constexpr):
+    """Compute add + x·y for float32 y (·, rows); with SPLIT add + x·[y, what rounding it lost], see `_joined`."""
+    near = narrow(y, x.dtype)
+    if SPLIT:
+        near = _beside(near, narrow(y - near.to(tl.float32), x.dtype))
+    if x.dtype == tl.float32:
+        # One chain of all keys' additions would round off more. Triton would fold a plain sum into the product, and
+        # make that chain of it; `_joined` (of one part) prevents that.
+        return add + _joined(product(x, near, tl.zeros_like(add)), y.shape[1])
+    return product(x, near, add)
+
+
+@triton.jit
+def _joined(x, ROWS: tl.constexpr):
+    """Add up the parts of a split product, (·, parts·rows) → (·, rows)."""
+    return tl.sum(tl.reshape(x, [x.shape[0], x.shape[1] // ROWS, ROWS]), axis=1)
+
+
+@triton.jit
+def _scaled(x, by):
+    """Multiply each row of queries in a split product by its own number."""
+    rows: tl.constexpr = by.shape[0]
+    parts = tl.reshape(x, [x.shape[0], x.shape[1] // rows, rows])
+    return tl.reshape(parts * by[None, None, :], [x.shape[0], x.shape[1]])
+
+
+@triton.jit
+def _beside(x, y):
+    """Join two tiles (r, c) to one (r, 2c)."""
+    return tl.reshape(tl.permute(tl.join(x, y), (0, 2, 1)), [x.shape[0], 2 * x.shape[1]])
+
+
+@triton.jit
+def _above(x, y):
+    """Join two tiles (r, c) to one (2r, c), x on top."""
+    return tl.reshape(tl.permute(tl.join(x, y), (2, 0, 1)), [2 * x.shape[0], x.shape[1]])
+
+
+@triton.jit(do_not_specialize=VARYING)
+def prefill_kernel(
+    q, t, v, out, sums, step, lengths, firsts, query_positions, key_positions, padding,
+    scale, n, m, first, behind, window, splits,
+    q_b, q_h, q_n, t_b, t_g, t_m, v_b, v_g, v_m, out_b, out_h, out_n, out_s, sums_b, sums_h, sums_n,
+    step_b, query_positions_b, key_positions_b, padding_b,
+    EXACT: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BY_POSITION: tl.constexpr, DIRECT: tl.constexpr,
+    GROUP: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Attend with BLOCK_M rows (query × head of a group) of one key head to one split of the keys.
+
+    `step` holds the frequencies (b|1, d/2); None means no rotation. `scale` includes log2(e), because the hardware
+    computes 2^x. `sums` is None when there is one split. For other arguments see `DecodeCall`.
+    """
+    row, key_head, split, first, lead, begin, end = _locate(
+        lengths, firsts, n, m, first, behind, window, splits, tl.program_id(0),
+        CAUSAL, WINDOW, BY_POSITION, GROUP, BLOCK_M, BLOCK_N,
+    )  # fmt: skip
+    query, head, live, asks, compared, theta, left, right, restore = _load_rows(
+        q, step, query_positions, row, key_head, first, lead, n, scale, q_b, q_h, q_n, step_b, query_positions_b,
+        EXACT, BY_POSITION, GROUP, HALF, BLOCK_M, BLOCK_D,
+    )  # fmt: skip
+    pair = tl.arange(0, BLOCK_D)
+    column = tl.arange(0, BLOCK_V)
+    offset = tl.arange(0, BLOCK_N)
+    fixed_left = narrow(left, q.dtype.element_ty)
+    fixed_right = narrow(right, q.dtype.element_ty)
+    if step is not None and not DIRECT:
+        near_cos, near_sin = cos_sin(offset.to(tl.int64)[:, None] * theta[None, :])
+        base_cos, base_sin = cos_sin((first + begin).to(tl.int64) * theta)
+        next_cos, next_sin = cos_sin(BLOCK_N * theta)
+
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    mixed = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    nothing = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in range(begin, end, BLOCK_N):
+        key = start + offset
+        keep = _kept(padding, padding_b, row, key, end)
+        key_at = positions_of(key_positions, key_positions_b, row, key, keep, first)
+        slot = key.to(tl.int64)
+        coefficient = _load_tile(t, row * t_b + key_head * t_g + slot * t_m, pair, keep, HALF)
+        value = _load_tile(v, row * v_b + key_head * v_g + slot * v_m, column, keep, WIDTH)
+
+        if step is None:
+            score = product(fixed_left, tl.trans(coefficient), nothing)
+        else:
+            wide = coefficient.to(tl.float32)
+            if t.dtype.element_ty == tl.float16:  # each tile of t is scaled by its own range, too
+                ceiling = tl.maximum(tl.max(tl.max(tl.abs(wide), axis=1), axis=0), 1e-30)
+                wide = wide * (1024.0 / ceiling)
+            if DIRECT:
+                key_cos, key_sin = cos_sin(key_at[:, None] * theta[None, :])
+            else:
+                key_cos = base_cos[None, :] * near_cos - base_sin[None, :] * near_sin
+                key_sin = base_sin[None, :] * near_cos + base_cos[None, :] * near_sin
+            score = product(fixed_left, tl.trans(narrow(wide * key_cos, q.dtype.element_ty)), nothing)
+            score = product(fixed_right, tl.trans(narrow(wide * key_sin, q.dtype.element_ty)), score)
+            if not DIRECT:
+                if (start + BLOCK_N - begin) % (ANCHOR * BLOCK_N) == 0:
+                    base_cos, base_sin = cos_sin((first + start + BLOCK_N).to(tl.int64) * theta)
+                else:
+                    base_cos, base_sin = (
+                        base_cos * next_cos - base_sin * next_sin,
+                        base_sin * next_cos + base_cos * next_sin,
+                    )
+            if t.dtype.element_ty == tl.float16:
+                score = score * (ceiling * (1.0 / 1024.0))
+        if q.dtype.element_ty == tl.float16:
+            score = score * restore[:, None]
+
+        distance = compared[:, None] - (key_at if BY_POSITION else key)[None, :]
+        score = _masked(score, distance, asks[:, None] & keep[None, :], window, CAUSAL, WINDOW)
+        weight, top, fade = _softmax_step(score, top, 1)
+        total = total * fade + tl.sum(weight, axis=1)
+        mixed = product(narrow(weight, v.dtype.element_ty), value, mixed * fade[:, None])
+
+    nonempty = total > 0
+    mixed = mixed * tl.where(nonempty, 1.0 / tl.where(nonempty, total, 1.0), 0.0)[:, None]
+    where_out = out + row * out_b + head * out_h + query.to(tl.int64) * out_n + split * out_s
+    tl.store(
+        where_out[:, None] + column[None, :],
+        narrow(mixed, out.dtype.element_ty),
+        mask=live[:, None] & (column < WIDTH)[None, :],
+    )
+    where_sums = row * sums_b + head * sums_h + query.to(tl.int64) * sums_n + 2 * split
+    _store_sums(sums, where_sums, top, tl.where(nonempty, total, 0.0), live)
+
+
+@triton.jit(do_not_specialize=["n", "splits", "sums_b", "sums_h", "sums_n"])
+def merge_kernel(
+    parts, sums, out, n, splits, part_b, part_h, part_n, part_s, sums_b, sums_h, sums_n, out_b, out_h, out_n,
+    WIDTH: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Average the splits of one query and head, weighted by the largest score of each and its sum of weights."""
+    query = (tl.program_id(0) % n).to(tl.int64)
+    head = (tl.program_id(0) // n).to(tl.int64)
+    row = tl.program_id(1).to(tl.int64)
+    split = tl.arange(0, BLOCK_S)
+    column = tl.arange(0, BLOCK_V)
+    where_sums = sums + row * sums_b + head * sums_h + query * sums_n + 2 * split
+    top = tl.load(where_sums, mask=split < splits, other=float("-inf"))
+    size = tl.load(where_sums + 1, mask=split < splits, other=0.0)
+    peak = tl.max(top, axis=0)
+    weight = size * tl.exp2(top - tl.where(peak == float("-inf"), 0.0, peak))
+    total = tl.sum(weight, axis=0)
+    part = tl.load(
+        parts + row * part_b + head * part_h + query * part_n + split[:, None] * part_s + column[None, :],
+        mask=(split < splits)[:, None] & (column < WIDTH)[None, :],
+        other=0.0,
+    )
+    mixed = tl.sum(part * weight[:, None], axis=0) / tl.where(total > 0, total, 1.0)
+    where_out = out + row * out_b + head * out_h + query * out_n + column
+    tl.store(where_out, narrow(mixed, out.dtype.element_ty), mask=column < WIDTH)
+
+
+LOG2_E = 1.4426950408889634
+# Programs per processor that splitting the keys aims at. One query: enough to even out the ends of its programs. Few
+# queries have larger programs, and the partial results of many are not small.
+WAVES, FEW_WAVES, PREFILL_WAVES = 8, 4, 2
+MOST_SPLITS = 128
+SPLIT_TILES = 8  # fewest tiles worth a program of their own
+
+
+class Cut(NamedTuple):
+    """Tile sizes of a launch."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+    waves: int = 0  # programs per processor that splitting aims at; 0 = the default of the kernel
+
+
+# By d/2 rounded up to a power of two. For one query, 32 and 64 are the fastest of a sweep on an H200.
+ALONE = {16: Cut(1, 64, 1, 2), 32: Cut(1, 16, 1, 4), 64: Cut(1, 16, 1, 3), 128: Cut(1, 16, 2, 2)}
+# With fewer than four warps Triton keeps to mma.sync.
+FEW = {16: Cut(8, 32, 2, 3), 32: Cut(8, 64, 2, 2), 64: Cut(8, 32, 2, 3), 128: Cut(8, 16, 2, 2)}
+# For up to eight queries, with ptxas 12.9 or later: 12.8 builds the descriptors of this kernel's wgmma from registers
+# that hold something else. The fastest of a sweep on an H200 at four waves, nearly twice as fast as FEW; with two
+# waves, 64 is faster still in groups of four. Other widths and more queries have not been checked on a GPU.
+FEW_BY_WGMMA = {32: Cut(8, 64, 4, 3), 64: Cut(8, 64, 4, 3, waves=2)}
+PREFILL = {16: Cut(128, 64, 8, 3), 32: Cut(128, 64, 8, 3), 64: Cut(128, 64, 8, 3), 128: Cut(64, 32, 8, 2)}
+
+
+def choose_cut(rows: int, half: int, width: int, dtype: torch.dtype) -> Cut:
+    """Return the tile sizes for `rows` queries per key head, t of width `half` and values of `width`."""
+    size = max(padded(half), padded(width) // 2)
+    if rows == 1:
+        return ALONE[size]
+    cut = (FEW if rows <= FOLD_ROWS else PREFILL)[size]
+    if size in FEW_BY_WGMMA and rows <= FEW_BY_WGMMA[size].rows and has_sound_wgmma():
+        cut = FEW_BY_WGMMA[size]
+    if dtype == torch.float32:
+        cut = Cut(min(cut.rows, 64), min(cut.keys, 32), cut.warps, 2)
+    fitting = power_of_2(rows)
+    if rows > FOLD_ROWS:
+        return cut._replace(rows=min(cut.rows, fitting))
+    return cut if rows <= cut.rows else cut._replace(rows=fitting)
+
+
+def choose_splits(programs: int, keys: int, cut: Cut, processors: int) -> int:
+    """Return into how many parts to split the keys, when `programs` cover the queries.
+
+    >>> one, many = Cut(16, 64, 4, 3), Cut(128, 64, 8, 3)
+    >>> choose_splits(8, 32_768, one, 132), choose_splits(8, 200, one, 132), choose_splits(1024, 32_768, many, 132)
+    (64, 1, 1)
+    """
+    useful = max(1, cdiv(keys, cut.keys) // SPLIT_TILES)
+    usual = WAVES if cut.rows == 1 else FEW_WAVES if cut.rows <= FOLD_ROWS else PREFILL_WAVES
+    wanted = processors * (cut.waves or usual) // programs
+    return max(1, min(wanted, useful, MOST_SPLITS))
+
+
+class DecodeCall(NamedTuple):
+    """One call of the kernels. The queries are the last n of each row's keys, except that `behind` keys follow them."""
+
+    q: Tensor  # (b, h, n, d)
+    t: Tensor  # (b, g, m, d/2)
+    v: Tensor  # (b, g, m, dv)
+    step: Tensor | None  # frequencies (b|1, d/2) of farspan.ops.phases; None = no rotation
+    lengths: Tensor | None  # (b), keys per row; None = m
+    firsts: Tensor | None  # (b), position of key 0 per row; None = `first`
+    query_positions: Tensor | None  # (b|1, n); None = counted from key 0
+    key_positions: Tensor | None  # (b|1, m); likewise
+    padding: Tensor | None  # (b|1, m) bool, True = keep
+    first: int
+    behind: int
+    form: str  # "exact" or "slack"
+    by_position: bool  # positions, not indices among the keys, decide the mask
+    causal: bool
+    window: int | None
+    scale: float
+
+
+def launch(call: DecodeCall, cut: Cut | None = None, splits: int | None = None) -> Tensor:
+    """Run the kernels; benchmarks and tests pass tiles and splits of their own."""
+    q, t, v = (row_major(x) for x in (call.q, call.t, call.v))
+    (b, h, n, d), (g, m), width = q.shape, t.shape[1:3], v.shape[-1]
+    cut = cut or choose_cut(n * (h // g), d // 2, width, q.dtype)
+    blocks = cdiv(n * (h // g), cut.rows)
+    in_window = m if call.window is None or call.by_position else min(m, n + 2 * call.window)
+    splits = splits or choose_splits(blocks * b * g, in_window, cut, processors(q.device))
+    kernel, stages = prefill_kernel, {"num_stages": cut.stages}
+    if cut.rows == 1:  # its loop has no product, and Triton pipelines such a loop only where the loop asks for it
+        kernel, stages = one_query_kernel, {"STAGES": cut.stages}
+    elif cut.rows <= FOLD_ROWS:  # its kernel computes one base angle per split
+        kernel, splits = few_queries_kernel, max(splits, cdiv(cdiv(in_window, cut.keys), ANCHOR.value))
+    out = torch.empty((b, n, h, width), dtype=q.dtype, device=q.device).transpose(1, 2)
+    parts: Tensor = out.unsqueeze(3)
+    sums: Tensor | None = None
+    if splits > 1:
+        parts = torch.empty((b, h, n, splits, width), dtype=torch.float32, device=q.device)
+        sums = torch.empty((b, h, n, splits, 2), dtype=torch.float32, device=q.device)
+    sums_strides = (0, 0, 0) if sums is None else sums.stride()[:3]
+    lengths, firsts = (x if x is None else x.contiguous() for x in (call.lengths, call.firsts))
+    padding = None if call.padding is None else call.padding.view(torch.uint8)
+    given = (call.step, call.query_positions, call.key_positions, padding)
+    step, query_positions, key_positions, padding = (x if x is None else row_major(x) for x in given)
+    with torch.cuda.device_of(q):
+        kernel[(blocks, g * splits, b)](
+            q, t, v, parts, sums, step, lengths, firsts, query_positions, key_positions, padding,
+            call.scale * LOG2_E, n, m, call.first, call.behind, call.window or 0, splits,
+            *q.stride()[:3], *t.stride()[:3], *v.stride()[:3], *parts.stride()[:4], *sums_strides,
+            *(row_stride(x) for x in (step, query_positions, key_positions, padding)),
+            EXACT=call.form == "exact", CAUSAL=call.causal, WINDOW=call.window is not None,
+            BY_POSITION=call.by_position, DIRECT=key_positions is not None or q.dtype == torch.float32,
+            GROUP=h // g, HALF=d // 2, WIDTH=width, BLOCK_M=cut.rows, BLOCK_N=cut.keys, BLOCK_D=padded(d // 2),
+            BLOCK_V=padded(width), num_warps=cut.warps, **stages,
+        )  # fmt: skip
+        if sums is not None:
+            merge_kernel[(h * n, b)](
+                parts, sums, out, n, splits, *parts.stride()[:4], *sums_strides, *out.stride()[:3],
+                WIDTH=width, BLOCK_S=power_of_2(splits), BLOCK_V=padded(width), num_warps=4,
+            )  # fmt: skip
+    return out
+
+
+@torch.library.custom_op(
+    "farspan::half_width_attention",
+    mutates_args=(),
+    schema="(Tensor q, Tensor t, Tensor v, Tensor? step, Tensor? lengths, Tensor? firsts, Tensor? query_positions, "
+    "Tensor? key_positions, Tensor? padding, int first, int behind, str form, bool by_position, bool causal, "
+    "int? window, float scale) -> Tensor",
+)
+def decode_op(*arguments: Any) -> Tensor:
+    """Attend with the queries of a :class:`DecodeCall`, given field by field; return (b, h, n, dv)."""
+    return launch(DecodeCall(*arguments))
+
+
+@decode_op.register_fake
+def _(q: Tensor, t: Tensor, v: Tensor, *rest: object) -> Tensor:
+    b, h, n, _ = q.shape
+    return q.new_empty((b, n, h, v.shape[-1])).transpose(1, 2)
