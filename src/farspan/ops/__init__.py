@@ -1,27 +1,22 @@
-"""Attention as pure functions on tensors, each beside its reference. Layout (batch, heads, positions, width)."""
+"""Attention as pure functions on tensors, each with its reference. Layout (batch, heads, positions, width)."""
 
-from farspan.ops.coca import coca_attention, coca_attention_reference, coca_features
-from farspan.ops.coca.eight_bits import dequantize_t, quantize_t
-from farspan.ops.coca.half_width import half_width_attention, half_width_attention_reference
-from farspan.ops.cosformer import (
-    LinearState,
-    cosformer_attention,
-    cosformer_attention_reference,
-    linear_coca_attention,
-    linear_coca_attention_reference,
-)
-from farspan.ops.rotary import Rotary
-from farspan.ops.scaling import NTK, DynamicNTK, Linear, Llama3, YaRN
-from farspan.ops.softmax.interface import (
+from farspan.ops.baselines import (
     alibi_attention,
     alibi_attention_reference,
     alibi_slopes,
     rope_attention,
     rope_attention_reference,
 )
+from farspan.ops.coca import coca_attention, coca_attention_reference, coca_features
+from farspan.ops.cosformer import LinearState, cosformer_attention, cosformer_attention_reference
+from farspan.ops.dispatch import explain
+from farspan.ops.linear_coca import linear_coca_attention, linear_coca_attention_reference
+from farspan.ops.masking import AttentionMask
+from farspan.ops.rotary import NTK, DynamicNTK, Linear, Llama3, Rotary, YaRN
 
 __all__ = [
     "NTK",
+    "AttentionMask",
     "DynamicNTK",
     "Linear",
     "LinearState",
@@ -36,12 +31,9 @@ __all__ = [
     "coca_features",
     "cosformer_attention",
     "cosformer_attention_reference",
-    "dequantize_t",
-    "half_width_attention",
-    "half_width_attention_reference",
+    "explain",
     "linear_coca_attention",
     "linear_coca_attention_reference",
-    "quantize_t",
     "rope_attention",
     "rope_attention_reference",
 ]

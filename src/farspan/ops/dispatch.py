@@ -40,14 +40,14 @@ class Call:
 
 
 class Implementation(NamedTuple):
-    """One way to run an op."""
+    """One way to run an op. Softmax ops run a :class:`Call`; other calls need a `backend` only."""
 
     name: str
     backends: tuple[str, ...]
     """The values of `backend` that may choose it."""
-    why_not: Callable[[Call], str | None]
+    why_not: Callable[[Any], str | None]
     """Why it cannot, or should not, run a call; None if it can."""
-    run: Callable[[Call], Tensor]
+    run: Callable[[Any], Any]
 
 
 Table = Sequence[Implementation]
@@ -102,10 +102,11 @@ def run(table: Table, call: Call) -> Tensor:
     """Run a call on the first implementation that can; per-query dynamic NTK runs once per set of frequencies."""
     if call.rotary is not None and call.rotary.follows_query and call.backend != "reference":
         return _run_by_bucket(table, call)
-    return _choose(table, call).run(call)
+    return choose(table, call).run(call)
 
 
-def _choose(table: Table, call: Call) -> Implementation:
+def choose(table: Table, call: Any) -> Implementation:
+    """Return the first implementation that can run a call; raise the reason if there is none."""
     reason = None
     for entry in table:
         if call.backend in entry.backends:
@@ -124,7 +125,7 @@ def _run_by_bucket(table: Table, call: Call) -> Tensor:
     for mask, fixed, start, _ in buckets:
         q, k, v = call.q[:, :, start : start + mask.n], call.k[:, :, : mask.m], call.v[:, :, : mask.m]
         part = replace(call, q=q, k=k, v=v, mask=mask, rotary=fixed)
-        outputs.append(_choose(table, part).run(part))
+        outputs.append(choose(table, part).run(part))
     if all(member is None for *_, member in buckets):
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
     whole = outputs[0].new_zeros(*call.q.shape[:3], outputs[0].shape[-1])
@@ -170,7 +171,7 @@ class Choice(NamedTuple):
     skipped: dict[str, str]
 
 
-PREPARE: dict[Callable[..., Any], tuple[Table, Callable[..., Call]]] = {}
+PREPARE: dict[Callable[..., Any], tuple[Table, Callable[..., Any]]] = {}
 """Op → its table, and the function that checks its arguments."""
 
 
@@ -187,7 +188,7 @@ def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Choice:
     bound = inspect.signature(op).bind(*args, **kwargs)
     bound.apply_defaults()
     call = prepare(**bound.arguments)
-    skipped = {}
+    skipped: dict[str, str] = {}
     for entry in table:
         reason = f"backend is {call.backend!r}" if call.backend not in entry.backends else entry.why_not(call)
         if reason is None:
