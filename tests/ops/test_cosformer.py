@@ -27,7 +27,7 @@ def test_two_tokens_by_hand() -> None:
 
 
 @pytest.mark.parametrize("beyond", BEYOND)
-@pytest.mark.parametrize("n", [1, 63, 64, 65, 300])
+@pytest.mark.parametrize("n", [1, 64, 65])
 def test_chunked_equals_reference_at_hostile_lengths(beyond: str, n: int) -> None:
     assert differs(softmax_inputs(n, d=4, h=2, g=2), max_length=1000, beyond=beyond) <= 1e-12
 

@@ -13,9 +13,9 @@ from tests.ops.cosformer import PAST_M, in_pieces
 
 
 @pytest.mark.parametrize("beyond", BEYOND)
-@pytest.mark.parametrize("size", [1, 7, 64])
+@pytest.mark.parametrize("size", [1, 64])
 def test_a_stream_in_pieces_equals_the_whole(beyond: str, size: int) -> None:
-    inputs = softmax_inputs({1: 20, 7: 45, 64: 135}[size], b=2)
+    inputs = softmax_inputs(20 if size == 1 else 135, b=2)
     options = {"max_length": 150 if beyond == "raise" else 10, "beyond": beyond}
     whole = cosformer_attention(*inputs, **options)
     parts, _ = in_pieces(inputs, size, **options)

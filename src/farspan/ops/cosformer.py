@@ -539,8 +539,7 @@ def _interleaved(weighting: Weighting, q: Tensor, keys: Keys, query: Tensor, cau
 def _why_not_triton(call: LinearCall) -> str | None:
     """Return why the kernels do not take a call, or None.
 
-    "auto" takes what was measured to be faster: the paper's cosFormer in bfloat16 on a Hopper GPU. In bfloat16 the
-    gradient of q loses digits where values have a large mean (docs/math.md).
+    "auto" takes what was measured to be faster: the paper's cosFormer in bfloat16 on a Hopper GPU.
     """
     q, mask, weighting = call.q, call.mask, call.weighting
     relu = weighting.query_map is ACTIVATIONS["relu"]
@@ -568,6 +567,11 @@ def _why_not_triton(call: LinearCall) -> str | None:
 
 
 def _triton(call: LinearCall) -> tuple[Tensor, LinearState | None]:
+    """Run the kernels. In bfloat16 the gradient of q loses digits where values have a large mean.
+
+    Its part -(g_i·o_i) comes from the rounded output and nearly cancels against g_i·v_j. At d = 64 its error is 3.3e-3,
+    against 1.6e-3 of "chunked", which computes the output again in float32.
+    """
     mask, weighting, state = call.mask, call.weighting, call.state
     if mask.causal and mask.n == 1 and mask.documents is None:  # decoding is a handful of numbers
         return _chunked(call)

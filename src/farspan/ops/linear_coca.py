@@ -32,7 +32,7 @@ def linear_coca_attention(
 ) -> Any:
     """Compute exact CoCA without the softmax: weights Σ_j ‖q_j‖² t_j cos(Δθ_j) over Σ_j ‖q_j‖² t_j. Experimental.
 
-    This is a cosFormer with one frequency per pair. Fast pairs turn negative within a few tokens, so the denominator
+    This is a cosFormer with one frequency per pair. Fast pairs become negative within a few tokens, so the denominator
     has no cosine, and |o| ≤ max |v| at any length. YaRN's factor is a temperature of the softmax and is left out. The
     gradient of a key with almost no weight is ‖q_j‖²/ε; it may be infinite in float16, but not in bfloat16.
 
