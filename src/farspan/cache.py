@@ -232,7 +232,7 @@ class StateCache:
         else:
             for held, now in zip(self._held, new, strict=True):
                 held.copy_(now)
-        self._kernel, self.is_initialized = state.kernel, True
+        self._kernel, self.is_initialized = state.weighting, True
         if isinstance(self._seen, Tensor):
             self._seen.add_(tokens)
         else:

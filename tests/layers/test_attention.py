@@ -33,55 +33,66 @@ LAYERS = {
 
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("window", [None, 1, 6])
-@pytest.mark.parametrize("pieces", [[1] * 23, [7, 1, 15], [23], [22, 1]], ids=str)
-def test_any_chunking_gives_the_same_output(name: str, window: int | None, pieces: list[int]) -> None:
-    layer = LAYERS[name](window=window, num_key_heads=2)
-    x, cache = torch.randn(2, 23, 32), LayerCache(window)
-    with torch.no_grad():
+@torch.no_grad()
+def test_any_chunking_gives_the_same_output(name: str, window: int | None) -> None:
+    layer, x = LAYERS[name](window=window, num_key_heads=2), torch.randn(2, 23, 32)
+    whole = layer(x)
+    for pieces in ([1] * 23, [7, 1, 15], [22, 1]):
+        cache = LayerCache(window)
         parts = [layer(piece, cache=cache) for piece in x.split(pieces, dim=1)]
-        assert torch.allclose(torch.cat(parts, dim=1), layer(x), atol=1e-5)
-    assert cache.get_seq_length() == 23
+        assert torch.allclose(torch.cat(parts, dim=1), whole, atol=1e-5)
+        assert cache.get_seq_length() == 23
 
 
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("window", [None, 9, 3])
-@pytest.mark.parametrize("pieces", [[1] * 23, [7, 1, 15], [23]], ids=str)
 @torch.no_grad()
-def test_log_length_multiplies_the_scores_of_a_query_by_what_it_sees(
-    name: str, window: int | None, pieces: list[int]
-) -> None:
+def test_log_length_multiplies_the_scores_of_a_query_by_what_it_sees(name: str, window: int | None) -> None:
     layer = LAYERS[name](window=window, num_key_heads=2, log_length=5).double()
     plain = LAYERS[name](window=window, num_key_heads=2).double()
     plain.load_state_dict(layer.state_dict())
     x, cache = torch.randn(2, 23, 32, dtype=torch.float64), LayerCache(window)
-    out = torch.cat([layer(piece, cache=cache) for piece in x.split(pieces, dim=1)], dim=1)
+    chunked = torch.cat([layer(piece, cache=cache) for piece in x.split([7, 1, 1, 14], dim=1)], dim=1)
+    whole = layer(x)
     for i in range(23):
         seen = min(i + 1, window or 23)
         plain.scaling = 8**-0.5 * max(1.0, math.log(seen) / math.log(5))
-        assert (out[:, i] - plain(x[:, : i + 1])[:, i]).abs().max() <= 1e-12
+        want = plain(x[:, : i + 1])[:, i]
+        assert (whole[:, i] - want).abs().max() <= 1e-12
+        assert (chunked[:, i] - want).abs().max() <= 1e-12
 
 
 @torch.no_grad()
 def test_log_length_goes_by_positions_which_documents_and_padding_need() -> None:
     layer, x = CocaAttention(32, 4, log_length=5).double(), torch.randn(1, 12, 32, dtype=torch.float64)
     documents = torch.tensor([[0] * 4 + [1] * 8])
-    places = torch.cat((torch.arange(4), torch.arange(8)))[None]
-    packed = layer(x, positions=places, documents=documents)
+    positions = torch.cat((torch.arange(4), torch.arange(8)))[None]
+    packed = layer(x, positions=positions, documents=documents)
     assert (packed[:, 4:] - layer(x[:, 4:])).abs().max() <= 1e-12
-    for unsaid in ({"documents": documents}, {"padding_mask": documents.bool()}):
+    for options in ({"documents": documents}, {"padding_mask": documents.bool()}):
         with pytest.raises(
             ValueError, match="positions must be given with log_length where there are documents or pad"
         ):
-            layer(x, **unsaid)
+            layer(x, **options)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@torch.no_grad()
+def test_padding_may_hold_nan(name: str) -> None:
+    layer, x = LAYERS[name](num_key_heads=2), torch.randn(2, 12, 32)
+    keep = torch.arange(12)[None] >= torch.tensor([[0], [5]])
+    want = layer(x, padding_mask=keep)
+    got = layer(x.masked_fill(~keep[..., None], torch.nan), padding_mask=keep)
+    assert torch.equal(got[keep], want[keep])
 
 
 def test_coca_keeps_three_quarters_of_the_bytes_of_rope() -> None:
-    x, bytes_held = torch.randn(1, 50, 32), {}
+    x, held = torch.randn(1, 50, 32), {}
     for name in ("rope", "coca-exact"):
         cache = LayerCache()
         LAYERS[name](num_key_heads=2)(x, cache=cache)
-        bytes_held[name] = cache.nbytes
-    assert bytes_held["coca-exact"] / bytes_held["rope"] == 0.75
+        held[name] = cache.nbytes
+    assert held["coca-exact"] / held["rope"] == 0.75
 
 
 def test_a_window_layer_keeps_only_what_can_still_be_seen() -> None:
@@ -101,15 +112,50 @@ def test_a_layer_takes_a_transformers_cache_layer() -> None:
 def test_crop_and_reorder() -> None:
     layer, x, cache = CocaAttention(32, 4), torch.randn(2, 12, 32), LayerCache()
     layer(x, cache=cache)
-    cache.crop(8)
+    cache.crop(-4)
+    assert cache.get_seq_length() == 8
     assert torch.allclose(layer(x[:, 8:], cache=cache), layer(x)[:, 8:], atol=1e-5)
-    cache.crop(8)
-    cache.reorder(torch.tensor([1, 0]))
+    cache.crop(-4)
+    cache.reorder_cache(torch.tensor([1, 0]))
     assert torch.allclose(layer(x.flip(0)[:, 8:], cache=cache), layer(x).flip(0)[:, 8:], atol=1e-5)
-    windowed = LayerCache(window=4)
-    CocaAttention(32, 4, window=4)(x, cache=windowed)
-    with pytest.raises(ValueError, match="keeps only its window of 4"):
-        windowed.crop(2)
+    with pytest.raises(ValueError, match="crop takes minus the number of tokens to remove, got 8"):
+        cache.crop(8)
+    cache.reset()
+    assert (cache.get_seq_length(), cache.nbytes) == (0, 0)
+
+
+@torch.no_grad()
+def test_rows_of_a_cache_can_be_repeated() -> None:
+    layer, x, cache = CocaAttention(32, 4), torch.randn(2, 12, 32), LayerCache()
+    layer(x[:, :8], cache=cache)
+    cache.batch_repeat_interleave(2)
+    x = x.repeat_interleave(2, dim=0)
+    assert torch.allclose(layer(x[:, 8:], cache=cache), layer(x)[:, 8:], atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_window_is_cropped_before_it_is_full_or_while_the_past_is_recorded() -> None:
+    layer, x, cache = CocaAttention(32, 4, window=4), torch.randn(2, 12, 32), LayerCache(window=4)
+    whole = layer(x)
+    layer(x[:, :3], cache=cache)
+    cache.crop(-2)
+    layer(x[:, 1:8], cache=cache)
+    with pytest.raises(ValueError, match=r"cannot remove 2 tokens: this layer keeps only its window of 4"):
+        cache.crop(-2)
+    cache.activate_past_recording()
+    layer(x[:, 8:11], cache=cache)
+    cache.crop(-2)  # tokens 9 and 10 were guesses
+    assert cache.get_seq_length() == 9
+    assert torch.allclose(layer(x[:, 9:], cache=cache), whole[:, 9:], atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 1, 4])
+def test_mask_sizes_are_those_of_the_next_update(window: int | None) -> None:
+    cache = LayerCache(window)
+    for new in (3, 1, 1, 6, 2):
+        length, offset = cache.get_mask_sizes(new)
+        keys, _ = cache.update(torch.zeros(1, 1, new, 2), torch.zeros(1, 1, new, 2))
+        assert (keys.shape[2], offset + length) == (length, cache.get_seq_length())
 
 
 def test_strict_ties_the_pair_and_halves_the_projection() -> None:
@@ -132,10 +178,12 @@ def test_every_weight_gets_a_gradient(name: str) -> None:
     ("make", "message"),
     [
         (lambda: CocaAttention(30, 2), "head_dim must be even to form rotary pairs, got 15"),
+        (lambda: CocaAttention(30, 4), "hidden_size must be a multiple of num_heads = 4, got 30"),
         (lambda: CocaAttention(32, 4, num_key_heads=3), "num_key_heads must divide num_heads = 4, got 3"),
         (lambda: CocaAttention(32, 4, window=0), "window must be a whole number of keys ≥ 1 or None, got 0"),
         (lambda: CocaAttention(32, 4, coca_activation="gelu"), "coca_activation must be one of"),
         (lambda: CocaAttention(32, 4, form="slak"), "did you mean 'slack'"),
+        (lambda: CocaAttention(32, 4, decode_backend="cuda"), "decode_backend must be one of .* got 'cuda'"),
         (lambda: CocaAttention(32, 4, log_length=1), "log_length must be None or a length ≥ 2, in a causal layer"),
         (lambda: RopeAttention(32, 4, log_length=5, causal=False), "got 5 for 'rope', causal=False; leave it out"),
         (lambda: CosformerAttention(32, 4, max_length=9, log_length=5), "got 5 for 'cosformer', causal=True"),
@@ -143,9 +191,10 @@ def test_every_weight_gets_a_gradient(name: str) -> None:
         (lambda: AttentionSpec.parse({"kind": "coca", "frm": "exact"}), "did you mean 'form'"),
         (lambda: AttentionSpec("rope", "exact"), "form belongs to kind 'coca'"),
         (lambda: AttentionSpec.parse({"window": 4}), "attention needs a 'kind'"),
+        (lambda: LayerCache(window=0), "window must be at least 1 or None, got 0"),
     ],
 )
-def test_bad_layers_are_refused(make, message: str) -> None:
+def test_bad_layers_raise(make, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
 
@@ -163,20 +212,20 @@ def test_a_growing_cache_is_what_concatenation_gives_whatever_is_done_to_it() ->
         if held is not None:
             assert torch.equal(before, held)  # what an earlier call returned stays what it was
         if step % 7 == 3:
-            cache.crop(kept.shape[2] - 2)
+            cache.crop(-2)
             kept = kept[:, :, :-2]
         if step % 11 == 5:
             rows = torch.tensor([1, 0, 1][: 2 + step % 2])
-            cache.reorder(rows)
+            cache.reorder_cache(rows)
             kept = kept[rows]
 
 
 def test_a_new_token_does_not_copy_the_cache() -> None:
-    cache, places = LayerCache(), set()
+    cache, addresses = LayerCache(), set()
     cache.update(torch.randn(1, 2, 400, 4), torch.randn(1, 2, 400, 8))
     for _ in range(80):
-        places.add(cache.update(torch.randn(1, 2, 1, 4), torch.randn(1, 2, 1, 8))[0].data_ptr())
-    assert len(places) == 1
+        addresses.add(cache.update(torch.randn(1, 2, 1, 4), torch.randn(1, 2, 1, 8))[0].data_ptr())
+    assert len(addresses) == 1
 
 
 def test_a_cache_made_in_inference_mode_goes_on_outside_and_gradients_flow_through_one() -> None:

@@ -1,4 +1,4 @@
-"""cosFormer: chunks and the definition agree, in any dtype, and what cannot be meant is refused."""
+"""cosFormer: chunks and the definition agree, in any dtype, and bad calls raise."""
 
 import math
 from collections.abc import Callable
@@ -8,8 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from farspan.ops import cosformer_attention, cosformer_attention_reference
-from farspan.ops.cosformer.weights import BEYOND
+from farspan.ops import cosformer_attention, cosformer_attention_reference, explain
+from farspan.ops.cosformer import BEYOND
+from farspan.ops.masking import make_mask
 from tests.helpers import largest_difference, masks, softmax_inputs
 from tests.ops.cosformer import differs, in_pieces
 
@@ -26,29 +27,30 @@ def test_two_tokens_by_hand() -> None:
 
 
 @pytest.mark.parametrize("beyond", BEYOND)
-@pytest.mark.parametrize("n", [1, 63, 64, 65, 1000])
+@pytest.mark.parametrize("n", [1, 64, 65])
 def test_chunked_equals_reference_at_hostile_lengths(beyond: str, n: int) -> None:
     assert differs(softmax_inputs(n, d=4, h=2, g=2), max_length=1000, beyond=beyond) <= 1e-12
 
 
-def test_chunked_equals_reference_over_many_segments() -> None:
-    q, k, v = (x.detach() for x in softmax_inputs(4097, d=4, h=1, g=1))
-    options = {"max_length": 5000}
+def test_chunked_equals_reference_over_many_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("farspan.ops.cosformer_chunked.ELEMENTS", 2**12)
+    q, k, v = (x.detach() for x in softmax_inputs(1025, d=4, h=1, g=1))
+    options = {"max_length": 2000}
     whole = cosformer_attention_reference(q, k, v, **options)
     assert (cosformer_attention(q, k, v, **options) - whole).abs().max() <= 1e-12
-    for size in (64, 700):
+    for size in (64, 300):
         assert (in_pieces((q, k, v), size, **options)[0] - whole).abs().max() <= 1e-12
 
 
 @pytest.mark.parametrize("beyond", BEYOND)
 @pytest.mark.parametrize("name", MASKS)
-@pytest.mark.parametrize("shape", [(37, 37), (5, 37), (1, 37), (65, 130)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 37), (65, 130)], ids=str)
 def test_chunked_equals_reference_for_every_mask(beyond: str, name: str, shape: tuple[int, int]) -> None:
     inputs = softmax_inputs(*shape, b=3)
     assert differs(inputs, max_length=130, beyond=beyond, **masks(3, shape[1])[name]) <= 1e-12
 
 
-@pytest.mark.parametrize(("h", "g"), [(1, 1), (4, 1), (4, 2), (6, 3)])
+@pytest.mark.parametrize(("h", "g"), [(4, 1), (6, 3)])
 @pytest.mark.parametrize("options", [{}, {"reweight": False}, {"activation": "elu"}, {"beyond": "decay"}], ids=str)
 @pytest.mark.parametrize("causal", [True, False])
 def test_chunked_equals_reference_for_every_group_size(h: int, g: int, options: dict, causal: bool) -> None:
@@ -66,8 +68,8 @@ def test_strided_inputs_and_unequal_value_width(options: dict) -> None:
 
 
 @pytest.mark.parametrize("beyond", BEYOND)
-def test_growing_the_text_changes_no_earlier_output(beyond: str) -> None:
-    """The published code takes M from the current length; then a prefix changes by a third."""
+def test_growing_the_sequence_changes_no_earlier_output(beyond: str) -> None:
+    """The published code takes M from the current length; a prefix then changes by a third."""
     q, k, v = (x.detach() for x in softmax_inputs(200))
     whole = cosformer_attention(q, k, v, max_length=256, beyond=beyond)
     for n in (1, 64, 130):
@@ -94,11 +96,12 @@ def test_padding_left_right_or_none_gives_the_same(beyond: str, causal: bool) ->
 
 @pytest.mark.parametrize("attention", [cosformer_attention, cosformer_attention_reference])
 @pytest.mark.parametrize("n", [40, 1])
-def test_padding_of_nan_has_no_gradient_under_elu(attention: Callable[..., torch.Tensor], n: int) -> None:
+def test_padding_of_nan_or_inf_has_no_gradient_under_elu(attention: Callable[..., torch.Tensor], n: int) -> None:
     inputs = softmax_inputs(n, 40)
     with torch.no_grad():
         for x in inputs[1:]:
             x[:, :, :5] = torch.nan
+            x[:, :, 3] = torch.inf
     out = attention(*inputs, max_length=40, activation="elu", padding_mask=(torch.arange(40) >= 5)[None])
     dq, dk, dv = torch.autograd.grad(out.square().sum(), inputs)
     assert all((x[:, :, :5] == 0).all() for x in (dk, dv))
@@ -106,7 +109,7 @@ def test_padding_of_nan_has_no_gradient_under_elu(attention: Callable[..., torch
 
 
 def eager(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, max_length: int) -> torch.Tensor:
-    """What anyone would write in the same dtype: features, products and sums in that dtype."""
+    """Compute features, products and sums in one dtype, as plain code would."""
     n = q.shape[2]
     angle = math.pi * torch.arange(n) / (2 * max_length)
     q_, k_ = (
@@ -118,7 +121,7 @@ def eager(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, max_length: int) ->
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("n", [64, 257, 1000])
+@pytest.mark.parametrize("n", [64, 257])
 def test_low_precision_error_is_at_most_twice_that_of_eager(dtype: torch.dtype, n: int) -> None:
     q, k, v = (x.detach().to(dtype) for x in softmax_inputs(n, h=4, g=4, d=32))
     truth = cosformer_attention_reference(q.double(), k.double(), v.double(), max_length=n)
@@ -142,7 +145,7 @@ def test_autocast_does_not_reach_the_sums(causal: bool) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("beyond", BEYOND)
-@pytest.mark.parametrize("size", [1e-3, 1.0, 100.0])
+@pytest.mark.parametrize("size", [1e-3, 100.0])
 def test_dead_queries_and_disjoint_supports_are_finite(dtype: torch.dtype, beyond: str, size: float) -> None:
     q, k, v = (x.detach().to(dtype) * size for x in softmax_inputs(70, d=8, h=2, g=2))
     q[:, :, ::3] = -q[:, :, ::3].abs()  # nothing after the ReLU
@@ -158,23 +161,8 @@ def test_dead_queries_and_disjoint_supports_are_finite(dtype: torch.dtype, beyon
 
 
 @pytest.mark.parametrize("beyond", BEYOND)
-def test_proportional_cross_attention_spreads_the_queries(beyond: str) -> None:
-    q, _, _ = softmax_inputs(12)
-    _, k, v = softmax_inputs(30)
-    options = {"max_length": 30, "beyond": beyond, "causal": False}
-    assert differs((q, k, v), positions="proportional", **options) <= 1e-12
-    assert differs((k.repeat(1, 2, 1, 1), k[:, :, :12], v[:, :, :12]), positions="proportional", **options) <= 1e-12
-    same, plain = (cosformer_attention(k, k, v, positions=p, **options) for p in ("proportional", None))
-    assert (same - plain).abs().max() <= 1e-12
-    # the middle query of an odd number looks most at the middle key
-    ones, each = torch.ones(1, 1, 15, 1, dtype=torch.float64), torch.eye(15, dtype=torch.float64)[None, None]
-    out = cosformer_attention(ones[:, :, :5], ones, each, positions="proportional", **options)
-    assert out[0, 0, 2].argmax() == 7
-
-
-@pytest.mark.parametrize("beyond", BEYOND)
 @pytest.mark.parametrize("causal", [True, False])
-def test_queries_and_keys_may_be_placed_freely(beyond: str, causal: bool) -> None:
+def test_queries_and_keys_at_any_positions(beyond: str, causal: bool) -> None:
     q, _, _ = softmax_inputs(70, b=2)
     _, k, v = softmax_inputs(30, b=2)
     query = (torch.arange(70) * 2 + torch.tensor([[0], [5]])) // 3
@@ -187,7 +175,7 @@ def test_queries_and_keys_may_be_placed_freely(beyond: str, causal: bool) -> Non
 
 @st.composite
 def calls(draw: st.DrawFn) -> tuple[int, int, int, int, int, dict[str, object]]:
-    """Any mode, activation, group size, length, mask and positions together."""
+    """Draw any mode, activation, group size, length, mask and positions together."""
     g, times = draw(st.sampled_from([1, 2, 3])), draw(st.sampled_from([1, 2, 4]))
     m = draw(st.sampled_from([1, 2, 17, 63, 64, 65, 130]))
     n, b = draw(st.integers(1, m)), draw(st.integers(1, 3))
@@ -217,15 +205,15 @@ def test_chunked_equals_reference_for_any_combination(seed: int, call: tuple, ch
     inputs = softmax_inputs(n, m, b=b, h=h, g=g)
     with torch.no_grad():
         for x in inputs[:2]:
-            x += 0.5  # a row that meets its keys in rounding error only has no digits to compare
+            x += 0.5  # a row of weights near zero has no digits to compare
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("farspan.ops.cosformer.chunked.CHUNK", chunk)
-        patch.setattr("farspan.ops.cosformer.chunked.ELEMENTS", elements)
+        patch.setattr("farspan.ops.cosformer_chunked.CHUNK", chunk)
+        patch.setattr("farspan.ops.cosformer_chunked.ELEMENTS", elements)
         assert differs(inputs, **options) <= 1e-11
 
 
-def test_training_keeps_no_more_than_a_state_a_segment() -> None:
-    """Saved for backward: inputs, outputs, and the sums at each segment; never N×2d×d, nor the features."""
+def test_training_keeps_one_state_per_segment() -> None:
+    """Saved for backward: inputs, outputs, and the sums of each segment; neither N×2d×d nor the features."""
     q, k, v = (x.float().detach().requires_grad_() for x in softmax_inputs(4096, h=2, g=2, d=32))
     saved: dict[int, int] = {}
 
@@ -254,23 +242,57 @@ def test_it_compiles_without_a_graph_break() -> None:
         ({"activation": "gelu"}, "activation must be one of 'relu', 'elu', got 'gelu'"),
         ({"backend": "chunkd"}, "did you mean 'chunked'"),
         ({"causal": False, "return_state": True}, "state needs causal=True"),
-        ({"backend": "reference", "return_state": True}, "backend='reference' keeps no state"),
-        ({"positions": "even", "causal": False}, "positions given as a word must be 'proportional'"),
-        ({"positions": "proportional"}, "with causal=False, got 'proportional' and causal=True"),
-        ({"documents": torch.tensor([[0, 1, 0, 1, 1]])}, "documents must be adjacent runs .* comes back in row 0"),
+        ({"backend": "reference", "return_state": True}, "backend='reference' has no state"),
+        ({"positions": "proportional"}, "positions must be numbers, got 'proportional'; pass None, an int, a tensor"),
+        ({"documents": torch.tensor([[0, 1, 0, 1, 1]])}, "documents must be adjacent runs .* a split one in row 0"),
         ({"documents": torch.zeros(1, 5, dtype=torch.long), "return_state": True}, "documents cannot be combined"),
-        ({"positions": (torch.arange(5), torch.arange(5)), "return_state": True}, "state needs aligned positions"),
+        (
+            {"positions": (torch.arange(5), torch.arange(5)), "return_state": True},
+            "state needs queries that are the last",
+        ),
         ({"padding_mask": torch.ones(1, 4, dtype=torch.bool)}, r"padding_mask must have shape .* \(1, 5\)"),
     ],
 )
-def test_bad_calls_are_refused(options: dict[str, object], message: str) -> None:
+def test_bad_calls_raise(options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         cosformer_attention(*softmax_inputs(5), **{"max_length": 8, **options})
 
 
-def test_positions_of_two_and_three_rows_are_refused() -> None:
-    places = torch.arange(5).expand(2, 5), torch.arange(5).expand(3, 5)
-    with pytest.raises(
-        ValueError, match="positions must have 1 or 3 rows, like the batch, got 2 of queries, 3 of keys"
-    ):
-        cosformer_attention(*softmax_inputs(5, b=3), max_length=8, positions=places)
+def test_positions_of_two_rows_for_a_batch_of_three_raise() -> None:
+    positions = torch.arange(5).expand(2, 5), torch.arange(5).expand(3, 5)
+    with pytest.raises(ValueError, match="positions must have 1 or 3 rows, like the batch, got 2"):
+        cosformer_attention(*softmax_inputs(5, b=3), max_length=8, positions=positions)
+
+
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("shape", [(1, 37), (5, 37), (37, 37)], ids=str)
+def test_a_ready_mask_replaces_its_arguments(name: str, shape: tuple[int, int]) -> None:
+    inputs, options = softmax_inputs(*shape, b=3), masks(3, shape[1])[name]
+    mask = make_mask(*shape, 3, torch.device("cpu"), **options)
+    for backend in ("chunked", "reference"):
+        got, want = (
+            cosformer_attention(*inputs, max_length=40, backend=backend, **given) for given in ({"mask": mask}, options)
+        )
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"n": 4, "m": 5}, "mask is for 4 queries and 5 keys, got 5 and 5"),
+        ({"n": 5, "m": 5, "window": 3}, "linear attention has no window, got a mask with window 3"),
+        ({"n": 5, "m": 5, "documents": torch.tensor([[0, 1, 0, 1, 1]])}, "documents must be adjacent runs"),
+    ],
+)
+def test_bad_masks_raise(options: dict[str, object], message: str) -> None:
+    mask = make_mask(batch=1, device=torch.device("cpu"), **options)
+    with pytest.raises(ValueError, match=message):
+        cosformer_attention(*softmax_inputs(5), max_length=8, mask=mask)
+
+
+def test_explain_names_the_implementation_and_why_not_the_kernels() -> None:
+    inputs = softmax_inputs(5)
+    choice = explain(cosformer_attention, *inputs, max_length=8)
+    assert choice.name == "chunked"
+    assert "bfloat16 on Hopper GPUs" in choice.skipped["triton"]
+    assert explain(cosformer_attention, *inputs, max_length=8, backend="reference").name == "reference"

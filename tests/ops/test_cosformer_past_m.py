@@ -1,4 +1,4 @@
-"""What cosFormer promises past M: a refusal that counts right, or outputs that stay within the values."""
+"""cosFormer past M: an error that counts right, or outputs that stay within the values."""
 
 import math
 from collections.abc import Callable
@@ -23,7 +23,7 @@ def test_past_m_outputs_stay_within_the_values(beyond: str, dtype: torch.dtype) 
 
 
 @pytest.mark.parametrize("beyond", PAST_M)
-@pytest.mark.parametrize("size", [1.0, 10.0, 100.0, 1000.0])
+@pytest.mark.parametrize("size", [1.0, 1000.0])
 @pytest.mark.parametrize("pieces", [65, 1])
 @torch.no_grad()
 def test_a_lone_key_two_m_away_does_not_leave_rounding_errors_divided(beyond: str, size: float, pieces: int) -> None:
@@ -39,12 +39,12 @@ def test_a_lone_key_two_m_away_does_not_leave_rounding_errors_divided(beyond: st
 
 
 def test_a_rotated_denominator_past_m_would_not_be_bounded() -> None:
-    """Why "raise" refuses: with cos below as well, the sum of weights passes zero."""
+    """Why "raise" raises: with cos below as well, the sum of weights passes zero."""
     q = torch.ones(1, 1, 1, 1, dtype=torch.float64)
     k, v = torch.ones(1, 1, 60, 1, dtype=torch.float64), torch.ones(1, 1, 60, 1, dtype=torch.float64)
     distance = torch.arange(60, dtype=torch.float64)
     assert torch.cos(math.pi * distance / 32).sum() < 0
-    with pytest.raises(ValueError, match=r"M = 16 and this text spans 60 positions.*beyond='decoupled'"):
+    with pytest.raises(ValueError, match=r"M = 16 and the sequence spans 60 positions.*beyond='decoupled'"):
         cosformer_attention(q, k, v, max_length=16)
 
 
@@ -64,7 +64,7 @@ def test_decoupled_and_raised_cosine_forget_nothing_but_decay_does() -> None:
 def test_raise_counts_real_tokens_documents_and_the_stream() -> None:
     q, k, v = (x.detach() for x in softmax_inputs(40, b=1))
     options = {"max_length": 20}
-    with pytest.raises(ValueError, match="max_length is M = 20 and this text spans 40 positions"):
+    with pytest.raises(ValueError, match="max_length is M = 20 and the sequence spans 40 positions"):
         cosformer_attention(q, k, v, **options)
     cosformer_attention(q, k, v, documents=(torch.arange(40) // 20)[None], **options)
     with pytest.raises(ValueError, match="spans 21 positions"):

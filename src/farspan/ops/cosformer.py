@@ -1,8 +1,648 @@
-"""stub"""
-from typing import NamedTuple, Any
+"""cosFormer (arXiv 2202.08791), linear attention with cosine weights: the op, its state and its dispatch table.
+
+A linear attention has weights Σ_f a_f t_f κ_f(Δ), with features a ≥ 0 of the query, t ≥ 0 of the key, and
+
+    κ_f(Δ) = e^{-λ|Δ|} · (constant + wave · cos ω_f Δ),    Δ = position of the query - position of the key.
+
+Since cos ω(i-j) = cos ωi·cos ωj + sin ωi·sin ωj, one to three features per f carry κ. Two running sums over the keys,
+Σ φ(k)⊗v and Σ ψ(k), then replace all past keys.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
 from torch import Tensor
-ACTIVATIONS={"relu":1,"elu":1}; BEYOND=("raise","decoupled","raised-cosine","decay")
+
+from farspan.errors import require, require_choice
+from farspan.ops import cosformer_chunked as chunked
+from farspan.ops.cosformer_chunked import Keys
+from farspan.ops.device import (
+    TABLES,
+    is_hopper,
+    is_traced,
+    power_of_2,
+    takes_forward_derivatives,
+    why_not_triton,
+    working_dtype,
+)
+from farspan.ops.dispatch import TABLES_BY_OP, Implementation, Table, reference_twin
+from farspan.ops.masking import AttentionMask, Positions, check_tensors, make_mask
+from farspan.ops.reference import (
+    ACTIVATIONS,
+    MIN_DENOMINATOR,
+    MIN_WEIGHT,
+    cosformer_weights,
+    seen_only,
+    visible,
+    weigh,
+)
+
+BEYOND = ("raise", "decoupled", "raised-cosine", "decay")
+"""What a weight is past distance M, see :func:`cosformer_attention`."""
+WIDEST = 128
+"""Widest head that the kernels take."""
+
+
+def cosformer_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    max_length: int,
+    causal: bool = True,
+    positions: Positions = None,
+    padding_mask: Tensor | None = None,
+    documents: Tensor | None = None,
+    mask: AttentionMask | None = None,
+    beyond: str = "raise",
+    activation: str = "relu",
+    reweight: bool = True,
+    state: "LinearState | None" = None,
+    return_state: bool = False,
+    backend: str = "auto",
+) -> Any:
+    """Compute cosFormer in O(N): weights ReLU(q_i)·ReLU(k_j)·cos(π(i-j)/2M), each row divided by its sum.
+
+    `max_length` M is a constant of the model, not the length of the sequence. An output therefore never changes as the
+    sequence grows. The cosine is zero at distance M and negative past it; `beyond` sets what happens there
+    (Δ = i-j, θ = π/2M; proofs in docs/math.md):
+
+    * ``"raise"``: κ = cos θΔ in numerator and denominator. Longer sequences than M raise an error.
+    * ``"decoupled"``: κ = cos θΔ in the numerator, 1 in the denominator. Weights may be negative, but |o| ≤ max |v|.
+    * ``"raised-cosine"``: κ = δ + (1 + cos θΔ)/2, δ = 2^-16. Always a mean of values; a key returns at distance 4M.
+    * ``"decay"``: κ = e^{-|Δ|/M}·(δ + (1 + cos θΔ)/2). Always a mean of values; distant keys fade.
+
+    They differ within M too: train and run a model with the same one. The denominator is at least ε: 2^-10 in float16,
+    1e-6 in bfloat16 and float32, 1e-12 in float64. A row that sums to less is drawn towards zero.
+
+    Args:
+        q: (b, h, n, d) queries before the activation. If n < m they are the last n positions.
+        k: (b, g, m, d) keys before the activation; g divides h.
+        v: (b, g, m, dv) values.
+        max_length: M.
+        causal: a query sees keys up to itself; False sees all (encoder, cross attention).
+        positions: see :mod:`farspan.ops.masking`. With a state, None continues after it.
+        padding_mask: (b, m) bool, True = keep. A query that is padding or sees nothing returns zeros. What padded keys
+            and values hold, even NaN, reaches no output.
+        documents: (b, m) int, the tokens of a document adjacent; a query sees its own document only.
+        mask: a ready :class:`~farspan.ops.masking.AttentionMask` in place of the four arguments above. With a state, it
+            covers the new tokens, at their own positions.
+        activation: "relu" (the paper) or "elu" (elu + 1).
+        reweight: False omits the cosine (linear attention, the paper's ablation).
+        state: what an earlier call returned: continue its sequence. q, k, v then hold the new tokens only.
+        return_state: also return the state after the last key. Every split into calls gives the same outputs.
+        backend: "auto", "chunked" (torch, O(N) memory), "triton" (kernels; raises where they cannot run) or
+            "reference" (the definition, N×N). :func:`farspan.ops.explain` tells what "auto" takes and why. The kernels
+            have no second derivatives.
+
+    Returns:
+        (b, h, n, dv) in q's dtype; with `return_state` a pair of it and a :class:`LinearState`.
+
+    "raise" reads position tensors, which makes a GPU wait; under torch.compile it does not read them.
+
+    >>> q, k, v = torch.randn(3, 1, 2, 10, 8).unbind()
+    >>> whole = cosformer_attention(q, k, v, max_length=64)
+    >>> start, state = cosformer_attention(q[:, :, :7], k[:, :, :7], v[:, :, :7], max_length=64, return_state=True)
+    >>> rest = cosformer_attention(q[:, :, 7:], k[:, :, 7:], v[:, :, 7:], max_length=64, state=state)
+    >>> torch.allclose(whole, torch.cat((start, rest), dim=2), atol=1e-6), state.nbytes
+    (True, 1176)
+    """
+    call = _check_cosformer(
+        COSFORMER,
+        q,
+        k,
+        v,
+        max_length=max_length,
+        causal=causal,
+        positions=positions,
+        padding_mask=padding_mask,
+        documents=documents,
+        mask=mask,
+        beyond=beyond,
+        activation=activation,
+        reweight=reweight,
+        state=state,
+        return_state=return_state,
+        backend=backend,
+    )
+    return run_linear(COSFORMER, call)
+
+
+def _check_cosformer(
+    table: Table,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    max_length: int,
+    beyond: str = "raise",
+    activation: str = "relu",
+    reweight: bool = True,
+    **options: Any,
+) -> "LinearCall":
+    require(
+        isinstance(max_length, int) and max_length >= 1,
+        f"max_length must be a whole number ≥ 1, the M of the model, got {max_length!r}; use the length of training",
+    )
+    require_choice("beyond", beyond, BEYOND)
+    require_choice("activation", activation, ACTIVATIONS)
+    weighting = cosformer_weighting(max_length, beyond, activation, reweight)
+    definition = partial(
+        cosformer_weights, max_length=max_length, beyond=beyond, activation=activation, reweight=reweight
+    )
+    call = check_linear_call(table, q, k, v, weighting, definition, **options)
+    if reweight and beyond == "raise":
+        _check_reach(call, max_length)
+    return call
+
+
+# State and weighting
+
+
 class LinearState(NamedTuple):
-    numerator: Any; denominator: Any; anchor: Any; position: Any; first: Any; kernel: str
-def cosformer_attention(*a, **k): raise NotImplementedError
-cosformer_attention_reference=cosformer_attention
+    """Running sums over a sequence, and its positions. The size depends on the layer alone.
+
+    The sums stay in the frame of the `anchor`: a query is rotated by its distance from there. Rotating the sums at each
+    token would drift: in float32, at M = 1000, a million rotations scale the oldest keys by 0.98. Only `decay` moves
+    the sums, to the `position` of the newest key.
+    """
+
+    numerator: Tensor
+    """Σ φ(k)⊗v, (b, g, F, dv), float32 or wider."""
+    denominator: Tensor
+    """Σ ψ(k), (b, g, F')."""
+    anchor: Tensor
+    """The position that angles are measured from, (b|1, 1), float64."""
+    position: Tensor
+    """The position of the newest key, padding included, (b|1, 1): the next call continues at position + 1."""
+    first: Tensor
+    """The position of the first key that is not padding, (b|1, 1); infinite if there is none."""
+    weighting: str
+    """The name of the weighting that made the sums; no other can continue them."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors."""
+        return sum(x.numel() * x.element_size() for x in self[:5])
+
+    def select(self, rows: Tensor) -> "LinearState":
+        """Return the given rows of the batch (beam search)."""
+        shared = self.numerator.shape[0] != 1  # one row of positions may serve the whole batch
+        return self._map(lambda x: x if shared and x.shape[0] == 1 else x.index_select(0, rows))
+
+    def detach(self) -> "LinearState":
+        """Return the state without its autograd history, to train on one segment of a sequence after another."""
+        return self._map(Tensor.detach)
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> "LinearState":
+        numerator, denominator, anchor, position, first = (change(x) for x in self[:5])
+        return LinearState(numerator, denominator, anchor, position, first, self.weighting)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """constant + wave·cos ωΔ."""
+
+    constant: float
+    wave: float
+
+    def width(self, features: int) -> int:
+        """Return the width of :meth:`lift` for so many features."""
+        return features * (int(self.constant != 0) + 2 * int(self.wave != 0))
+
+    def lift(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+        """Compute constant·x, wave·x·cos and wave·x·sin side by side, without those that are zero."""
+        cos, sin = angles
+        parts = [x * self.constant] if self.constant else []
+        if self.wave:
+            x = x if self.wave == 1 else x * self.wave
+            parts += [x * cos, x * sin]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+
+@dataclass(frozen=True)
+class Weighting:
+    """κ of numerator and denominator, and the maps from queries and keys to features a, t ≥ 0."""
+
+    name: str
+    """Everything that a state depends on."""
+    frequency: float | Tensor
+    """ω, one for all features or (f)."""
+    numerator: Curve
+    denominator: Curve
+    query_map: Callable[[Tensor], Tensor]
+    key_map: Callable[[Tensor], Tensor]
+    decay: float = 0.0
+    """λ"""
+    period: float | None = None
+    """Period of all angles. Positions are reduced by it first, and are exact at any distance."""
+
+    def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Compute cos and sin of ω·position for (b|1, n) float64: (b|1, 1, n, 1 | f), rounded at the end."""
+        if self.period is not None:
+            positions = positions.remainder(self.period)
+        phase = positions[:, None, :, None] * self.frequency
+        return phase.cos().to(dtype), phase.sin().to(dtype)
+
+    def query(self, q: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Compute φ(q) and ψ(q), with the coefficients of both curves."""
+        a = self.query_map(q.to(working_dtype(q.dtype)))
+        return self._both(lambda curve: curve.lift(a, angles))
+
+    def key(self, k: Tensor, padding: Tensor | None, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Compute φ(k) and ψ(k), without coefficients; zeros where there is padding (b, n)."""
+        k = k.to(working_dtype(k.dtype))
+        if padding is None:
+            t = self.key_map(k)
+        else:  # before the map, whose derivative at NaN is NaN; and after it, since elu(0) + 1 = 1
+            hidden = ~padding[:, None, :, None]
+            t = self.key_map(k.masked_fill(hidden, 0.0)).masked_fill(hidden, 0.0)
+        return self._both(lambda curve: Curve(float(curve.constant != 0), float(curve.wave != 0)).lift(t, angles))
+
+    def _both(self, lift: Callable[[Curve], Tensor]) -> tuple[Tensor, Tensor]:
+        phi = lift(self.numerator)
+        return phi, phi if self.shared else lift(self.denominator)
+
+    @property
+    def shared(self) -> bool:
+        """Whether numerator and denominator have the same weights: the output is then a mean of values."""
+        return self.numerator == self.denominator
+
+    def empty_state(self, k: Tensor, v: Tensor, positions: Tensor) -> LinearState:
+        """Return the state before keys at positions (b|1, m) float64; the first of them is the anchor."""
+        (b, g), work = k.shape[:2], working_dtype(k.dtype)
+        features = self.key_map(k[:1, :1, :1].to(work)).shape[-1]
+        sums = torch.zeros(b, g, self.numerator.width(features), v.shape[-1], dtype=work, device=k.device)
+        totals = sums.new_zeros(b, g, self.denominator.width(features))
+        anchor = positions[:, :1].clone()
+        return LinearState(sums, totals, anchor, anchor - 1, torch.full_like(anchor, torch.inf), self.name)
+
+
+def cosformer_weighting(max_length: int, beyond: str, activation: str, reweight: bool) -> Weighting:
+    """Return the weighting of cosFormer: ω = π/2M, or κ = 1 without re-weighting."""
+    raised = Curve(0.5 + MIN_WEIGHT, 0.5)
+    curves = {
+        "raise": (Curve(0, 1), Curve(0, 1)),
+        "decoupled": (Curve(0, 1), Curve(1, 0)),
+        "raised-cosine": (raised, raised),
+        "decay": (raised, raised),
+    }
+    numerator, denominator = curves[beyond] if reweight else (Curve(1, 0), Curve(1, 0))
+    activate = ACTIVATIONS[activation]
+    return Weighting(
+        name=f"cosformer, M = {max_length}, beyond {beyond}, {activation}" if reweight else f"linear, {activation}",
+        frequency=math.pi / (2 * max_length),
+        numerator=numerator,
+        denominator=denominator,
+        query_map=activate,
+        key_map=activate,
+        decay=1.0 / max_length if reweight and beyond == "decay" else 0.0,
+        period=4.0 * max_length,
+    )
+
+
+# Checks
+
+
+@dataclass(frozen=True, eq=False)
+class LinearCall:
+    """The checked arguments of a linear attention op."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: AttentionMask
+    weighting: Weighting
+    definition: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+    """(q, k, distances) → all weights of numerator and denominator, for the reference."""
+    state: LinearState | None
+    return_state: bool
+    backend: str
+
+    @property
+    def streams(self) -> bool:
+        """Whether the call takes or returns a state."""
+        return self.state is not None or self.return_state
+
+
+def check_linear_call(
+    table: Table,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weighting: Weighting,
+    definition: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]],
+    *,
+    causal: bool = True,
+    positions: Positions = None,
+    padding_mask: Tensor | None = None,
+    documents: Tensor | None = None,
+    mask: AttentionMask | None = None,
+    state: LinearState | None = None,
+    return_state: bool = False,
+    backend: str = "auto",
+) -> LinearCall:
+    """Check the arguments that linear ops share; raise ValueError with argument, value and remedy."""
+    require_choice("backend", backend, table.backends)
+    check_tensors(q, k, v, table.key_name, q.shape[-1] // 2 if table.key_name == "t" else q.shape[-1])
+    require(
+        not isinstance(positions, str),
+        f"positions must be numbers, got {positions!r}; pass None, an int, a tensor or a pair of tensors",
+    )
+    n, m = q.shape[2], k.shape[2]
+    if mask is None:
+        mask = make_mask(
+            n,
+            m,
+            q.shape[0],
+            q.device,
+            positions=positions,
+            causal=causal,
+            padding_mask=padding_mask,
+            documents=documents,
+        )
+        if state is not None and positions is None:  # continue after the state
+            keys = state.position.long() + 1 + torch.arange(m, device=q.device)
+            mask.first, mask.positions = None, (keys[:, m - n :], keys)
+    elif mask.n != n or mask.m != m:
+        raise ValueError(
+            f"mask is for {mask.n} queries and {mask.m} keys, got {n} and {m}; make it for the new tokens of this call"
+        )
+    elif mask.window is not None:
+        raise ValueError(f"linear attention has no window, got a mask with window {mask.window}; use another attention")
+    if mask.documents is not None:
+        _check_documents(mask)
+    call = LinearCall(q, k, v, mask, weighting, definition, state, return_state, backend)
+    if call.streams:
+        _check_stream(call)
+    return call
+
+
+def _check_documents(mask: AttentionMask) -> None:
+    """Check that the tokens of a document are adjacent: sums cannot be taken apart again."""
+    documents = mask.documents
+    if documents is None or documents.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+
+    def broken() -> list[int]:
+        runs = (documents[:, 1:] != documents[:, :-1]).sum(1) + 1
+        return [row for row, numbers in enumerate(documents) if runs[row] != numbers.unique().numel()]
+
+    rows = mask.share("rows with split documents", broken)
+    require(
+        not rows,
+        lambda: f"documents must be adjacent runs of one number each, got a split one in row {rows[0]}; sort the row",
+    )
+
+
+def _check_stream(call: LinearCall) -> None:
+    mask, state = call.mask, call.state
+    require(mask.causal, "state needs causal=True, got causal=False; a state holds only past keys")
+    require(mask.aligned, "state needs queries that are the last keys, got a pair of positions; use a tensor")
+    require(
+        mask.documents is None, "documents cannot be combined with state or return_state; use one call per document"
+    )
+    if state is None:
+        return
+    require(
+        state.weighting == call.weighting.name,
+        f"state was made by {state.weighting!r} and cannot continue as {call.weighting.name!r}; start without a state",
+    )
+    held, new = (*state.numerator.shape[:2], state.numerator.shape[3]), (*call.k.shape[:2], call.v.shape[3])
+    require(
+        held == new,
+        lambda: f"state must have batch, key heads and value width {new}, got {held}; it is of another layer or batch",
+    )
+    if mask.device.type == "cpu" and not torch.compiler.is_compiling():  # going back, a decay would grow
+        step = mask.key_positions[:, :1] - state.position
+        require(
+            bool((step >= 0).all()),
+            lambda: (
+                f"positions must not go back behind the state at {int(state.position.max())}, got a step of "
+                f"{int(step.min())}; omit positions to continue after it"
+            ),
+        )
+
+
+def _check_reach(call: LinearCall, max_length: int) -> None:
+    """Check that no query sees a key M or more away, whose weight would not be positive."""
+    mask, state = call.mask, call.state
+    counted = mask.first is not None and state is None
+    if counted and mask.m <= max_length:
+        return
+    if counted and mask.padding is None and mask.documents is None:
+        reach = float(mask.m - 1)
+    elif torch.compiler.is_compiling():
+        return
+    else:
+        reach = mask.share("reach", lambda: _reach(mask, None)) if state is None else _reach(mask, state)
+    require(
+        reach < max_length,
+        lambda: (
+            f"max_length is M = {max_length} and the sequence spans {reach + 1:.0f} positions, where cos(πΔ/2M) is "
+            "negative; split it, train with a larger max_length, or choose beyond='decoupled', 'raised-cosine' or "
+            "'decay'"
+        ),
+    )
+
+
+def _reach(mask: AttentionMask, state: LinearState | None) -> float:
+    """Compute the largest distance between a query and a key that it sees, without padding."""
+    query, key = mask.query_positions.double(), mask.key_positions.double()
+    key = key.expand(max(x.shape[0] for x in (key, mask.padding, mask.documents) if x is not None), -1)
+    low, high = key, key
+    if mask.padding is not None:
+        low, high = key.masked_fill(~mask.padding, torch.inf), key.masked_fill(~mask.padding, -torch.inf)
+    if not mask.aligned:
+        behind, ahead = query.amax(-1) - low.amin(-1), high.amax(-1) - query.amin(-1)
+        return float((behind if mask.causal else torch.maximum(behind, ahead)).amax())
+    runs = torch.zeros_like(key, dtype=torch.long)
+    if mask.documents is not None:
+        runs[:, 1:] = (mask.documents[:, 1:] != mask.documents[:, :-1]).cumsum(-1)
+    first = torch.full_like(key, torch.inf).scatter_reduce(1, runs, low, "amin")
+    last = torch.full_like(key, -torch.inf).scatter_reduce(1, runs, high, "amax")
+    if state is not None:
+        first = torch.minimum(first, state.first)
+    return float((last - first).amax())
+
+
+# Implementations
+
+
+def run_linear(table: Table, call: LinearCall) -> Any:
+    """Run a call on the first implementation that can: the output, or a pair of it and the state after."""
+    mask = call.mask
+    with torch.autocast(call.q.device.type, enabled=False):  # it would round the sums
+        out, state = table.choose(call).run(call)
+    if mask.padding is not None and mask.aligned:  # a padded query may be past M, where "raise" has no bound
+        out = out.masked_fill(~mask.padding[:, None, mask.m - mask.n :, None], 0.0)
+    return (out, state) if call.return_state else out
+
+
+def _reference(call: LinearCall) -> tuple[Tensor, None]:
+    seen = visible(call.mask)
+    distance = call.mask.query_positions[:, None, :, None] - call.mask.key_positions[:, None, None, :]
+    weights = call.definition(call.q, seen_only(call.k, seen), distance)
+    return weigh(*weights, seen_only(call.v, seen), seen), None
+
+
+def _why_not_reference(call: LinearCall) -> str | None:
+    return "backend='reference' has no state; pass the whole sequence at once" if call.streams else None
+
+
+def _keys(call: LinearCall) -> Keys:
+    positions, state = call.mask.key_positions.double(), call.state
+    if state is not None:
+        positions = positions.expand(max(positions.shape[0], state.position.shape[0]), -1)
+    return Keys(call.k, call.v, positions, call.mask.padding, call.mask.documents)
+
+
+def _chunked(call: LinearCall) -> tuple[Tensor, LinearState | None]:
+    q, mask, weighting, keys = call.q, call.mask, call.weighting, _keys(call)
+    query, before = mask.query_positions.double(), mask.m - mask.n
+    whole = mask.documents is None
+    state = call.state or weighting.empty_state(keys.k, keys.v, keys.positions)
+    if not mask.causal and whole and not weighting.decay:  # every query sees every key
+        return chunked.recall(weighting, q, query, chunked.absorb(weighting, keys, state)), None
+    if not mask.aligned:
+        return _interleaved(weighting, q, keys, query, mask.causal), None
+    if mask.causal and whole and mask.n == 1:  # decoding, likewise
+        state = chunked.absorb(weighting, keys, state)
+        return chunked.recall(weighting, q, query, state), state
+    if mask.causal and whole and before:
+        state = chunked.absorb(weighting, keys.part(0, before), state)
+        return chunked.causal(weighting, q, keys.part(before, mask.m), state)
+    q = F.pad(q, (0, 0, before, 0)) if before else q
+    if not mask.causal:
+        return chunked.two_sided(weighting, q, keys)[:, :, before:], None
+    out, state = chunked.causal(weighting, q, keys, state)
+    return out[:, :, before:], state
+
+
+def _interleaved(weighting: Weighting, q: Tensor, keys: Keys, query: Tensor, causal: bool) -> Tensor:
+    """Merge queries and keys at any positions into one sequence, sorted by position, and attend there."""
+    b, n, m = q.shape[0], q.shape[2], keys.k.shape[2]
+    positions = torch.cat((keys.positions.expand(b, m), query.expand(b, n)), dim=1)
+    order = positions.argsort(dim=1, stable=True)  # a key comes before the query at its position, which sees it
+    real = torch.ones(b, m, dtype=torch.bool, device=q.device) if keys.padding is None else keys.padding
+
+    def take(x: Tensor, order: Tensor) -> Tensor:
+        return x.gather(2, order[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
+
+    q = take(F.pad(q, (0, 0, m, 0)), order)
+    k, v = (take(F.pad(x, (0, 0, 0, n)), order) for x in (keys.k, keys.v))
+    merged = Keys(k, v, positions.gather(1, order), F.pad(real, (0, n)).gather(1, order), None)
+    if causal:
+        out, _ = chunked.causal(weighting, q, merged, weighting.empty_state(k, v, merged.positions))
+    else:
+        out = chunked.two_sided(weighting, q, merged)
+    return take(out, order.argsort(dim=1)[:, m:])
+
+
+def _why_not_triton(call: LinearCall) -> str | None:
+    """Return why the kernels do not take a call, or None.
+
+    "auto" takes what was measured to be faster: the paper's cosFormer in bfloat16 on a Hopper GPU.
+    """
+    q, mask, weighting = call.q, call.mask, call.weighting
+    relu = weighting.query_map is ACTIVATIONS["relu"]
+    if call.backend == "auto":
+        if not (is_hopper(q.device.index) and q.dtype == torch.bfloat16):
+            return "the kernels are chosen for bfloat16 on Hopper GPUs; backend='triton' asks for them elsewhere"
+        if not (weighting.shared and weighting.numerator == Curve(0, 1) and relu):
+            return "the kernels are chosen for beyond='raise' and ReLU; backend='triton' asks for them elsewhere"
+        if not (mask.causal and mask.n == mask.m > 1):
+            return "the kernels are chosen for causal calls with as many queries as keys, and more than one"
+    if q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"backend='triton' takes float32, bfloat16 or float16, got {q.dtype}; use backend='chunked'"
+    widest = max(q.shape[-1], call.v.shape[-1])
+    if widest > WIDEST:
+        return f"backend='triton' takes heads up to {WIDEST} wide, got {widest}; use backend='chunked'"
+    if weighting.decay:
+        return "backend='triton' has no decay; use backend='chunked'"
+    if mask.causal and not mask.aligned:
+        return "backend='triton' takes queries that are the last keys, got a pair of positions; use backend='chunked'"
+    if not mask.causal and mask.documents is not None:
+        return "backend='triton' takes documents only with causal=True; use backend='chunked'"
+    if takes_forward_derivatives():
+        return "backend='triton' has no forward-mode derivatives; use backend='chunked'"
+    return why_not_triton(q.device.type)
+
+
+def _triton(call: LinearCall) -> tuple[Tensor, LinearState | None]:
+    """Run the kernels. In bfloat16 the gradient of q loses digits where values have a large mean.
+
+    Its part -(g_i·o_i) comes from the rounded output and nearly cancels against g_i·v_j. At d = 64 its error is 3.3e-3,
+    against 1.6e-3 of "chunked", which computes the output again in float32.
+    """
+    mask, weighting, state = call.mask, call.weighting, call.state
+    if mask.causal and mask.n == 1 and mask.documents is None:  # decoding is a handful of numbers
+        return _chunked(call)
+    from farspan.ops.triton.linear import linear_attention_op
+
+    assert weighting.shared or weighting.denominator == Curve(1, 0)
+    before = mask.m - mask.n if mask.causal else 0
+    query, key = _kernel_angles(call)
+    out, _, _, _, numerator, denominator = linear_attention_op(
+        F.pad(call.q, (0, 0, before, 0)) if before else call.q,  # causal kernels want one query per key
+        call.k,
+        call.v,
+        None if state is None else state.numerator,
+        None if state is None else state.denominator,
+        query,
+        key,
+        mask.padding,
+        mask.documents,
+        float(weighting.numerator.constant),
+        float(weighting.numerator.wave),
+        weighting.shared,
+        weighting.query_map is ACTIVATIONS["relu"],
+        MIN_DENOMINATOR[call.q.dtype],
+        mask.causal,
+        0,
+        call.return_state,
+    )
+    out = out[:, :, before:]
+    if not call.return_state:
+        return out, None
+    keys = _keys(call)
+    state = state or weighting.empty_state(keys.k, keys.v, keys.positions)
+    return out, chunked.advance(keys, state, numerator, denominator)
+
+
+def _kernel_angles(call: LinearCall) -> tuple[Tensor | None, Tensor | None]:
+    """Compute cos and sin (b|1, 2, ·) of queries and keys, measured from the anchor of the sums."""
+    mask, weighting, state = call.mask, call.weighting, call.state
+    if not weighting.numerator.wave:
+        return None, None
+
+    def table(positions: Tensor) -> Tensor:
+        return torch.cat([x[:, :, :, 0] for x in weighting.angles(positions.double(), torch.float32)], dim=1)
+
+    if state is None and mask.first is not None:  # 0 … m-1
+        m = mask.m if is_traced() else power_of_2(mask.m)
+        name = ("linear angles", weighting.frequency, weighting.period, m, mask.device)
+        key = TABLES.get(name, lambda: table(torch.arange(m, device=mask.device)[None]))[:, :, : mask.m]
+        return key if mask.causal else key[:, :, mask.m - mask.n :], key
+    anchor = mask.key_positions[:, :1] if state is None else state.anchor
+    key = table(mask.key_positions - anchor)
+    return key if mask.causal else table(mask.query_positions - anchor), key
+
+
+CHUNKED = Implementation("chunked", ("auto", "chunked"), _chunked)
+REFERENCE = Implementation("reference", ("reference",), _reference, _why_not_reference)
+COSFORMER = Table(
+    Implementation("triton", ("auto", "triton"), _triton, _why_not_triton, "cuda"),
+    CHUNKED,
+    REFERENCE,
+    check=_check_cosformer,
+)
+"""triton: the chunks in kernels. chunked: the chunks in torch. reference: all weights."""
+TABLES_BY_OP[cosformer_attention] = COSFORMER
+
+cosformer_attention_reference = reference_twin(cosformer_attention)

@@ -6,6 +6,7 @@ bias is not scaled.
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -139,3 +140,66 @@ def scores_slack(q: Tensor, t: Tensor, query: Tensor, key: Tensor) -> Tensor:
     a, b = q.to(working_dtype(q.dtype)).chunk(2, dim=-1)
     product = torch.complex(a[:, :, :, None] * keys.real, b[:, :, :, None] * keys.imag)  # q_m∘f(t_n, n)
     return (rotated[:, :, :, None] * product.conj()).real.sum(-1)
+
+
+# Linear attention: weights ≥ 0 instead of a softmax, each row divided by its sum
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "elu": lambda x: F.elu(x) + 1.0}
+MIN_DENOMINATOR = {torch.float16: 2.0**-10, torch.bfloat16: 1e-6, torch.float32: 1e-6, torch.float64: 1e-12}
+"""ε, the least sum of weights. Gradients grow as its inverse, and 1/1e-6 exceeds float16."""
+MIN_WEIGHT = 2.0**-16
+"""δ, the least weight of the raised cosine. At distance 2M its two parts cancel to 2^-24 in float32, and a quotient of
+such remainders has no bound."""
+
+
+def cosformer_weights(
+    q: Tensor, k: Tensor, distance: Tensor, *, max_length: int, beyond: str, activation: str, reweight: bool
+) -> tuple[Tensor, Tensor]:
+    """Compute cosFormer's weights (arXiv 2202.08791, sec. 3) of numerator and denominator, (b, h, n, m) each.
+
+    `distance` (b|1, 1, n, m) is the position of the query minus that of the key.
+    """
+    activate, work = ACTIVATIONS[activation], working_dtype(q.dtype)
+    products = activate(q.to(work)) @ activate(repeat_heads(k, q.shape[1]).to(work)).mT
+    reduced = distance.double().remainder(4 * max_length)  # without whole periods, for which π has too few digits
+    cos = torch.cos(math.pi * reduced / (2 * max_length))
+    one = torch.ones_like(cos)
+    raised = MIN_WEIGHT + (1 + cos) / 2
+    decayed = torch.exp(-distance.double().abs() / max_length) * raised
+    kappa = {
+        "raise": (cos, cos),
+        "decoupled": (cos, one),
+        "raised-cosine": (raised, raised),
+        "decay": (decayed, decayed),
+    }
+    numerator, denominator = kappa[beyond] if reweight else (one, one)
+    return products * numerator.to(work), products * denominator.to(work)
+
+
+def linear_coca_weights(q: Tensor, t: Tensor, distance: Tensor, *, theta: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Compute Eq. 17 as a weight, Σ_j ‖q_j‖² t_j cos(Δθ_j), and the same without the cosine: (b, h, n, m) each.
+
+    If theta is None, both come without the cosine.
+    """
+    work = working_dtype(q.dtype)
+    a, b = q.to(work).chunk(2, dim=-1)
+    t = repeat_heads(t, q.shape[1]).to(work)
+    products = (a * a + b * b)[:, :, :, None] * t[:, :, None]  # (b, h, n, m, d/2)
+    total = products.sum(-1)
+    if theta is None:
+        return total, total
+    waves = torch.cos(distance.double()[..., None] * theta).to(work)
+    return (products * waves).sum(-1), total
+
+
+def seen_only(x: Tensor, mask: Tensor) -> Tensor:
+    """Zero keys or values (b, g, m, ·) that no query sees: padding may hold inf, and 0·inf is not 0."""
+    return x.masked_fill(~mask.any(-2).any(1)[:, None, :, None], 0.0)
+
+
+def weigh(numerator: Tensor, denominator: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """Compute Σ numerator·v / max(Σ denominator, ε) over visible keys: (b, h, n, m) twice, (b, g, m, dv)."""
+    heads, work = numerator.shape[1], numerator.dtype
+    values = repeat_heads(v, heads).to(work)
+    total = denominator.masked_fill(~mask, 0.0).sum(-1, keepdim=True)
+    return (numerator.masked_fill(~mask, 0.0) @ values / total.clamp(min=MIN_DENOMINATOR[v.dtype])).to(v.dtype)

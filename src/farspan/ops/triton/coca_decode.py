@@ -26,8 +26,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from farspan.ops.coca.decoding import FOLD_ROWS
-from farspan.ops.launch import cdiv, has_sound_wgmma, power_of_2
+from farspan.ops.coca_decode import FOLD_ROWS
+from farspan.ops.device import cdiv, has_sound_wgmma, power_of_2
 from farspan.ops.triton.angles import amplitudes, cos_sin, positions_of
 from farspan.ops.triton.support import narrow, padded, processors, product, row_major, row_stride
 
@@ -587,7 +587,7 @@ class DecodeCall(NamedTuple):
     q: Tensor  # (b, h, n, d)
     t: Tensor  # (b, g, m, d/2)
     v: Tensor  # (b, g, m, dv)
-    step: Tensor | None  # frequencies (b|1, d/2) of farspan.ops.phases; None = no rotation
+    step: Tensor | None  # frequencies (b|1, d/2) of farspan.ops.rotary.fixed_point; None = no rotation
     lengths: Tensor | None  # (b), keys per row; None = m
     firsts: Tensor | None  # (b), position of key 0 per row; None = `first`
     query_positions: Tensor | None  # (b|1, n); None = counted from key 0

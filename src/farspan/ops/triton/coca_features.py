@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import custom_op, triton_op, wrap_triton
 
-from farspan.ops.launch import cdiv, is_traced
+from farspan.ops.device import cdiv, is_traced
 from farspan.ops.triton.angles import cos_sin, positions_of
 from farspan.ops.triton.support import INTERPRETED, Buffer, narrow, padded, row_major, row_stride
 

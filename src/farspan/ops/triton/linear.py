@@ -31,7 +31,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from farspan.ops.launch import cdiv
+from farspan.ops.device import cdiv
 from farspan.ops.triton.support import INTERPRETED, Buffer, narrow, padded, processors, row_major, row_stride
 
 

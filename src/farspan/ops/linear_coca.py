@@ -1,0 +1,132 @@
+"""Linear CoCA (experimental): exact CoCA's two non-negative factors as weights of a linear attention, not as logits."""
+
+from dataclasses import fields
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from farspan.errors import require
+from farspan.ops.cosformer import (
+    CHUNKED,
+    REFERENCE,
+    Curve,
+    LinearCall,
+    LinearState,
+    Weighting,
+    check_linear_call,
+    run_linear,
+)
+from farspan.ops.device import TABLES
+from farspan.ops.dispatch import TABLES_BY_OP, Table, reference_twin
+from farspan.ops.masking import AttentionMask, Positions
+from farspan.ops.reference import linear_coca_weights
+from farspan.ops.rotary import Rotary, odd_width
+
+
+def linear_coca_attention(
+    q: Tensor,
+    t: Tensor,
+    v: Tensor,
+    *,
+    rotary: Rotary | None,
+    causal: bool = True,
+    positions: Positions = None,
+    padding_mask: Tensor | None = None,
+    documents: Tensor | None = None,
+    mask: AttentionMask | None = None,
+    state: LinearState | None = None,
+    return_state: bool = False,
+    backend: str = "auto",
+) -> Any:
+    """Compute exact CoCA without the softmax: weights Σ_j ‖q_j‖² t_j cos(Δθ_j) over Σ_j ‖q_j‖² t_j. Experimental.
+
+    This is a cosFormer with one frequency per pair. Fast pairs become negative within a few tokens, so the denominator
+    has no cosine, and |o| ≤ max |v| at any length. YaRN's factor is a temperature of the softmax and is left out. The
+    gradient of a key with almost no weight is ‖q_j‖²/ε; it may be infinite in float16, but not in bfloat16.
+
+    Args:
+        q: (b, h, n, d) queries before rotation.
+        t: (b, g, m, d/2) coefficients ≥ 0, un-rotated, after their activation.
+        v: (b, g, m, dv) values.
+        rotary: the angles, with fixed frequencies; None for weights Σ_j ‖q_j‖² t_j, which give a mean of values.
+        backend: "auto", "chunked" or "reference".
+
+    The other arguments, and what is returned, are those of :func:`farspan.ops.cosformer_attention`.
+
+    >>> import torch
+    >>> q, t, v = torch.randn(1, 4, 6, 8), torch.rand(1, 2, 6, 4), torch.randn(1, 2, 6, 8)
+    >>> linear_coca_attention(q, t, v, rotary=Rotary(8)).shape
+    torch.Size([1, 4, 6, 8])
+    """
+    call = _check_linear_coca(
+        LINEAR_COCA,
+        q,
+        t,
+        v,
+        rotary=rotary,
+        causal=causal,
+        positions=positions,
+        padding_mask=padding_mask,
+        documents=documents,
+        mask=mask,
+        state=state,
+        return_state=return_state,
+        backend=backend,
+    )
+    return run_linear(LINEAR_COCA, call)
+
+
+def _check_linear_coca(
+    table: Table, q: Tensor, t: Tensor, v: Tensor, *, rotary: Rotary | None, **options: Any
+) -> LinearCall:
+    width, theta = q.shape[-1], None
+    require(width % 2 == 0, lambda: odd_width(width))
+    if rotary is not None:
+        require(
+            rotary.dim == width,
+            lambda: f"rotary must have dim {width}, the width of q, got {rotary.dim}; build Rotary(head_dim)",
+        )
+        require(
+            not rotary.is_dynamic,
+            "rotary must have fixed frequencies, got dynamic NTK: sums cannot be rotated again; use NTK or Linear",
+        )
+        theta = TABLES.get(("frequencies", rotary, None, q.device), lambda: rotary.frequencies(device=q.device))
+    weighting = Weighting(
+        name=_name(rotary),
+        frequency=0.0 if theta is None else theta,
+        numerator=Curve(1, 0) if theta is None else Curve(0, 1),
+        denominator=Curve(1, 0),
+        query_map=_squares,
+        key_map=_identity,
+    )
+    definition = partial(linear_coca_weights, theta=theta)
+    return check_linear_call(table, q, t, v, weighting, definition, **options)
+
+
+def _name(rotary: Rotary | None) -> str:
+    """Spell out the angles: torch.compile cannot compare the repr of a dataclass."""
+    if rotary is None:
+        return "linear coca without angles"
+    scaling = rotary.scaling
+    words = ["no scaling"]
+    if scaling is not None:
+        values = (str(getattr(scaling, field.name)) for field in fields(scaling))  # type: ignore[arg-type]
+        words = [type(scaling).__name__, *values]
+    return f"linear coca, width {rotary.dim}, base {rotary.base}, {' '.join(words)}"
+
+
+def _squares(q: Tensor) -> Tensor:
+    """Compute ‖q_j‖² of each pair (j, j + d/2)."""
+    a, b = q.chunk(2, dim=-1)
+    return a * a + b * b
+
+
+def _identity(t: Tensor) -> Tensor:
+    return t
+
+
+LINEAR_COCA = Table(CHUNKED, REFERENCE, key_name="t", check=_check_linear_coca)  # the kernels are for one frequency
+TABLES_BY_OP[linear_coca_attention] = LINEAR_COCA
+
+linear_coca_attention_reference = reference_twin(linear_coca_attention)
