@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from farspan.ops import Rotary
+from farspan.ops.rotary import cos_sin
 
 
 def coca_inputs(
@@ -67,10 +68,10 @@ def masks(b: int, m: int) -> dict[str, dict[str, object]]:
 
 
 def eager(q: torch.Tensor, t: torch.Tensor, v: torch.Tensor, form: str) -> torch.Tensor:
-    """What anyone would write in the same dtype: products in that dtype, softmax in float32."""
-    part = Rotary(q.shape[-1]).plan(0, q.shape[2], q.shape[2], device=q.device)[0]
+    """Compute causal CoCA as a plain script would: products in the dtype of q, softmax in float32."""
+    positions = torch.arange(q.shape[2], device=q.device)[None]
+    cos, sin = cos_sin(positions, Rotary(q.shape[-1]).frequencies(device=q.device), 1.0, q.dtype).to(q.dtype).unbind(-2)
     a, b = q.chunk(2, dim=-1)
-    cos, sin = part.key.cos.to(q.dtype), part.key.sin.to(q.dtype)
     if form == "exact":
         q_ = torch.cat(((a * a + b * b) * cos, (a * a + b * b) * sin), dim=-1)
         k_ = torch.cat((t * cos, t * sin), dim=-1)

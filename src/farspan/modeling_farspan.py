@@ -86,9 +86,7 @@ class FarspanCache(Cache):
                 return StateCache(max_length)
             if max_length is None:
                 return LayerCache(spec.window)
-            return (
-                StaticLayerCache(max_length) if spec.window is None else StaticWindowCache(max_length, spec.window)
-            )
+            return StaticLayerCache(max_length) if spec.window is None else StaticWindowCache(max_length, spec.window)
 
         super().__init__(layers=[layer(spec) for spec in config.attention_specs])
         self.max_length = max_length
@@ -394,7 +392,12 @@ class FarspanModel(FarspanPreTrainedModel):
         hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         require(hidden.shape[1] > 0, "input_ids must hold at least one token, got length 0; skip the call")
         trains = self.training and torch.is_grad_enabled()
-        if use_cache and past_key_values is None and not trains and self._can_be_continued(attention_mask, position_ids):
+        if (
+            use_cache
+            and past_key_values is None
+            and not trains
+            and self._can_be_continued(attention_mask, position_ids)
+        ):
             past_key_values = FarspanCache(self.config)
         context = self.context(hidden, attention_mask, position_ids, past_key_values, rotary_length)
         if self.embed_positions is not None:

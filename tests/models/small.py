@@ -7,6 +7,8 @@ from farspan import FarspanConfig, FarspanForCausalLM
 NAMES = ["rope", "alibi", "coca-exact", "coca-strict", "coca-slack"]
 LOCAL = {"kind": "coca", "form": "exact", "window": 8}
 MIXED = [LOCAL, "rope", {"kind": "coca", "form": "slack", "rotary": False}]
+LINEAR = ["cosformer", LOCAL, "linear-coca"]
+"""To be used with cosformer_beyond="decay"."""
 PER_QUERY = {"rope_type": "dynamic", "factor": 4.0, "mode": "per_query"}
 PER_REQUEST = {"rope_type": "dynamic", "factor": 4.0, "mode": "per_request"}
 TIGHT = 1e-10
@@ -34,26 +36,27 @@ def tokens(*shape: int) -> torch.Tensor:
     return torch.randint(1, 97, shape)  # 0 is padding, from which `generate` would infer a mask
 
 
-CONFIGURATIONS = [
-    *({"attention": name} for name in NAMES),
+SOFTMAX = [
+    {"attention": "rope"},
+    {"attention": "alibi"},
+    {"attention": "coca-exact"},
+    {"attention": "coca-slack"},
+    {"attention": "coca-strict", "coca_activation": "softplus", "qk_norm": True, "qkv_bias": True},
     {"attention": MIXED},
-    {"attention": "coca-exact", "rope_parameters": PER_QUERY},
-    {"attention": "rope", "rope_parameters": PER_QUERY},
     {"attention": MIXED, "rope_parameters": PER_QUERY},
-    {"attention": "coca-slack", "cache_layout": "rotated"},
-    {"attention": "coca-exact", "coca_activation": "softplus", "qk_norm": True, "qkv_bias": True},
-    {"attention": "coca-exact", "rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
+    {"attention": ["coca-exact", "rope", "coca-slack"], "rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
     {"attention": [{"kind": "alibi", "window": 1}, {"kind": "coca", "window": 2}, {"kind": "rope", "window": 1}]},
-    {"attention": "coca-exact", "rope_parameters": {"rope_type": "ntk", "factor": 4.0}},
     {"attention": [*MIXED[:2], "alibi"], "log_length": True},
     {"attention": "coca-slack", "log_length": True, "rope_parameters": PER_QUERY},
+]
+CONFIGURATIONS = [
+    *SOFTMAX,
+    {"attention": "cosformer", "cosformer_max_length": 300},
     {
         "attention": ["cosformer", {"kind": "coca", "rotary": False}, "rope"],
         "log_length": True,
         "cosformer_beyond": "decay",
     },
-    {"attention": "cosformer", "cosformer_max_length": 300},
-    {"attention": "cosformer", "cosformer_beyond": "decay"},
     {"attention": ["cosformer", LOCAL, "cosformer"], "cosformer_beyond": "decoupled", "qk_norm": True},
     {
         "attention": ["linear-coca", LOCAL, {"kind": "linear-coca", "rotary": False}],

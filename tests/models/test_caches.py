@@ -1,25 +1,41 @@
-"""Caches: one set of numbers however a text comes, and no more bytes than promised."""
+"""Caches: the same logits however a sequence arrives, and no more bytes than promised."""
 
 import pytest
 import torch
 from transformers import DynamicCache, StaticCache
 
 from farspan import FarspanCache
-from tests.models.small import CONFIGURATIONS, MIXED, PER_REQUEST, TIGHT, make, name_of, tokens
+from tests.models.small import CONFIGURATIONS, LINEAR, MIXED, PER_REQUEST, TIGHT, make, name_of, tokens
 
 
-@pytest.mark.parametrize("options", CONFIGURATIONS, ids=name_of)
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.float64, TIGHT)], ids=["fp32", "fp64"])
-@torch.no_grad()
-def test_prefill_equals_decode_equals_any_chunking(options: dict, dtype: torch.dtype, bound: float) -> None:
-    """130 tokens at training length 8: dynamic NTK grows through four doublings on the way."""
-    model, x = make(**options, dtype=dtype), tokens(2, 130)
+def check_chunking(options: dict, dtype: torch.dtype, bound: float) -> None:
+    model, x = make(**options, dtype=dtype), tokens(2, 66)
     whole = model(x).logits
-    for pieces in ([1] * 130, [7, 1, 9, 47, 66], [64, 66]):
+    for pieces in ([1] * 66, [7, 1, 9, 20, 29]):
         cache = FarspanCache(model.config)
         parts = [model(piece, past_key_values=cache).logits for piece in x.split(pieces, dim=1)]
         assert (torch.cat(parts, dim=1) - whole).abs().max() <= bound
     assert whole.std() > 0.05
+
+
+@pytest.mark.parametrize("options", CONFIGURATIONS, ids=name_of)
+@torch.no_grad()
+def test_prefill_equals_decode_equals_any_chunking(options: dict) -> None:
+    """66 tokens at training length 8: dynamic NTK grows through four doublings on the way."""
+    check_chunking(options, torch.float64, TIGHT)
+
+
+@pytest.mark.parametrize(
+    "options", [{"attention": MIXED}, {"attention": LINEAR, "cosformer_beyond": "decay"}], ids=name_of
+)
+@torch.no_grad()
+def test_chunking_in_float32_differs_by_rounding(options: dict) -> None:
+    check_chunking(options, torch.float32, 1e-5)
+
+
+@torch.no_grad()
+def test_chunking_in_float16_differs_by_rounding() -> None:
+    check_chunking({}, torch.float16, 0.01)
 
 
 @pytest.mark.parametrize("options", CONFIGURATIONS, ids=name_of)
@@ -36,19 +52,27 @@ def test_right_padding_and_a_static_cache_give_the_same_logits(options: dict) ->
 
 
 @pytest.mark.parametrize(
-    "make_cache", [DynamicCache, lambda config: DynamicCache(config=config)], ids=["bare", "config"]
+    "make_cache",
+    [
+        lambda config: DynamicCache(),
+        lambda config: DynamicCache(config=config),
+        lambda config: StaticCache(config=config, max_cache_len=48),
+    ],
+    ids=["bare", "config", "static"],
 )
 @torch.no_grad()
 def test_plain_transformers_caches_work(make_cache) -> None:
     model, x = make(MIXED), tokens(1, 40)
-    cache = make_cache(model.config) if make_cache is not DynamicCache else DynamicCache()
+    cache = make_cache(model.config)
     parts = [model(piece, past_key_values=cache).logits for piece in x.split([25, 1, 14], dim=1)]
     assert (torch.cat(parts, dim=1) - model(x).logits).abs().max() <= TIGHT
 
 
+@pytest.mark.parametrize("attention", ["coca-slack", "rope", "alibi"])
 @torch.no_grad()
-def test_positions_given_with_a_cache_shift_the_whole_text() -> None:
-    model, x = make("coca-slack"), tokens(1, 30)  # slack sees absolute positions
+def test_positions_given_with_a_cache_shift_the_whole_sequence(attention: str) -> None:
+    """Slack depends on absolute positions; RoPE and ALiBi must agree in what the cache holds and what is added."""
+    model, x = make(attention), tokens(1, 30)
     want = model(x, position_ids=torch.arange(100, 130)[None]).logits
     cache, parts = FarspanCache(model.config), []
     for begin, end in ((0, 11), (11, 12), (12, 30)):
@@ -58,12 +82,12 @@ def test_positions_given_with_a_cache_shift_the_whole_text() -> None:
 
 
 @torch.no_grad()
-def test_right_padding_can_be_continued_without_windows_and_is_refused_with_them() -> None:
+def test_right_padding_can_be_continued_without_windows_and_raises_with_them() -> None:
     mask = torch.ones(1, 23, dtype=torch.long)
     mask[0, 14:20] = 0
     x = tokens(1, 23)
     real = x[:, mask[0].bool()]
-    for attention in ("coca-exact", "coca-slack", "rope", "alibi"):
+    for attention in ("coca-exact", "coca-slack", "rope", "alibi", "linear-coca"):
         model = make(attention)
         cache = FarspanCache(model.config)
         model(x[:, :20], attention_mask=mask[:, :20], past_key_values=cache)
@@ -83,8 +107,6 @@ def test_cache_bytes_are_three_quarters() -> None:
         model = make(attention)
         held[attention] = model(tokens(1, 64), use_cache=True).past_key_values.nbytes
     assert {held[name] / held["rope"] for name in held if name != "rope"} == {0.75}
-    rotated = make("coca-exact", cache_layout="rotated")
-    assert rotated(tokens(1, 64), use_cache=True).past_key_values.nbytes == held["rope"]
 
 
 @torch.no_grad()
@@ -95,31 +117,40 @@ def test_window_layers_keep_only_their_window() -> None:
     assert cache.layers[0].keys.untyped_storage().nbytes() == cache.layers[0].keys.nbytes  # not a view of the prompt
 
 
-def test_a_rotated_cache_refuses_float16() -> None:
-    model = make(cache_layout="rotated", dtype=torch.float16)
-    with pytest.raises(ValueError, match="cache_layout 'rotated' cannot hold CoCA keys in float16"):
-        model(tokens(1, 5), use_cache=True)
-    half = make(dtype=torch.float16)
-    x, cache = tokens(1, 30), FarspanCache(half.config)
+def test_a_model_in_training_makes_no_cache() -> None:
+    model, x = make(), tokens(1, 5)
+    assert model.train()(x, use_cache=True).past_key_values is None
     with torch.no_grad():
-        parts = [half(piece, past_key_values=cache).logits for piece in x.split([20, 1, 9], dim=1)]
-        assert (torch.cat(parts, dim=1) - half(x).logits).abs().max() <= 0.01
+        assert model(x).past_key_values.get_seq_length() == 5
+    assert model.eval()(x).past_key_values.get_seq_length() == 5
+    cache = FarspanCache(model.config)
+    assert model.train()(x, past_key_values=cache).past_key_values is cache  # a given one is used
+    assert cache.get_seq_length() == 5
 
 
 @torch.no_grad()
 def test_per_request_holds_one_base_for_the_request() -> None:
-    model, x = make("coca-exact", rope_parameters=PER_REQUEST), tokens(1, 40)
-    fixed = model(x, rotary_length=64).logits
-    cache = FarspanCache(model.config)
-    parts = [model(p, past_key_values=cache, rotary_length=64).logits for p in x.split([20, 1, 19], dim=1)]
-    assert (torch.cat(parts, dim=1) - fixed).abs().max() <= TIGHT
-    assert (model(x).logits - fixed).abs().max() > 1e-3  # its own length gives another base
-    assert (model(x, rotary_length=40).logits - model(x).logits).abs().max() <= TIGHT
+    x = tokens(1, 40)
+    for attention in ("coca-exact", "rope"):
+        model = make(attention, rope_parameters=PER_REQUEST)
+        fixed = model(x, rotary_length=64).logits
+        cache = FarspanCache(model.config)
+        parts = [model(p, past_key_values=cache, rotary_length=64).logits for p in x.split([20, 1, 19], dim=1)]
+        assert (torch.cat(parts, dim=1) - fixed).abs().max() <= TIGHT
+        assert (model(x).logits - fixed).abs().max() > 1e-3  # its own length gives another base
+        assert (model(x, rotary_length=40).logits - model(x).logits).abs().max() <= TIGHT
 
 
-def test_a_static_transformers_cache_works_too() -> None:
-    model, x = make(MIXED), tokens(1, 20)
-    cache = StaticCache(config=model.config, max_cache_len=32)
-    with torch.no_grad():
-        parts = [model(piece, past_key_values=cache).logits for piece in x.split([12, 1, 7], dim=1)]
+@pytest.mark.parametrize("length", [None, 40], ids=["growing", "static"])
+@pytest.mark.parametrize(
+    "options", [{"attention": MIXED}, {"attention": LINEAR, "cosformer_beyond": "decay"}], ids=name_of
+)
+@torch.no_grad()
+def test_a_cache_can_be_reset(options: dict, length: int | None) -> None:
+    model, x = make(**options), tokens(2, 20)
+    cache = FarspanCache(model.config, max_length=length)
+    model(tokens(2, 30), past_key_values=cache)
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    parts = [model(piece, past_key_values=cache).logits for piece in x.split([12, 1, 7], dim=1)]
     assert (torch.cat(parts, dim=1) - model(x).logits).abs().max() <= TIGHT

@@ -1,48 +1,52 @@
 """Generation, torch.compile and PEFT: what users do on the first day."""
 
+import copy
+
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from farspan import FarspanCache
-from tests.models.small import CONFIGURATIONS, MIXED, PER_QUERY, PER_REQUEST, TIGHT, make, name_of, tokens
+from farspan import FarspanCache, FarspanForCausalLM
+from tests.models.small import CONFIGURATIONS, LINEAR, MIXED, PER_QUERY, PER_REQUEST, TIGHT, make, name_of, tokens
+
+GREEDY = {"do_sample": False, "pad_token_id": 0}
 
 
-def greedy_by_hand(model, x: torch.Tensor, new: int) -> torch.Tensor:
-    """Greedy decoding that recomputes everything at every step."""
-    for _ in range(new):
-        x = torch.cat((x, model(x, use_cache=False).logits[:, -1:].argmax(-1)), dim=1)
-    return x
+def check_greedy(model: FarspanForCausalLM, out: torch.Tensor, prompt: int) -> None:
+    """Check that each new token is the likeliest one after those before it, computed anew without a cache."""
+    logits = model(out[:, :-1], use_cache=False).logits[:, prompt - 1 :]
+    assert torch.equal(logits.argmax(-1), out[:, prompt:])
 
 
 @pytest.mark.parametrize("options", CONFIGURATIONS, ids=name_of)
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
 @torch.no_grad()
-def test_generate_equals_recomputation(options: dict, cache: str) -> None:
+def test_generate_equals_recomputation(options: dict) -> None:
     model, x = make(**options), tokens(2, 10)
-    out = model.generate(x, max_new_tokens=25, do_sample=False, cache_implementation=cache, pad_token_id=0)
-    assert torch.equal(out, greedy_by_hand(model, x, 25))
+    for cache in ("dynamic", "static"):
+        out = model.generate(x, max_new_tokens=12, cache_implementation=cache, **GREEDY)
+        assert out.shape == (2, 22)
+        check_greedy(model, out, 10)
 
 
 @pytest.mark.parametrize("options", CONFIGURATIONS, ids=name_of)
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
 @torch.no_grad()
-def test_generate_with_left_padding_equals_each_row_alone(options: dict, cache: str) -> None:
+def test_generate_with_left_padding_equals_each_row_alone(options: dict) -> None:
     model, x = make(**options), tokens(3, 14)
     pads = [0, 3, 9]
     mask = torch.stack([torch.arange(14) >= pad for pad in pads]).long()
-    out = model.generate(
-        x, attention_mask=mask, max_new_tokens=20, do_sample=False, cache_implementation=cache, pad_token_id=0
-    )
-    for row, pad in enumerate(pads):
-        assert torch.equal(out[row, pad:], greedy_by_hand(model, x[row : row + 1, pad:], 20)[0])
+    for cache in ("dynamic", "static"):
+        out = model.generate(x, attention_mask=mask, max_new_tokens=12, cache_implementation=cache, **GREEDY)
+        for row, pad in enumerate(pads):
+            check_greedy(model, out[row : row + 1, pad:], 14 - pad)
 
 
 @torch.no_grad()
 def test_beam_search_does_not_depend_on_the_cache() -> None:
     model, x = make(MIXED, rope_parameters=PER_QUERY), tokens(2, 10)
-    options = {"max_new_tokens": 12, "num_beams": 3, "do_sample": False, "pad_token_id": 0}
-    assert torch.equal(model.generate(x, **options), model.generate(x, use_cache=False, **options))
+    options = {"max_new_tokens": 12, "num_beams": 3, **GREEDY}
+    want = model.generate(x, use_cache=False, **options)
+    for cache in ("dynamic", "static"):
+        assert torch.equal(model.generate(x, cache_implementation=cache, **options), want)
 
 
 @torch.no_grad()
@@ -61,43 +65,89 @@ def test_sampling_and_a_cache_of_ones_own() -> None:
 def test_what_is_sampled_depends_on_the_seed_and_not_on_the_cache() -> None:
     model, x = make(MIXED, rope_parameters=PER_QUERY), tokens(2, 10)
     options = {"max_new_tokens": 12, "do_sample": True, "temperature": 0.8, "top_p": 0.9, "pad_token_id": 0}
-    texts = []
+    samples = []
     for seed, cache in ((0, {}), (0, {"use_cache": False}), (0, {"cache_implementation": "static"}), (1, {})):
         torch.manual_seed(seed)
-        texts.append(model.generate(x, **options, **cache))
-    assert torch.equal(texts[0], texts[1])
-    assert torch.equal(texts[0], texts[2])
-    assert not torch.equal(texts[0], texts[3])
+        samples.append(model.generate(x, **options, **cache))
+    assert torch.equal(samples[0], samples[1])
+    assert torch.equal(samples[0], samples[2])
+    assert not torch.equal(samples[0], samples[3])
 
 
+@pytest.mark.parametrize("attention", ["coca-exact", "rope"])
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
 @torch.no_grad()
-def test_per_request_generation_uses_the_base_of_the_whole_request() -> None:
-    model, x = make("coca-exact", rope_parameters=PER_REQUEST), tokens(1, 10)
-    out = model.generate(x, max_new_tokens=20, do_sample=False, pad_token_id=0)
+def test_per_request_generation_uses_the_base_of_the_whole_request(attention: str, cache: str) -> None:
+    model, x = make(attention, rope_parameters=PER_REQUEST), tokens(1, 10)
+    out = model.generate(x, max_new_tokens=20, cache_implementation=cache, **GREEDY)
     logits = model(out[:, :-1], rotary_length=30).logits
     assert torch.equal(logits[0, 9:].argmax(-1), out[0, 10:])
 
 
 @torch.no_grad()
 def test_assisted_generation_rolls_the_cache_back() -> None:
-    model, assistant, x = make(MIXED), make("rope"), tokens(1, 12)
-    plain = model.generate(x, max_new_tokens=20, do_sample=False, pad_token_id=0)
-    assisted = model.generate(x, max_new_tokens=20, do_sample=False, pad_token_id=0, assistant_model=assistant)
-    assert torch.equal(plain, assisted)
+    model, x = make(MIXED), tokens(1, 12)
+    plain = model.generate(x, max_new_tokens=20, **GREEDY)
+    for assistant in (make("rope"), make(MIXED)):
+        assert torch.equal(model.generate(x, max_new_tokens=20, assistant_model=assistant, **GREEDY), plain)
 
 
-@pytest.mark.slow
+STATIC = {"cache_implementation": "static", "return_dict_in_generate": True, **GREEDY}
+
+
 @pytest.mark.parametrize(
     "options",
     [
         {"attention": "coca-exact"},
-        {"attention": MIXED, "log_length": True},
-        {"attention": "coca-exact", "rope_parameters": PER_QUERY},
+        {"attention": MIXED, "rope_parameters": PER_QUERY},
+        {"attention": LINEAR, "cosformer_beyond": "decay"},
     ],
     ids=name_of,
 )
+@torch.no_grad()
+def test_a_static_cache_serves_later_calls_that_need_no_more_slots(options: dict) -> None:
+    """Shorter prompts, other batch sizes and padding; what the first call left behind changes no token."""
+    model = make(**options)
+    fresh = copy.deepcopy(model)
+    first = model.generate(tokens(2, 20), max_new_tokens=10, **STATIC)
+    mask = torch.ones(3, 9, dtype=torch.long)
+    mask[1, :4] = 0
+    for x, settings in ((tokens(2, 7), {}), (tokens(3, 9), {"attention_mask": mask}), (tokens(1, 20), {})):
+        later = model.generate(x, max_new_tokens=8, **settings, **STATIC)
+        assert later.past_key_values is first.past_key_values
+        want = copy.deepcopy(fresh).generate(x, max_new_tokens=8, **settings, **GREEDY)
+        assert torch.equal(later.sequences, want)
+
+
+@torch.no_grad()
+def test_a_static_cache_is_replaced_where_it_is_too_short() -> None:
+    model = make(MIXED)
+    first = model.generate(tokens(1, 6), max_new_tokens=4, **STATIC)
+    longer = model.generate(x := tokens(1, 12), max_new_tokens=10, **STATIC)
+    assert longer.past_key_values is not first.past_key_values
+    check_greedy(model, longer.sequences, 12)
+    again = model.generate(x, max_new_tokens=10, **STATIC)
+    assert again.past_key_values is longer.past_key_values
+    assert torch.equal(again.sequences, longer.sequences)
+
+
+@torch.no_grad()
+def test_a_kept_static_cache_follows_the_model_to_another_dtype_and_other_angles() -> None:
+    model, x = make(MIXED), tokens(1, 12)
+    model.generate(x, max_new_tokens=10, **STATIC)
+    model.set_rope_parameters(**PER_QUERY)
+    check_greedy(model, model.generate(x, max_new_tokens=10, **STATIC).sequences, 12)
+    model.float()
+    want = model.generate(x, max_new_tokens=10, **GREEDY)
+    assert torch.equal(model.generate(x, max_new_tokens=10, **STATIC).sequences, want)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options", [{"attention": MIXED, "log_length": True}, {"rope_parameters": PER_QUERY}], ids=name_of
+)
 def test_training_step_compiles_without_a_graph_break(options: dict) -> None:
-    model, x = make(**options, num_hidden_layers=3).train(), tokens(2, 24)
+    model, x = make(**options).train(), tokens(2, 24)
     eager = model(x, labels=x, use_cache=False).loss
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     loss = compiled(x, labels=x, use_cache=False).loss
@@ -107,50 +157,52 @@ def test_training_step_compiles_without_a_graph_break(options: dict) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("masked", [False, True], ids=["plain", "padded"])
 @pytest.mark.parametrize(
-    "options",
-    [{"rope_parameters": PER_QUERY}, {"attention": MIXED, "log_length": True}, {"attention": "alibi"}],
-    ids=name_of,
+    ("options", "masked"),
+    [
+        ({"rope_parameters": PER_QUERY}, True),
+        ({"attention": MIXED, "log_length": True}, False),
+        ({"attention": MIXED}, True),
+        ({"attention": "alibi"}, False),
+        ({"attention": LINEAR, "cosformer_beyond": "decoupled"}, True),
+    ],
+    ids=lambda x: name_of(x) if isinstance(x, dict) else "padded" if x else "plain",
 )
 @torch.no_grad()
 def test_static_decoding_compiles_once(options: dict, masked: bool) -> None:
     """No graph break, and no new graph for each token, also while a window fills up and after."""
-    model, x = make(**options), tokens(2, 30)
+    model, x = make(**options), tokens(2, 24)
     mask = torch.ones_like(x)
     mask[0, :3] = 0
-    cache = FarspanCache(model.config, max_length=32)
+    cache = FarspanCache(model.config, max_length=28)
     extra = {"attention_mask": mask[:, :5]} if masked else {}
     model(x[:, :5], past_key_values=cache, **extra)
     torch.compiler.reset()
     graphs = CompileCounterWithBackend("aot_eager")
     step, parts = torch.compile(model, fullgraph=True, backend=graphs), []
-    for i in range(5, 30):
-        extra = {"attention_mask": torch.nn.functional.pad(mask[:, : i + 1], (0, 31 - i))} if masked else {}
+    for i in range(5, 24):
+        extra = {"attention_mask": torch.nn.functional.pad(mask[:, : i + 1], (0, 27 - i))} if masked else {}
         parts.append(step(x[:, i : i + 1], past_key_values=cache, **extra).logits)
     extra = {"attention_mask": mask} if masked else {}
     assert (torch.cat(parts, dim=1) - model(x, **extra).logits[:, 5:]).abs().max() <= TIGHT
     assert graphs.frame_count <= 4
 
 
-@pytest.mark.parametrize("options", [{}, {"attention": MIXED}, {"rope_parameters": PER_REQUEST}], ids=name_of)
+@pytest.mark.parametrize("options", [{"attention": MIXED}, {"rope_parameters": PER_REQUEST}], ids=name_of)
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @torch.no_grad()
 def test_generation_from_embeddings_equals_generation_from_tokens(options: dict, cache: str) -> None:
     model, x = make(**options), tokens(1, 12)
-    settings = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 0, "cache_implementation": cache}
+    settings = {"max_new_tokens": 10, "cache_implementation": cache, **GREEDY}
     from_tokens = model.generate(x, **settings)[:, 12:]
     assert torch.equal(model.generate(inputs_embeds=model.model.embed_tokens(x), **settings), from_tokens)
 
 
 @torch.no_grad()
-def test_chunked_prefill_and_beams_with_a_static_cache() -> None:
+def test_chunked_prefill_changes_no_token() -> None:
     model, x = make(MIXED), tokens(2, 20)
-    settings = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 0}
-    plain = model.generate(x, **settings)
-    assert torch.equal(model.generate(x, prefill_chunk_size=7, **settings), plain)
-    beams = model.generate(x, num_beams=3, use_cache=False, **settings)
-    assert torch.equal(model.generate(x, num_beams=3, cache_implementation="static", **settings), beams)
+    plain = model.generate(x, max_new_tokens=10, **GREEDY)
+    assert torch.equal(model.generate(x, max_new_tokens=10, prefill_chunk_size=7, **GREEDY), plain)
 
 
 def test_peft_lora_trains_and_merges() -> None:

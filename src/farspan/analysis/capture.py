@@ -5,9 +5,9 @@ from collections.abc import Callable, Collection
 import torch
 from torch import Tensor
 
+from farspan import FarspanForCausalLM
 from farspan.analysis.factors import Factors, factors
 from farspan.errors import require
-from farspan import FarspanForCausalLM
 from farspan.layers import Attention
 
 Visit = Callable[[Factors, Tensor], None]

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from farspan.layers import Attention
-from farspan.ops.masking import make_mask
 from farspan.ops.device import working_dtype
-from farspan.ops.rotary import Rotary
+from farspan.ops.masking import make_mask
 from farspan.ops.reference import governing_length, pairs
+from farspan.ops.rotary import Rotary
 
 
 @dataclass(frozen=True)

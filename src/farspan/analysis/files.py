@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from farspan import FarspanForCausalLM
 from farspan.analysis.ablate import head_worth
 from farspan.analysis.drift import LARGEST
 from farspan.analysis.laws import under
@@ -25,7 +26,6 @@ from farspan.data.passkey import make_case
 from farspan.errors import require
 from farspan.evaluation import passkey
 from farspan.files import check_writable
-from farspan import FarspanForCausalLM
 from farspan.report.looks import relation
 from farspan.results import write_result
 

@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from farspan.errors import require
 from farspan import FarspanForCausalLM
-from farspan.ops.rotary import Rotary
-from farspan.ops.rotary import NTK, DynamicNTK, Linear, Scaling, YaRN
+from farspan.errors import require
+from farspan.ops.rotary import NTK, DynamicNTK, Linear, Rotary, Scaling, YaRN
 
 ROPE_TYPES = {"pi": "linear", "ntk": "ntk", "dynamic": "dynamic", "yarn": "yarn"}
 """Our short names for the laws, and transformers' names for them. "none" is the model as it was loaded."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from farspan import FarspanForCausalLM
 from farspan.analysis.borders import reach_grid
 from farspan.analysis.capture import rotary_layers, walk
 from farspan.analysis.census import Census
@@ -17,7 +18,6 @@ from farspan.analysis.laws import LAWS, frequencies_at, sample, scaled, under
 from farspan.analysis.slack import Microscope
 from farspan.errors import require, require_choice
 from farspan.evaluation.perplexity import token_losses
-from farspan import FarspanForCausalLM
 from farspan.ops.device import working_dtype
 from farspan.ops.rotary import Rotary
 

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from farspan import FarspanCache, FarspanConfig, FarspanForCausalLM
 from farspan.benchmark.agree import ResultsDifferError, agree
 from farspan.benchmark.clock import quantiles
 from farspan.benchmark.measure import in_fresh_process, in_turn, measure
 from farspan.benchmark.truth import as_timed, definition, wider
 from farspan.layers import AlibiAttention, Attention, CocaAttention, LayerCache, RopeAttention
-from farspan import FarspanCache, FarspanConfig, FarspanForCausalLM
 from farspan.ops import Rotary, alibi_attention, coca_attention, rope_attention
 from farspan.ops.rotary import rotate
 

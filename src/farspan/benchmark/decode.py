@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from farspan import FarspanCache, FarspanForCausalLM
 from farspan.benchmark.agree import ResultsDifferError, reason
 from farspan.benchmark.clock import copy_speed, quantiles
 from farspan.benchmark.decoder import (
@@ -24,7 +25,6 @@ from farspan.benchmark.decoder import (
 )
 from farspan.benchmark.measure import in_turn, measure
 from farspan.benchmark.truth import as_timed, far, refuse_beyond, wider
-from farspan import FarspanCache, FarspanForCausalLM
 
 MODES = ("eager", "graph", "compiled")
 """A growing cache and plain calls, as `generate` does; a static cache and a CUDA graph of the step; and compiled."""

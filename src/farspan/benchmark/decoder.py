@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.cache_utils import DynamicLayer, StaticLayer
 
+from farspan import FarspanCache, FarspanConfig, FarspanForCausalLM
 from farspan.benchmark.clock import captured
 from farspan.benchmark.measure import in_turn
 from farspan.errors import require
-from farspan import FarspanCache, FarspanConfig, FarspanForCausalLM
 from farspan.ops.coca.decoding import Case, half_width_refusal
 
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -9,8 +9,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from farspan.benchmark.attention import published_coca
 from farspan.layers import Attention
-from farspan.ops.positions import resolve
 from farspan.ops import alibi_slopes
+from farspan.ops.positions import resolve
 from farspan.ops.reference import repeat_heads
 
 FAMILIES = ("rope", "coca-exact", "coca-slack", "coca-strict", "alibi")

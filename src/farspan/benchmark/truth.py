@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from farspan import FarspanForCausalLM
 from farspan.benchmark.agree import ResultsDifferError
 from farspan.layers import Attention
-from farspan import FarspanForCausalLM
 from farspan.ops import alibi_attention, coca_attention, rope_attention
 
 WIDER = {torch.float32: torch.float64, torch.bfloat16: torch.float32}

@@ -8,11 +8,11 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 from transformers.activations import ACT2FN
 
+from farspan.configuration_farspan import FarspanConfig
 from farspan.convert.families import FAMILIES, OTHER_FAMILIES, OTHER_LAWS, ROPE_TYPES, Family
 from farspan.convert.sources import Place, Source
 from farspan.errors import require, unknown
 from farspan.layers import AttentionSpec
-from farspan.configuration_farspan import FarspanConfig
 
 SAME = (
     "vocab_size",

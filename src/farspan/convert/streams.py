@@ -7,9 +7,9 @@ from tempfile import NamedTemporaryFile, gettempdir
 import torch
 from torch import Tensor
 
+from farspan import FarspanForCausalLM
 from farspan.files import NO_ROOM
 from farspan.layers import Attention
-from farspan import FarspanForCausalLM
 from farspan.modeling_farspan import FarspanBlock
 
 PASS = 8192

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from farspan.intervals import share
 from farspan import FarspanForCausalLM, FarspanForSequenceClassification
+from farspan.intervals import share
 
 TOKENS_AT_ONCE = 2**16
 

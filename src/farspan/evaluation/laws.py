@@ -1,7 +1,7 @@
 """What results call the law that a model's angles follow."""
 
-from farspan.errors import require
 from farspan import FarspanConfig, FarspanForCausalLM
+from farspan.errors import require
 from farspan.ops import NTK, DynamicNTK, Linear, Llama3, YaRN
 from farspan.ops.rotary import Scaling
 

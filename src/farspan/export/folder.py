@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from farspan import FarspanConfig
 from farspan.convert.configuration import config_of
 from farspan.convert.fingerprint import fingerprint
 from farspan.convert.folder import clear_out, save
@@ -16,7 +17,6 @@ from farspan.convert.text import tokenizer_of
 from farspan.errors import require
 from farspan.export.card import Card, render
 from farspan.export.source import AUTO_MAP, flat_source
-from farspan import FarspanConfig
 from farspan.report.collect import Run, collect_files
 
 GENERATION = "generation_config.json"

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from farspan import FarspanConfig, FarspanForCausalLM
 from farspan.errors import require
 from farspan.finetune.losses import linear_distillation
-from farspan import FarspanConfig, FarspanForCausalLM
 from farspan.modeling_farspan import FarspanBlock
 from farspan.ops.device import product_dtype
 from farspan.ops.masking import AttentionContext

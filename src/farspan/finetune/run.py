@@ -12,6 +12,7 @@ import torch
 from accelerate import PartialState
 from torch import nn
 
+from farspan import FarspanConfig, FarspanForCausalLM
 from farspan.convert.configuration import config_of
 from farspan.convert.folder import save
 from farspan.convert.load import load
@@ -24,7 +25,6 @@ from farspan.finetune.check import check
 from farspan.finetune.objectives import Distillation
 from farspan.finetune.recipe import Recipe, Stage
 from farspan.finetune.weights import begun, merge_lora, prepared, resumed
-from farspan import FarspanConfig, FarspanForCausalLM
 from farspan.results import write_result
 from farspan.training import Job, Progress
 from farspan.training import run as run_job

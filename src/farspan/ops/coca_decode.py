@@ -22,7 +22,7 @@ from farspan.ops.device import (
 )
 from farspan.ops.dispatch import Call
 from farspan.ops.masking import AttentionMask
-from farspan.ops.rotary import Angles, Rotary
+from farspan.ops.rotary import Angles
 
 TIMED_WIDTHS = (64, 128)
 """Head widths for which the kernel was measured to be faster than SDPA on rotated keys."""
@@ -43,7 +43,7 @@ def is_decoding_step(n: int, group: int) -> bool:
 def why_not_decode_triton(call: Call) -> str | None:
     """Return why the half-width kernel does not take a call, or None.
 
-    backend="triton" takes every call without gradients and documents; "auto" takes what was measured to be faster.
+    backend="triton" takes every step of few queries; "auto" takes what was measured to be faster.
     """
     q, v = call.q, call.v
     width, group = max(q.shape[-1], v.shape[-1]), q.shape[1] // call.k.shape[1]
@@ -55,10 +55,13 @@ def why_not_decode_triton(call: Call) -> str | None:
             )
         if q.shape[2] * group > TIMED_ROWS:  # numbers in a message would become constants of a compiled graph
             return f"more than {TIMED_ROWS} queries per key head are faster on rotated keys"
+    if not is_decoding_step(q.shape[2], group):
+        return f"the half-width kernel takes at most {FOLD_ROWS} queries per key head"
     if call.gradient:
         return "the half-width kernel has no gradients; decode under torch.no_grad()"
-    if call.mask.documents is not None:
-        return "the half-width kernel does not support documents"
+    mask = call.mask
+    if mask.documents is not None or not (mask.offset == mask.m - mask.n if mask.aligned else mask.lengths is not None):
+        return "the half-width kernel takes queries that are the last keys, in one document"
     if q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"backend='triton' takes float32, bfloat16 or float16, got {q.dtype}; use backend='sdpa'"
     if width > WIDEST:
@@ -93,9 +96,7 @@ def decode_triton(call: Call) -> Tensor:
         key_positions=key,
         padding=mask.padding,
         first=first or 0,
-        behind=mask.m - mask.offset - mask.n if mask.aligned else 0,
         form=call.form,
-        by_position=not mask.aligned and mask.lengths is None,
         causal=mask.causal,
         window=mask.window,
         scale=call.scale * factor**2,

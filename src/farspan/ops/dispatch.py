@@ -58,7 +58,9 @@ class Implementation(NamedTuple):
 class Table:
     """The implementations of one op; the first that can run a call wins."""
 
-    def __init__(self, *entries: Implementation, key_name: str = "k", check: "Callable[..., Any] | None" = None) -> None:
+    def __init__(
+        self, *entries: Implementation, key_name: str = "k", check: "Callable[..., Any] | None" = None
+    ) -> None:
         self.entries, self.key_name = entries, key_name
         self.check = check or check_call
         """Check the op's arguments and return its call."""

@@ -211,7 +211,9 @@ def make_mask(
             raise ValueError(f"positions must stay within ±{LIMIT}, got {first} … {first + m - 1}; split the sequence")
         return AttentionMask(n, m, device, causal, window, first, padding=padding_mask, documents=documents)
     if pair:
-        query, key = (_rows(p, name, batch) for p, name in zip(positions, ("positions[0]", "positions[1]"), strict=True))
+        query, key = (
+            _rows(p, name, batch) for p, name in zip(positions, ("positions[0]", "positions[1]"), strict=True)
+        )
         _check_length(query, n, "positions[0]", "queries")
         _check_values(query, None)
     else:

@@ -204,10 +204,10 @@ def softmax_attention(
     return out if out.shape[-1] == width else out[..., :width]
 
 
-def _blocked(
-    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float, slopes: Tensor | None
-) -> Tensor:
-    copies = (q.shape[0] if not mask.is_plain or q.is_cuda else 1) * (q.shape[1] if slopes is not None or q.is_cuda else 1)
+def _blocked(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float, slopes: Tensor | None) -> Tensor:
+    copies = (q.shape[0] if not mask.is_plain or q.is_cuda else 1) * (
+        q.shape[1] if slopes is not None or q.is_cuda else 1
+    )
     keys = mask.m if mask.window is None else min(mask.m, 2 * mask.window)
     elements = MASK_ELEMENTS * (GPU_TIMES if q.is_cuda else 1)
     rows = min(mask.n, max(16, elements // (copies * keys)))

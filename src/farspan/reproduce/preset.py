@@ -7,9 +7,9 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from farspan.configuration_farspan import PRESETS
 from farspan.data.tokenizer import BYTES_VOCABULARY
 from farspan.errors import require, require_choice
-from farspan.configuration_farspan import PRESETS
 from farspan.reproduce.study import Study
 from farspan.tasks import TASKS, VARIANTS, Material, TaskSettings, make_task
 from farspan.training.config import parse_section, read_toml

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from farspan import FarspanConfig
 from farspan.errors import require
 from farspan.evaluation import as_trained
-from farspan import FarspanConfig
 from farspan.tasks.settings import TaskSettings, attention_of
 from farspan.training import Job, Progress, run
 from farspan.training.config import OptimizerSection, RunSection

@@ -8,13 +8,12 @@ The score of a key at position p is Σ_j t_j (A_j cos pθ_j + B_j sin pθ_j), wh
   recompute them from the position every ANCHOR tiles.
 - DIRECT computes each key's angles from its own position instead: for float32, and for keys at arbitrary positions.
 
-Three kernels differ in what they rotate by p₀θ and in how they multiply:
+Two kernels rotate the queries by p₀θ, and differ in how they multiply:
 
 - `one_query_kernel`: one query per key head. Memory bandwidth is the only limit, so it computes in float32 without
   tensor cores, which would need sixteen queries and a rounded product of t.
-- `few_queries_kernel`: up to FOLD_ROWS rows (queries × heads of a group) per key head. It rotates the queries, and
-  keys are on the long side of the products.
-- `prefill_kernel`: more rows. It rotates the keys.
+- `few_queries_kernel`: up to FOLD_ROWS rows (queries × heads of a group) per key head, on the short side of the
+  products. More rows are faster on rotated keys (:mod:`farspan.ops.triton.coca_features` and SDPA).
 
 The keys may be split among programs; `merge_kernel` combines their results.
 """
@@ -26,21 +25,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from farspan.ops.coca_decode import FOLD_ROWS
 from farspan.ops.device import cdiv, has_sound_wgmma, power_of_2
 from farspan.ops.triton.angles import amplitudes, cos_sin, positions_of
 from farspan.ops.triton.support import narrow, padded, processors, product, row_major, row_stride
 
 ANCHOR = tl.constexpr(1024)  # tiles from one exact base angle to the next
 # Kernel arguments whose values should not cause another compilation.
-VARYING = ["n", "m", "first", "behind", "window", "splits", "sums_b", "sums_h", "sums_n"]
+VARYING = ["n", "m", "first", "window", "splits", "sums_b", "sums_h", "sums_n"]
 
 
 @triton.jit
 def _locate(
-    lengths, firsts, n, m, first, behind, window, splits, block,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BY_POSITION: tl.constexpr,
-    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    lengths, firsts, n, m, first, window, splits, block,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Return a program's batch row, key head and split, the position of key 0, the index of query 0 among the keys,
     and the keys to read, begin … end-1: its split of those that some query of the block attends to."""
@@ -52,18 +49,17 @@ def _locate(
         length = tl.minimum(tl.load(lengths + row), m).to(tl.int32)  # beyond m is another row's cache
     if firsts is not None:
         first = tl.load(firsts + row).to(tl.int64)
-    lead = length - n - behind
+    lead = length - n
+    foremost = lead + block * BLOCK_M // GROUP
+    last = lead + tl.minimum(n - 1, (block * BLOCK_M + BLOCK_M - 1) // GROUP)
     low = 0
     high = length
-    if not BY_POSITION:
-        foremost = lead + block * BLOCK_M // GROUP
-        last = lead + tl.minimum(n - 1, (block * BLOCK_M + BLOCK_M - 1) // GROUP)
-        if WINDOW:
-            low = tl.maximum(0, foremost - window + 1)
-            high = tl.minimum(high, last + window)
-        if CAUSAL:
-            high = tl.minimum(high, last + 1)
-        high = tl.where(last < 0, low, high)  # a query before the first key gives zeros
+    if WINDOW:
+        low = tl.maximum(0, foremost - window + 1)
+        high = tl.minimum(high, last + window)
+    if CAUSAL:
+        high = tl.minimum(high, last + 1)
+    high = tl.where(last < 0, low, high)  # a query before the first key gives zeros
     tiles = tl.cdiv(tl.cdiv(tl.maximum(high - low, 0), BLOCK_N), splits)
     begin = low + split * tiles * BLOCK_N
     return row, key_head, split, first, lead, begin, tl.minimum(high, begin + tiles * BLOCK_N)
@@ -85,21 +81,16 @@ def _load_amplitudes(where, inside, phase, scale, EXACT: tl.constexpr, HALF: tl.
 @triton.jit
 def _load_rows(
     q, step, query_positions, row, key_head, first, lead, n, scale, q_b, q_h, q_n, step_b, query_positions_b,
-    EXACT: tl.constexpr, BY_POSITION: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+    EXACT: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Return the query and head of each row of a block, which of them exist and which attend, what the mask compares,
-    the frequencies, amplitudes (rows, d/2), and in float16 the factor that restores their size."""
+    """Return the query and head of each row of a block, which of them exist and which attend, their index among the
+    keys, the frequencies, amplitudes (rows, d/2), and in float16 the factor that restores their size."""
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     query = rows // GROUP
     head = key_head * GROUP + rows % GROUP
     live = query < n
-    asks = live
     at = positions_of(query_positions, query_positions_b, row, query, live, first + lead)
-    compared = at
-    if not BY_POSITION:
-        compared = lead + query
-        asks = live & (compared >= 0)
+    index = lead + query
     pair = tl.arange(0, BLOCK_D)
     theta = pair.to(tl.int64)
     phase = None
@@ -115,7 +106,7 @@ def _load_rows(
         left = left * (1024.0 / largest)[:, None]
         right = right * (1024.0 / largest)[:, None]
         restore = largest * (1.0 / 1024.0)
-    return query, head, live, asks, compared, theta, left, right, restore
+    return query, head, live, live & (index >= 0), index, theta, left, right, restore
 
 
 @triton.jit
@@ -169,19 +160,20 @@ def _rotate(left, right, cos, sin):
 @triton.jit(do_not_specialize=VARYING)
 def one_query_kernel(
     q, t, v, out, sums, step, lengths, firsts, query_positions, key_positions, padding,
-    scale, n, m, first, behind, window, splits,
+    scale, n, m, first, window, splits,
     q_b, q_h, q_n, t_b, t_g, t_m, v_b, v_g, v_m, out_b, out_h, out_n, out_s, sums_b, sums_h, sums_n,
     step_b, query_positions_b, key_positions_b, padding_b,
-    EXACT: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BY_POSITION: tl.constexpr, DIRECT: tl.constexpr,
+    EXACT: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DIRECT: tl.constexpr,
     GROUP: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Attend with one head's query to one split of its keys, see `prefill_kernel`; n = GROUP = BLOCK_M = 1.
+    """Attend with one head's query to one split of its keys; n = GROUP = BLOCK_M = 1.
 
-    Sums over keys stay apart until the end: one maximum per tile is all that its threads have to agree on.
+    `step` holds the frequencies (b|1, d/2); None means no rotation. `scale` includes log2(e), because the hardware
+    computes 2^x. `sums` is None when there is one split. For other arguments see `DecodeCall`. Sums over keys stay apart until the end: one maximum per tile is all that its threads have to agree on.
     """
     row, head, split, first, index, begin, end = _locate(
-        lengths, firsts, 1, m, first, behind, window, splits, 0, CAUSAL, WINDOW, BY_POSITION, 1, 1, BLOCK_N
+        lengths, firsts, 1, m, first, window, splits, 0, CAUSAL, WINDOW, 1, 1, BLOCK_N
     )
     pair = tl.arange(0, BLOCK_D)
     column = tl.arange(0, BLOCK_V)
@@ -226,8 +218,7 @@ def one_query_kernel(
                 now_left, now_right = _rotate(now_left, now_right, next_cos, next_sin)
         score = tl.sum(coefficient * wave, axis=1)
 
-        distance = query_at - key_at if BY_POSITION else index - key
-        score = _masked(score, distance, keep, window, CAUSAL, WINDOW)
+        score = _masked(score, index - key, keep, window, CAUSAL, WINDOW)
         weight, top, fade = _softmax_step(score, top, 0)
         total = total * fade + weight
         mixed = mixed * fade + weight[:, None] * value
@@ -242,15 +233,16 @@ def one_query_kernel(
 @triton.jit(do_not_specialize=VARYING)
 def few_queries_kernel(
     q, t, v, out, sums, step, lengths, firsts, query_positions, key_positions, padding,
-    scale, n, m, first, behind, window, splits,
+    scale, n, m, first, window, splits,
     q_b, q_h, q_n, t_b, t_g, t_m, v_b, v_g, v_m, out_b, out_h, out_n, out_s, sums_b, sums_h, sums_n,
     step_b, query_positions_b, key_positions_b, padding_b,
-    EXACT: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BY_POSITION: tl.constexpr, DIRECT: tl.constexpr,
+    EXACT: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DIRECT: tl.constexpr,
     GROUP: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Attend with few rows to one split of the keys, see `prefill_kernel`. Scores and results are transposed: keys or
-    width first, rows second.
+    """Attend with BLOCK_M rows (query × head of a group) of one key head to one split of the keys.
+
+    Arguments are those of `one_query_kernel`. Scores and results are transposed: keys or width first, rows second.
 
     A tensor core takes its first operand, 64 rows of it, from registers. So t is loaded there, multiplied by the cos
     and sin of r, and used in place; the few queries rotate by p₀θ. Only the queries, one maximum per tile and row, and
@@ -258,12 +250,12 @@ def few_queries_kernel(
     weights of at most eight rows: sixteen columns cost little more.
     """
     row, key_head, split, first, lead, begin, end = _locate(
-        lengths, firsts, n, m, first, behind, window, splits, tl.program_id(0),
-        CAUSAL, WINDOW, BY_POSITION, GROUP, BLOCK_M, BLOCK_N,
+        lengths, firsts, n, m, first, window, splits, tl.program_id(0),
+        CAUSAL, WINDOW, GROUP, BLOCK_M, BLOCK_N,
     )  # fmt: skip
-    query, head, live, asks, compared, theta, left, right, restore = _load_rows(
+    query, head, live, asks, index, theta, left, right, restore = _load_rows(
         q, step, query_positions, row, key_head, first, lead, n, scale, q_b, q_h, q_n, step_b, query_positions_b,
-        EXACT, BY_POSITION, GROUP, HALF, BLOCK_M, BLOCK_D,
+        EXACT, GROUP, HALF, BLOCK_M, BLOCK_D,
     )  # fmt: skip
     pair = tl.arange(0, BLOCK_D)
     column = tl.arange(0, BLOCK_V)
@@ -299,7 +291,7 @@ def few_queries_kernel(
         if q.dtype.element_ty == tl.float16:
             score = score * restore[None, :]
 
-        distance = compared[None, :] - (key_at if BY_POSITION else key)[:, None]
+        distance = index[None, :] - key[:, None]
         score = _masked(score, distance, asks[None, :] & keep[:, None], window, CAUSAL, WINDOW)
         weight, top, fade = _softmax_step(score, top, 0)
         total = total * fade[None, :] + weight
@@ -406,96 +398,6 @@ def _above(x, y):
     return tl.reshape(tl.permute(tl.join(x, y), (2, 0, 1)), [2 * x.shape[0], x.shape[1]])
 
 
-@triton.jit(do_not_specialize=VARYING)
-def prefill_kernel(
-    q, t, v, out, sums, step, lengths, firsts, query_positions, key_positions, padding,
-    scale, n, m, first, behind, window, splits,
-    q_b, q_h, q_n, t_b, t_g, t_m, v_b, v_g, v_m, out_b, out_h, out_n, out_s, sums_b, sums_h, sums_n,
-    step_b, query_positions_b, key_positions_b, padding_b,
-    EXACT: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BY_POSITION: tl.constexpr, DIRECT: tl.constexpr,
-    GROUP: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-):  # fmt: skip
-    """Attend with BLOCK_M rows (query × head of a group) of one key head to one split of the keys.
-
-    `step` holds the frequencies (b|1, d/2); None means no rotation. `scale` includes log2(e), because the hardware
-    computes 2^x. `sums` is None when there is one split. For other arguments see `DecodeCall`.
-    """
-    row, key_head, split, first, lead, begin, end = _locate(
-        lengths, firsts, n, m, first, behind, window, splits, tl.program_id(0),
-        CAUSAL, WINDOW, BY_POSITION, GROUP, BLOCK_M, BLOCK_N,
-    )  # fmt: skip
-    query, head, live, asks, compared, theta, left, right, restore = _load_rows(
-        q, step, query_positions, row, key_head, first, lead, n, scale, q_b, q_h, q_n, step_b, query_positions_b,
-        EXACT, BY_POSITION, GROUP, HALF, BLOCK_M, BLOCK_D,
-    )  # fmt: skip
-    pair = tl.arange(0, BLOCK_D)
-    column = tl.arange(0, BLOCK_V)
-    offset = tl.arange(0, BLOCK_N)
-    fixed_left = narrow(left, q.dtype.element_ty)
-    fixed_right = narrow(right, q.dtype.element_ty)
-    if step is not None and not DIRECT:
-        near_cos, near_sin = cos_sin(offset.to(tl.int64)[:, None] * theta[None, :])
-        base_cos, base_sin = cos_sin((first + begin).to(tl.int64) * theta)
-        next_cos, next_sin = cos_sin(BLOCK_N * theta)
-
-    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    mixed = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
-    nothing = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for start in range(begin, end, BLOCK_N):
-        key = start + offset
-        keep = _kept(padding, padding_b, row, key, end)
-        key_at = positions_of(key_positions, key_positions_b, row, key, keep, first)
-        slot = key.to(tl.int64)
-        coefficient = _load_tile(t, row * t_b + key_head * t_g + slot * t_m, pair, keep, HALF)
-        value = _load_tile(v, row * v_b + key_head * v_g + slot * v_m, column, keep, WIDTH)
-
-        if step is None:
-            score = product(fixed_left, tl.trans(coefficient), nothing)
-        else:
-            wide = coefficient.to(tl.float32)
-            if t.dtype.element_ty == tl.float16:  # each tile of t is scaled by its own range, too
-                ceiling = tl.maximum(tl.max(tl.max(tl.abs(wide), axis=1), axis=0), 1e-30)
-                wide = wide * (1024.0 / ceiling)
-            if DIRECT:
-                key_cos, key_sin = cos_sin(key_at[:, None] * theta[None, :])
-            else:
-                key_cos = base_cos[None, :] * near_cos - base_sin[None, :] * near_sin
-                key_sin = base_sin[None, :] * near_cos + base_cos[None, :] * near_sin
-            score = product(fixed_left, tl.trans(narrow(wide * key_cos, q.dtype.element_ty)), nothing)
-            score = product(fixed_right, tl.trans(narrow(wide * key_sin, q.dtype.element_ty)), score)
-            if not DIRECT:
-                if (start + BLOCK_N - begin) % (ANCHOR * BLOCK_N) == 0:
-                    base_cos, base_sin = cos_sin((first + start + BLOCK_N).to(tl.int64) * theta)
-                else:
-                    base_cos, base_sin = (
-                        base_cos * next_cos - base_sin * next_sin,
-                        base_sin * next_cos + base_cos * next_sin,
-                    )
-            if t.dtype.element_ty == tl.float16:
-                score = score * (ceiling * (1.0 / 1024.0))
-        if q.dtype.element_ty == tl.float16:
-            score = score * restore[:, None]
-
-        distance = compared[:, None] - (key_at if BY_POSITION else key)[None, :]
-        score = _masked(score, distance, asks[:, None] & keep[None, :], window, CAUSAL, WINDOW)
-        weight, top, fade = _softmax_step(score, top, 1)
-        total = total * fade + tl.sum(weight, axis=1)
-        mixed = product(narrow(weight, v.dtype.element_ty), value, mixed * fade[:, None])
-
-    nonempty = total > 0
-    mixed = mixed * tl.where(nonempty, 1.0 / tl.where(nonempty, total, 1.0), 0.0)[:, None]
-    where_out = out + row * out_b + head * out_h + query.to(tl.int64) * out_n + split * out_s
-    tl.store(
-        where_out[:, None] + column[None, :],
-        narrow(mixed, out.dtype.element_ty),
-        mask=live[:, None] & (column < WIDTH)[None, :],
-    )
-    where_sums = row * sums_b + head * sums_h + query.to(tl.int64) * sums_n + 2 * split
-    _store_sums(sums, where_sums, top, tl.where(nonempty, total, 0.0), live)
-
-
 @triton.jit(do_not_specialize=["n", "splits", "sums_b", "sums_h", "sums_n"])
 def merge_kernel(
     parts, sums, out, n, splits, part_b, part_h, part_n, part_s, sums_b, sums_h, sums_n, out_b, out_h, out_n,
@@ -524,9 +426,8 @@ def merge_kernel(
 
 
 LOG2_E = 1.4426950408889634
-# Programs per processor that splitting the keys aims at. One query: enough to even out the ends of its programs. Few
-# queries have larger programs, and the partial results of many are not small.
-WAVES, FEW_WAVES, PREFILL_WAVES = 8, 4, 2
+# Programs per processor that splitting the keys aims at: enough to even out their ends. Few queries have larger ones.
+WAVES, FEW_WAVES = 8, 4
 MOST_SPLITS = 128
 SPLIT_TILES = 8  # fewest tiles worth a program of their own
 
@@ -549,7 +450,6 @@ FEW = {16: Cut(8, 32, 2, 3), 32: Cut(8, 64, 2, 2), 64: Cut(8, 32, 2, 3), 128: Cu
 # that hold something else. The fastest of a sweep on an H200 at four waves, nearly twice as fast as FEW; with two
 # waves, 64 is faster still in groups of four. Other widths and more queries have not been checked on a GPU.
 FEW_BY_WGMMA = {32: Cut(8, 64, 4, 3), 64: Cut(8, 64, 4, 3, waves=2)}
-PREFILL = {16: Cut(128, 64, 8, 3), 32: Cut(128, 64, 8, 3), 64: Cut(128, 64, 8, 3), 128: Cut(64, 32, 8, 2)}
 
 
 def choose_cut(rows: int, half: int, width: int, dtype: torch.dtype) -> Cut:
@@ -557,32 +457,28 @@ def choose_cut(rows: int, half: int, width: int, dtype: torch.dtype) -> Cut:
     size = max(padded(half), padded(width) // 2)
     if rows == 1:
         return ALONE[size]
-    cut = (FEW if rows <= FOLD_ROWS else PREFILL)[size]
+    cut = FEW[size]
     if size in FEW_BY_WGMMA and rows <= FEW_BY_WGMMA[size].rows and has_sound_wgmma():
         cut = FEW_BY_WGMMA[size]
     if dtype == torch.float32:
-        cut = Cut(min(cut.rows, 64), min(cut.keys, 32), cut.warps, 2)
-    fitting = power_of_2(rows)
-    if rows > FOLD_ROWS:
-        return cut._replace(rows=min(cut.rows, fitting))
-    return cut if rows <= cut.rows else cut._replace(rows=fitting)
+        cut = Cut(cut.rows, min(cut.keys, 32), cut.warps, 2)
+    return cut if rows <= cut.rows else cut._replace(rows=power_of_2(rows))
 
 
 def choose_splits(programs: int, keys: int, cut: Cut, processors: int) -> int:
     """Return into how many parts to split the keys, when `programs` cover the queries.
 
-    >>> one, many = Cut(16, 64, 4, 3), Cut(128, 64, 8, 3)
-    >>> choose_splits(8, 32_768, one, 132), choose_splits(8, 200, one, 132), choose_splits(1024, 32_768, many, 132)
+    >>> cut = Cut(8, 64, 4, 3)
+    >>> choose_splits(8, 32_768, cut, 132), choose_splits(8, 200, cut, 132), choose_splits(1024, 32_768, cut, 132)
     (64, 1, 1)
     """
     useful = max(1, cdiv(keys, cut.keys) // SPLIT_TILES)
-    usual = WAVES if cut.rows == 1 else FEW_WAVES if cut.rows <= FOLD_ROWS else PREFILL_WAVES
-    wanted = processors * (cut.waves or usual) // programs
+    wanted = processors * (cut.waves or (WAVES if cut.rows == 1 else FEW_WAVES)) // programs
     return max(1, min(wanted, useful, MOST_SPLITS))
 
 
 class DecodeCall(NamedTuple):
-    """One call of the kernels. The queries are the last n of each row's keys, except that `behind` keys follow them."""
+    """One call of the kernels. The queries are the last n of each row's keys, at most FOLD_ROWS per key head."""
 
     q: Tensor  # (b, h, n, d)
     t: Tensor  # (b, g, m, d/2)
@@ -594,9 +490,7 @@ class DecodeCall(NamedTuple):
     key_positions: Tensor | None  # (b|1, m); likewise
     padding: Tensor | None  # (b|1, m) bool, True = keep
     first: int
-    behind: int
     form: str  # "exact" or "slack"
-    by_position: bool  # positions, not indices among the keys, decide the mask
     causal: bool
     window: int | None
     scale: float
@@ -608,13 +502,13 @@ def launch(call: DecodeCall, cut: Cut | None = None, splits: int | None = None) 
     (b, h, n, d), (g, m), width = q.shape, t.shape[1:3], v.shape[-1]
     cut = cut or choose_cut(n * (h // g), d // 2, width, q.dtype)
     blocks = cdiv(n * (h // g), cut.rows)
-    in_window = m if call.window is None or call.by_position else min(m, n + 2 * call.window)
+    in_window = m if call.window is None else min(m, n + 2 * call.window)
     splits = splits or choose_splits(blocks * b * g, in_window, cut, processors(q.device))
-    kernel, stages = prefill_kernel, {"num_stages": cut.stages}
     if cut.rows == 1:  # its loop has no product, and Triton pipelines such a loop only where the loop asks for it
         kernel, stages = one_query_kernel, {"STAGES": cut.stages}
-    elif cut.rows <= FOLD_ROWS:  # its kernel computes one base angle per split
-        kernel, splits = few_queries_kernel, max(splits, cdiv(cdiv(in_window, cut.keys), ANCHOR.value))
+    else:  # its kernel computes one base angle per split
+        kernel, stages = few_queries_kernel, {"num_stages": cut.stages}
+        splits = max(splits, cdiv(cdiv(in_window, cut.keys), ANCHOR.value))
     out = torch.empty((b, n, h, width), dtype=q.dtype, device=q.device).transpose(1, 2)
     parts: Tensor = out.unsqueeze(3)
     sums: Tensor | None = None
@@ -629,11 +523,11 @@ def launch(call: DecodeCall, cut: Cut | None = None, splits: int | None = None) 
     with torch.cuda.device_of(q):
         kernel[(blocks, g * splits, b)](
             q, t, v, parts, sums, step, lengths, firsts, query_positions, key_positions, padding,
-            call.scale * LOG2_E, n, m, call.first, call.behind, call.window or 0, splits,
+            call.scale * LOG2_E, n, m, call.first, call.window or 0, splits,
             *q.stride()[:3], *t.stride()[:3], *v.stride()[:3], *parts.stride()[:4], *sums_strides,
             *(row_stride(x) for x in (step, query_positions, key_positions, padding)),
             EXACT=call.form == "exact", CAUSAL=call.causal, WINDOW=call.window is not None,
-            BY_POSITION=call.by_position, DIRECT=key_positions is not None or q.dtype == torch.float32,
+            DIRECT=key_positions is not None or q.dtype == torch.float32,
             GROUP=h // g, HALF=d // 2, WIDTH=width, BLOCK_M=cut.rows, BLOCK_N=cut.keys, BLOCK_D=padded(d // 2),
             BLOCK_V=padded(width), num_warps=cut.warps, **stages,
         )  # fmt: skip
@@ -649,8 +543,7 @@ def launch(call: DecodeCall, cut: Cut | None = None, splits: int | None = None) 
     "farspan::half_width_attention",
     mutates_args=(),
     schema="(Tensor q, Tensor t, Tensor v, Tensor? step, Tensor? lengths, Tensor? firsts, Tensor? query_positions, "
-    "Tensor? key_positions, Tensor? padding, int first, int behind, str form, bool by_position, bool causal, "
-    "int? window, float scale) -> Tensor",
+    "Tensor? key_positions, Tensor? padding, int first, str form, bool causal, int? window, float scale) -> Tensor",
 )
 def decode_op(*arguments: Any) -> Tensor:
     """Attend with the queries of a :class:`DecodeCall`, given field by field; return (b, h, n, dv)."""
