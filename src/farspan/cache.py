@@ -196,7 +196,7 @@ class StateCache:
         self.is_initialized = False
         self._held: list[Tensor] = []
         """Numerator, denominator, anchor, position, first: the tensors of a :class:`LinearState`."""
-        self._kernel = ""
+        self._weighting = ""
         self._seen: int | Tensor = 0 if max_length is None else torch.tensor(0)
 
     def __repr__(self) -> str:
@@ -215,7 +215,10 @@ class StateCache:
     @property
     def state(self) -> LinearState | None:
         """The state that the op continues from."""
-        return LinearState(*self._held, self._kernel) if self.is_initialized else None
+        if not self.is_initialized:
+            return None
+        numerator, denominator, anchor, position, first = self._held
+        return LinearState(numerator, denominator, anchor, position, first, self._weighting)
 
     def advance(self, state: LinearState, tokens: int) -> None:
         """Replace the sums by those after `tokens` more."""
@@ -232,7 +235,7 @@ class StateCache:
         else:
             for held, now in zip(self._held, new, strict=True):
                 held.copy_(now)
-        self._kernel, self.is_initialized = state.weighting, True
+        self._weighting, self.is_initialized = state.weighting, True
         if isinstance(self._seen, Tensor):
             self._seen.add_(tokens)
         else:

@@ -11,8 +11,8 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from farspan.errors import require, require_choice, unknown
 from farspan.layers import ACTIVATIONS, DECODE_BACKENDS, AttentionSpec
-from farspan.ops.cosformer import ACTIVATIONS as COSFORMER_ACTIVATIONS
 from farspan.ops.cosformer import BEYOND
+from farspan.ops.reference import ACTIVATIONS as COSFORMER_ACTIVATIONS
 from farspan.ops.rotary import NTK, DynamicNTK, Linear, Llama3, Rotary, YaRN
 
 PRESETS: dict[str, dict[str, Any]] = {

@@ -12,10 +12,10 @@ from farspan.cache import LayerCache, StateCache
 from farspan.errors import require, require_choice, unknown
 from farspan.ops.coca import coca_attention, coca_features, kernel_features, why_not_feature_kernel
 from farspan.ops.coca_decode import is_decoding_step
-from farspan.ops.cosformer import ACTIVATIONS as COSFORMER_ACTIVATIONS
 from farspan.ops.cosformer import BEYOND, LinearState, cosformer_attention
 from farspan.ops.device import wants_gradient, working_dtype
 from farspan.ops.masking import AttentionContext, AttentionMask, Positions, make_mask
+from farspan.ops.reference import ACTIVATIONS as COSFORMER_ACTIVATIONS
 from farspan.ops.rotary import Rotary, log_length, odd_width
 from farspan.ops.softmax import alibi_attention, rope_attention
 
@@ -219,10 +219,10 @@ class Attention(nn.Module):
         collinear = self.collinear
         shape = (*x.shape[:-1], -1)
         q = self.q_proj(x).view(*shape, self.query_width)
-        k = (self.t_proj if collinear else self.k_proj)(x).view(*shape, self.key_width)
+        k = getattr(self, "t_proj" if collinear else "k_proj")(x).view(*shape, self.key_width)
         v = self.v_proj(x).view(*shape, self.head_dim)
         if self.qk_norm:
-            q, k = self.q_norm(q), (self.t_norm if collinear else self.k_norm)(k)
+            q, k = self.q_norm(q), getattr(self, "t_norm" if collinear else "k_norm")(k)
         if collinear:
             k = ACTIVATIONS[self.coca_activation](k)  # Eq. 6: one non-negative coefficient per pair
         if self.query_width != self.head_dim:
@@ -471,8 +471,8 @@ class CosformerAttention(LinearAttention):
         self.max_length, self.beyond, self.activation = max_length, beyond, activation
 
     def op(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
-        constants = {"beyond": self.beyond, "activation": self.activation, "reweight": self.spec.rotary}
-        return cosformer_attention(q, k, v, max_length=self.max_length, **constants, **options)
+        options |= {"beyond": self.beyond, "activation": self.activation, "reweight": self.spec.rotary}
+        return cosformer_attention(q, k, v, max_length=self.max_length, **options)
 
 
 class LinearCocaAttention(LinearAttention):

@@ -40,16 +40,17 @@ from farspan.ops.rotary import Rotary
 class _KeepsStorage:
     """Let a static layer of transformers keep its tensors when it is reset, so that compiled graphs stay valid."""
 
+    keys: Tensor | None
+
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        fits = self.keys is not None and (self.keys.shape[0], self.dtype, self.device) == (  # type: ignore[has-type]
+        held = self.keys
+        if held is None or (held.shape[0], held.dtype, held.device) != (
             key_states.shape[0],
             key_states.dtype,
             key_states.device,
-        )
-        if fits:
-            self.is_initialized = True
-        else:
+        ):
             super().lazy_initialization(key_states, value_states)  # type: ignore[misc]
+        self.is_initialized = True
 
     def reset(self) -> None:
         super().reset()  # type: ignore[misc]
@@ -402,9 +403,8 @@ class FarspanModel(FarspanPreTrainedModel):
         context = self.context(hidden, attention_mask, position_ids, past_key_values, rotary_length)
         if self.embed_positions is not None:
             hidden = hidden + self.embed_positions(_rows(context, self.embed_positions.num_embeddings))
-        if context.padding is not None:  # NaN in padding must not reach real tokens through keys and values
-            real = context.new_padding(0 if past_key_values is None else past_key_values.get_seq_length())
-            hidden = hidden.masked_fill(~real[..., None], 0.0)  # type: ignore[operator]
+        if context.padding is not None:
+            hidden = context.clean(hidden, 0 if past_key_values is None else past_key_values.get_seq_length())
         masks: dict[int | None, Any] = {}
         if context.whole_cache:
             masks = self._dense_masks(hidden, attention_mask, position_ids, past_key_values)
@@ -542,7 +542,7 @@ class FarspanForCausalLM(FarspanPreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Compute logits (b, n, vocabulary), of the last `logits_to_keep` tokens if given; with labels also the loss."""
+        """Compute logits (b, n, vocabulary), of the last `logits_to_keep` tokens if given, and with labels the loss."""
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,

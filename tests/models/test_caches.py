@@ -35,7 +35,10 @@ def test_chunking_in_float32_differs_by_rounding(options: dict) -> None:
 
 @torch.no_grad()
 def test_chunking_in_float16_differs_by_rounding() -> None:
-    check_chunking({}, torch.float16, 0.01)
+    model, x = make(dtype=torch.float16), tokens(1, 30)
+    cache = FarspanCache(model.config)
+    parts = [model(piece, past_key_values=cache).logits for piece in x.split([20, 1, 9], dim=1)]
+    assert (torch.cat(parts, dim=1) - model(x).logits).abs().max() <= 0.01
 
 
 @pytest.mark.parametrize("options", CONFIGURATIONS, ids=name_of)

@@ -1,16 +1,18 @@
-"""What every linear attention does in the model: sums of constant size, any cache, one graph, gradients."""
+"""Linear attention in the model: sums of constant size, any cache, gradients, and what raises."""
 
 from typing import Any
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounterWithBackend
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from farspan import FarspanCache
-from tests.models.small import LOCAL, TIGHT, make, tokens
+from farspan.layers import LinearCocaAttention
+from farspan.ops import NTK, Linear
+from tests.models.small import LOCAL, PER_QUERY, PER_REQUEST, TIGHT, make, tokens
 
 NEAR = [("cosformer", {"cosformer_max_length": 64}), ("linear-coca", {})]
-"""Each on texts that it was made for."""
+"""Each with sequences that it was made for."""
 
 
 @pytest.mark.parametrize(
@@ -19,14 +21,14 @@ NEAR = [("cosformer", {"cosformer_max_length": 64}), ("linear-coca", {})]
         ("cosformer", {"cosformer_beyond": "decoupled"}, 2, 1),  # its denominator is not rotated
         ("cosformer", {"cosformer_beyond": "raised-cosine"}, 3, 3),
         ("cosformer", {"cosformer_beyond": "decay"}, 3, 3),
-        ("linear-coca", {}, 1, 0.5),  # a feature has half the width, turned two
+        ("linear-coca", {}, 1, 0.5),  # a feature has half the width, rotated two
     ],
 )
 @torch.no_grad()
 def test_generation_holds_the_same_bytes_however_far_it_has_come(
     attention: str, options: dict[str, Any], parts: int, sums: float
 ) -> None:
-    """At position 1 000 and, the text having begun at 999 000, at position 1 000 000."""
+    """At position 1,000 and, in a sequence that begins at 999,000, at position 1,000,000."""
     model, x = make(attention, **options), tokens(1, 6)
     held = []
     for begin in (1_000, 1_000_000):
@@ -49,37 +51,18 @@ def test_beam_search_does_not_depend_on_the_cache(attention: str, options: dict[
         assert torch.equal(model.generate(x, cache_implementation=cache, **search), plain)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("attention", "options"), [("cosformer", {"cosformer_beyond": "decoupled"}), ("linear-coca", {})]
-)
 @torch.no_grad()
-def test_static_decoding_compiles_once(attention: str, options: dict[str, Any]) -> None:
-    model, x = make([attention, LOCAL], num_hidden_layers=2, **options), tokens(2, 20)
-    mask = torch.ones_like(x)
-    mask[0, :3] = 0
-    cache = FarspanCache(model.config, max_length=24)
-    model(x[:, :5], past_key_values=cache, attention_mask=mask[:, :5])
+def test_a_compiled_model_continues_a_padded_sequence_in_a_growing_cache() -> None:
+    """While it is traced, positions are tensors as for a static cache; the mask is of the new tokens all the same."""
+    model, x = make("linear-coca", num_hidden_layers=1), tokens(2, 12)
+    mask = (torch.arange(12)[None] >= torch.tensor([[0], [3]])).long()
     torch.compiler.reset()
-    graphs = CompileCounterWithBackend("aot_eager")
-    step, parts = torch.compile(model, fullgraph=True, backend=graphs), []
-    for i in range(5, 20):
-        seen = torch.nn.functional.pad(mask[:, : i + 1], (0, 23 - i))
-        parts.append(step(x[:, i : i + 1], past_key_values=cache, attention_mask=seen).logits)
-    assert (torch.cat(parts, dim=1) - model(x, attention_mask=mask).logits[:, 5:]).abs().max() <= TIGHT
-    assert graphs.frame_count <= 4
-
-
-@pytest.mark.parametrize(("attention", "options"), NEAR)
-def test_gradient_checkpointing_changes_no_gradient(attention: str, options: dict[str, Any]) -> None:
-    model, x = make(attention, **options).train(), tokens(2, 24)
-    gradients = []
-    for switch in (model.gradient_checkpointing_disable, model.gradient_checkpointing_enable):
-        switch()
-        model.zero_grad()
-        model(x, labels=x).loss.backward()
-        gradients.append([p.grad.clone() for p in model.parameters()])
-    assert all(torch.allclose(a, b, atol=1e-10) for a, b in zip(*gradients, strict=True))
+    compiled, cache, parts, seen = torch.compile(model, backend="eager"), FarspanCache(model.config), [], 0
+    for piece in x.split([9, 1, 2], dim=1):
+        seen += piece.shape[1]
+        parts.append(compiled(piece, attention_mask=mask[:, :seen], past_key_values=cache).logits)
+    difference = torch.cat(parts, dim=1) - model(x, attention_mask=mask).logits
+    assert difference[mask.bool()].abs().max() <= TIGHT
 
 
 @pytest.mark.parametrize(("attention", "options"), NEAR)
@@ -91,3 +74,87 @@ def test_autocast_trains(attention: str, options: dict[str, Any]) -> None:
     loss.backward()
     assert (loss - exact).abs() < 0.05
     assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+@torch.no_grad()
+def test_a_model_past_its_m_names_the_remedy() -> None:
+    model = make("cosformer")  # M is the length of training, 8
+    model(tokens(1, 8))
+    with pytest.raises(ValueError, match=r"max_length is M = 8 and the sequence spans 9 positions.*beyond="):
+        model(tokens(1, 9))
+    for cache in ("dynamic", "static"):
+        with pytest.raises(ValueError, match="max_length is M = 8"):
+            model.generate(
+                tokens(1, 5), max_new_tokens=8, do_sample=False, pad_token_id=0, cache_implementation=cache
+            )
+    assert model.generate(tokens(1, 5), max_new_tokens=4, do_sample=False, pad_token_id=0).shape == (1, 9)
+
+
+@pytest.mark.parametrize(
+    ("attention", "options", "name"), [(*NEAR[0], "cosFormer"), (*NEAR[1], "linear CoCA")], ids=str
+)
+@torch.no_grad()
+def test_sums_cannot_be_cropped_and_other_caches_cannot_hold_them(
+    attention: str, options: dict[str, Any], name: str
+) -> None:
+    model, x = make(attention, **options), tokens(1, 10)
+    cache = model(x, use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="a linear layer cannot remove 3 tokens, they are summed"):
+        cache.crop(-3)
+    with pytest.raises(ValueError, match=r"must be a FarspanCache .* got DynamicCache; build FarspanCache\(config\)"):
+        model(x, past_key_values=DynamicCache())
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(ValueError, match=f"attn_implementation 'sdpa' cannot run {name}; use 'farspan'"):
+        model(x)
+
+
+@torch.no_grad()
+def test_frequencies_follow_the_configuration() -> None:
+    model, x = make(["linear-coca", "rope", {"kind": "linear-coca", "rotary": False}]), tokens(1, 40)
+    before = model(x)
+    cache = model(x, use_cache=True).past_key_values
+    model.set_rope_parameters(rope_type="ntk", factor=4.0)
+    scalings = [layer.self_attn.rotary and layer.self_attn.rotary.scaling for layer in model.model.layers]
+    assert scalings == [NTK(4.0), NTK(4.0), None]
+    stretched = make(model.config.attention, rope_parameters={"rope_type": "ntk", "factor": 4.0})
+    stretched.load_state_dict(model.state_dict())
+    assert torch.equal(model(x).logits, stretched(x).logits)
+    assert (model(x).logits - before.logits).abs().max() > 1e-3
+    with pytest.raises(ValueError, match=r"state was made by .* and cannot continue as .*NTK"):
+        model(tokens(1, 1), past_key_values=cache)
+    model.set_rope_parameters(rope_type="linear", factor=2.0)
+    assert model.model.layers[0].self_attn.rotary.scaling == Linear(2.0)
+
+
+@pytest.mark.parametrize("scaling", [PER_QUERY, PER_REQUEST], ids=["per_query", "per_request"])
+def test_dynamic_ntk_raises_before_anything_changes(scaling: dict) -> None:
+    message = r"linear-coca layers need fixed frequencies, got DynamicNTK.*use rope_type 'ntk'"
+    with pytest.raises(ValueError, match=message):
+        make(["rope", "rope", "linear-coca"], rope_parameters=scaling)
+    model = make("linear-coca")
+    with pytest.raises(ValueError, match=message):
+        model.set_rope_parameters(**scaling)
+    assert model.config.rotary().scaling is None
+    make([LOCAL, LOCAL, {"kind": "linear-coca", "rotary": False}], rope_parameters=scaling)  # has no angles
+
+
+def test_save_and_load(tmp_path) -> None:
+    model, x = make("linear-coca", rope_parameters={"rope_type": "yarn", "factor": 4.0}), tokens(2, 20)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).double().eval()
+    assert isinstance(loaded.model.layers[0].self_attn, LinearCocaAttention)
+    assert torch.allclose(loaded(x).logits, model(x).logits, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"cosformer_beyond": "clip"}, "cosformer_beyond must be one of 'raise'"),
+        ({"cosformer_activation": "exp"}, "cosformer_activation must be one of 'relu', 'elu'"),
+        ({"cosformer_max_length": 0}, "cosformer_max_length must be at least 1 or None, got 0"),
+        ({"attention": [{"kind": "cosformer", "window": 3}] * 3}, "window cannot be combined"),
+    ],
+)
+def test_bad_configurations_raise(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make(**{"attention": "cosformer", **options})

@@ -1,7 +1,7 @@
-"""A model whose queries and keys are made ready by the kernel is the model it is without; interpreted without a GPU."""
+"""A model whose queries and keys come from the feature kernel is the model without; interpreted without a GPU."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -10,17 +10,16 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 pytest.importorskip("triton", reason="needs triton (pip install farspan[gpu])")
 
-from farspan import FarspanCache, FarspanForCausalLM
-from farspan import frame
-from farspan.ops.coca import preparation
+from farspan import FarspanCache, FarspanForCausalLM, layers
+from farspan.ops import coca, rotary
+from farspan.ops.dispatch import Table
 from tests.models.small import LOCAL, PER_QUERY, make, name_of, tokens
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CONFIGURATIONS: list[dict[str, Any]] = [
-    {"attention": "coca-exact"},
     {"attention": [LOCAL, "rope", "coca-slack"]},
-    {"attention": "coca-slack", "rope_parameters": PER_QUERY},
-    {"attention": "coca-strict", "cache_layout": "rotated", "qk_norm": True},
+    {"attention": ["coca-slack", "coca-exact", "coca-exact"], "rope_parameters": PER_QUERY},
+    {"attention": "coca-strict", "qk_norm": True},
 ]
 
 
@@ -31,12 +30,19 @@ def _forget() -> Iterator[None]:
 
 
 @pytest.fixture
-def by(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """by("kernel") or by("torch"): who prepares both forms from now on, whatever the device."""
+def by(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """by("kernel") or by("torch"): what computes the features of "auto" calls from now on, on any device."""
+    entries = {entry.name: entry for entry in coca.COCA.entries}
+    fused = entries["fused"]._replace(
+        device=None, why_not=lambda call: "nothing to rotate" if call.rotary is None else None
+    )
 
     def choose(who: str) -> None:
-        for room in (preparation, frame):
-            monkeypatch.setattr(room, "preparation_refusal", lambda *_: None if who == "kernel" else "not asked")
+        table = Table(*([fused] if who == "kernel" else []), entries["sdpa"], key_name="t")
+        monkeypatch.setattr(coca, "COCA", table)
+        monkeypatch.setattr(
+            layers, "why_not_feature_kernel", lambda q: None if who == "kernel" else "torch was asked for"
+        )
 
     return choose
 
@@ -63,11 +69,20 @@ def test_logits_and_gradients_are_those_of_plain_torch(options: dict[str, Any], 
         assert (got - want).abs().max() <= 1e-4 * max(1.0, float(want.abs().max()))
 
 
-@pytest.mark.parametrize("options", CONFIGURATIONS[2:], ids=name_of)
+@torch.no_grad()
+def test_other_attention_implementations_take_its_features(by: Any) -> None:
+    model, x = small({"attention": [LOCAL, "rope", "coca-slack"]}), tokens(1, 20).to(DEVICE)
+    by("torch")
+    want = model(x).logits
+    model.set_attn_implementation("sdpa")
+    by("kernel")
+    assert 0 < (model(x).logits - want).abs().max() <= 1e-4
+
+
 @pytest.mark.parametrize("length", [None, 24])
 @torch.no_grad()
-def test_chunks_equal_the_whole(options: dict[str, Any], length: int | None, by: Any) -> None:
-    model, x = small(options), tokens(1, 20).to(DEVICE)
+def test_chunks_equal_the_whole(length: int | None, by: Any) -> None:
+    model, x = small({"attention": "coca-slack", "rope_parameters": PER_QUERY}), tokens(1, 20).to(DEVICE)
     by("kernel")
     whole = model(x).logits
     cache = FarspanCache(model.config, max_length=length)
@@ -75,24 +90,30 @@ def test_chunks_equal_the_whole(options: dict[str, Any], length: int | None, by:
     assert (torch.cat(parts, dim=1) - whole).abs().max() <= 1e-4
 
 
-def test_layers_share_phases_and_tables_are_made_for_others_alone(by: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    by("kernel")
-    made: list[str] = []
-    right = frame.phase_plan, frame.Rotary.plan
-    monkeypatch.setattr(frame, "phase_plan", lambda *a, **o: made.append("phases") or right[0](*a, **o))
-    monkeypatch.setattr(frame.Rotary, "plan", lambda *a, **o: made.append("tables") or right[1](*a, **o))
-    for attention, wanted in (("coca-exact", ["phases"]), (["coca-exact", "rope", "coca-slack"], ["phases", "tables"])):
-        made.clear()
-        small({"attention": attention})(tokens(1, 9).to(DEVICE))
-        assert made == wanted
-    made.clear()
-    small({"attention": ["coca-slack", "coca-strict", "coca-strict"]})(tokens(1, 9).to(DEVICE))
-    assert made == ["phases", "tables"]
+@pytest.mark.parametrize(
+    ("who", "attention", "tables"),
+    [
+        ("kernel", "coca-exact", 0),
+        ("kernel", ["coca-exact", "rope", "coca-slack"], 1),
+        ("kernel", ["coca-slack", "coca-strict", "coca-strict"], 1),
+        ("torch", ["coca-exact", "rope", "coca-slack"], 1),
+    ],
+    ids=str,
+)
+@torch.no_grad()
+def test_layers_share_angles_and_the_kernel_needs_no_tables(
+    who: str, attention: Any, tables: int, by: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by(who)
+    model, made, compute = small({"attention": attention}), [], rotary.cos_sin
+    monkeypatch.setattr(rotary, "cos_sin", lambda *args: made.append(args) or compute(*args))
+    model(tokens(1, 9).to(DEVICE), use_cache=False)
+    assert len(made) == tables
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("who", ["kernel", "torch"])
-def test_two_graphs_serve_texts_of_every_length(who: str, by: Any) -> None:
+def test_two_graphs_serve_sequences_of_every_length(who: str, by: Any) -> None:
     """Block by block, as in training: one for the first length, one for all others."""
     by(who)
     model = small({"attention": "coca-slack", "num_hidden_layers": 2})

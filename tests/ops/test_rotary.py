@@ -1,4 +1,4 @@
-"""Frequencies follow their laws; angles keep their digits; segments follow the query."""
+"""Frequencies follow their scaling method, angles keep their digits, per-query frequencies follow the query."""
 
 import math
 
@@ -18,8 +18,13 @@ from farspan.ops import (
     coca_attention_reference,
     rope_attention,
 )
-from farspan.ops.rotary import Angles, rotate, table
+from farspan.ops import dispatch
+from farspan.ops.masking import make_mask
+from farspan.ops.rotary import Angles, Scaling, cos_sin, fixed_point
 from tests.helpers import coca_inputs, largest_difference
+
+
+CPU = torch.device("cpu")
 
 
 def transformers_frequencies(**rope: object) -> tuple[torch.Tensor, float]:
@@ -34,7 +39,7 @@ def transformers_frequencies(**rope: object) -> tuple[torch.Tensor, float]:
 
 
 @pytest.mark.parametrize(
-    ("law", "length", "rope"),
+    ("scaling", "length", "rope"),
     [
         (Linear(4), None, {"rope_type": "linear", "factor": 4.0}),
         (DynamicNTK(4, 512, "per_request"), 2048, {"rope_type": "dynamic", "factor": 4.0}),
@@ -57,11 +62,11 @@ def transformers_frequencies(**rope: object) -> tuple[torch.Tensor, float]:
     ],
     ids=["linear", "dynamic", "yarn", "llama3"],
 )
-def test_laws_agree_with_transformers(law: Linear | DynamicNTK | YaRN | Llama3, length: int | None, rope: dict) -> None:
+def test_scaling_agrees_with_transformers(scaling: Scaling, length: int | None, rope: dict) -> None:
     theirs, factor = transformers_frequencies(**rope)
-    ours = Rotary(64, scaling=law).frequencies(length)
+    ours = Rotary(64, scaling=scaling).frequencies(length)
     assert torch.allclose(ours, theirs.double(), rtol=1e-6)
-    assert law.attention_factor == pytest.approx(factor)
+    assert scaling.attention_factor == pytest.approx(factor)
 
 
 def test_llama3_is_its_definition_pair_by_pair() -> None:
@@ -84,38 +89,88 @@ def test_ntk_keeps_the_highest_frequency_and_stretches_the_lowest_by_the_factor(
 
 
 def test_dynamic_ntk_is_plain_up_to_the_training_length() -> None:
-    law = DynamicNTK(4, 512)
-    assert torch.equal(Rotary(64, scaling=law).frequencies(512), Rotary(64).frequencies())
-    assert Rotary(64, scaling=law).frequencies(513)[-1] < Rotary(64).frequencies()[-1]
+    rotary = Rotary(64, scaling=DynamicNTK(4, 512))
+    assert torch.equal(rotary.frequencies(512), Rotary(64).frequencies())
+    assert rotary.frequencies(513)[-1] < Rotary(64).frequencies()[-1]
 
 
 def test_buckets_agree_as_integers_and_as_tensors_at_every_border() -> None:
-    law = DynamicNTK(4, 12)
+    scaling = DynamicNTK(4, 12)
     borders = [p for k in range(20) for p in (12 * 2**k - 1, 12 * 2**k, 12 * 2**k + 1)] + [-5, 0]
-    assert law.buckets(torch.tensor(borders)).tolist() == [law.bucket(p) for p in borders]
-    assert all(law.bucket(p) > p and (law.bucket(p) == 12 or law.bucket(p) // 2 <= p) for p in borders)
+    assert scaling.buckets(torch.tensor(borders)).tolist() == [scaling.bucket(p) for p in borders]
+    assert all(scaling.bucket(p) > p and (scaling.bucket(p) == 12 or scaling.bucket(p) // 2 <= p) for p in borders)
 
 
 def test_angles_keep_their_digits_at_a_hundred_thousand() -> None:
     position = 131_071
-    angles = table(torch.tensor([[position]]), Rotary(64).frequencies(), 1.0, torch.float32)
+    cos, _ = cos_sin(torch.tensor([[position]]), Rotary(64).frequencies(), 1.0, torch.float32).unbind(-2)
     exact = [math.cos(position * 10_000 ** (-2 * j / 64)) for j in range(32)]
-    assert torch.allclose(angles.cos.flatten().double(), torch.tensor(exact, dtype=torch.float64), atol=1e-7)
+    assert torch.allclose(cos.flatten().double(), torch.tensor(exact, dtype=torch.float64), atol=1e-7)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_fixed_point_steps_are_exact_where_float32_angles_are_not() -> None:
+    theta = Rotary(128).frequencies()
+    for position in (1, 131_071, 2**31 - 1, -7):
+        phase = (fixed_point(theta)[0] * position).double() / 2.0**64
+        error = torch.remainder(phase - theta * position / (2 * torch.pi) + 0.5, 1) - 0.5
+        assert error.abs().max() <= 2.0**-53 * abs(position) + 2**-52
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
 def test_angles_are_never_narrower_than_float32(dtype: torch.dtype) -> None:
-    part = Rotary(8).plan(0, 4, 4, dtype=dtype)[0]
-    assert part.key.both.dtype == torch.float32
-    assert rotate(torch.ones(1, 1, 4, 8, dtype=dtype), part.key).dtype == dtype
+    angles = make_mask(2, 4, 1, CPU).angles(Rotary(8))
+    work = torch.float64 if dtype == torch.float64 else torch.float32
+    assert angles.key(dtype).dtype == angles.query(dtype).dtype == work
+    assert angles.rotate_keys(torch.ones(1, 1, 4, 8, dtype=dtype)).dtype == dtype
+    assert angles.rotate_queries(torch.ones(1, 1, 2, 8, dtype=dtype)).dtype == dtype
 
 
 def test_rotation_keeps_length_and_composes() -> None:
-    x, theta = torch.randn(1, 2, 5, 8, dtype=torch.float64), Rotary(8).frequencies()
-    once, thrice = (table(torch.full((1, 5), n), theta, 1.0, torch.float64) for n in (1, 3))
-    assert torch.allclose(rotate(x, thrice).norm(dim=-1), x.norm(dim=-1))
-    assert torch.allclose(rotate(rotate(rotate(x, once), once), once), rotate(x, thrice))
-    assert isinstance(once, Angles)
+    x = torch.randn(1, 2, 5, 8, dtype=torch.float64)
+    once, thrice = (make_mask(5, 5, 1, CPU, positions=torch.full((5,), n)).angles(Rotary(8)) for n in (1, 3))
+    assert torch.allclose(thrice.rotate_keys(x).norm(dim=-1), x.norm(dim=-1))
+    turned = once.rotate_keys(once.rotate_keys(once.rotate_keys(x)))
+    assert torch.allclose(turned, thrice.rotate_keys(x))
+    assert not torch.allclose(turned, x)
+
+
+SCALINGS = [None, YaRN(4, 16), DynamicNTK(4, 16, "per_request"), DynamicNTK(4, 16)]
+PLACES = {
+    "from 0": None,
+    "from 131,000": 131_000,
+    "rows": torch.arange(40) * 3 + torch.tensor([[0], [100_000]]),
+    "pair": (torch.arange(70, 81) + torch.tensor([[0], [900]]), torch.arange(40) * 3 + torch.tensor([[0], [100_000]])),
+}
+
+
+@pytest.mark.parametrize("scaling", SCALINGS, ids=str)
+@pytest.mark.parametrize("name", PLACES)
+def test_tables_and_steps_are_the_same_angles(scaling: Scaling | None, name: str) -> None:
+    """Torch code reads the tables, kernels the steps; both are position·θ of the mask's positions."""
+    mask = make_mask(11, 40, 2, CPU, positions=PLACES[name])
+    angles = mask.angles(Rotary(16, scaling=scaling))
+    for positions, table in (
+        (mask.query_positions, angles.query(torch.float64)),
+        (mask.key_positions, angles.key(torch.float64)),
+    ):
+        by_step = positions[:, None, :, None] * angles.steps[:, None, None, :]  # wraps at whole turns
+        phase = by_step.double() / 2.0**64 * 2 * math.pi
+        want = torch.stack((phase.cos(), phase.sin()), dim=-2) * angles.rotary.factor
+        assert (table - want).abs().max() <= 1e-9  # float64 at 131,000
+        x = torch.randn(2, 3, positions.shape[1], 16, dtype=torch.float64)
+        rotated = angles.rotate_queries(x) if table.shape[2] == 11 else angles.rotate_keys(x)
+        (a, b), (cos, sin) = x.chunk(2, dim=-1), table.unbind(-2)
+        assert (rotated - torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)).abs().max() <= 1e-12
+
+
+def test_layers_that_share_a_mask_share_its_angles() -> None:
+    mask = make_mask(3, 5, 1, CPU)
+    angles = mask.angles(Rotary(8))
+    assert isinstance(angles, Angles)
+    assert mask.angles(Rotary(8)) is angles
+    assert mask.angles(Rotary(8, base=500.0)) is not angles
+    assert angles.key(torch.float32) is angles.key(torch.float32)
+    assert angles.key(torch.float64).dtype == torch.float64
 
 
 @pytest.mark.parametrize("mode", ["per_query", "per_request"])
@@ -131,7 +186,7 @@ def test_dynamic_ntk_equals_its_definition(mode: str, form: str, shape: tuple[in
         )
 
 
-def test_per_query_segments_follow_rows_that_cross_a_doubling_at_different_columns() -> None:
+def test_per_query_buckets_follow_rows_that_cross_a_doubling_at_different_columns() -> None:
     """Left padding shifts the rows against each other, so one column holds queries of two frequencies."""
     rotary, inputs = Rotary(8, scaling=DynamicNTK(4, 6)), coca_inputs(30, b=3)
     pad = torch.tensor([[0], [4], [11]])
@@ -147,16 +202,15 @@ def test_per_query_segments_follow_rows_that_cross_a_doubling_at_different_colum
         assert (out[row, :, start:] - alone[0]).abs().max() <= 1e-12
 
 
-def test_prefill_runs_one_fused_call_for_each_doubling(monkeypatch: pytest.MonkeyPatch) -> None:
-    import farspan.ops.segments as segments
-
+def test_prefill_runs_one_call_for_each_doubling(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    original = segments.softmax_attention
-    monkeypatch.setattr(
-        segments,
-        "softmax_attention",
-        lambda q, k, v, **o: (calls.append((q.shape[2], k.shape[2])), original(q, k, v, **o))[1],
-    )
+    choose = dispatch.Table.choose
+
+    def spy(table: dispatch.Table, call: dispatch.Call) -> dispatch.Implementation:
+        calls.append((call.q.shape[2], call.k.shape[2]))
+        return choose(table, call)
+
+    monkeypatch.setattr(dispatch.Table, "choose", spy)
     coca_attention(*coca_inputs(64), rotary=Rotary(8, scaling=DynamicNTK(4, 8)))
     assert calls == [(8, 8), (8, 16), (16, 32), (32, 64)]
 
@@ -171,25 +225,25 @@ def test_per_query_results_do_not_depend_on_what_follows() -> None:
 
 
 def test_per_request_uses_one_base_from_the_length_of_the_call() -> None:
-    law = DynamicNTK(4, 6, "per_request")
+    scaling = DynamicNTK(4, 6, "per_request")
+    dynamic, fixed = Rotary(8, scaling=scaling), Rotary(8, base=scaling.base_at(20, 8, 10_000.0))
     q, t, v = coca_inputs(20)
-    fixed = Rotary(8, base=law.base_at(20, 8, 10_000.0))
-    for rotary in (Rotary(8, scaling=law), Rotary(8, scaling=law).at_length(20)):
+    for rotary in (dynamic, dynamic.at_length(20)):
         assert torch.equal(coca_attention(q, t, v, rotary=rotary), coca_attention(q, t, v, rotary=fixed))
     k = torch.randn_like(v)
-    assert torch.equal(rope_attention(q, k, v, rotary=Rotary(8, scaling=law)), rope_attention(q, k, v, rotary=fixed))
+    assert torch.equal(rope_attention(q, k, v, rotary=dynamic), rope_attention(q, k, v, rotary=fixed))
 
 
-@pytest.mark.parametrize("factor", [0.5, 0.0, -1.0, math.nan, math.inf])
+@pytest.mark.parametrize("factor", [0.5, -1.0, math.nan, math.inf])
 @pytest.mark.parametrize(
-    "law", [Linear, NTK, lambda f: DynamicNTK(f, 512), lambda f: YaRN(f, 512), lambda f: Llama3(f, 512)]
+    "scaling", [Linear, NTK, lambda f: DynamicNTK(f, 512), lambda f: YaRN(f, 512), lambda f: Llama3(f, 512)]
 )
-def test_a_factor_below_one_is_refused(law: type, factor: float) -> None:
+def test_a_factor_below_one_raises(scaling: type, factor: float) -> None:
     with pytest.raises(ValueError, match=r"scaling factor must be at least 1, got .*; it is the new length"):
-        law(factor)
+        scaling(factor)
 
 
-def test_bad_modes_and_widths_are_refused() -> None:
+def test_bad_modes_and_widths_raise() -> None:
     with pytest.raises(ValueError, match="did you mean 'per_query'"):
         DynamicNTK(4, 512, "per_qery")
     with pytest.raises(ValueError, match="head_dim must be even to form rotary pairs, got 63"):

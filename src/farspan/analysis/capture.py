@@ -41,7 +41,7 @@ def walk(model: FarspanForCausalLM, tokens: Tensor, layers: Collection[int], vis
     context = model.model.context(hidden, rotary_length=tokens.shape[0])
     for index, block in enumerate(model.model.layers):
         if index in layers:
-            layer: Attention = block.self_attn  # type: ignore[assignment]
+            layer: Attention = block.self_attn
             q, k, _ = layer.project(block.input_layernorm(hidden))
             _check_finite(hidden, f"before layer {index}")
             _check_finite(q, f"in layer {index}")

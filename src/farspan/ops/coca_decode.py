@@ -78,10 +78,10 @@ def decode_triton(call: Call) -> Tensor:
     mask, steps, factor = call.mask, None, 1.0
     if call.rotary is not None:
         steps, factor = mask.angles(call.rotary).steps, call.rotary.factor
-    first, firsts, query, key = mask.first, None, None, None
+    first: int | Tensor | None = mask.first
+    query = key = None
     if first is None and mask.firsts is not None:
         first = mask.share("firsts", mask.firsts)
-        first, firsts = (0, first) if isinstance(first, Tensor) else (first, None)
     if first is None:
         assert mask.positions is not None
         query, key = mask.positions
@@ -91,11 +91,11 @@ def decode_triton(call: Call) -> Tensor:
         v=call.v,
         step=steps,
         lengths=mask.lengths,
-        firsts=firsts,
+        firsts=first if isinstance(first, Tensor) else None,
         query_positions=query,
         key_positions=key,
         padding=mask.padding,
-        first=first or 0,
+        first=first if isinstance(first, int) else 0,
         form=call.form,
         causal=mask.causal,
         window=mask.window,

@@ -136,10 +136,9 @@ def check_call(
 
 def run(table: Table, call: Call) -> Tensor:
     """Run a call on the first implementation that can; per-query dynamic NTK runs once per set of frequencies."""
-    rotary = call.rotary
-    if rotary is not None and isinstance(rotary.scaling, DynamicNTK) and rotary.scaling.mode == "per_query":
-        if call.backend != "reference" and not (call.mask.first is None and call.mask.n == 1):  # one bucket per row
-            return _run_by_bucket(table, call)
+    scaling = None if call.rotary is None else call.rotary.scaling
+    if isinstance(scaling, DynamicNTK) and scaling.mode == "per_query" and call.backend != "reference":
+        return _run_by_bucket(table, call)
     return table.choose(call).run(call)
 
 
@@ -147,12 +146,14 @@ def _run_by_bucket(table: Table, call: Call) -> Tensor:
     """Run per-query dynamic NTK: queries whose positions share a bucket share frequencies."""
     rotary = call.rotary
     assert rotary is not None
+    if call.mask.first is None and call.mask.n == 1:  # one bucket per row, found on the device
+        return table.choose(call).run(call)
     buckets = call.mask.share(("buckets", rotary), lambda: list(_buckets(rotary, call.mask)))
     outputs = []
     for mask, fixed, start, _ in buckets:
         q, k, v = call.q[:, :, start : start + mask.n], call.k[:, :, : mask.m], call.v[:, :, : mask.m]
         part = replace(call, q=q, k=k, v=v, mask=mask, rotary=fixed)
-        outputs.append(run(table, part))
+        outputs.append(table.choose(part).run(part))
     if all(member is None for *_, member in buckets):
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
     whole = outputs[0].new_zeros(*call.q.shape[:3], outputs[0].shape[-1])

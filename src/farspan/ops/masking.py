@@ -210,10 +210,8 @@ def make_mask(
         if first < -LIMIT or first + m > LIMIT:
             raise ValueError(f"positions must stay within ±{LIMIT}, got {first} … {first + m - 1}; split the sequence")
         return AttentionMask(n, m, device, causal, window, first, padding=padding_mask, documents=documents)
-    if pair:
-        query, key = (
-            _rows(p, name, batch) for p, name in zip(positions, ("positions[0]", "positions[1]"), strict=True)
-        )
+    if isinstance(positions, tuple):
+        query, key = _rows(positions[0], "positions[0]", batch), _rows(positions[1], "positions[1]", batch)
         _check_length(query, n, "positions[0]", "queries")
         _check_values(query, None)
     else:
@@ -347,7 +345,8 @@ class AttentionContext:
         self.rotary_length = rotary_length
         self.is_fresh = isinstance(past, int) and past == 0
         self.padding = None if attention_mask is None else self._read_padding(attention_mask, past, static)
-        self.position_ids, self.documents = position_ids, None
+        self.position_ids = position_ids
+        self.documents: Tensor | None = None
         if position_ids is not None:
             self._read_positions(position_ids)
         if has_windows and self.padding is not None and not self.is_fresh and not torch.compiler.is_compiling():
@@ -528,6 +527,11 @@ class AttentionContext:
     def new_padding(self, past: int | Tensor = 0) -> Tensor | None:
         """Return which of the new tokens are real, (b, n) bool; None if all are."""
         return None if self.padding is None else self._of_new(self.padding, past)
+
+    def clean(self, hidden: Tensor, past: int | Tensor) -> Tensor:
+        """Zero hidden states (b, n, ·) of padding: NaN there would reach real tokens through keys and values."""
+        real = self.new_padding(past)
+        return hidden if real is None else hidden.masked_fill(~real[..., None], 0.0)
 
 
 def goes_on_by_one(position_ids: Tensor) -> bool:

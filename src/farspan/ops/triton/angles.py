@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def cos_sin(phase):
-    """Return cos and sin (float32, within 2⁻²³) of an int64 phase in units of 2⁻⁶⁴ rotations (farspan.ops.rotary.fixed_point).
+    """Return cos and sin (float32, within 2⁻²³) of an int64 phase in units of 2⁻⁶⁴ turns (rotary.fixed_point).
 
     Integer arithmetic reduces the upper half of the phase to π/4 around the nearest multiple of π/2. There the Taylor
     polynomials are accurate to 2e-9.

@@ -170,7 +170,8 @@ def one_query_kernel(
     """Attend with one head's query to one split of its keys; n = GROUP = BLOCK_M = 1.
 
     `step` holds the frequencies (b|1, d/2); None means no rotation. `scale` includes log2(e), because the hardware
-    computes 2^x. `sums` is None when there is one split. For other arguments see `DecodeCall`. Sums over keys stay apart until the end: one maximum per tile is all that its threads have to agree on.
+    computes 2^x. `sums` is None when there is one split. For other arguments see `DecodeCall`. Sums over keys stay
+    apart until the end: one maximum per tile is all that its threads have to agree on.
     """
     row, head, split, first, index, begin, end = _locate(
         lengths, firsts, 1, m, first, window, splits, 0, CAUSAL, WINDOW, 1, 1, BLOCK_N

@@ -1,0 +1,213 @@
+"""AttentionMask: its parts are those of the whole mask, ops take it in place of keywords, and padding stays out."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from farspan.ops import (
+    AttentionMask,
+    DynamicNTK,
+    Rotary,
+    alibi_attention,
+    coca_attention,
+    cosformer_attention,
+    rope_attention,
+)
+from farspan.ops.linear_coca import linear_coca_attention
+from farspan.ops.masking import make_mask
+from farspan.ops.reference import visible
+from tests.helpers import coca_inputs, masks, softmax_inputs
+
+CPU = torch.device("cpu")
+B, M = 3, 12
+OPS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "exact": (coca_attention, {"rotary": Rotary(8)}),
+    "slack": (coca_attention, {"rotary": Rotary(8), "form": "slack"}),
+    "coca, per_query NTK": (coca_attention, {"rotary": Rotary(8, scaling=DynamicNTK(4, 5))}),
+    "coca, nope": (coca_attention, {"rotary": None}),
+    "rope": (rope_attention, {"rotary": Rotary(8)}),
+    "nope": (rope_attention, {"rotary": None}),
+    "alibi": (alibi_attention, {}),
+    "cosformer": (cosformer_attention, {"max_length": 64}),
+    "linear coca": (linear_coca_attention, {"rotary": Rotary(8)}),
+}
+LINEAR = (cosformer_attention, linear_coca_attention)
+
+
+def inputs(op: Callable[..., Any], n: int) -> tuple[Tensor, Tensor, Tensor]:
+    make = coca_inputs if op in (coca_attention, linear_coca_attention) else softmax_inputs
+    return make(n, M, b=B)
+
+
+def kinds(n: int) -> dict[str, dict[str, Any]]:
+    """Return every kind of mask and positions, by name."""
+    pad = torch.tensor([[0], [4], [7]])
+    keep, ranks = torch.arange(M)[None] >= pad, torch.arange(M)[None] - pad
+    pair = (ranks[:, M - n :] + 1, ranks)
+    return {
+        **masks(B, M),
+        "shifted": {"positions": 40},
+        "positions": {"positions": torch.arange(M) * 2},
+        "rows of positions": {"positions": ranks, "padding_mask": keep},
+        "pair": {"positions": pair},
+        "pair, padding": {"positions": pair, "padding_mask": keep},
+        "pair, window": {"positions": pair, "window": 3},
+        "pair, bidirectional": {"positions": pair, "causal": False},
+    }
+
+
+KINDS = list(kinds(1))
+
+
+@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_ready_mask_equals_the_keywords(name: str, kind: str) -> None:
+    op, options = OPS[name]
+    for n in (M, 5, 1):
+        keywords = kinds(n)[kind]
+        if op in LINEAR and "window" in keywords:
+            continue
+        leaves = inputs(op, n)
+        mask = make_mask(n, M, B, CPU, **keywords)
+        weights = torch.randn(B, 4, n, 8, dtype=torch.float64)
+        results = []
+        for how in (keywords, {"mask": mask}, {"mask": mask}):  # the second time from what the mask has kept
+            out = op(*leaves, **options, **how)
+            with torch.no_grad():
+                plain = op(*leaves, **options, **how)  # one query of CoCA is decoded
+            results.append((out, plain, *torch.autograd.grad(out, leaves, weights)))
+        for found in results[1:]:
+            assert all(torch.equal(a, b) for a, b in zip(found, results[0], strict=True))
+        if kind not in ("causal", "shifted") and n > 1:
+            others = [op(*leaves, **options), op(*leaves, **options, positions=keywords.get("positions"))]
+            assert name in ("nope", "coca, nope", "rope") or not torch.equal(results[0][0], others[0])
+            assert "positions" in keywords or not torch.equal(results[0][0], others[1])
+
+
+@pytest.mark.parametrize("kind", ["causal", "pair, padding", "rows of positions", "window"])
+def test_one_mask_serves_every_op_rotary_and_dtype(kind: str) -> None:
+    """What layers keep in a mask must not be read by a layer that needs something else."""
+    for n in (5, 1):
+        keywords = kinds(n)[kind]
+        shared = make_mask(n, M, B, CPU, **keywords)
+        for dtype in (torch.float32, torch.float64):
+            for op, options in OPS.values():
+                if op in LINEAR and "window" in keywords:
+                    continue
+                given = [x.detach().to(dtype) for x in inputs(op, n)]
+                fresh = make_mask(n, M, B, CPU, **keywords)
+                assert torch.equal(op(*given, **options, mask=shared), op(*given, **options, mask=fresh))
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_a_mask_of_another_size_raises(name: str) -> None:
+    op, options = OPS[name]
+    given = inputs(op, 5)
+    for n, m in ((4, M), (5, M - 1), (5, M + 1)):
+        with pytest.raises(ValueError, match=f"mask is for {n} queries and {m} keys, got 5 and {M}; make it for"):
+            op(*given, **options, mask=make_mask(n, m, B, CPU))
+
+
+@pytest.mark.xfail(strict=True, reason="the batch of a mask is not checked")
+@pytest.mark.parametrize("kind", ["left padding", "rows of positions", "documents"])
+@pytest.mark.parametrize("name", ["exact", "rope", "alibi", "cosformer"])
+def test_a_mask_of_another_batch_raises(name: str, kind: str) -> None:
+    op, options = OPS[name]
+    given = [x[:1] for x in inputs(op, 5)]
+    with pytest.raises(ValueError, match="mask is for"):
+        op(*given, **options, mask=make_mask(5, M, B, CPU, **kinds(5)[kind]))
+
+
+@pytest.mark.parametrize("name", ["cosformer", "linear coca"])
+def test_linear_attention_raises_for_a_window(name: str) -> None:
+    op, options = OPS[name]
+    with pytest.raises(ValueError, match="linear attention has no window, got a mask with window 3"):
+        op(*inputs(op, 5), **options, mask=make_mask(5, M, B, CPU, window=3))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("n", [M, 5, 1])
+def test_blocks_and_parts_are_those_of_the_whole_mask(kind: str, n: int) -> None:
+    mask = make_mask(n, M, B, CPU, **kinds(n)[kind])
+    whole = visible(mask).expand(B, 1, n, M)
+    for start, stop in ((0, n), (0, 1), (n // 2, n)):
+        low, high = mask.key_range(start, stop)
+        outside = whole[:, :, start:stop].clone()
+        outside[..., low:high] = False
+        assert not outside.any()
+        assert torch.equal(mask.block(start, stop, low, high).expand(B, -1, -1, -1), whole[:, :, start:stop, low:high])
+        part = mask.part(start, stop)
+        assert (part.n, part.m) == (stop - start, visible(part).shape[-1])
+        assert torch.equal(visible(part).expand(B, -1, -1, -1), whole[:, :, start:stop, : part.m])
+        assert not whole[:, :, start:stop, part.m :].any()
+        assert torch.equal(part.query_positions, mask.query_positions[:, start:stop])
+        assert torch.equal(part.key_positions, mask.key_positions[:, : part.m])
+        behind = mask.query_positions[:, start:stop, None] - mask.key_positions[:, None, low:high]
+        assert torch.equal(mask.distance(start, stop, low, high), behind)
+    if mask.shows_everything:
+        assert whole.all()
+    if mask.is_triangle:
+        assert torch.equal(whole[0, 0], torch.ones(n, M).tril(M - n).bool())
+
+
+def test_what_a_mask_knows_of_itself() -> None:
+    def mask(n: int, **options: Any) -> AttentionMask:
+        return make_mask(n, M, 1, CPU, **options)
+
+    assert mask(5).is_triangle
+    assert not mask(5).shows_everything
+    assert mask(1).shows_everything
+    assert mask(5, causal=False).shows_everything
+    assert mask(5, window=M).is_triangle
+    assert not mask(5, window=M - 1).is_triangle
+    assert not mask(1, positions=(torch.arange(1), torch.arange(M))).shows_everything
+    hides_nothing = mask(5, padding_mask=torch.ones(1, M, dtype=torch.bool))
+    assert hides_nothing.padding is None
+    assert hides_nothing.is_triangle
+    assert not mask(5, padding_mask=torch.arange(M)[None] > 0).is_plain
+
+
+PADDED = {
+    "left": torch.arange(M)[None] >= torch.tensor([[3], [0], [M]]),
+    "right": torch.arange(M)[None] < torch.tensor([[M], [8], [1]]),
+    "holes": (torch.arange(M)[None] % 3 != torch.tensor([[0], [1], [2]])),
+}
+"""Padding of three rows; one of them has none, or nothing else."""
+
+
+@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("kind", ["causal", "bidirectional", "window", "documents", "pair"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_what_padding_holds_reaches_no_output_and_no_gradient(name: str, kind: str, value: float) -> None:
+    op, options = OPS[name]
+    for n, keep in ((M, PADDED["left"]), (5, PADDED["right"]), (1, PADDED["holes"])):
+        options_here = {**options, **kinds(n)[kind], "padding_mask": keep}
+        if op in LINEAR and kind == "window":
+            continue
+        hidden = ~keep[:, None, :, None]
+        q, k, v = inputs(op, n)
+        weights = torch.randn(B, 4, n, 8, dtype=torch.float64)
+        for backend in ("auto", "reference"):
+            results = []
+            for fill in (0.0, value):
+                leaves = [q, *(x.detach().masked_fill(hidden, fill).requires_grad_() for x in (k, v))]
+                out = op(*leaves, **options_here, backend=backend)
+                with torch.no_grad():
+                    plain = op(*leaves, **options_here, backend=backend)
+                results.append((out, plain, *torch.autograd.grad(out, leaves, weights)))
+            for clean, dirty in zip(*results, strict=True):
+                assert dirty.isfinite().all()
+                assert torch.equal(clean, dirty)
+            assert all((gradient.masked_fill(~hidden, 0.0) == 0).all() for gradient in results[1][3:])
+
+
+@pytest.mark.parametrize("form", ["exact", "slack"])
+def test_what_padding_holds_does_not_set_the_range_of_float16(form: str) -> None:
+    q, t, v = (x.detach().half() for x in inputs(coca_attention, 5))
+    hidden = ~PADDED["left"][:, None, :, None]
+    options: dict[str, Any] = {"rotary": Rotary(8), "form": form, "padding_mask": PADDED["left"], "backend": "sdpa"}
+    clean, dirty = (coca_attention(q, t.masked_fill(hidden, fill), v, **options) for fill in (0.0, 6e4))
+    assert torch.equal(clean, dirty)
