@@ -9,14 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from farspan import FarspanConfig, FarspanForCausalLM
 from farspan.benchmark import attention, model
 from farspan.benchmark.agree import ResultsDifferError
 from farspan.benchmark.clock import clock_in_turn
 from farspan.benchmark.measure import in_fresh_process, in_turn, measure, measure_once
 from farspan.layers import Attention
-from farspan import FarspanConfig, FarspanForCausalLM
 from farspan.ops import Rotary, coca_attention
-from farspan.ops.coca import interface
+from farspan.ops.coca import COCA
 from farspan.results import write_result
 from tests.command_line import farspan
 
@@ -67,11 +67,15 @@ def wrong_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_figures_when_the_path_of_one_query_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only decoding steps on the half-width cache take it, so that no check of whole texts sees it."""
+    """Only decoding steps take it, so no check of whole sequences sees it."""
     rows = attention._decode(64, 1, "cpu", 0)
     assert all(0 < row["error_as_timed"] <= 1e-5 < row["allowed_as_timed"] for row in rows)
-    monkeypatch.setattr(interface, "attend_waves", lambda q, t, v, *args, **options: torch.zeros_like(q))
-    with pytest.raises(ResultsDifferError, match="decode of 64, coca-exact, half-width cache: what is timed differs"):
+    wrong = [
+        entry._replace(run=lambda call: torch.zeros_like(call.q)) if entry.name == "decode_cpu" else entry
+        for entry in COCA.entries
+    ]
+    monkeypatch.setattr(COCA, "entries", wrong)
+    with pytest.raises(ResultsDifferError, match="decode of 64, coca-exact: what is timed differs"):
         attention._decode(64, 1, "cpu", 0)
 
 

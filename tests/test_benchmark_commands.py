@@ -255,7 +255,7 @@ def layer_rows() -> list[dict[str, Any]]:
 
 def decode_rows() -> list[dict[str, Any]]:
     row = {"kind": "decode", "context": 131_072, "batch": 32, "mode": "compiled", "decodes_on": "SDPA, cudnn first"}
-    row |= {"attention": "coca-exact, rotated cache", "reads": "all 131200 slots, masked", "peak_bytes": 123e9}
+    row |= {"attention": "coca-exact", "reads": "all 131200 slots, masked", "peak_bytes": 123e9}
     return [
         row
         | {"tokens_per_second": 123456.0, "speed_over_rope": spread(1.074), "cache_over_rope": 0.75, "of_copy": 0.876}

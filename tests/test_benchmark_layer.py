@@ -102,13 +102,13 @@ def test_no_figures_when_a_layer_is_wrong(monkeypatch: pytest.MonkeyPatch, dtype
     assert {row["attention"] for row in rows if "missing" in row} == {
         *(f"{family}, cudnn" for family in layer_peers.WITH_KERNEL), "rope, flex", "alibi, flex",
     }  # fmt: skip
-    right = Attention.features
+    for method in ("attend", "features"):
+        right = getattr(Attention, method)
 
-    def off(self: Attention, q, k, plan):
-        q, k = right(self, q, k, plan)
-        return (q * 1.1, k) if self.spec.form == "exact" else (q, k)
+        def off(self: Attention, q, *args, right=right):
+            return right(self, q * 1.1 if self.spec.form == "exact" else q, *args)
 
-    monkeypatch.setattr(Attention, "features", off)
+        monkeypatch.setattr(Attention, method, off)
     with pytest.raises(ResultsDifferError, match=r"of 14 layers fail their check: coca-exact, d.*coca-exact, flash"):
         layer_checks.check(TOY, "cpu", dtype)
 

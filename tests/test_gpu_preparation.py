@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from farspan import FarspanConfig, FarspanForCausalLM
 from farspan.layers import Attention
 from farspan.ops import DynamicNTK, Rotary, coca_attention
-from farspan.ops.coca.preparation import preparation_refusal
+from farspan.ops.coca import why_not_feature_kernel
 
 pytestmark = pytest.mark.gpu
 
@@ -57,7 +57,7 @@ def launches(run: Callable[[], object]) -> int:
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_a_layer_launches_it_once_forwards_and_once_backwards(compiled: bool, dtype: torch.dtype) -> None:
-    assert preparation_refusal(dtype, 64, torch.device("cuda")) is None
+    assert why_not_feature_kernel(torch.empty(1, 1, 1, 64, device="cuda", dtype=dtype)) is None
     layer = Attention(256, 4, "coca-slack", num_key_heads=1).to("cuda", dtype)
     x = torch.randn(2, 300, 256, device="cuda", dtype=dtype)
     run = torch.compile(layer, fullgraph=True) if compiled else layer
@@ -89,13 +89,13 @@ def test_one_compiled_graph_is_right_at_every_length(form: str, group: int, dtyp
     assert graphs.frame_count == 1
 
 
-@pytest.mark.parametrize("case", ["positions a row", "per_query", "per_query, positions a row", "per_request"])
+@pytest.mark.parametrize("case", ["positions per row", "per_query", "per_query, positions per row", "per_request"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_positions_and_dynamic_frequencies(case: str, dtype: torch.dtype) -> None:
     options: dict[str, Any] = {"rotary": Rotary(64), "form": "slack"}
     if case.startswith("per_"):
         options["rotary"] = Rotary(64, scaling=DynamicNTK(4, 256, case.split(",")[0]))
-    if case.endswith("a row"):
+    if case.endswith("per row"):
         options["positions"] = (torch.arange(777) + torch.tensor([[0], [300]])).cuda()
 
     def run(*inputs: Tensor) -> Tensor:
@@ -103,7 +103,7 @@ def test_positions_and_dynamic_frequencies(case: str, dtype: torch.dtype) -> Non
 
     leaves = leaves_of(777, 4, dtype)
     check(run, leaves, options)
-    if case != "per_query, positions a row":  # which is not for torch.compile
+    if case != "per_query, positions per row":  # which is not for torch.compile
         check(torch.compile(run, fullgraph=True), leaves, options)
 
 

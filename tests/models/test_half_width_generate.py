@@ -28,9 +28,7 @@ def test_generate_gives_the_same_tokens(options: dict, cache: str) -> None:
     x, mask = tokens(2, 13).to(DEVICE), left_padding(2, 13, 3)
     settings = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "cache_implementation": cache}
     assert torch.equal(
-        *without_and_with_kernel(
-            model_of(**options), lambda model: model.generate(x, attention_mask=mask, **settings)
-        )
+        *without_and_with_kernel(model_of(**options), lambda model: model.generate(x, attention_mask=mask, **settings))
     )
 
 

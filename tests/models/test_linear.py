@@ -84,9 +84,7 @@ def test_a_model_past_its_m_names_the_remedy() -> None:
         model(tokens(1, 9))
     for cache in ("dynamic", "static"):
         with pytest.raises(ValueError, match="max_length is M = 8"):
-            model.generate(
-                tokens(1, 5), max_new_tokens=8, do_sample=False, pad_token_id=0, cache_implementation=cache
-            )
+            model.generate(tokens(1, 5), max_new_tokens=8, do_sample=False, pad_token_id=0, cache_implementation=cache)
     assert model.generate(tokens(1, 5), max_new_tokens=4, do_sample=False, pad_token_id=0).shape == (1, 9)
 
 

@@ -1,4 +1,4 @@
-"""Scores that grow with the logarithm of the length: nothing inside the training length, one law in all layers."""
+"""Scores that grow with the logarithm of the length: unchanged inside the training length, alike in all layers."""
 
 import math
 from pathlib import Path
@@ -29,8 +29,8 @@ def test_log_length_can_be_set_on_a_finished_model_and_changes_nothing_inside_it
 
 
 @torch.no_grad()
-def test_log_length_in_a_model_is_that_of_its_layers_whatever_stands_beside_a_text() -> None:
-    """Layers of different kinds, each query by itself; then the same text after padding, and packed behind another."""
+def test_log_length_in_a_model_is_that_of_its_layers_whatever_else_is_in_the_batch() -> None:
+    """Layers of two kinds, each query by itself; then the same sequence after padding, and packed behind another."""
     model, x = make(["rope", "coca-slack"], num_hidden_layers=2, log_length=True), tokens(1, 20)
     hidden = model.model.embed_tokens(x)
     for block in model.model.layers:
@@ -48,5 +48,5 @@ def test_log_length_in_a_model_is_that_of_its_layers_whatever_stands_beside_a_te
     both, mask = torch.cat((tokens(1, 15), x), dim=1), torch.ones(1, 35, dtype=torch.long)
     mask[:, :15] = 0
     assert (model(both, attention_mask=mask).logits[:, 15:] - want).abs().max() <= TIGHT
-    places = torch.cat((torch.arange(15), torch.arange(20)))[None]
-    assert (model(both, position_ids=places, use_cache=False).logits[:, 15:] - want).abs().max() <= TIGHT
+    positions = torch.cat((torch.arange(15), torch.arange(20)))[None]
+    assert (model(both, position_ids=positions, use_cache=False).logits[:, 15:] - want).abs().max() <= TIGHT

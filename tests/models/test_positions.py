@@ -1,4 +1,4 @@
-"""Learned positions: what an encoder without them cannot see, and that they count real tokens however a text comes."""
+"""Learned positions: what an encoder cannot see without them, and that they count real tokens."""
 
 from pathlib import Path
 
@@ -22,7 +22,6 @@ from tests.models.small import MIXED, TIGHT, make, tokens
 PLAIN = {"kind": "cosformer", "rotary": False}
 EVEN = ["cosformer", PLAIN, "linear-coca", "coca-exact", "coca-strict", "alibi"]
 """Attentions whose weights are the same to the left and to the right."""
-HEADS = [FarspanForMaskedLM, FarspanForSequenceClassification]
 
 
 def encoder(
@@ -51,7 +50,7 @@ def test_without_re_weighting_there_is_no_order_at_all_but_the_learned_one() -> 
 
 
 @torch.no_grad()
-def test_a_label_is_that_of_the_reversed_text_without_learned_positions() -> None:
+def test_a_label_is_that_of_the_reversed_sequence_without_learned_positions() -> None:
     x = tokens(2, 20)
     blind, sighted = (encoder(FarspanForSequenceClassification, learned=learned) for learned in (0, 24))
     assert (blind(x.flip(1)).logits - blind(x).logits).abs().max() <= TIGHT
@@ -75,11 +74,18 @@ def test_they_are_added_to_the_tokens_and_to_given_embeddings() -> None:
     assert torch.equal(with_them(inputs_embeds=embedded).logits, want)
 
 
-@pytest.mark.parametrize("kind", HEADS)
-@pytest.mark.parametrize("attention", ["cosformer", PLAIN, "linear-coca", MIXED], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "attention"),
+    [
+        (FarspanForMaskedLM, "cosformer"),
+        (FarspanForMaskedLM, MIXED),
+        (FarspanForSequenceClassification, PLAIN),
+        (FarspanForSequenceClassification, "linear-coca"),
+    ],
+)
 @torch.no_grad()
 def test_padding_left_right_or_none_gives_the_same_outputs(kind: type, attention: object) -> None:
-    """The table has as many rows as the text has tokens: padding takes none of them."""
+    """The table has as many rows as the sequence has tokens: padding takes none of them."""
     model, x = encoder(kind, attention, learned=20), tokens(1, 20)
     alone = model(x).logits[0]
     for left, right in ((6, 0), (0, 6), (3, 3)):
@@ -93,8 +99,8 @@ def test_padding_left_right_or_none_gives_the_same_outputs(kind: type, attention
 @torch.no_grad()
 def test_packed_documents_start_again() -> None:
     model, x = encoder(learned=12), tokens(1, 20)
-    places = torch.cat((torch.arange(12), torch.arange(8)))[None]
-    packed = model(x, position_ids=places).logits
+    positions = torch.cat((torch.arange(12), torch.arange(8)))[None]
+    packed = model(x, position_ids=positions).logits
     apart = [model(part).logits for part in x.split([12, 8], dim=1)]
     assert (packed - torch.cat(apart, dim=1)).abs().max() <= TIGHT
 
@@ -105,15 +111,15 @@ def test_given_positions_choose_the_rows() -> None:
     later = model(x, position_ids=torch.arange(16, 24)[None]).logits
     assert (later - model(x).logits).abs().max() > 0.1
     padded, mask = F.pad(x, (2, 3)), F.pad(torch.ones_like(x), (2, 3))
-    places = F.pad(torch.arange(16, 24)[None], (2, 3))
-    got = model(padded, attention_mask=mask, position_ids=places).logits[:, 2:10]
+    positions = F.pad(torch.arange(16, 24)[None], (2, 3))
+    got = model(padded, attention_mask=mask, position_ids=positions).logits[:, 2:10]
     assert (got - later).abs().max() <= TIGHT
 
 
 @torch.no_grad()
-def test_texts_that_leave_the_table_name_the_remedy() -> None:
+def test_sequences_that_leave_the_table_name_the_remedy() -> None:
     model, x = encoder(learned=8), tokens(2, 9)
-    message = "learned_positions is 8 and a token stands at position {}, counted from 0; shorten the text, or train"
+    message = "learned_positions is 8 and a token has position {}, counted from 0; shorten the sequence, or train"
     with pytest.raises(ValueError, match=message.format(8)):
         model(x)
     mask = torch.ones_like(x)
@@ -129,7 +135,7 @@ def test_texts_that_leave_the_table_name_the_remedy() -> None:
         model(x[:, :4], past_key_values=FarspanCache(model.config))
 
 
-def test_a_causal_model_with_them_is_refused() -> None:
+def test_a_causal_model_with_them_raises() -> None:
     config = FarspanConfig.preset("tiny", learned_positions=8)
     for kind in (FarspanForCausalLM, FarspanModel):
         with pytest.raises(ValueError, match=r"learned_positions must be 0 in a causal model, got 8: .* leave it out"):

@@ -1,4 +1,4 @@
-"""Bad input gets one line that names argument, value and remedy."""
+"""Bad arguments raise one line that names argument, value and remedy."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_wrong_shapes_are_refused(name: str) -> None:
+def test_wrong_shapes_raise(name: str) -> None:
     shapes, message = CASES[name]
     shape = {"q": (1, 4, 5, 8), "t": (1, 2, 5, 4), "v": (1, 2, 5, 8)} | shapes
     q, t, v = (torch.zeros(shape[key]) for key in "qtv")
@@ -54,12 +54,25 @@ def test_wrong_shapes_are_refused(name: str) -> None:
         ({"positions": 2**31}, r"positions must stay within ±2147483647"),
         ({"positions": torch.arange(4)}, r"one position to each of the 5 keys, got shape \(1, 4\)"),
         ({"positions": torch.arange(5.0)}, r"positions must hold integers, got torch.float32"),
+        ({"positions": torch.arange(5)[None, None]}, r"positions must have shape \(length,\) or .*, got 3-D"),
+        (
+            {"positions": (torch.arange(4), torch.arange(5))},
+            r"positions\[0\] must give one position to each of the 5 queries, got shape \(1, 4\)",
+        ),
+        (
+            {"positions": (torch.arange(5), torch.arange(4))},
+            r"positions\[1\] must give one position to each of the 5 keys, got shape \(1, 4\)",
+        ),
+        (
+            {"positions": (torch.arange(5), torch.arange(5)), "documents": torch.zeros(1, 5, dtype=torch.long)},
+            "documents cannot be combined with a pair of positions; use a tensor",
+        ),
         ({"form": "exat"}, "form must be one of 'exact', 'slack', got 'exat'; did you mean 'exact'"),
         ({"backend": "trition"}, "backend must be one of .* got 'trition'"),
         ({"rotary": Rotary(16)}, "rotary must have dim 8, the width of q, got 16"),
     ],
 )
-def test_wrong_options_are_refused(options: dict[str, object], message: str) -> None:
+def test_wrong_options_raise(options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         coca_attention(*coca_inputs(5), **{"rotary": Rotary(8), **options})
 
@@ -77,10 +90,12 @@ def test_positions_need_one_row_or_the_batch() -> None:
         coca_attention(*coca_inputs(5), rotary=Rotary(8), positions=torch.arange(5).expand(3, 5))
 
 
-def test_mixed_and_integer_dtypes_are_refused() -> None:
+def test_mixed_and_integer_dtypes_raise() -> None:
     q, t, v = coca_inputs(5)
     with pytest.raises(ValueError, match=r"t must have the floating dtype of q \(torch.float64\), got torch.float32"):
         coca_attention(q, t.float(), v, rotary=Rotary(8))
+    with pytest.raises(ValueError, match=r"q must have the floating dtype of q .*, got torch.int64; convert"):
+        coca_attention(q.long(), t.long(), v.long(), rotary=Rotary(8))
 
 
 def test_packed_documents_may_restart_their_positions() -> None:
@@ -100,7 +115,7 @@ def test_alibi_and_rope_check_the_same() -> None:
 
 
 @pytest.mark.parametrize("backend", ["auto", "chunked", "triton", "reference"])
-def test_an_empty_batch_is_refused_by_cosformer(backend: str) -> None:
+def test_cosformer_raises_for_an_empty_batch(backend: str) -> None:
     q, k, v = (x[:0] for x in softmax_inputs(5))
     with pytest.raises(ValueError, match="q must hold at least one row, got batch size 0; skip the call"):
         cosformer_attention(q, k, v, max_length=8, backend=backend)

@@ -18,10 +18,11 @@ from farspan.ops import (
     YaRN,
     coca_attention,
     coca_attention_reference,
+    coca_decode,
     explain,
 )
-from farspan.ops import coca_decode
-from farspan.ops.device import TABLES
+from farspan.ops.device import TABLES, why_not_triton
+from farspan.ops.masking import AttentionMask
 from tests.helpers import coca_inputs, eager, masks
 
 FORMS = ["exact", "slack"]
@@ -247,3 +248,59 @@ def test_a_default_device_does_not_move_the_tables(form: str) -> None:
     with torch.device("meta"):
         out = coca_attention(*call, rotary=Rotary(8), form=form)
     assert torch.allclose(out, coca_attention(*call, rotary=Rotary(8), form=form, backend="sdpa"), atol=1e-6)
+
+
+def cache_masks(b: int, m: int) -> dict[str, AttentionMask]:
+    """Return masks of one query on a cache with m slots, by name."""
+    lengths = torch.tensor([m, m - 7, 5])[:b]
+    padding = torch.arange(m)[None] >= torch.arange(b)[:, None] * 3
+    holes = padding & (torch.arange(m)[None] % 5 != 3)
+    key = holes.long().cumsum(-1) - 1 + torch.tensor([[0], [900], [7]])[:b]
+    last = lengths[:, None] - 1
+    written = torch.arange(m)[None] < lengths[:, None]
+    ranks = torch.arange(m)[None] - 3 * torch.arange(b)[:, None]
+    cpu = torch.device("cpu")
+
+    def mask(query: torch.Tensor, key: torch.Tensor, padding: torch.Tensor, **options: object) -> AttentionMask:
+        return AttentionMask(1, m, cpu, first=None, positions=(query, key), aligned=False, padding=padding, **options)  # type: ignore[arg-type]
+
+    return {
+        "padding": AttentionMask(1, m, cpu, padding=padding),
+        "padding, lengths": mask(
+            ranks.gather(1, last), ranks, padding & written, lengths=lengths, firsts=lambda: ranks[:, 0]
+        ),
+        "positions": mask(key[:, -1:], key, holes),
+        "positions, queries beyond": mask(key[:, -1:] + 13, key, holes, window=16),
+        "positions, lengths": mask(key.gather(1, last), key, holes & written, lengths=lengths),
+    }
+
+
+@pytest.mark.parametrize("name", list(cache_masks(1, 9)))
+@pytest.mark.parametrize(
+    ("rotary", "group"),
+    [(Rotary(8, scaling=YaRN(4, 8)), 1), (Rotary(8, scaling=DynamicNTK(4, 8)), 2), (None, 2)],
+    ids=["yarn", "ntk", "nope"],
+)
+def test_a_cache_with_padding_and_positions_equals_each_row_alone(name: str, rotary: Rotary | None, group: int) -> None:
+    """By every implementation that decodes; what slots hold beyond the length of their row must not matter."""
+    q, t, v = inputs(20, b=3, h=group, g=1)
+    options = {"rotary": rotary, "form": "slack"}
+    mask = cache_masks(3, 20)[name]
+    rows = []
+    for row in range(3):
+        keep = mask.block(0, 1, 0, 20).expand(3, -1, -1, -1)[row, 0, 0]
+        query, key = (x.expand(3, -1)[row] for x in (mask.query_positions, mask.key_positions))
+        if keep.any():
+            given = q[row : row + 1], t[row : row + 1, :, keep], v[row : row + 1, :, keep]
+            rows.append(coca_attention_reference(*given, **options, positions=(query, key[keep])))
+        else:
+            rows.append(torch.zeros_like(q[row : row + 1]))
+    want = torch.cat(rows)
+    assert want.abs().sum() > 1
+    backends = ["auto", "sdpa", "reference"] + (["triton"] if why_not_triton("cpu") is None else [])
+    for backend in backends:
+        dtype = torch.float32 if backend == "triton" else torch.float64
+        got = coca_attention(
+            *(x.to(dtype) for x in (q, t, v)), **options, mask=cache_masks(3, 20)[name], backend=backend
+        )
+        assert (got - want).abs().max() <= (1e-12 if dtype == torch.float64 else 1e-5), backend

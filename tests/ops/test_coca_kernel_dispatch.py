@@ -10,19 +10,18 @@ pytest.importorskip("triton", reason="needs triton (pip install farspan[gpu])")
 
 import farspan.ops.triton.coca_decode
 import farspan.ops.triton.coca_features  # noqa: F401 (both make operators of torch)
-from farspan.ops import Rotary, coca_attention
-from farspan.ops.coca.triton_backend import triton_refusal
-from farspan.ops.phases import rotary_steps
+from farspan.ops import Rotary, coca_attention, explain
+from farspan.ops.rotary import fixed_point
 from tests.ops.kernels import inputs, poison  # noqa: F401 (a fixture for every test here)
 
 
 def test_operators_pass_torchs_own_check() -> None:
     q, t, _ = (x.requires_grad_() for x in inputs(5, 9, d=16))
-    step = rotary_steps(Rotary(16), None, q.device)
+    step = fixed_point(Rotary(16).frequencies()).to(q.device)
     folded = q.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
     torch.library.opcheck(torch.ops.farspan.coca_prepare.default, (folded, t, step, None, None, 4, 0, "slack", 1.0))
     q, t, v = inputs(1, 9, d=16)
-    rest = (None, None, None, None, None, 0, 0, "exact", False, True, None, 0.25)
+    rest = (None, None, None, None, None, 0, "exact", True, None, 0.25)
     torch.library.opcheck(torch.ops.farspan.half_width_attention.default, (q, t, v, step, *rest))
 
 
@@ -45,24 +44,37 @@ def test_compiles_in_one_graph(gradient: bool) -> None:
 @pytest.mark.parametrize(
     ("options", "dtype", "message"),
     [
-        ({}, torch.float64, "takes float32, bfloat16 or float16, got torch.float64; use backend='sdpa'"),
-        ({"documents": torch.zeros(1, 5, dtype=torch.long)}, torch.float32, "does not see documents; use"),
-        ({"rotary": Rotary(8).plan(0, 5, 5)}, torch.float32, "pass the Rotary, not a plan of angles"),
+        ({}, torch.float64, "got torch.float64; use backend='sdpa'"),
+        ({"documents": torch.zeros(1, 5, dtype=torch.long)}, torch.float32, "does not support documents; use"),
         ({"rotary": Rotary(16)}, torch.float32, "rotary must have dim 8, the width of q, got 16"),
     ],
 )
-def test_what_the_kernels_cannot_do_is_refused_with_the_reason(
+def test_what_the_kernels_cannot_do_raises_with_the_reason(
     options: dict[str, Any], dtype: torch.dtype, message: str
 ) -> None:
     q, t, v = inputs(5, dtype=dtype)
     options = {"rotary": Rotary(8), **options}
+    options = {name: x.to(q.device) if isinstance(x, Tensor) else x for name, x in options.items()}
     with pytest.raises(ValueError, match=message):
         coca_attention(q, t, v, **options, backend="triton")
+
+
+def test_few_queries_take_the_half_width_kernel_and_gradients_the_feature_kernel() -> None:
+    q, t, v = inputs(5, d=8)
+    options: dict[str, Any] = {"rotary": Rotary(8), "backend": "triton"}
+    assert explain(coca_attention, q, t, v, **options).name == "decode_triton"
+    name, skipped = explain(coca_attention, q, t.clone().requires_grad_(), v, **options)
+    assert name == "fused"
+    assert "no gradients; decode under torch.no_grad()" in skipped["decode_triton"]
+    many = explain(coca_attention, *inputs(17, d=8), **options)  # in groups of two
+    assert many.name == "fused"
+    assert "at most 32 queries per key head" in many.skipped["decode_triton"]
     half = [x.half().requires_grad_() for x in (q, t, v)]
-    assert "no gradients in float16" in str(triton_refusal(*half, Rotary(8), None))
+    with pytest.raises(ValueError, match="gradients in bfloat16 and float32, got"):
+        coca_attention(*half, **options)
 
 
-def test_forward_derivatives_are_refused_rather_than_zero() -> None:
+def test_forward_derivatives_raise_rather_than_be_zero() -> None:
     leaves = inputs(20, d=8)
 
     def attend(backend: str) -> Any:

@@ -9,11 +9,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 pytest.importorskip("triton", reason="needs triton (pip install farspan[gpu])")
 
-from farspan.ops import cosformer_attention
-from farspan.ops.cosformer import triton_backend
-from farspan.ops.cosformer.triton_backend import _cached
-from farspan.ops.cosformer.weights import cosformer_kernel
-from farspan.ops.positions import resolve
+from farspan.ops import cosformer, cosformer_attention, explain
+from farspan.ops.device import TABLES
 from tests.ops.cosformer_kernels import inputs, with_gradients
 from tests.ops.kernels import DEVICE, poison  # noqa: F401 (a fixture for every test here)
 
@@ -67,32 +64,42 @@ def test_it_compiles_in_one_graph() -> None:
         assert torch.allclose(got, want, atol=1e-6)
 
 
-def test_angles_are_made_once() -> None:
-    _cached.cache_clear()
+def count_angles(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Note the number of positions each time angles are computed."""
+    TABLES.clear()
+    compute, made = cosformer.Weighting.angles, []
+    monkeypatch.setattr(
+        cosformer.Weighting, "angles", lambda self, x, *rest: made.append(x.shape[1]) or compute(self, x, *rest)
+    )
+    return made
+
+
+def test_angles_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = count_angles(monkeypatch)
     q, k, v = (x.detach() for x in inputs(40, h=1, d=8))
     for n in (33, 40, 40):
         cosformer_attention(q[:, :, :n], k[:, :, :n], v[:, :, :n], max_length=4711, backend="triton")
-    assert _cached.cache_info().misses == 1
+    assert made == [64]
 
 
 def test_angles_made_in_a_cuda_graph_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     leaves = [x.detach() for x in inputs(40, h=1, d=8)]
     want = cosformer_attention(*leaves, max_length=4712, backend="triton")
-    _cached.cache_clear()
+    made = count_angles(monkeypatch)
     with monkeypatch.context() as capture:
         capture.setattr(torch.cuda, "is_available", lambda: True)
         capture.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         assert torch.equal(cosformer_attention(*leaves, max_length=4712, backend="triton"), want)
-    assert _cached.cache_info().currsize == 0
-    cosformer_attention(*leaves, max_length=4712, backend="triton")
-    assert _cached.cache_info().currsize == 1
+    for _ in range(2):
+        cosformer_attention(*leaves, max_length=4712, backend="triton")
+    assert made == [64, 64]  # while capturing, and once for good
 
 
 @pytest.mark.parametrize(
     ("options", "dtype", "message"),
     [
         ({}, torch.float64, "takes float32, bfloat16 or float16, got torch.float64; use backend='chunked'"),
-        ({"beyond": "decay"}, torch.float32, "has no decay: .*; use backend='chunked'"),
+        ({"beyond": "decay"}, torch.float32, "has no decay; use backend='chunked'"),
         (
             {"causal": False, "documents": torch.zeros(1, 5, dtype=torch.long)},
             torch.float32,
@@ -101,7 +108,7 @@ def test_angles_made_in_a_cuda_graph_are_not_kept(monkeypatch: pytest.MonkeyPatc
         ({"positions": (torch.arange(5), torch.arange(5))}, torch.float32, "queries that are the last keys"),
     ],
 )
-def test_what_the_kernels_cannot_do_is_refused_with_the_reason(
+def test_what_the_kernels_cannot_do_raises_with_the_reason(
     options: dict[str, Any], dtype: torch.dtype, message: str
 ) -> None:
     options = {name: x.to(DEVICE) if isinstance(x, Tensor) else x for name, x in options.items()}
@@ -135,15 +142,15 @@ def test_auto_takes_the_kernels_where_they_were_timed(
     changed: dict[str, Any], taken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = {**AUTO, **PAPER, **changed}
-    monkeypatch.setattr(triton_backend, "is_hopper", lambda index: case["hopper"])
-    kernel = cosformer_kernel(150, case["beyond"], case["activation"], case["reweight"])
+    monkeypatch.setattr(cosformer, "is_hopper", lambda index: case["hopper"])
+    options = {name: case[name] for name in (*PAPER, "causal")}
     with FakeTensorMode():  # has CUDA tensors on any machine
         q = torch.empty(1, 2, case["n"], case["d"], dtype=case["dtype"], device=case["device"])
-        places = resolve(None, case["n"], 64, q.device)
-        assert triton_backend.auto_takes_triton(kernel, q, q, places, case["causal"], None) is taken
+        k = q.new_empty(1, 2, 64, case["d"])
+        assert (explain(cosformer_attention, q, k, k, max_length=150, **options).name == "triton") is taken
 
 
-def test_forward_derivatives_are_refused_rather_than_zero() -> None:
+def test_forward_derivatives_raise_rather_than_be_zero() -> None:
     leaves = tuple(x.detach() for x in inputs(40, h=1, d=8))
 
     def attend(backend: str) -> Any:
@@ -155,6 +162,6 @@ def test_forward_derivatives_are_refused_rather_than_zero() -> None:
         torch.func.jvp(attend("triton"), leaves, leaves)
 
 
-def test_heads_that_do_not_fit_are_refused() -> None:
+def test_heads_that_do_not_fit_raise() -> None:
     with pytest.raises(ValueError, match="heads up to 128 wide, got 136; use backend='chunked'"):
         cosformer_attention(*inputs(5, d=136), max_length=8, backend="triton")

@@ -35,6 +35,8 @@ OPS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "linear coca": (linear_coca_attention, {"rotary": Rotary(8)}),
 }
 LINEAR = (cosformer_attention, linear_coca_attention)
+FOR_LINEAR = ("causal", "bidirectional", "left padding", "documents", "rows of positions", "pair, padding")
+"""Kinds of masks for linear ops, which have no window and are slow."""
 
 
 def inputs(op: Callable[..., Any], n: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -62,14 +64,14 @@ def kinds(n: int) -> dict[str, dict[str, Any]]:
 KINDS = list(kinds(1))
 
 
-@pytest.mark.parametrize("name", OPS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [(name, kind) for name in OPS for kind in KINDS if OPS[name][0] not in LINEAR or kind in FOR_LINEAR],
+)
 def test_a_ready_mask_equals_the_keywords(name: str, kind: str) -> None:
     op, options = OPS[name]
-    for n in (M, 5, 1):
+    for n in (5, 1):
         keywords = kinds(n)[kind]
-        if op in LINEAR and "window" in keywords:
-            continue
         leaves = inputs(op, n)
         mask = make_mask(n, M, B, CPU, **keywords)
         weights = torch.randn(B, 4, n, 8, dtype=torch.float64)
@@ -81,10 +83,8 @@ def test_a_ready_mask_equals_the_keywords(name: str, kind: str) -> None:
             results.append((out, plain, *torch.autograd.grad(out, leaves, weights)))
         for found in results[1:]:
             assert all(torch.equal(a, b) for a, b in zip(found, results[0], strict=True))
-        if kind not in ("causal", "shifted") and n > 1:
-            others = [op(*leaves, **options), op(*leaves, **options, positions=keywords.get("positions"))]
-            assert name in ("nope", "coca, nope", "rope") or not torch.equal(results[0][0], others[0])
-            assert "positions" in keywords or not torch.equal(results[0][0], others[1])
+        if kind not in ("causal", "shifted", "positions") and n > 1:
+            assert not torch.equal(results[0][0], op(*leaves, **options))
 
 
 @pytest.mark.parametrize("kind", ["causal", "pair, padding", "rows of positions", "window"])
@@ -113,7 +113,7 @@ def test_a_mask_of_another_size_raises(name: str) -> None:
 
 @pytest.mark.xfail(strict=True, reason="the batch of a mask is not checked")
 @pytest.mark.parametrize("kind", ["left padding", "rows of positions", "documents"])
-@pytest.mark.parametrize("name", ["exact", "rope", "alibi", "cosformer"])
+@pytest.mark.parametrize("name", ["exact", "rope", "cosformer"])
 def test_a_mask_of_another_batch_raises(name: str, kind: str) -> None:
     op, options = OPS[name]
     given = [x[:1] for x in inputs(op, 5)]
@@ -178,30 +178,33 @@ PADDED = {
 """Padding of three rows; one of them has none, or nothing else."""
 
 
-@pytest.mark.parametrize("name", OPS)
-@pytest.mark.parametrize("kind", ["causal", "bidirectional", "window", "documents", "pair"])
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        (name, kind)
+        for name in OPS
+        for kind in ("causal", "bidirectional", "window", "documents", "pair")
+        if "nope" not in name and (OPS[name][0] not in LINEAR or kind != "window")
+    ],
+)
+@pytest.mark.parametrize("value", [torch.nan, -torch.inf])
 def test_what_padding_holds_reaches_no_output_and_no_gradient(name: str, kind: str, value: float) -> None:
     op, options = OPS[name]
-    for n, keep in ((M, PADDED["left"]), (5, PADDED["right"]), (1, PADDED["holes"])):
-        options_here = {**options, **kinds(n)[kind], "padding_mask": keep}
-        if op in LINEAR and kind == "window":
-            continue
-        hidden = ~keep[:, None, :, None]
+    for n, side, backend in ((M, "left", "auto"), (1, "holes", "auto"), (5, "right", "reference")):
+        keywords = {**options, **kinds(n)[kind], "padding_mask": PADDED[side], "backend": backend}
+        hidden = ~PADDED[side][:, None, :, None]
         q, k, v = inputs(op, n)
-        weights = torch.randn(B, 4, n, 8, dtype=torch.float64)
-        for backend in ("auto", "reference"):
-            results = []
-            for fill in (0.0, value):
-                leaves = [q, *(x.detach().masked_fill(hidden, fill).requires_grad_() for x in (k, v))]
-                out = op(*leaves, **options_here, backend=backend)
-                with torch.no_grad():
-                    plain = op(*leaves, **options_here, backend=backend)
-                results.append((out, plain, *torch.autograd.grad(out, leaves, weights)))
-            for clean, dirty in zip(*results, strict=True):
-                assert dirty.isfinite().all()
-                assert torch.equal(clean, dirty)
-            assert all((gradient.masked_fill(~hidden, 0.0) == 0).all() for gradient in results[1][3:])
+        weights, results = torch.randn(B, 4, n, 8, dtype=torch.float64), []
+        for fill in (0.0, value):
+            leaves = [q, *(x.detach().masked_fill(hidden, fill).requires_grad_() for x in (k, v))]
+            out = op(*leaves, **keywords)
+            with torch.no_grad():
+                plain = op(*leaves, **keywords)  # one query of CoCA is decoded
+            results.append((out, plain, *torch.autograd.grad(out, leaves, weights)))
+        for clean, dirty in zip(*results, strict=True):
+            assert dirty.isfinite().all()
+            assert torch.equal(clean, dirty)
+        assert all((gradient.masked_fill(~hidden, 0.0) == 0).all() for gradient in results[1][3:])
 
 
 @pytest.mark.parametrize("form", ["exact", "slack"])

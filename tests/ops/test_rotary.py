@@ -16,13 +16,12 @@ from farspan.ops import (
     YaRN,
     coca_attention,
     coca_attention_reference,
+    dispatch,
     rope_attention,
 )
-from farspan.ops import dispatch
 from farspan.ops.masking import make_mask
 from farspan.ops.rotary import Angles, Scaling, cos_sin, fixed_point
 from tests.helpers import coca_inputs, largest_difference
-
 
 CPU = torch.device("cpu")
 

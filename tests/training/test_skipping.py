@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from farspan.finetune.objectives import Distillation
 from farspan.ops import DynamicNTK, Rotary
-from farspan.ops.positions import resolve
+from farspan.ops.dispatch import _buckets
+from farspan.ops.masking import make_mask
 from farspan.training.pretraining import NextToken
 from farspan.training.skipping import check_reach, skipped_positions
 from tests.finetune.students import student, teacher
@@ -74,8 +75,8 @@ def test_under_per_query_ntk_all_batches_have_the_same_runs() -> None:
     rotary = Rotary(8, scaling=DynamicNTK(4.0, 8))
     runs = []
     for seed in range(30):
-        places = resolve(skipped_positions(drawn(seed), 16), 32, 32, torch.device("cpu"))
-        runs.append([(run.start, run.stop, run.member) for run in rotary.runs(places)])
+        mask = make_mask(32, 32, len(drawn(seed)), torch.device("cpu"), positions=skipped_positions(drawn(seed), 16))
+        runs.append([(start, start + part.n, member) for part, _, start, member in _buckets(rotary, mask)])
     assert sorted(set(map(tuple, runs))) == [((0, 8, None), (8, 16, None), (16, 32, None)), ((0, 32, None),)]
 
 

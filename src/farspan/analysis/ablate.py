@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from farspan import FarspanForCausalLM
 from farspan.analysis.drift import band
 from farspan.evaluation.perplexity import token_losses
+from farspan.modeling_farspan import FarspanForCausalLM
 
 
 @torch.no_grad()

@@ -5,10 +5,10 @@ from collections.abc import Callable, Collection
 import torch
 from torch import Tensor
 
-from farspan import FarspanForCausalLM
 from farspan.analysis.factors import Factors, factors
 from farspan.errors import require
 from farspan.layers import Attention
+from farspan.modeling_farspan import FarspanForCausalLM
 
 Visit = Callable[[Factors, Tensor], None]
 """Called with a layer's factors and the norms of the residual that entered it, (m)."""

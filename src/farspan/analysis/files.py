@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from farspan import FarspanForCausalLM
 from farspan.analysis.ablate import head_worth
 from farspan.analysis.drift import LARGEST
 from farspan.analysis.laws import under
@@ -26,6 +25,7 @@ from farspan.data.passkey import make_case
 from farspan.errors import require
 from farspan.evaluation import passkey
 from farspan.files import check_writable
+from farspan.modeling_farspan import FarspanForCausalLM
 from farspan.report.looks import relation
 from farspan.results import write_result
 

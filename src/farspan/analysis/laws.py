@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from farspan import FarspanForCausalLM
 from farspan.errors import require
+from farspan.modeling_farspan import FarspanForCausalLM
 from farspan.ops.rotary import NTK, DynamicNTK, Linear, Rotary, Scaling, YaRN
 
 ROPE_TYPES = {"pi": "linear", "ntk": "ntk", "dynamic": "dynamic", "yarn": "yarn"}

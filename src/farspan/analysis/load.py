@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from farspan import FarspanForCausalLM
 from farspan.convert import from_pretrained
 from farspan.data import TextTokenizer, documents
 from farspan.errors import require
+from farspan.modeling_farspan import FarspanForCausalLM
 
 
 def is_ours(place: Path) -> bool:

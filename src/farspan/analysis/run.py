@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from farspan import FarspanForCausalLM
 from farspan.analysis.borders import reach_grid
 from farspan.analysis.capture import rotary_layers, walk
 from farspan.analysis.census import Census
@@ -18,6 +17,7 @@ from farspan.analysis.laws import LAWS, frequencies_at, sample, scaled, under
 from farspan.analysis.slack import Microscope
 from farspan.errors import require, require_choice
 from farspan.evaluation.perplexity import token_losses
+from farspan.modeling_farspan import FarspanForCausalLM
 from farspan.ops.device import working_dtype
 from farspan.ops.rotary import Rotary
 

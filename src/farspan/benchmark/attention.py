@@ -8,14 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from farspan import FarspanCache, FarspanConfig, FarspanForCausalLM
 from farspan.benchmark.agree import ResultsDifferError, agree
 from farspan.benchmark.clock import quantiles
 from farspan.benchmark.measure import in_fresh_process, in_turn, measure
 from farspan.benchmark.truth import as_timed, definition, wider
+from farspan.configuration_farspan import FarspanConfig
 from farspan.layers import AlibiAttention, Attention, CocaAttention, LayerCache, RopeAttention
+from farspan.modeling_farspan import FarspanCache, FarspanForCausalLM
 from farspan.ops import Rotary, alibi_attention, coca_attention, rope_attention
-from farspan.ops.rotary import rotate
+from farspan.ops.masking import make_mask
 
 HEADS, WIDTH = 8, 64
 
@@ -27,16 +28,9 @@ LAYERS: dict[str, Callable[[], Attention]] = {
     "alibi": lambda: AlibiAttention(HEADS * WIDTH, HEADS),
 }
 
-
-DECODERS: dict[str, dict[str, Any]] = {
-    "rope": {"attention": "rope"},
-    "coca-exact, half-width cache": {"attention": "coca-exact"},
-    "coca-exact, rotated cache": {"attention": "coca-exact", "cache_layout": "rotated"},
-    "coca-slack, half-width cache": {"attention": "coca-slack"},
-    "coca-slack, rotated cache": {"attention": "coca-slack", "cache_layout": "rotated"},
-}
+DECODERS = ("rope", "coca-exact", "coca-slack")
 CHECKED = 4
-"""Tokens at each of four places of a text whose outputs are compared: the equations take N×d numbers for each."""
+"""Tokens compared at each of four positions of a sequence: the equations take N×d numbers for each."""
 PREFILL_LENGTHS = (512, 2048)
 DECODE_LENGTHS = (512, 2048, 8192)
 
@@ -52,9 +46,9 @@ CHECKS: dict[str, tuple[Callable[..., Tensor], dict[str, Any]]] = {
 def published_coca(q: Tensor, t: Tensor, v: Tensor, rotary: Rotary) -> Tensor:
     """Slack CoCA as its authors run it: a three-operand contraction, all N×N scores, full-width t (Eq. 18)."""
     n, width = q.shape[2], q.shape[3]
-    angles = rotary.plan(0, n, n, device=q.device)[0].key
-    turned = rotate(torch.cat((t, t), dim=-1), angles)
-    scores = torch.einsum("bhid,bhid,bhjd->bhij", rotate(q, angles), q, turned) * width**-0.5
+    angles = make_mask(n, n, q.shape[0], q.device).angles(rotary)
+    keys = angles.rotate_keys(torch.cat((t, t), dim=-1))
+    scores = torch.einsum("bhid,bhid,bhjd->bhij", angles.rotate_queries(q), q, keys) * width**-0.5
     causal = torch.ones(n, n, dtype=torch.bool, device=q.device).tril()
     scores = torch.where(causal, scores, torch.finfo(scores.dtype).min)
     return torch.softmax(scores, dim=-1) @ v
@@ -138,10 +132,10 @@ def _last_outputs(layer: Attention, x: Tensor) -> Tensor:
 def _models(device: str, seed: int) -> dict[str, FarspanForCausalLM]:
     """Two layers of each kind."""
     models = {}
-    for name, options in DECODERS.items():
+    for name in DECODERS:
         torch.manual_seed(seed)
         config = FarspanConfig(
-            vocab_size=256, hidden_size=HEADS * WIDTH, num_hidden_layers=2, num_attention_heads=HEADS, **options
+            vocab_size=256, hidden_size=HEADS * WIDTH, num_hidden_layers=2, num_attention_heads=HEADS, attention=name
         )
         models[name] = FarspanForCausalLM(config).eval().to(device)
     return models
@@ -218,15 +212,12 @@ def _against_rope(
     """
     in_turn(calls, repeats=2, device=device)  # warms up, and makes room in the caches
     seconds, rows = in_turn(calls, repeats=repeats, device=device), []
-    truths: dict[str, Tensor] = {}  # of one attention the weights are the same, whatever its cache holds
     for name, found in seconds.items():
         ratio = quantiles([ours / theirs for ours, theirs in zip(found, seconds["rope"], strict=True)])
         row = {"kind": kind, "attention": name, "length": length, "median": statistics.median(found)}
         row["over_rope"] = ratio.spread
-        attention = str(DECODERS[name]["attention"])
-        if attention not in truths:
-            truths[attention] = texts[name].truth(_token(device))
-        rows.append(row | as_timed(f"{kind} of {length}, {name}", texts[name].logits, truths[attention]))
+        truth = texts[name].truth(_token(device))
+        rows.append(row | as_timed(f"{kind} of {length}, {name}", texts[name].logits, truth))
     return rows
 
 

@@ -14,7 +14,7 @@ from farspan.benchmark.attention import CHECKED, HEADS, WIDTH
 from farspan.benchmark.measure import in_fresh_process, in_turn, measure
 from farspan.benchmark.truth import as_timed
 from farspan.ops import Rotary, cosformer_attention, linear_coca_attention
-from farspan.ops.cosformer.weights import BEYOND
+from farspan.ops.cosformer import BEYOND
 
 CHECKS: dict[str, tuple[Callable[..., Tensor], dict[str, Any]]] = {
     **{f"cosformer, {beyond}": (cosformer_attention, {"max_length": 257, "beyond": beyond}) for beyond in BEYOND},

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from farspan import FarspanCache, FarspanForCausalLM
 from farspan.benchmark.agree import ResultsDifferError, reason
 from farspan.benchmark.clock import copy_speed, quantiles
 from farspan.benchmark.decoder import (
@@ -24,7 +23,8 @@ from farspan.benchmark.decoder import (
     why_no_kernel,
 )
 from farspan.benchmark.measure import in_turn, measure
-from farspan.benchmark.truth import as_timed, far, refuse_beyond, wider
+from farspan.benchmark.truth import as_timed, far, refuse_beyond, set_decode_backend, wider
+from farspan.modeling_farspan import FarspanCache, FarspanForCausalLM
 
 MODES = ("eager", "graph", "compiled")
 """A growing cache and plain calls, as `generate` does; a static cache and a CUDA graph of the step; and compiled."""
@@ -244,12 +244,11 @@ def check(decoder: Decoder, name: str, mode: str, batch: int, seed: int, eager: 
 
 
 def check_kernel(decoder: Decoder, name: str, tokens: Tensor, truth: Tensor, error: float) -> None:
-    """Refuse the kernel's logits where their error is more than twice that of the same model on SDPA."""
-    config = decoder.model.config
+    """Raise if the error of the kernel's logits is more than twice that of the same model on SDPA."""
     decoder.rewind()
-    config.decode_backend = "sdpa"
+    set_decode_backend(decoder.model, "sdpa")
     plain = decoder.follow(tokens).double()
-    config.decode_backend = "triton"
+    set_decode_backend(decoder.model, "triton")
     decoder.rewind()
     decoder.follow(tokens)  # so that the cache holds the kernel's tokens
     allowed = 2 * float((plain[:, 0] - truth).abs().max()) + _rounding(plain, decoder)
@@ -266,7 +265,7 @@ def _rounding(logits: Tensor, decoder: Decoder) -> float:
 def exact(decoder: Decoder, tokens: Tensor, batch: int, seed: int) -> Tensor:
     """The first text's logits (steps, vocabulary) by the same model and cache in float64."""
     model = copy.deepcopy(decoder.model).double()
-    model.config.decode_backend = "sdpa"  # no kernel takes float64
+    set_decode_backend(model, "sdpa")  # no kernel takes float64
     cache = FarspanCache(model.config)
     fill(cache, model.config, batch, decoder.context, seed, model.lm_head.weight, rows=1)
     steps = [model(given[None, :1], past_key_values=cache).logits[0, -1] for given in tokens]
@@ -288,12 +287,9 @@ def prefill(models: dict[str, FarspanForCausalLM], length: int, *, device: str, 
     calls = {name: partial(_keep, kept, name, model, ids) for name, model in models.items()}
     peaks = {name: measure(call, repeats=0, device=device).peak_bytes for name, call in calls.items()}
     seconds = in_turn(calls, repeats=repeats, device=device)
-    rows, truths = [], {}
+    rows = []
     for name, model in models.items():
-        attention = str(model.config.attention)  # those of CoCA have the same weights, whatever their caches hold
-        if attention not in truths:
-            truths[attention] = read(wider(model), ids)
-        checked = as_timed(f"{name}, a prompt of {length} tokens", kept[name], truths[attention])
+        checked = as_timed(f"{name}, a prompt of {length} tokens", kept[name], read(wider(model), ids))
         weights = sum(p.numel() * p.element_size() for p in model.parameters())
         median = statistics.median(seconds[name])
         row = {"kind": "prefill", "attention": name, "length": length, "batch": 1, "chunk": CHUNK}

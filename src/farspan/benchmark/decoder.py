@@ -7,19 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers.cache_utils import DynamicLayer, StaticLayer
+from transformers.cache_utils import StaticLayer
 
-from farspan import FarspanCache, FarspanConfig, FarspanForCausalLM
 from farspan.benchmark.clock import captured
 from farspan.benchmark.measure import in_turn
+from farspan.configuration_farspan import FarspanConfig
 from farspan.errors import require
-from farspan.ops.coca.decoding import Case, half_width_refusal
+from farspan.modeling_farspan import FarspanCache, FarspanForCausalLM
+from farspan.ops.coca_decode import why_not_decode_triton
+from farspan.ops.dispatch import Call
+from farspan.ops.masking import make_mask
 
-VARIANTS: dict[str, dict[str, Any]] = {
-    "rope": {"attention": "rope"},
-    "coca-exact": {"attention": "coca-exact"},
-    "coca-exact, rotated cache": {"attention": "coca-exact", "cache_layout": "rotated"},
-}
+VARIANTS = ("rope", "coca-exact")
 """The first is what the others are compared with; the second reads its cache on the half-width kernel on a GPU."""
 ORDERS = {
     "flash": [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH],
@@ -47,15 +46,15 @@ def heads_of(preset: str, group: int = 1, head_dim: int | None = None) -> dict[s
 
 
 def make_model(preset: str, variant: str, device: str, seed: int, **fields: int) -> FarspanForCausalLM:
-    """One of :data:`VARIANTS`, some fields replaced; those of CoCA have the same weights."""
+    """Make one of :data:`VARIANTS`, some fields replaced."""
     torch.manual_seed(seed)
-    config = FarspanConfig.preset(preset, **VARIANTS[variant], **fields)
+    config = FarspanConfig.preset(preset, attention=variant, **fields)
     config.decode_backend = "sdpa" if why_no_kernel(config, device) else "triton"
     return FarspanForCausalLM(config).eval().to(device, torch.bfloat16 if device == "cuda" else torch.float32)
 
 
 def why_no_kernel(config: FarspanConfig, device: str) -> str | None:
-    """Why a model cannot decode on the half-width kernel of a device; None when it can, or has no use for it."""
+    """Return why a model cannot decode on the half-width kernel of a device; None if it can, or has no use for it."""
     if not reads_half_width(config):
         return None
     if device != "cuda":  # where it could be interpreted, but not timed
@@ -63,13 +62,14 @@ def why_no_kernel(config: FarspanConfig, device: str) -> str | None:
     assert config.head_dim is not None
     assert config.num_key_value_heads is not None
     group = config.num_attention_heads // config.num_key_value_heads
-    case = Case(1, group, config.head_dim, torch.bfloat16, torch.device(device), gradient=False, documents=False)
-    return half_width_refusal(case, "triton")
+    q = torch.empty(1, group, 1, config.head_dim, dtype=torch.bfloat16, device=device)
+    mask = make_mask(1, 1, 1, q.device)
+    return why_not_decode_triton(Call(q, q[:, :1, :, ::2], q[:, :1], mask, 1.0, "triton", config.rotary()))
 
 
 def reads_half_width(config: FarspanConfig) -> bool:
     """Whether the cache holds un-rotated t."""
-    return config.cache_layout == "half" and all(spec.kind == "coca" for spec in config.attention_specs)
+    return all(spec.kind == "coca" for spec in config.attention_specs)
 
 
 @torch.no_grad()
@@ -84,14 +84,13 @@ def fill(
 ) -> None:
     """Write random keys (or t ≥ 0) and values of `context` tokens into every layer, in like's dtype; the first `rows`.
 
-    They are as wide as the model's own (ready keys of CoCA are any numbers, like RoPE's). Numbers do not depend on
-    the kind of cache, nor on like's dtype.
+    The numbers depend neither on the kind of cache nor on like's dtype.
     """
     assert config.head_dim is not None
     assert config.num_key_value_heads is not None
     generator = torch.Generator(like.device).manual_seed(seed)
     for index, spec in enumerate(config.attention_specs):
-        half = spec.kind == "coca" and config.cache_layout == "half"
+        half = spec.kind == "coca"
         width = config.head_dim // 2 if half else config.head_dim
         for_keys, for_values = (
             torch.empty(batch, config.num_key_value_heads, context, size, dtype=torch.bfloat16, device=like.device)
@@ -189,8 +188,8 @@ class Decoder:
         for layer in self.cache.layers:
             if isinstance(layer, StaticLayer):  # the slots stay as they are: what lies ahead is masked
                 torch.as_tensor(layer.cumulative_length).fill_(self.context)
-            elif isinstance(layer, DynamicLayer):
-                layer.crop(-ahead)
+            else:
+                layer.crop(-ahead)  # type: ignore[union-attr]
 
     def several(self) -> None:
         for _ in range(AT_ONCE):

@@ -9,17 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import causal_lower_right
 
 from farspan.benchmark.agree import ResultsDifferError, reason
 from farspan.benchmark.clock import Times, captured, clock_in_turn, comparable, copy_speed, quantiles
 from farspan.benchmark.kernel_checks import check_at_size, check_kernels, compare_forms
 from farspan.benchmark.truth import LOOSE, far
 from farspan.ops import Rotary, coca_attention, coca_features
-from farspan.ops.coca.half_width import half_width_attention
 from farspan.ops.device import assembler
-from farspan.ops.phases import rotary_steps
-from farspan.ops.rotary import rotate
+from farspan.ops.masking import make_mask
 
 PEERS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 LARGEST = 24e9
@@ -46,7 +43,6 @@ class Shape(NamedTuple):
 NOTED = [Shape(8, 32, 32, 1, 32_768, 128), Shape(1, 32, 32, 1, 32_768, 128), Shape(16, 32, 32, 1, 4096, 128),
          Shape(8, 16, 16, 1, 32_768, 64), Shape(8, 32, 8, 1, 32_768, 128), Shape(8, 32, 8, 1, 32_768, 64)]  # fmt: skip
 """The decoding shapes that the project's aims name."""
-CHUNKS = [Shape(1, 32, 32, 512, 32_768, 128), Shape(1, 32, 8, 2048, 32_768, 128), Shape(4, 16, 16, 1024, 8192, 64)]
 LAYERS = [Shape(64, 16, 16, 512, 512, 64), Shape(16, 16, 16, 2048, 2048, 64), Shape(2, 16, 16, 16_384, 16_384, 128),
           Shape(1, 32, 32, 32_768, 32_768, 128), Shape(4, 32, 8, 8192, 8192, 128)]  # fmt: skip
 TOY = [Shape(2, 2, 1, 1, 70, 16)]
@@ -74,10 +70,9 @@ def run(
     size = 2**20 if toy else 2**31
     yield "copy", [{"kind": "copy", "terabytes_a_second": copy_speed(device, size)}]
     grid = NOTED if quick else decoding_shapes()
-    decoding, chunks, layers = (TOY,) * 3 if toy else (grid, CHUNKS, LAYERS)
+    decoding, layers = (TOY, TOY) if toy else (grid, LAYERS)
     work: list[tuple[str, Callable[[], dict[str, Any]]]] = []
     work += [(f"decode {tuple(shape)}", partial(decode, shape, device, repeats)) for shape in decoding]
-    work += [(f"prefill {tuple(shape)}", partial(prefill, shape, device, repeats)) for shape in chunks]
     for shape in layers:
         for form in ("exact", "slack"):
             work.append((f"prepare {form} {tuple(shape)}", partial(prepare, shape, form, device, repeats)))
@@ -121,7 +116,7 @@ def decode(shape: Shape, device: str, repeats: int) -> dict[str, Any]:
     q, t, k, v = random_inputs(shape, device)
     b, h, g, n, _, d = shape
     calls: dict[str, Callable[[], Tensor]] = {
-        form: lambda form=form: half_width_attention(q, t, v, rotary=Rotary(d), form=form)  # type: ignore[misc]
+        form: partial(coca_attention, q, t, v, rotary=Rotary(d), form=form, backend="triton")
         for form in ("exact", "slack")
     }
     calls |= rope_peers(q, k, v)
@@ -140,31 +135,6 @@ def decode(shape: Shape, device: str, repeats: int) -> dict[str, Any]:
     return row | {"copy_alike_terabytes_a_second": as_many}
 
 
-@torch.no_grad()
-def prefill(shape: Shape, device: str, repeats: int) -> dict[str, Any]:
-    """A chunk of queries after a long cache: un-rotated t, against t rotated for the occasion, and RoPE."""
-    q, t, k, v = random_inputs(shape, device)
-    calls: dict[str, Callable[[], Tensor]] = {
-        "exact": lambda: half_width_attention(q, t, v, rotary=Rotary(shape.d)),
-        "exact, rotated for SDPA": lambda: coca_attention(q, t, v, rotary=Rotary(shape.d), backend="sdpa"),
-    }
-    bias = causal_lower_right(shape.n, shape.m)
-    wide_k, wide_v = (x.repeat_interleave(shape.h // shape.g, dim=1) for x in (k, v))
-
-    def flash() -> Tensor:
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            return F.scaled_dot_product_attention(q, wide_k, wide_v, attn_mask=bias)
-
-    calls["flash"] = flash
-    compared = compare_forms((q, t, v), {"exact": calls["exact"]()}, Rotary(shape.d))
-    checked = check_at_size(f"prefill {tuple(shape)}", compared)
-    times = times_of(calls, device, repeats)
-    work = 4 * shape.b * shape.h * shape.n * (shape.m - shape.n / 2) * shape.d
-    row = report("prefill", shape, times) | checked
-    row["teraflops_a_second"] = {name: work / t.median / 1e12 for name, t in times.items() if isinstance(t, Times)}
-    return row
-
-
 def prepare(shape: Shape, form: str, device: str, repeats: int) -> dict[str, Any]:
     """(q, t) → (q̃, k̃), forward and backward, fused against torch, and RoPE's rotation of q and k (forward alone).
 
@@ -174,12 +144,12 @@ def prepare(shape: Shape, form: str, device: str, repeats: int) -> dict[str, Any
 
     q, t, k, _ = random_inputs(shape, device)
     rotary = Rotary(shape.d)
-    part = rotary.plan(0, shape.n, shape.m, device=device)[0]
-    step = rotary_steps(rotary, None, q.device)
+    angles = make_mask(shape.n, shape.m, shape.b, q.device).angles(rotary)
+    step, query, key = angles.steps, angles.query(q.dtype), angles.key(q.dtype)
     both: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
         "fused": lambda q, t: prepare_op(q, t, step, None, None, shape.m - shape.n, 0, form, 1.0),
-        "torch": lambda q, t: coca_features(q, t, part.query, part.key, form=form),
-        "rope, torch": lambda q, _: (rotate(q, part.query), rotate(k, part.key)),
+        "torch": lambda q, t: coca_features(q, t, query, key, form=form),
+        "rope, torch": lambda q, _: (angles.rotate_queries(q), angles.rotate_keys(k)),
     }
     torch.compiler.reset()  # after eight shapes of one function, torch.compile would quietly leave it as it is
     compiler = "inductor" if device.startswith("cuda") else "aot_eager"

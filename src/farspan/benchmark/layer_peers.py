@@ -9,8 +9,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from farspan.benchmark.attention import published_coca
 from farspan.layers import Attention
-from farspan.ops import alibi_slopes
-from farspan.ops.positions import resolve
+from farspan.ops import alibi_slopes, coca_features
+from farspan.ops.masking import make_mask
 from farspan.ops.reference import repeat_heads
 
 FAMILIES = ("rope", "coca-exact", "coca-slack", "coca-strict", "alibi")
@@ -95,7 +95,7 @@ def through_sdpa(backend: SDPBackend) -> Callable[[Attention, Tensor, Tensor, Te
 
     def core(layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with sdpa_kernel(backend):
-            return sdpa(layer, *turned(layer, q, k), v)
+            return sdpa(layer, *features(layer, q, k), v)
 
     return core
 
@@ -103,9 +103,8 @@ def through_sdpa(backend: SDPBackend) -> Callable[[Attention, Tensor, Tensor, Te
 def by_torch(layer: Attention, q: Tensor, t: Tensor, v: Tensor) -> Tensor:
     """q̃ and k̃ by plain torch from tables of angles, for torch.compile to fuse."""
     assert layer.rotary is not None
-    n = q.shape[2]
-    plan = layer.rotary.plan(resolve(0, n, n, q.device), n, n, causal=True, dtype=q.dtype)
-    return sdpa(layer, *layer.features(q, t, plan), v)
+    angles = make_mask(q.shape[2], t.shape[2], q.shape[0], q.device).angles(layer.rotary)
+    return sdpa(layer, *coca_features(q, t, angles.query(q.dtype), angles.key(q.dtype), form=layer.form), v)
 
 
 OTHERWISE = {"coca-exact, plain": by_torch, "coca-slack, plain": by_torch}
@@ -126,7 +125,7 @@ def through_flex(shape: Shape, device: str, *, alibi: bool) -> Callable[[Attenti
         return score - slopes[h] * (query - key)
 
     def core(layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k = turned(layer, q, k)
+        q, k = features(layer, q, k)
         out = flex_attention(
             q,
             k,
@@ -155,7 +154,6 @@ def sdpa(layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     )
 
 
-def turned(layer: Attention, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """q and k in dot-product form, by the library's own preparation."""
-    n = q.shape[2]
-    return layer.features(q, k, layer.plan(resolve(0, n, n, q.device), q.dtype))
+def features(layer: Attention, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """Bring q and k into dot-product form, as the library does."""
+    return layer.features(q, k, make_mask(q.shape[2], k.shape[2], q.shape[0], q.device), layer.rotary)

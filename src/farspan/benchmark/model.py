@@ -7,12 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from farspan import FarspanConfig, FarspanForCausalLM
 from farspan.benchmark.attention import check
 from farspan.benchmark.clock import quantiles
 from farspan.benchmark.measure import in_turn, measure
 from farspan.benchmark.truth import WIDER, apart, far, refuse_beyond
+from farspan.configuration_farspan import FarspanConfig
 from farspan.evaluation import as_trained, perplexity
+from farspan.modeling_farspan import FarspanForCausalLM
 from farspan.training.config import OptimizerSection
 from farspan.training.optimizer import compile_blocks, make_optimizer
 from farspan.training.pretraining import NextToken

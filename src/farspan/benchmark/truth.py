@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from farspan import FarspanForCausalLM
 from farspan.benchmark.agree import ResultsDifferError
 from farspan.layers import Attention
+from farspan.modeling_farspan import FarspanForCausalLM
 from farspan.ops import alibi_attention, coca_attention, rope_attention
 
 WIDER = {torch.float32: torch.float64, torch.bfloat16: torch.float32}
@@ -49,11 +49,18 @@ def apart(got: Tensor, want: Tensor) -> float:
 
 
 def wider(model: FarspanForCausalLM) -> FarspanForCausalLM:
-    """The same weights in :data:`WIDER` on SDPA alone: no kernel, and no short cut for one query."""
+    """Copy the weights in :data:`WIDER`, on SDPA alone: no kernel, and no short cut for one query."""
     weight = model.lm_head.weight
     twin = copy.deepcopy(model).to(weight.device, WIDER[weight.dtype])
-    twin.config.decode_backend = "sdpa"
+    set_decode_backend(twin, "sdpa")
     return twin
+
+
+def set_decode_backend(model: FarspanForCausalLM, backend: str) -> None:
+    """Choose what computes the steps of a built model."""
+    model.config.decode_backend = backend
+    for block in model.model.layers:
+        block.self_attn.decode_backend = backend
 
 
 def definition(layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

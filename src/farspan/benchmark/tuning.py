@@ -14,8 +14,8 @@ from farspan.benchmark.clock import clock, copy_speed
 from farspan.benchmark.kernel_checks import complaint, error_row
 from farspan.benchmark.kernels import NOTED, TOY, Shape, assembler_row, random_inputs
 from farspan.ops import Rotary, coca_attention, coca_attention_reference
-from farspan.ops.launch import has_sound_wgmma
-from farspan.ops.phases import rotary_steps
+from farspan.ops.device import has_sound_wgmma
+from farspan.ops.masking import make_mask
 
 SPLITS = (1.0, 2.0, 0.5)
 """Parts of the usual number of splits."""
@@ -69,10 +69,10 @@ def _try(shape: Shape, numbers: Numbers, device: str) -> None:
 def _launcher(q: Tensor, t: Tensor, v: Tensor) -> Callable[[Numbers, int], Tensor]:
     from farspan.ops.triton.coca_decode import Cut, DecodeCall, launch
 
-    d = q.shape[-1]
-    step = rotary_steps(Rotary(d), None, q.device)
-    where = (None, None, None, None, None, 0, 0)
-    call = DecodeCall(q, t, v, step, *where, "exact", by_position=False, causal=True, window=None, scale=d**-0.5)
+    (b, _, n, d), m = q.shape, t.shape[2]
+    step = make_mask(n, m, b, q.device).angles(Rotary(d)).steps
+    nothing = (None, None, None, None, None)
+    call = DecodeCall(q, t, v, step, *nothing, first=0, form="exact", causal=True, window=None, scale=d**-0.5)
     return lambda numbers, splits: launch(call, Cut(*numbers), splits)
 
 

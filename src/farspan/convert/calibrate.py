@@ -10,14 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from farspan import FarspanForCausalLM
 from farspan.convert.fit import PROJECTIONS, Batches, Errors, descend, measure, start
 from farspan.convert.load import Progress
 from farspan.convert.streams import Streams
 from farspan.convert.target import AttentionArgument, replace_attention, restore_attention, target_specs
 from farspan.errors import require
 from farspan.layers import Attention, AttentionSpec
-from farspan.modeling_farspan import FarspanBlock
+from farspan.modeling_farspan import FarspanBlock, FarspanForCausalLM
 
 
 @dataclass(frozen=True)

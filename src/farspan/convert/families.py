@@ -132,7 +132,7 @@ A smollm3 file has no field for its layers without rotation: readers of GGUF tak
 transformers takes where a configuration does not say."""
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
-"""Laws of transformers that have a counterpart in farspan.ops.scaling."""
+"""Scaling methods of transformers that have a counterpart in farspan.ops.rotary."""
 
 OTHER_LAWS = "checkpoints with other laws cannot be converted"
 OTHER_FAMILIES = "checkpoints of other families cannot be converted"

@@ -5,10 +5,11 @@ from hashlib import sha256
 
 import torch
 
-from farspan import FarspanConfig, FarspanForCausalLM
+from farspan.configuration_farspan import FarspanConfig
 from farspan.convert.configuration import config_of, sound_config
 from farspan.convert.load import EMBEDDING, HEAD, matched, same_numbers
 from farspan.convert.sources import Source
+from farspan.modeling_farspan import FarspanForCausalLM
 
 COUNTS = (
     "num_attention_heads",

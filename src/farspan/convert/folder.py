@@ -16,12 +16,12 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from farspan import FarspanForCausalLM
 from farspan.convert.configuration import write_config
 from farspan.convert.families import WEIGHTS
 from farspan.convert.names import filled, template
 from farspan.errors import require
 from farspan.files import NO_ROOM, claim
+from farspan.modeling_farspan import FarspanForCausalLM
 
 SHARD_BYTES = 5 * 2**30
 

@@ -7,12 +7,12 @@ import torch
 from torch import nn
 from transformers import GenerationConfig
 
-from farspan import FarspanForCausalLM
 from farspan.convert.configuration import config_of, sound_config
 from farspan.convert.families import IGNORED
 from farspan.convert.names import filled, template
 from farspan.convert.sources import Source
 from farspan.errors import require
+from farspan.modeling_farspan import FarspanForCausalLM
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, how much is done, and of how much."""

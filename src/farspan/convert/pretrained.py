@@ -10,7 +10,6 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import Tensor
 
-from farspan import FarspanForCausalLM
 from farspan.convert.calibrate import CalibrationConfig, CalibrationReport, calibrate
 from farspan.convert.configuration import config_of, write_config
 from farspan.convert.folder import clear_out, orderly_end, save
@@ -20,6 +19,7 @@ from farspan.convert.sources import open_source
 from farspan.convert.target import AttentionArgument, Target, replace_attention
 from farspan.convert.text import calibration_windows
 from farspan.errors import require
+from farspan.modeling_farspan import FarspanForCausalLM
 from farspan.results import write_result
 
 CALIBRATION_TOKENS = 262_144

@@ -7,10 +7,9 @@ from tempfile import NamedTemporaryFile, gettempdir
 import torch
 from torch import Tensor
 
-from farspan import FarspanForCausalLM
 from farspan.files import NO_ROOM
 from farspan.layers import Attention
-from farspan.modeling_farspan import FarspanBlock
+from farspan.modeling_farspan import FarspanBlock, FarspanForCausalLM
 
 PASS = 8192
 """Tokens that go through a block together where the device keeps the streams: fewer leave a GPU idle."""

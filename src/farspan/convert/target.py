@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from farspan import FarspanForCausalLM
 from farspan.errors import require
 from farspan.layers import Attention, AttentionSpec
-from farspan.modeling_farspan import make_attention
+from farspan.modeling_farspan import FarspanForCausalLM, make_attention
 
 Entry = str | Mapping[str, Any] | AttentionSpec
 AttentionArgument = Entry | Sequence[Entry]

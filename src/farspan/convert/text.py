@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import AutoTokenizer, TextIteratorStreamer
 
-from farspan import FarspanForCausalLM
 from farspan.convert.load import load
 from farspan.convert.sources import Source, check_tokenizer, open_source
 from farspan.errors import require
+from farspan.modeling_farspan import FarspanForCausalLM
 
 if TYPE_CHECKING:
     from farspan.data import TextTokenizer

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from farspan import FarspanForCausalLM, FarspanForSequenceClassification
 from farspan.intervals import share
+from farspan.modeling_farspan import FarspanForCausalLM, FarspanForSequenceClassification
 
 TOKENS_AT_ONCE = 2**16
 

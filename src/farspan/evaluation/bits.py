@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from farspan import FarspanForCausalLM
 from farspan.errors import require
 from farspan.evaluation.perplexity import perplexity
+from farspan.modeling_farspan import FarspanForCausalLM
 
 
 def first_bytes(text: str, count: int) -> str:

@@ -1,7 +1,8 @@
 """What results call the law that a model's angles follow."""
 
-from farspan import FarspanConfig, FarspanForCausalLM
+from farspan.configuration_farspan import FarspanConfig
 from farspan.errors import require
+from farspan.modeling_farspan import FarspanForCausalLM
 from farspan.ops import NTK, DynamicNTK, Linear, Llama3, YaRN
 from farspan.ops.rotary import Scaling
 

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from farspan import FarspanForCausalLM
 from farspan.data.streams import opened
 from farspan.errors import require
 from farspan.evaluation.perplexity import token_losses
 from farspan.intervals import share
+from farspan.modeling_farspan import FarspanForCausalLM
 
 
 @dataclass(frozen=True)

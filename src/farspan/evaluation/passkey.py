@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from farspan import FarspanForCausalLM
 from farspan.data.passkey import Tokenizer, make_cases
 from farspan.intervals import share
+from farspan.modeling_farspan import FarspanForCausalLM
 
 
 @torch.no_grad()

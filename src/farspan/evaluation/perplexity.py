@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from farspan import FarspanCache, FarspanForCausalLM
 from farspan.errors import require
 from farspan.evaluation.windows import Window, windows
+from farspan.modeling_farspan import FarspanCache, FarspanForCausalLM
 
 LOGITS_AT_ONCE = 2**26
 """Elements of the logits held at a time (256 MiB in float32)."""

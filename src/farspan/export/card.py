@@ -6,10 +6,11 @@ from importlib import resources
 
 from huggingface_hub import ModelCardData
 
-from farspan import FarspanConfig, FarspanForCausalLM
+from farspan.configuration_farspan import FarspanConfig
 from farspan.evaluation.laws import LOG
 from farspan.export.tables import tables
 from farspan.layers import AttentionSpec
+from farspan.modeling_farspan import FarspanForCausalLM
 from farspan.report.collect import Evaluated, Run
 from farspan.report.estimates import scaling_order
 from farspan.report.tables import to_markdown

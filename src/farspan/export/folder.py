@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from farspan import FarspanConfig
+from farspan.configuration_farspan import FarspanConfig
 from farspan.convert.configuration import config_of
 from farspan.convert.fingerprint import fingerprint
 from farspan.convert.folder import clear_out, save

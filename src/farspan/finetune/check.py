@@ -5,7 +5,6 @@ from pathlib import Path
 
 import torch
 
-from farspan import FarspanForCausalLM
 from farspan.convert.configuration import config_of
 from farspan.convert.sources import open_source
 from farspan.data import TextTokenizer
@@ -13,6 +12,7 @@ from farspan.data.passkey import check_row
 from farspan.finetune.objectives import check_teacher
 from farspan.finetune.recipe import Recipe
 from farspan.finetune.weights import give_lengths, prepared
+from farspan.modeling_farspan import FarspanForCausalLM
 from farspan.training.config import DataSection
 from farspan.training.pretraining import text_batches
 

@@ -5,10 +5,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from farspan import FarspanConfig, FarspanForCausalLM
+from farspan.configuration_farspan import FarspanConfig
 from farspan.errors import require
 from farspan.finetune.losses import linear_distillation
-from farspan.modeling_farspan import FarspanBlock
+from farspan.modeling_farspan import FarspanBlock, FarspanForCausalLM
 from farspan.ops.device import product_dtype
 from farspan.ops.masking import AttentionContext
 from farspan.training.loss import linear_cross_entropy

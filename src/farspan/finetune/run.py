@@ -12,7 +12,7 @@ import torch
 from accelerate import PartialState
 from torch import nn
 
-from farspan import FarspanConfig, FarspanForCausalLM
+from farspan.configuration_farspan import FarspanConfig
 from farspan.convert.configuration import config_of
 from farspan.convert.folder import save
 from farspan.convert.load import load
@@ -25,6 +25,7 @@ from farspan.finetune.check import check
 from farspan.finetune.objectives import Distillation
 from farspan.finetune.recipe import Recipe, Stage
 from farspan.finetune.weights import begun, merge_lora, prepared, resumed
+from farspan.modeling_farspan import FarspanForCausalLM
 from farspan.results import write_result
 from farspan.training import Job, Progress
 from farspan.training import run as run_job

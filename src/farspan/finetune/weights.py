@@ -8,13 +8,14 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from farspan import FarspanConfig, FarspanForCausalLM
+from farspan.configuration_farspan import FarspanConfig
 from farspan.convert.load import load
 from farspan.convert.sources import open_source
 from farspan.errors import require
 from farspan.evaluation.laws import scaling_name
 from farspan.finetune.objectives import ATTENTION_OUTPUT, new_layers
 from farspan.finetune.recipe import Lora, Stage
+from farspan.modeling_farspan import FarspanForCausalLM
 from farspan.ops import Linear, YaRN
 
 

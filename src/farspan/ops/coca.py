@@ -51,7 +51,7 @@ def coca_attention(
         padding_mask: (b, m) bool, True = keep. A query that sees nothing returns zeros. What padded keys and values
             hold, even NaN, reaches no output.
         documents: (b, m) int; a query sees its own document only.
-        mask: a ready :class:`~farspan.ops.masking.AttentionMask` in place of the six arguments above. Layers that
+        mask: a ready :class:`~farspan.ops.masking.AttentionMask` instead of the five arguments above. Layers that
             share one also share its angles.
         scale: multiplies the scores; default 1/√d.
         backend: "auto", "sdpa" (dot-product form, O(N) memory), "triton" (kernels; raises where they cannot run) or

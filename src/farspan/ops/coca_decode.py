@@ -245,7 +245,7 @@ def _key_waves(angles: Angles, dtype: torch.dtype, *, sines: bool) -> Tensor:
     count = power_of_2(ahead)
     start = 0 if sines else 1 - count
     key = ("waves", rotary, angles.length, count, working_dtype(dtype), sines)
-    made = TABLES.get(key, lambda: _made(angles, torch.arange(start, start + count)[None], dtype, sines))
+    made = TABLES.get(key, lambda: _made(angles, torch.arange(start, start + count, device="cpu")[None], dtype, sines))
     chosen = made[:, :, least - start : most + 1 - start] if phases is None else made[:, 0, phases - start]
     return chosen[:, :, None]
 

@@ -19,8 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from farspan.errors import require, require_choice
-from farspan.ops import cosformer_chunked as chunked
-from farspan.ops.cosformer_chunked import Keys
+from farspan.ops.cosformer_chunked import Keys, absorb, advance, causal_attention, recall, two_sided_attention
 from farspan.ops.device import (
     TABLES,
     is_hopper,
@@ -30,7 +29,7 @@ from farspan.ops.device import (
     why_not_triton,
     working_dtype,
 )
-from farspan.ops.dispatch import TABLES_BY_OP, Implementation, Table, reference_twin
+from farspan.ops.dispatch import TABLES_BY_OP, Implementation, Table, check_mask, reference_twin
 from farspan.ops.masking import AttentionMask, Positions, check_tensors, make_mask
 from farspan.ops.reference import (
     ACTIVATIONS,
@@ -90,7 +89,7 @@ def cosformer_attention(
         padding_mask: (b, m) bool, True = keep. A query that is padding or sees nothing returns zeros. What padded keys
             and values hold, even NaN, reaches no output.
         documents: (b, m) int, the tokens of a document adjacent; a query sees its own document only.
-        mask: a ready :class:`~farspan.ops.masking.AttentionMask` in place of the four arguments above. With a state, it
+        mask: a ready :class:`~farspan.ops.masking.AttentionMask` instead of the four arguments above. With a state, it
             covers the new tokens, at their own positions.
         activation: "relu" (the paper) or "elu" (elu + 1).
         reweight: False omits the cosine (linear attention, the paper's ablation).
@@ -369,12 +368,9 @@ def check_linear_call(
         if state is not None and positions is None:  # continue after the state
             keys = state.position.long() + 1 + torch.arange(m, device=q.device)
             mask.first, mask.positions = None, (keys[:, m - n :], keys)
-    elif mask.n != n or mask.m != m:
-        raise ValueError(
-            f"mask is for {mask.n} queries and {mask.m} keys, got {n} and {m}; make it for the new tokens of this call"
-        )
-    elif mask.window is not None:
-        raise ValueError(f"linear attention has no window, got a mask with window {mask.window}; use another attention")
+    else:
+        check_mask(mask, q, k)
+        require(mask.window is None, f"linear attention has no window, got a mask with window {mask.window}")
     if mask.documents is not None:
         _check_documents(mask)
     call = LinearCall(q, k, v, mask, weighting, definition, state, return_state, backend)
@@ -508,19 +504,19 @@ def _chunked(call: LinearCall) -> tuple[Tensor, LinearState | None]:
     whole = mask.documents is None
     state = call.state or weighting.empty_state(keys.k, keys.v, keys.positions)
     if not mask.causal and whole and not weighting.decay:  # every query sees every key
-        return chunked.recall(weighting, q, query, chunked.absorb(weighting, keys, state)), None
+        return recall(weighting, q, query, absorb(weighting, keys, state)), None
     if not mask.aligned:
         return _interleaved(weighting, q, keys, query, mask.causal), None
     if mask.causal and whole and mask.n == 1:  # decoding, likewise
-        state = chunked.absorb(weighting, keys, state)
-        return chunked.recall(weighting, q, query, state), state
+        state = absorb(weighting, keys, state)
+        return recall(weighting, q, query, state), state
     if mask.causal and whole and before:
-        state = chunked.absorb(weighting, keys.part(0, before), state)
-        return chunked.causal(weighting, q, keys.part(before, mask.m), state)
+        state = absorb(weighting, keys.part(0, before), state)
+        return causal_attention(weighting, q, keys.part(before, mask.m), state)
     q = F.pad(q, (0, 0, before, 0)) if before else q
     if not mask.causal:
-        return chunked.two_sided(weighting, q, keys)[:, :, before:], None
-    out, state = chunked.causal(weighting, q, keys, state)
+        return two_sided_attention(weighting, q, keys)[:, :, before:], None
+    out, state = causal_attention(weighting, q, keys, state)
     return out[:, :, before:], state
 
 
@@ -538,9 +534,9 @@ def _interleaved(weighting: Weighting, q: Tensor, keys: Keys, query: Tensor, cau
     k, v = (take(F.pad(x, (0, 0, 0, n)), order) for x in (keys.k, keys.v))
     merged = Keys(k, v, positions.gather(1, order), F.pad(real, (0, n)).gather(1, order), None)
     if causal:
-        out, _ = chunked.causal(weighting, q, merged, weighting.empty_state(k, v, merged.positions))
+        out, _ = causal_attention(weighting, q, merged, weighting.empty_state(k, v, merged.positions))
     else:
-        out = chunked.two_sided(weighting, q, merged)
+        out = two_sided_attention(weighting, q, merged)
     return take(out, order.argsort(dim=1)[:, m:])
 
 
@@ -612,7 +608,7 @@ def _triton(call: LinearCall) -> tuple[Tensor, LinearState | None]:
         return out, None
     keys = _keys(call)
     state = state or weighting.empty_state(keys.k, keys.v, keys.positions)
-    return out, chunked.advance(keys, state, numerator, denominator)
+    return out, advance(keys, state, numerator, denominator)
 
 
 def _kernel_angles(call: LinearCall) -> tuple[Tensor | None, Tensor | None]:

@@ -58,7 +58,9 @@ class Keys(NamedTuple):
         return v if self.padding is None else v.masked_fill(~self.padding[:, None, :, None], 0.0)
 
 
-def causal(weighting: "Weighting", q: Tensor, keys: Keys, state: "LinearState") -> tuple[Tensor, "LinearState"]:
+def causal_attention(
+    weighting: "Weighting", q: Tensor, keys: Keys, state: "LinearState"
+) -> tuple[Tensor, "LinearState"]:
     """Attend from query i to all of `state` and to the keys up to key i: (b, h, n, dv), and the state after them."""
     parts = []
     for begin, end in _segments(weighting, q):
@@ -69,7 +71,7 @@ def causal(weighting: "Weighting", q: Tensor, keys: Keys, state: "LinearState") 
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2), state
 
 
-def two_sided(weighting: "Weighting", q: Tensor, keys: Keys) -> Tensor:
+def two_sided_attention(weighting: "Weighting", q: Tensor, keys: Keys) -> Tensor:
     """Attend from each query to all keys of its document, under any decay.
 
     One pass runs forwards. A second one runs backwards and leaves out the key of the query itself.

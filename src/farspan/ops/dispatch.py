@@ -125,42 +125,59 @@ def check_call(
             padding_mask=padding_mask,
             documents=documents,
         )
-    elif mask.n != q.shape[2] or mask.m != k.shape[2]:
-        raise ValueError(
-            f"mask is for {mask.n} queries and {mask.m} keys, got {q.shape[2]} and {k.shape[2]}; make it for this call"
-        )
-    if mask.padding is not None:
-        k, v = mask.clean(k, v)
+    else:
+        check_mask(mask, q, k)
+        given = (positions, window, padding_mask, documents)
+        if not causal or given != (None, None, None, None):
+            raise ValueError("mask replaces positions, causal, window, padding_mask and documents, got both; give one")
     return Call(q, k, v, mask, width**-0.5 if scale is None else scale, backend, rotary, form, slopes)
 
 
 def run(table: Table, call: Call) -> Tensor:
     """Run a call on the first implementation that can; per-query dynamic NTK runs once per set of frequencies."""
-    scaling = None if call.rotary is None else call.rotary.scaling
+    mask, scaling = call.mask, None if call.rotary is None else call.rotary.scaling
+    if mask.padding is not None and not mask.is_clean:
+        k, v = mask.clean(call.k, call.v)
+        call = replace(call, k=k, v=v)
     if isinstance(scaling, DynamicNTK) and scaling.mode == "per_query" and call.backend != "reference":
         return _run_by_bucket(table, call)
     return table.choose(call).run(call)
 
 
+def check_mask(mask: AttentionMask, q: Tensor, k: Tensor) -> None:
+    """Check that a ready mask is for queries q and keys k."""
+    if mask.n != q.shape[2] or mask.m != k.shape[2] or mask.batch not in (1, q.shape[0]):
+        raise ValueError(
+            f"mask is for {mask.batch} × {mask.n} queries and {mask.m} keys, got {q.shape[0]} × {q.shape[2]} and "
+            f"{k.shape[2]}; make it for this call"
+        )
+
+
 def _run_by_bucket(table: Table, call: Call) -> Tensor:
     """Run per-query dynamic NTK: queries whose positions share a bucket share frequencies."""
+    parts = _parts(call)
+    outputs = [table.choose(part).run(part) for part, *_ in parts]
+    if all(member is None for *_, member in parts):
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+    whole = outputs[0].new_zeros(*call.q.shape[:3], outputs[0].shape[-1])
+    for (part, start, member), out in zip(parts, outputs, strict=True):
+        rows = slice(start, start + part.mask.n)
+        whole[:, :, rows] = out if member is None else torch.where(member[:, None, :, None], out, whole[:, :, rows])
+    return whole
+
+
+def _parts(call: Call) -> list[tuple[Call, int, Tensor | None]]:
+    """Split a per-query call into calls with fixed frequencies: each with its first query, and see :func:`_buckets`."""
     rotary = call.rotary
     assert rotary is not None
     if call.mask.first is None and call.mask.n == 1:  # one bucket per row, found on the device
-        return table.choose(call).run(call)
+        return [(call, 0, None)]
     buckets = call.mask.share(("buckets", rotary), lambda: list(_buckets(rotary, call.mask)))
-    outputs = []
-    for mask, fixed, start, _ in buckets:
+    parts: list[tuple[Call, int, Tensor | None]] = []
+    for mask, fixed, start, member in buckets:
         q, k, v = call.q[:, :, start : start + mask.n], call.k[:, :, : mask.m], call.v[:, :, : mask.m]
-        part = replace(call, q=q, k=k, v=v, mask=mask, rotary=fixed)
-        outputs.append(table.choose(part).run(part))
-    if all(member is None for *_, member in buckets):
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
-    whole = outputs[0].new_zeros(*call.q.shape[:3], outputs[0].shape[-1])
-    for (mask, _, start, member), out in zip(buckets, outputs, strict=True):
-        rows = slice(start, start + mask.n)
-        whole[:, :, rows] = out if member is None else torch.where(member[:, None, :, None], out, whole[:, :, rows])
-    return whole
+        parts.append((replace(call, q=q, k=k, v=v, mask=mask, rotary=fixed), start, member))
+    return parts
 
 
 def _buckets(rotary: Rotary, mask: AttentionMask) -> Iterator[tuple[AttentionMask, Rotary, int, Tensor | None]]:
@@ -212,6 +229,8 @@ def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Choice:
     require(op in TABLES_BY_OP, f"op must be one of {known}, got {op!r}")
     table, bound = TABLES_BY_OP[op], inspect.signature(op).bind(*args, **kwargs).arguments
     call = table.check(table, bound.pop("q"), bound.pop(table.key_name), bound.pop("v"), **bound)
+    if isinstance(call, Call) and call.rotary is not None and call.rotary.follows_query:
+        call = _parts(call)[0][0]  # of per-query dynamic NTK, the first set of frequencies
     skipped: dict[str, str] = {}
     return Choice(table.choose(call, skipped).name, skipped)
 

@@ -74,6 +74,8 @@ class AttentionMask:
     """Whether every query sees every key."""
     is_triangle: bool = field(init=False)
     """Whether the mask is the causal triangle whose last row is full."""
+    batch: int = field(init=False)
+    """Rows that the mask is for; 1 serves any number."""
 
     def __post_init__(self) -> None:
         if self.offset < 0:
@@ -83,6 +85,8 @@ class AttentionMask:
         last = self.n == 1 and self.offset == self.m - 1
         self.shows_everything = unbounded and (not self.causal or last)
         self.is_triangle = unbounded and self.causal and self.offset == self.m - self.n
+        given = (self.padding, self.documents, *(self.positions or ()))
+        self.batch = max([x.shape[0] for x in given if x is not None], default=1)
 
     @property
     def key_positions(self) -> Tensor:
@@ -409,7 +413,9 @@ class AttentionContext:
             length = filled - offset
         else:
             filled = None
-        key = (window, length, offset, filled)
+        key: Hashable = window
+        if not torch.compiler.is_compiling():  # which would make a new graph for each int in a key
+            key = (window, length, offset, filled)
         if key not in self._masks:
             self._masks[key] = self._make_mask(window, past, length, offset, aligned=filled is not None)
         return self._masks[key]

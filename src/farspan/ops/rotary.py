@@ -314,7 +314,9 @@ class Angles:
         rotary, length, device = self.rotary, self.length, self.mask.device
         if isinstance(length, Tensor):
             return fixed_point(rotary.frequencies(length, device))
-        return TABLES.get(("steps", rotary, length, device), lambda: fixed_point(rotary.frequencies(length)).to(device))
+        return TABLES.get(
+            ("steps", rotary, length, device), lambda: fixed_point(rotary.frequencies(length, "cpu")).to(device)
+        )
 
     def key(self, dtype: torch.dtype) -> Tensor:
         """Return cosines and sines of the keys, (b|1, 1, m, 2, d/2), in the working dtype of `dtype`."""

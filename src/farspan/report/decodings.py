@@ -13,8 +13,8 @@ CAPTIONS = {
         Decoding is greedy, after a context of random numbers; "eager" has a growing cache and plain calls, "graph" a
         static cache and a CUDA graph, "compiled" is compiled. Of a static cache RoPE on SDPA reads every slot with a
         mask, while CoCA's kernel stops where the text ends; so the first line gives each model its own fastest mode.
-        A rotated cache holds ready keys, in RoPE's bytes; otherwise CoCA's has 0.75 of them. Small print: the range
-        that holds three fifths.""",
+        CoCA's cache has 0.75 of RoPE's bytes; a "rotated cache", which earlier versions had, as many. Small print: the
+        range that holds three fifths.""",
     "coca-prompt": """
         A prompt is read in chunks, one text. The paper (Table 6, Figure 6) states about 60 GB at 32k.""",
 }

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from farspan import FarspanCache, FarspanConfig, FarspanForCausalLM
+from farspan.configuration_farspan import FarspanConfig
 from farspan.convert import CalibrationConfig, convert_folder, from_pretrained
 from farspan.convert.configuration import config_of
 from farspan.convert.sources import open_source
@@ -23,6 +23,7 @@ from farspan.evaluation.bits import first_bytes
 from farspan.evaluation.laws import give_law, law_of, scaling_name
 from farspan.evaluation.windows import truncation_control
 from farspan.finetune import open_origin, run_stage, stage_model, stage_row
+from farspan.modeling_farspan import FarspanCache, FarspanForCausalLM
 from farspan.reproduce.preset import Preset
 from farspan.reproduce.step import Step
 from farspan.reproduce.study import Study

@@ -11,14 +11,15 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from farspan import FarspanConfig, FarspanForCausalLM
 from farspan.benchmark import cosformer, cosformer_gpu, decode, layer
+from farspan.configuration_farspan import FarspanConfig
 from farspan.data import Shards, TextTokenizer, load_tokenizer, prepare
 from farspan.errors import require
 from farspan.evaluation import as_trained, passkey, perplexity
 from farspan.evaluation.laws import give_law
 from farspan.evaluation.windows import truncation_control
 from farspan.files import write_whole
+from farspan.modeling_farspan import FarspanForCausalLM
 from farspan.reproduce.preset import Preset
 from farspan.reproduce.step import Step
 from farspan.results import write_result

@@ -10,7 +10,6 @@ import numpy as np
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from farspan import FarspanForCausalLM, FarspanForMaskedLM, FarspanForSequenceClassification
 from farspan.data import Shards, TextTokenizer, load_tokenizer
 from farspan.data.listops import LABELS as DIGITS
 from farspan.data.listops import TOKENS, ListOps
@@ -20,6 +19,7 @@ from farspan.data.pathfinder import LEVELS, Pathfinder
 from farspan.errors import require, unknown
 from farspan.evaluation import as_trained, perplexity
 from farspan.evaluation.answers import asked_tokens, row_labels
+from farspan.modeling_farspan import FarspanForCausalLM, FarspanForMaskedLM, FarspanForSequenceClassification
 from farspan.tasks.datasets import Piece, generate, listops_piece, pathfinder_piece, recall_piece, text_tables
 from farspan.tasks.masking import MaskedRows
 from farspan.tasks.objectives import AskedTokens, RowLabel

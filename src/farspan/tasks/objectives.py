@@ -3,7 +3,7 @@
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from farspan import FarspanForCausalLM, FarspanForMaskedLM, FarspanForSequenceClassification
+from farspan.modeling_farspan import FarspanForCausalLM, FarspanForMaskedLM, FarspanForSequenceClassification
 from farspan.ops.device import product_dtype
 from farspan.training.loss import linear_cross_entropy
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from farspan import FarspanConfig
+from farspan.configuration_farspan import FarspanConfig
 from farspan.errors import require
 from farspan.evaluation import as_trained
 from farspan.tasks.settings import TaskSettings, attention_of

@@ -8,10 +8,11 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from farspan import FarspanConfig, FarspanForCausalLM
+from farspan.configuration_farspan import FarspanConfig
 from farspan.data import Batches, Shards, TextTokenizer, load_tokenizer
 from farspan.data.passkey import check_row, training_row
 from farspan.data.shards import read_manifest
+from farspan.modeling_farspan import FarspanForCausalLM
 from farspan.ops.device import product_dtype
 from farspan.training.config import DataSection, TrainConfig
 from farspan.training.job import Job
