@@ -200,7 +200,6 @@ class Attention(nn.Module):
         self.log_length = log_length
         self.scaling = self.head_dim**-0.5
         self.form = "slack" if self.spec.form == "slack" else "exact"  # strict is exact with a tied query
-        self._follows_auto = decode_backend == "auto" and self.spec.form != "strict"
         self.collinear = collinear = self.spec.collinear
         self.key_width = self.head_dim // 2 if collinear else self.head_dim
         self.query_width = self.head_dim // 2 if self.spec.form == "strict" else self.head_dim
@@ -302,7 +301,8 @@ class Attention(nn.Module):
         if self.log_length is not None:
             q = self.sharpen(q, mask)
         if self.spec.kind == "coca":
-            backend = "auto" if self._follows_auto else self._backend(q, k, v, mask)
+            plain = self.decode_backend == "auto" and self.spec.form != "strict"
+            backend = "auto" if plain else self._backend(q, k, v, mask)
             return coca_attention(
                 q, k, v, rotary=rotary, form=self.form, mask=mask, scale=self.scaling, backend=backend
             )

@@ -89,8 +89,8 @@ class FarspanCache(Cache):
                 return LayerCache(spec.window)
             return StaticLayerCache(max_length) if spec.window is None else StaticWindowCache(max_length, spec.window)
 
-        super().__init__(layers=[layer(spec) for spec in config.attention_specs])
-        self.max_length = max_length
+        self.specs, self.max_length = config.attention_specs, max_length
+        super().__init__(layers=[layer(spec) for spec in self.specs])
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the number of tokens so far, dropped ones included."""
@@ -607,7 +607,7 @@ class FarspanForCausalLM(FarspanPreTrainedModel, GenerationMixin):
         cache = FarspanCache(self.config) if kind != "static" else self._static_cache
         if kind == "static":
             length = max(length, getattr(generation_config, "max_cache_len", None) or 0)
-            if cache is None or (cache.max_length or 0) < length:
+            if cache is None or (cache.max_length or 0) < length or cache.specs != self.config.attention_specs:
                 cache = self._static_cache = FarspanCache(self.config, max_length=length)
             cache.reset()
         model_kwargs["past_key_values"] = cache

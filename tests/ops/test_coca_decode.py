@@ -240,7 +240,6 @@ def test_threads_and_inference_mode_do_not_change_results() -> None:
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(got + several, want * 6, strict=True))
 
 
-@pytest.mark.xfail(strict=True, reason="_key_waves makes its table on the default device", raises=RuntimeError)
 @pytest.mark.parametrize("form", FORMS)
 def test_a_default_device_does_not_move_the_tables(form: str) -> None:
     TABLES.clear()

@@ -41,14 +41,15 @@ def test_segments_do_not_show() -> None:
     assert max(float((x - results[0]).abs().max()) for x in results) <= 1e-6
 
 
-@pytest.mark.parametrize("cut", [(64, 32, 4, 2), (64, 128, 4, 2), (128, 64, 8, 2)])
-@pytest.mark.parametrize("segment", [64, 192])
+@pytest.mark.parametrize(
+    ("cut", "segment"), [((64, 32, 4, 2), 192), ((64, 128, 4, 2), 64), ((64, 128, 4, 2), 192), ((128, 64, 8, 2), 64)]
+)
 def test_no_cut_shows(cut: tuple[int, ...], segment: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks smaller and larger than each other, and than a segment."""
     for table in (linear.PAIRS, linear.QUERY_PAIRS):
         monkeypatch.setitem(table, 64, linear.Cut(*cut))
     monkeypatch.setattr(linear, "segment_of", lambda q, v, causal: segment)
-    check_against_eager(250, torch.bfloat16, b=1, h=2, g=1, d=16)
+    check_against_eager(200, torch.bfloat16, b=1, h=1, g=1, d=16)
 
 
 @pytest.mark.parametrize(("n", "m"), [(1, 32_768), (100, 32_768), (32_768, 32_768), (32_768, 100)])
@@ -77,7 +78,7 @@ def test_no_launch_grows_where_cuda_counts_to_65_535(monkeypatch: pytest.MonkeyP
     names = ("pairs_kernel", "totals_kernel", "prefix_kernel", "delta_kernel")
     for name in names:
         monkeypatch.setattr(linear, name, Noted(name))
-    assert compare(meeting(inputs(70, b=3, h=4, g=2, d=8))) <= 2e-6
+    assert compare(meeting(inputs(70, b=3, h=2, g=2, d=8))) <= 2e-6
     assert {*grids} == {*names}
     assert all(len(grid) == 1 and grid[0] % 6 == 0 for grid in grids.values()), grids
 

@@ -111,7 +111,7 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize(
     "padding",
-    [False, pytest.param(True, marks=pytest.mark.xfail(strict=True, reason="check_call copies keys beside padding"))],
+    [False, True],
 )
 def test_explain_computes_nothing(padding: bool) -> None:
     m = 2**12
@@ -159,7 +159,6 @@ def test_what_explain_names_runs(ran: list[str], backend: str, n: int, gradient:
     assert ran == [choice.name]
 
 
-@pytest.mark.xfail(strict=True, reason="explain asks for the whole call, not for its buckets")
 def test_explain_follows_per_query_frequencies(ran: list[str]) -> None:
     """Two queries on either side of a doubling are two calls of one query."""
     given, rotary = inputs(2), Rotary(8, scaling=DynamicNTK(4, 19))

@@ -21,7 +21,7 @@ def numbers(*values: int) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("n", "splits", "scaling"),
-    [(1, None, NTK(2)), (1, 3, DynamicNTK(4, 16)), (1, 2, None), (3, 2, NTK(2)), (12, 1, DynamicNTK(4, 40))],
+    [(1, None, NTK(2)), (1, 3, DynamicNTK(4, 16)), (3, 2, None), (12, 1, DynamicNTK(4, 40))],
     ids=str,
 )
 def test_rows_of_different_lengths_equal_each_row_alone(

@@ -414,7 +414,7 @@ class AttentionContext:
         else:
             filled = None
         key: Hashable = window
-        if not torch.compiler.is_compiling():  # which would make a new graph for each int in a key
+        if self.cached and not torch.compiler.is_compiling():  # which would make a new graph for each int in a key
             key = (window, length, offset, filled)
         if key not in self._masks:
             self._masks[key] = self._make_mask(window, past, length, offset, aligned=filled is not None)
@@ -424,6 +424,8 @@ class AttentionContext:
         self, window: int | None, past: int | Tensor, length: int, offset: int, *, aligned: bool
     ) -> AttentionMask:
         first, positions, lengths = None, None, None
+        if isinstance(past, Tensor):
+            past = past.clone()  # a static cache counts in place, and `firsts` may be asked for later
         if self.position_ids is None and self.padding is None and aligned:
             first = offset
         else:
@@ -465,7 +467,8 @@ class AttentionContext:
         """Find the position of the first slot, for all rows or (b), if positions count on from there; else None."""
         if self.padding is None:
             if self.position_ids is None:
-                return offset
+                compiled = torch.compiler.is_compiling()  # an int that grows would make a new graph for each token
+                return torch.full((self.batch,), offset, device=self.device) if compiled else offset
             if not self.cached:
                 return None
         elif torch.compiler.is_compiling() or (self.is_fresh and self.position_ids is not None):
