@@ -323,7 +323,7 @@ class Attention(nn.Module):
             q = self.sharpen(q, mask)
         angles = None if rotary is None else mask.angles(rotary)
         if self.spec.kind == "coca":
-            if angles is not None and self.spec.form != "strict" and why_not_feature_kernel(q) is None:
+            if angles is not None and self._prepares_by_kernel(q.dtype, q.device):
                 return kernel_features(q, k, angles, self.form)
             tables = (None, None) if angles is None else (angles.query(q.dtype), angles.key(k.dtype))
             q, k = coca_features(q, k, *tables, form=self.form)
@@ -331,10 +331,33 @@ class Attention(nn.Module):
             return (F.pad(q, (0, gap)), F.pad(k, (0, gap))) if gap else (q, k)
         return (q, k) if angles is None else (angles.rotate_queries(q), angles.rotate_keys(k))
 
+    def _prepares_by_kernel(self, dtype: torch.dtype, device: torch.device) -> bool:
+        return self.spec.form != "strict" and why_not_feature_kernel(dtype, self.head_dim, device) is None
+
+    def prepare(self, context: AttentionContext, dtype: torch.dtype) -> None:
+        """Compute what this layer shares with others in a forward pass without a cache, for queries of a dtype.
+
+        For blocks that are compiled one by one: the first would otherwise fill the context, and need its own graph.
+        """
+        mask = context.mask(self.spec.window)
+        if self.log_length is not None:
+            self._shared_gain(mask, dtype)
+        if self.rotary is not None:
+            angles = mask.angles(self.rotary)
+            if self.spec.kind == "rope":
+                angles.rotation(dtype)
+            elif self._prepares_by_kernel(dtype, context.device):
+                _ = angles.steps
+            else:
+                angles.key(dtype)
+
     def sharpen(self, q: Tensor, mask: AttentionMask) -> Tensor:
         """Multiply queries by the length temperature of `log_length`."""
-        gain = mask.share(("log_length", self.log_length, self.spec.kind, q.dtype), lambda: self._gain(mask, q.dtype))
+        gain = self._shared_gain(mask, q.dtype)
         return q if gain is None else (q * gain).to(q.dtype)
+
+    def _shared_gain(self, mask: AttentionMask, dtype: torch.dtype) -> Tensor | None:
+        return mask.share(("log_length", self.log_length, self.spec.kind, dtype), lambda: self._gain(mask, dtype))
 
     def _gain(self, mask: AttentionMask, dtype: torch.dtype) -> Tensor | None:
         """Compute what `log_length` multiplies queries by, (b|1, 1, n, 1); None if it is 1 for all."""
@@ -407,6 +430,10 @@ class LinearAttention(Attention):
     def op(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
         """Call the op with the layer's constants → (b, h, n, d), or with the state if `return_state`."""
         raise NotImplementedError
+
+    def prepare(self, context: AttentionContext, dtype: torch.dtype) -> None:
+        """Make the mask of the new tokens."""
+        context.new_tokens()
 
     def forward(  # type: ignore[override]
         self,

@@ -31,7 +31,7 @@ from farspan.cache import LayerCache, StateCache
 from farspan.configuration_farspan import FarspanConfig
 from farspan.errors import require
 from farspan.layers import Attention, AttentionSpec, CosformerAttention, LinearAttention, LinearCocaAttention
-from farspan.ops.device import working_dtype
+from farspan.ops.device import product_dtype, working_dtype
 from farspan.ops.masking import AttentionContext, AttentionMask, goes_on_by_one
 from farspan.ops.reference import repeat_heads
 from farspan.ops.rotary import Rotary
@@ -328,7 +328,11 @@ class FarspanPreTrainedModel(PreTrainedModel):
         kept = {"rope_theta": (self.config.rope_parameters or {}).get("rope_theta", 10_000.0)}
         values = {**self.config.to_dict(), "rope_parameters": {**kept, **rope_parameters}}
         changed = FarspanConfig.from_dict(values)  # raises for bad values before anything changes
-        self.config.rope_parameters, rotary = changed.rope_parameters, changed.rotary()
+        self.config.rope_parameters = changed.rope_parameters
+        self.share_rotary(changed.rotary())
+
+    def share_rotary(self, rotary: Rotary) -> None:
+        """Give all rotary layers one object: blocks that are compiled one by one compare it by identity."""
         for module in self.modules():
             if isinstance(module, Attention) and module.rotary is not None:
                 module.rotary = rotary
@@ -365,6 +369,7 @@ class FarspanModel(FarspanPreTrainedModel):
         self.layers = nn.ModuleList(FarspanBlock(config, i) for i in range(config.num_hidden_layers))
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.gradient_checkpointing = False
+        self.share_rotary(config.rotary())
         self.post_init()
 
     @merge_with_config_defaults
@@ -400,7 +405,8 @@ class FarspanModel(FarspanPreTrainedModel):
             and self._can_be_continued(attention_mask, position_ids)
         ):
             past_key_values = FarspanCache(self.config)
-        context = self.context(hidden, attention_mask, position_ids, past_key_values, rotary_length)
+        compiled = self.layers[0]._compiled_call_impl is not None
+        context = self.context(hidden, attention_mask, position_ids, past_key_values, rotary_length, prepare=compiled)
         if self.embed_positions is not None:
             hidden = hidden + self.embed_positions(_rows(context, self.embed_positions.num_embeddings))
         if context.padding is not None:
@@ -420,14 +426,19 @@ class FarspanModel(FarspanPreTrainedModel):
         position_ids: Tensor | None = None,
         past_key_values: Cache | None = None,
         rotary_length: int | None = None,
+        *,
+        prepare: bool = False,
     ) -> AttentionContext:
-        """Make what the blocks share in one forward pass of hidden states (b, n, ·)."""
+        """Make what the blocks share in one forward pass of hidden states (b, n, ·).
+
+        With `prepare` everything is computed now, for blocks that are compiled one by one.
+        """
         past: int | Tensor = 0
         has_windows = static = False
         if past_key_values is not None:
             past, static = past_key_values.get_seq_length(), past_key_values.is_compileable
             has_windows = attention_mask is not None and any(past_key_values.is_sliding)
-        return AttentionContext(
+        context = AttentionContext(
             hidden,
             causal=self.config.causal,
             attention_mask=attention_mask,
@@ -439,6 +450,10 @@ class FarspanModel(FarspanPreTrainedModel):
             has_windows=has_windows,
             rotary_length=rotary_length,
         )
+        if prepare and past_key_values is None and rotary_length is None:
+            for block in self.layers:
+                block.self_attn.prepare(context, product_dtype(hidden))  # type: ignore[union-attr,operator]
+        return context
 
     def _can_be_continued(self, attention_mask: Tensor | None, position_ids: Tensor | None) -> bool:
         """Whether a later call could use a cache made by this one (see :class:`AttentionContext`)."""

@@ -31,7 +31,7 @@ def features(q: Tensor, t: Tensor, angles: Angles, form: str) -> tuple[Tensor, T
         ("exact", 64, 64),
         ("exact", 65, 64),
         ("slack", 65, 64),
-        ("slack", 257, 6),
+        ("slack", 129, 6),
         ("exact", 20, 128),
     ],
 )

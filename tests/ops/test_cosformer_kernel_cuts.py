@@ -26,7 +26,7 @@ from tests.ops.kernels import DEVICE, poison  # noqa: F401 (a fixture for every 
 def test_a_head_wider_than_a_programs_share_of_columns() -> None:
     check_against_eager(65, torch.bfloat16, h=1, d=128)
     assert linear.PRECISE_TOTALS[128].columns < 96
-    assert compare(meeting(inputs(130, b=1, h=1, g=1, d=96))) <= 2e-6
+    assert compare(meeting(inputs(66, b=1, h=1, g=1, d=96))) <= 2e-6
 
 
 def test_segments_do_not_show() -> None:
@@ -36,14 +36,12 @@ def test_segments_do_not_show() -> None:
     angles = torch.stack([f(torch.arange(130, device=DEVICE) * 0.01) for f in (torch.cos, torch.sin)])[None]
     results = [
         linear.linear_attention_op(q, k, v, None, None, angles, angles, None, None, *numbers, segment, False)[0]
-        for segment in (64, 128, 192, 640)
+        for segment in (64, 128, 640)
     ]
     assert max(float((x - results[0]).abs().max()) for x in results) <= 1e-6
 
 
-@pytest.mark.parametrize(
-    ("cut", "segment"), [((64, 32, 4, 2), 192), ((64, 128, 4, 2), 64), ((64, 128, 4, 2), 192), ((128, 64, 8, 2), 64)]
-)
+@pytest.mark.parametrize(("cut", "segment"), [((64, 32, 4, 2), 192), ((64, 128, 4, 2), 64), ((128, 64, 8, 2), 64)])
 def test_no_cut_shows(cut: tuple[int, ...], segment: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks smaller and larger than each other, and than a segment."""
     for table in (linear.PAIRS, linear.QUERY_PAIRS):
@@ -78,9 +76,9 @@ def test_no_launch_grows_where_cuda_counts_to_65_535(monkeypatch: pytest.MonkeyP
     names = ("pairs_kernel", "totals_kernel", "prefix_kernel", "delta_kernel")
     for name in names:
         monkeypatch.setattr(linear, name, Noted(name))
-    assert compare(meeting(inputs(70, b=3, h=2, g=2, d=8))) <= 2e-6
+    assert compare(meeting(inputs(66, b=3, h=1, g=1, d=8))) <= 2e-6
     assert {*grids} == {*names}
-    assert all(len(grid) == 1 and grid[0] % 6 == 0 for grid in grids.values()), grids
+    assert all(len(grid) == 1 and grid[0] % 3 == 0 for grid in grids.values()), grids
 
 
 @pytest.mark.parametrize("segment", [64, 128])

@@ -225,7 +225,7 @@ def test_auto_takes_the_kernels_on_a_gpu() -> None:
     assert gpu_choice(backend="sdpa").name == "sdpa"
     assert gpu_choice(n=50).name == "fused"
     assert gpu_choice(n=50, gradient=True).name == "fused"
-    assert gpu_choice(n=50, rotary=None).skipped["fused"] == "there is nothing to rotate"
+    assert gpu_choice(n=50, rotary=None).skipped["fused"] == "nothing rotates"
 
 
 @needs_triton
@@ -300,12 +300,12 @@ def test_what_the_feature_kernel_leaves_to_torch(change: dict[str, Any], reason:
 def test_transforms_of_torch_func_keep_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(coca, "is_ampere", lambda *_: True)
     monkeypatch.setattr(coca, "why_not_compiled_triton", lambda: None)
-    on_gpu = type("Query", (), {"device": torch.device("cuda", 0), "shape": (1, 1, 1, 64), "dtype": torch.float32})()
-    assert coca.why_not_feature_kernel(on_gpu) is None
+    on_gpu = (torch.float32, 64, torch.device("cuda", 0))
+    assert coca.why_not_feature_kernel(*on_gpu) is None
     found = []
 
     def look(x: Tensor) -> Tensor:
-        found.append(str(coca.why_not_feature_kernel(on_gpu)))
+        found.append(str(coca.why_not_feature_kernel(*on_gpu)))
         return x.sum()
 
     x = torch.ones(2, 3)

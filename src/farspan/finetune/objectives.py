@@ -114,7 +114,8 @@ class Distillation(nn.Module):
         wanted = LOGIT_KL in self.weights
         with torch.no_grad():
             hidden = teacher.model.embed_tokens(ids)
-        theirs, own = teacher.model.context(hidden), self.model.model.context(hidden, position_ids=positions)
+        theirs = teacher.model.context(hidden, prepare=self.compile_loss)
+        own = self.model.model.context(hidden, position_ids=positions, prepare=self.compile_loss)
         errors, last = [], len(teacher.model.layers) if wanted else max(self.layers) + 1
         for i, (block, student) in enumerate(zip(teacher.model.layers[:last], self.model.model.layers, strict=False)):
             with torch.no_grad():

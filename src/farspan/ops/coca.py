@@ -139,32 +139,33 @@ def kernel_features(q: Tensor, t: Tensor, angles: Angles, form: str) -> tuple[Te
     return prepare_op(q, t, steps, query, key, first + mask.offset, first, form, factor)
 
 
-def why_not_feature_kernel(q: Tensor) -> str | None:
+def why_not_feature_kernel(dtype: torch.dtype, width: int, device: torch.device) -> str | None:
     """Return why the feature kernel cannot run on its own choice, or None.
 
-    >>> why_not_feature_kernel(torch.zeros(1, 1, 1, 64))
+    >>> why_not_feature_kernel(torch.float32, 64, torch.device("cpu"))
     'the feature kernel needs CUDA tensors, got cpu'
     """
-    if q.device.type != "cuda":
-        return f"the feature kernel needs CUDA tensors, got {q.device.type}"
-    if q.shape[-1] > WIDEST:  # the width is not in the message: torch.compile may let it vary
+    if device.type != "cuda":
+        return f"the feature kernel needs CUDA tensors, got {device.type}"
+    if width > WIDEST:  # the width is not in the message: torch.compile may let it vary
         return f"the feature kernel takes heads up to {WIDEST} wide"
-    if q.dtype not in (torch.bfloat16, torch.float32):
-        return f"the feature kernel takes bfloat16 and float32, got {q.dtype}"
+    if dtype not in (torch.bfloat16, torch.float32):
+        return f"the feature kernel takes bfloat16 and float32, got {dtype}"
     if takes_forward_derivatives():
         return "the feature kernel has no forward-mode derivatives"
     if torch._C._are_functorch_transforms_active():
         return "the feature kernel has no rules for the transforms of torch.func"
     if torch.compiler.is_exporting():
         return "an exported graph should also run without Triton"
-    if not is_ampere(q.device.index):
+    if not is_ampere(device.index):
         return "the feature kernel needs an Nvidia GPU from Ampere on"
     return why_not_compiled_triton()
 
 
 def _why_not_fused(call: Call) -> str | None:
+    q = call.q
     if call.backend == "auto":
-        return "there is nothing to rotate" if call.rotary is None else why_not_feature_kernel(call.q)
+        return "nothing rotates" if call.rotary is None else why_not_feature_kernel(q.dtype, q.shape[-1], q.device)
     if call.mask.documents is not None:
         return "backend='triton' does not support documents; use backend='sdpa'"
     if call.q.dtype not in (torch.bfloat16, torch.float32):

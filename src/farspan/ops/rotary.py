@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from farspan.errors import require, require_choice
-from farspan.ops.device import TABLES, working_dtype
+from farspan.ops.device import TABLES, is_traced, working_dtype
 
 if TYPE_CHECKING:
     from farspan.ops.masking import AttentionMask
@@ -137,7 +137,7 @@ class DynamicNTK(Scaling):
 class YaRN(Scaling):
     """Interpolate slow pairs, keep fast ones, blend between, and scale the scores (Peng et al. 2023).
 
-    A pair is fast if it makes more than `beta_fast` turns within the training length, slow below `beta_slow`.
+    A pair is fast if it makes more than `beta_fast` rotations within the training length, slow below `beta_slow`.
 
     >>> yarn = YaRN(4, train_length=512)
     >>> theta(8, 10_000.0) / yarn.frequencies(8, 10_000.0, None), round(yarn.attention_factor, 4)
@@ -177,9 +177,9 @@ class YaRN(Scaling):
 
 @dataclass(frozen=True)
 class Llama3(Scaling):
-    """Divide slow pairs by the factor, keep fast ones, blend between by the number of turns (Llama 3.1).
+    """Divide slow pairs by the factor, keep fast ones, blend between by the number of rotations (Llama 3.1).
 
-    A pair is fast if it makes more than `high_turns` turns within the training length, slow below `low_turns`.
+    A pair is fast if it makes more than `high_turns` rotations within the training length, slow below `low_turns`.
     YaRN blends by the index of the pair and also scales the scores; this does neither.
 
     >>> theta(8, 1_000.0) / Llama3(4, train_length=64).frequencies(8, 1_000.0, None)
@@ -298,7 +298,8 @@ class Angles:
         self.length = _governing_length(rotary.scaling, mask) if isinstance(rotary.scaling, DynamicNTK) else None
         self._keys: dict[torch.dtype, Tensor] = {}
         self._queries: dict[torch.dtype, Tensor] = {}
-        self._rotation: dict[torch.dtype, tuple[Tensor, Tensor]] = {}
+        self._rotations: dict[torch.dtype, tuple[Tensor, Tensor]] = {}
+        self._steps: Tensor | None = None
 
     @property
     def frequencies(self) -> Tensor:
@@ -310,9 +311,14 @@ class Angles:
 
     @property
     def steps(self) -> Tensor:
-        """θ_j as int64 fractions of a turn, (1|b, d/2); see :func:`fixed_point`."""
+        """θ_j as int64 fractions of a full circle, (1|b, d/2); see :func:`fixed_point`."""
+        if self._steps is None:
+            self._steps = self._make_steps()
+        return self._steps
+
+    def _make_steps(self) -> Tensor:
         rotary, length, device = self.rotary, self.length, self.mask.device
-        if isinstance(length, Tensor):
+        if isinstance(length, Tensor) or is_traced():
             return fixed_point(rotary.frequencies(length, device))
         return TABLES.get(
             ("steps", rotary, length, device), lambda: fixed_point(rotary.frequencies(length, "cpu")).to(device)
@@ -334,20 +340,22 @@ class Angles:
             self._queries[dtype] = cos_sin(mask.query_positions, self.frequencies, self.rotary.factor, dtype)
         return self._queries[dtype]
 
+    def rotation(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return (cos, cos) and (-sin, sin) of the keys, each (b|1, 1, m, d), for :func:`rotate`."""
+        if dtype not in self._rotations:
+            self._rotations[dtype] = _rotation(self.key(dtype))
+        return self._rotations[dtype]
+
     def rotate_keys(self, k: Tensor) -> Tensor:
         """Rotate k (b, g, m, d) by the positions of the keys."""
-        if k.dtype not in self._rotation:
-            self._rotation[k.dtype] = _rotation(self.key(k.dtype))
-        return rotate(k, self._rotation[k.dtype])
+        return rotate(k, self.rotation(k.dtype))
 
     def rotate_queries(self, q: Tensor) -> Tensor:
         """Rotate q (b, h, n, d) by the positions of the queries."""
         mask = self.mask
         if not mask.aligned:
             return rotate(q, _rotation(self.query(q.dtype)))
-        if q.dtype not in self._rotation:
-            self._rotation[q.dtype] = _rotation(self.key(q.dtype))
-        cos, sin = self._rotation[q.dtype]
+        cos, sin = self.rotation(q.dtype)
         if mask.n < mask.m:
             rows = slice(mask.offset, mask.offset + mask.n)
             cos, sin = cos[:, :, rows], sin[:, :, rows]
@@ -378,13 +386,13 @@ def cos_sin(positions: Tensor, frequencies: Tensor, factor: float, dtype: torch.
 
 
 def fixed_point(frequencies: Tensor) -> Tensor:
-    """Convert θ_j (…, d/2) in float64 to θ_j/2π in units of 2⁻⁶⁴ turns, int64; (d/2) becomes (1, d/2).
+    """Convert θ_j (…, d/2) in float64 to θ_j/2π in units of 2⁻⁶⁴ of a full circle, int64; (d/2) becomes (1, d/2).
 
-    A product of position and step wraps at whole turns by itself. What is left is the reduced angle, exact at any
+    A product of position and step wraps at whole circles by itself. What is left is the reduced angle, exact at any
     position.
 
     >>> quarter = fixed_point(torch.tensor([math.pi / 2], dtype=torch.float64))
-    >>> (quarter * 5).item() / 2**64  # five quarter turns are one quarter
+    >>> (quarter * 5).item() / 2**64  # five quarter circles are one quarter
     0.25
     """
     turns = frequencies / (2 * math.pi)

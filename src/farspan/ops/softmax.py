@@ -229,7 +229,7 @@ def _block(
     q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, start: int, stop: int, scale: float, slopes: Tensor | None
 ) -> Tensor:
     low, high = mask.key_range(start, stop)
-    if stop - start == mask.n:  # layers share the only block of a mask
+    if stop - start == mask.n and not torch.compiler.is_compiling():  # layers share the only block of a mask
         seen, blind = mask.share("block", lambda: _visible(mask, start, stop, low, high))
     else:
         seen, blind = _visible(mask, start, stop, low, high)
