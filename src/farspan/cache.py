@@ -15,6 +15,9 @@ from farspan.ops.cosformer import LinearState
 ONE_BY_ONE = 64
 """Up to this many new tokens, more calls like this are expected, and spare capacity is allocated for them."""
 
+CHEAP = 2**15
+"""Up to this many numbers a copy is faster than a write into a buffer."""
+
 
 class LayerCache:
     """Keys and values of one layer; with a window, only those that a later query can see.
@@ -149,7 +152,11 @@ class _Storage:
 
     def append(self, held: Tensor, new: Tensor) -> Tensor:
         """Return `held` and then `new`, in place where `held` is the part of the buffer handed out last."""
-        if torch.compiler.is_compiling() or (torch.is_grad_enabled() and (held.requires_grad or new.requires_grad)):
+        if (
+            held.numel() <= CHEAP
+            or torch.compiler.is_compiling()
+            or (torch.is_grad_enabled() and (held.requires_grad or new.requires_grad))
+        ):
             return torch.cat((held, new), dim=2)
         old, total = held.shape[2], held.shape[2] + new.shape[2]
         buffer, end = self.buffer, self.start + total

@@ -5,6 +5,7 @@ as wide as a rotary score. Slack has two such waves; the only query of a key hea
 computed for one block of keys at a time, which stays in the processor's cache until it meets the query.
 """
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import NamedTuple
 
@@ -169,29 +170,28 @@ def _scores(amplitudes: tuple[Tensor, ...], share: Tensor | None, t: Tensor, wav
     if not waves:
         (amplitude,) = amplitudes
         return torch.bmm(amplitude, t.to(amplitude.dtype).flatten(0, 1).mT)
-    blocks = round(b * g * m * width / (BLOCK_ELEMENTS * torch.get_num_threads()))
-    if blocks <= 1 and len(waves) == 1:
-        return torch.bmm(amplitudes[0], (t * waves[0]).flatten(0, 1).mT)
-    blocks = max(1, blocks)
-    rows = max(min(m, 64), -(-m // blocks))  # of equal length: a short block takes as many operations as a long one
-    product = amplitudes[0].new_empty(b, g, rows, width)
-    keys = product.flatten(0, 1).mT
-    parts: list[Tensor] = []
+    blocks = max(1, round(b * g * m * width / (BLOCK_ELEMENTS * torch.get_num_threads())))
+    if blocks == 1:
+        return _block_scores(amplitudes, share, t, waves, None)
+    rows = -(-m // blocks)  # of equal length: a short block takes as many operations as a long one
+    product, parts = amplitudes[0].new_empty(b, g, rows, width), []
     for block, *tables in zip(t.split(rows, dim=2), *(wave.split(rows, dim=2) for wave in waves), strict=True):
-        if (short := block.shape[2]) < rows:  # the last one
-            product, keys = product[:, :, :short], keys[:, :, :short]
-        if share is not None:
-            cos, sin = tables
-            torch.addcmul(cos, sin, share, out=product).mul_(block)
-            parts.append(torch.bmm(amplitudes[0], keys))
-            continue
-        for amplitude, table in zip(amplitudes, tables, strict=True):  # one at a time: both need twice the memory
-            torch.mul(block, table, out=product)
-            if table is tables[0]:
-                parts.append(torch.bmm(amplitude, keys))
-            else:
-                parts[-1].baddbmm_(amplitude, keys)
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+        parts.append(_block_scores(amplitudes, share, block, tables, product[:, :, : block.shape[2]]))
+    return torch.cat(parts, dim=-1)
+
+
+def _block_scores(
+    amplitudes: tuple[Tensor, ...], share: Tensor | None, t: Tensor, waves: Sequence[Tensor], product: Tensor | None
+) -> Tensor:
+    """Compute the scores of a block of keys; `product` is where t∘wave goes."""
+    if share is not None:  # the mixture of both waves
+        cos, sin = waves
+        keys = torch.addcmul(cos, sin, share, out=product).mul_(t)
+        return torch.bmm(amplitudes[0], keys.flatten(0, 1).mT)
+    scores = torch.bmm(amplitudes[0], torch.mul(t, waves[0], out=product).flatten(0, 1).mT)
+    for amplitude, wave in zip(amplitudes[1:], waves[1:], strict=True):  # one at a time: both need twice the memory
+        scores.baddbmm_(amplitude, torch.mul(t, wave, out=product).flatten(0, 1).mT)
+    return scores
 
 
 def _means(scores: Tensor, v: Tensor) -> Tensor:
