@@ -68,7 +68,9 @@ def test_imports_run_one_way(path: Path) -> None:
             assert FLOORS[module.split(".")[1]] <= FLOORS[room(path)], f"{path} imports {module}"
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if room(p) in ("ops", "layers", "cache", "errors")], ids=lambda p: p.stem)
+@pytest.mark.parametrize(
+    "path", [p for p in FILES if room(p) in ("ops", "layers", "cache", "errors")], ids=lambda p: p.stem
+)
 def test_ops_and_layers_import_torch_and_nothing_heavier(path: Path) -> None:
     allowed = {"triton"} if path.parent.name == "triton" else set()
     assert not {module.split(".")[0] for module in imports(path)} & (HEAVY - allowed)

@@ -48,7 +48,7 @@ class FarspanConfig(PreTrainedConfig):
             ``{"kind": "coca", "form": "exact", "window": 128}``.
         coca_activation: keeps t ≥ 0: "relu" (the paper) or "softplus".
         cosformer_max_length: M, the distance at which cosFormer's cosine reaches zero; default `train_length`.
-        cosformer_beyond: what its weights do past M: "raise", "decoupled", "raised-cosine" or "decay".
+        cosformer_beyond: what its weights do past M: "raise", "decoupled" or "decay".
         cosformer_activation: "relu" (the paper) or "elu" (elu + 1).
         decode_backend: the backend of CoCA's decoding steps: "auto", "sdpa", or "triton", which raises where device,
             dtype or width forbid it. It is a choice for one machine and is not saved with the model.

@@ -24,7 +24,7 @@ COCA = [
 LAYERS: dict[str, Callable[..., Attention]] = {
     "cosformer": lambda **o: CosformerAttention(32, 4, max_length=40, **o),
     "decoupled": lambda **o: CosformerAttention(32, 4, max_length=5, beyond="decoupled", **o),
-    "raised-cosine": lambda **o: CosformerAttention(32, 4, max_length=5, beyond="raised-cosine", activation="elu", **o),
+    "decoupled, elu": lambda **o: CosformerAttention(32, 4, max_length=5, beyond="decoupled", activation="elu", **o),
     "decay": lambda **o: CosformerAttention(32, 4, max_length=5, beyond="decay", qk_norm_eps=1e-6, qkv_bias=True, **o),
     "cosformer nope": lambda **o: CosformerAttention(32, 4, max_length=5, nope=True, **o),
     "linear-coca": lambda **o: LinearCocaAttention(32, 4, **o),

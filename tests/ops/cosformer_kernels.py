@@ -18,7 +18,7 @@ from tests.ops.kernels import DEVICE
 @pytest.fixture
 def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a short text has several, of more than one block each."""
-    monkeypatch.setattr(linear, "segment_of", lambda q, v, causal: 64)
+    monkeypatch.setattr(linear, "segment_of", lambda q, v: 64)
 
 
 def inputs(n: int, m: int | None = None, *, dtype: torch.dtype = torch.float32, **shape: int) -> list[Tensor]:
@@ -51,22 +51,22 @@ def compare(leaves: list[Tensor], **options: Any) -> float:
     return max(float((a - b).abs().max() / b.abs().max().clamp(min=1.0)) for a, b in pairs)
 
 
-def eager(q: Tensor, k: Tensor, v: Tensor, max_length: int, causal: bool = True) -> Tensor:
+def eager(q: Tensor, k: Tensor, v: Tensor, max_length: int) -> Tensor:
     """What anyone would write in the same dtype: features, products and weights in that dtype."""
     angle = math.pi * torch.arange(q.shape[2], device=q.device) / (2 * max_length)
     waves = [x[:, None].to(q.dtype) for x in (angle.cos(), angle.sin())]
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     q_, k_ = (torch.cat([x.relu() * wave for wave in waves], dim=-1) for x in (q, k))
-    weights = (q_ @ k_.mT).tril() if causal else q_ @ k_.mT
+    weights = (q_ @ k_.mT).tril()
     return weights @ v / weights.sum(-1, keepdim=True).clamp(min=1e-3)
 
 
-def check_against_eager(n: int, dtype: torch.dtype, causal: bool = True, **shape: int) -> None:
+def check_against_eager(n: int, dtype: torch.dtype, **shape: int) -> None:
     """Errors of values and gradients at most twice those of eager in the same dtype; rounding is always allowed."""
     leaves = meeting(inputs(n, dtype=dtype, **shape))
     wide = [x.detach().double().requires_grad_() for x in leaves]
     weights = torch.randn(*leaves[0].shape[:3], leaves[2].shape[-1], device=DEVICE).to(dtype)
-    options: dict[str, Any] = {"max_length": n, "causal": causal}
+    options: dict[str, Any] = {"max_length": n}
     truth = with_gradients(cosformer_attention_reference, wide, weights, **options)
     ours = with_gradients(cosformer_attention, leaves, weights, backend="triton", **options)
     plain = with_gradients(eager, leaves, weights, **options)

@@ -100,12 +100,8 @@ def test_angles_made_in_a_cuda_graph_are_not_kept(monkeypatch: pytest.MonkeyPatc
     [
         ({}, torch.float64, "takes float32, bfloat16 or float16, got torch.float64; use backend='chunked'"),
         ({"beyond": "decay"}, torch.float32, "has no decay; use backend='chunked'"),
-        (
-            {"causal": False, "documents": torch.zeros(1, 5, dtype=torch.long)},
-            torch.float32,
-            "documents only with causal",
-        ),
-        ({"positions": (torch.arange(5), torch.arange(5))}, torch.float32, "queries that are the last keys"),
+        ({"causal": False}, torch.float32, "takes causal calls whose queries are the last keys"),
+        ({"positions": (torch.arange(5), torch.arange(5))}, torch.float32, "queries are the last keys"),
     ],
 )
 def test_what_the_kernels_cannot_do_raises_with_the_reason(
@@ -131,7 +127,6 @@ PAPER: dict[str, Any] = {"beyond": "raise", "activation": "relu", "reweight": Tr
         ({"n": 1}, False),
         ({"n": 63}, False),
         ({"d": 256}, False),
-        ({"beyond": "raised-cosine"}, False),
         ({"beyond": "decoupled"}, False),
         ({"beyond": "decay"}, False),
         ({"activation": "elu"}, False),

@@ -48,7 +48,7 @@ def test_a_rotated_denominator_past_m_would_not_be_bounded() -> None:
         cosformer_attention(q, k, v, max_length=16)
 
 
-def test_decoupled_and_raised_cosine_forget_nothing_but_decay_does() -> None:
+def test_decoupled_forgets_nothing_but_decay_does() -> None:
     """One key, its value 1, then nothing: what is left of it at distance 4M, where the cosine is 1 again."""
     m, far = 16, 64
     k = torch.full((1, 1, far + 1, 1), -1.0, dtype=torch.float64)
@@ -57,7 +57,6 @@ def test_decoupled_and_raised_cosine_forget_nothing_but_decay_does() -> None:
     v[0, 0, 0] = 1.0
     last = {b: float(cosformer_attention(k, k, v, max_length=m, beyond=b)[0, 0, -1, 0]) for b in PAST_M}
     assert last["decoupled"] == pytest.approx(0.5)
-    assert last["raised-cosine"] == pytest.approx(0.5)
     assert last["decay"] == pytest.approx(math.exp(-4) / (1 + math.exp(-4)))
 
 

@@ -168,11 +168,14 @@ def _why_not_fused(call: Call) -> str | None:
         return "nothing rotates" if call.rotary is None else why_not_feature_kernel(q.dtype, q.shape[-1], q.device)
     if call.mask.documents is not None:
         return "backend='triton' does not support documents; use backend='sdpa'"
-    if call.q.dtype not in (torch.bfloat16, torch.float32):
-        return f"backend='triton' has gradients in bfloat16 and float32, got {call.q.dtype}; use backend='sdpa'"
+    if q.dtype not in (torch.bfloat16, torch.float32):
+        return (
+            "backend='triton' takes bfloat16 or float32 with gradients or more than 32 queries per key head, "
+            f"got {q.dtype}; use backend='sdpa'"
+        )
     if takes_forward_derivatives():
         return "backend='triton' has no forward-mode derivatives; use backend='sdpa'"
-    return why_not_triton(call.q.device.type)
+    return why_not_triton(q.device.type)
 
 
 def _fused(call: Call) -> Tensor:

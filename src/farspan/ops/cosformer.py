@@ -41,7 +41,7 @@ from farspan.ops.reference import (
     weigh,
 )
 
-BEYOND = ("raise", "decoupled", "raised-cosine", "decay")
+BEYOND = ("raise", "decoupled", "decay")
 """What a weight is past distance M, see :func:`cosformer_attention`."""
 WIDEST = 128
 """Widest head that the kernels take."""
@@ -73,8 +73,7 @@ def cosformer_attention(
 
     * ``"raise"``: κ = cos θΔ in numerator and denominator. Longer sequences than M raise an error.
     * ``"decoupled"``: κ = cos θΔ in the numerator, 1 in the denominator. Weights may be negative, but |o| ≤ max |v|.
-    * ``"raised-cosine"``: κ = δ + (1 + cos θΔ)/2, δ = 2^-16. Always a mean of values; a key returns at distance 4M.
-    * ``"decay"``: κ = e^{-|Δ|/M}·(δ + (1 + cos θΔ)/2). Always a mean of values; distant keys fade.
+    * ``"decay"``: κ = e^{-|Δ|/M}·(δ + (1 + cos θΔ)/2), δ = 2^-16. Always a mean of values; distant keys fade.
 
     They differ within M too: train and run a model with the same one. The denominator is at least ε: 2^-10 in float16,
     1e-6 in bfloat16 and float32, 1e-12 in float64. A row that sums to less is drawn towards zero.
@@ -288,7 +287,6 @@ def cosformer_weighting(max_length: int, beyond: str, activation: str, reweight:
     curves = {
         "raise": (Curve(0, 1), Curve(0, 1)),
         "decoupled": (Curve(0, 1), Curve(1, 0)),
-        "raised-cosine": (raised, raised),
         "decay": (raised, raised),
     }
     numerator, denominator = curves[beyond] if reweight else (Curve(1, 0), Curve(1, 0))
@@ -441,8 +439,7 @@ def _check_reach(call: LinearCall, max_length: int) -> None:
         reach < max_length,
         lambda: (
             f"max_length is M = {max_length} and the sequence spans {reach + 1:.0f} positions, where cos(πΔ/2M) is "
-            "negative; split it, train with a larger max_length, or choose beyond='decoupled', 'raised-cosine' or "
-            "'decay'"
+            "negative; split it, train with a larger max_length, or choose beyond='decoupled' or 'decay'"
         ),
     )
 
@@ -561,10 +558,8 @@ def _why_not_triton(call: LinearCall) -> str | None:
         return f"backend='triton' takes heads up to {WIDEST} wide, got {widest}; use backend='chunked'"
     if weighting.decay:
         return "backend='triton' has no decay; use backend='chunked'"
-    if mask.causal and not mask.aligned:
-        return "backend='triton' takes queries that are the last keys, got a pair of positions; use backend='chunked'"
-    if not mask.causal and mask.documents is not None:
-        return "backend='triton' takes documents only with causal=True; use backend='chunked'"
+    if not (mask.causal and mask.aligned):
+        return "backend='triton' takes causal calls whose queries are the last keys; use backend='chunked'"
     if takes_forward_derivatives():
         return "backend='triton' has no forward-mode derivatives; use backend='chunked'"
     return why_not_triton(q.device.type)
@@ -577,32 +572,26 @@ def _triton(call: LinearCall) -> tuple[Tensor, LinearState | None]:
     against 1.6e-3 of "chunked", which computes the output again in float32.
     """
     mask, weighting, state = call.mask, call.weighting, call.state
-    if mask.causal and mask.n == 1 and mask.documents is None:  # decoding is a handful of numbers
+    if mask.n == 1 and mask.documents is None:  # decoding is a handful of numbers
         return _chunked(call)
-    from farspan.ops.triton.linear import linear_attention_op
+    from farspan.ops.triton.linear import LinearKernelCall, linear_attention_op
 
-    assert weighting.shared or weighting.denominator == Curve(1, 0)
-    before = mask.m - mask.n if mask.causal else 0
-    query, key = _kernel_angles(call)
-    out, _, _, _, numerator, denominator = linear_attention_op(
-        F.pad(call.q, (0, 0, before, 0)) if before else call.q,  # causal kernels want one query per key
-        call.k,
-        call.v,
-        None if state is None else state.numerator,
-        None if state is None else state.denominator,
-        query,
-        key,
-        mask.padding,
-        mask.documents,
-        float(weighting.numerator.constant),
-        float(weighting.numerator.wave),
-        weighting.shared,
-        weighting.query_map is ACTIVATIONS["relu"],
-        MIN_DENOMINATOR[call.q.dtype],
-        mask.causal,
-        0,
-        call.return_state,
+    before = mask.m - mask.n
+    kernel = LinearKernelCall(
+        q=F.pad(call.q, (0, 0, before, 0)) if before else call.q,  # the kernels want one query per key
+        k=call.k,
+        v=call.v,
+        initial=None if state is None else state.numerator,
+        initial_sum=None if state is None else state.denominator,
+        angles=_kernel_angles(call) if weighting.numerator.wave else None,
+        padding=mask.padding,
+        documents=mask.documents,
+        shared=weighting.shared,
+        relu=weighting.query_map is ACTIVATIONS["relu"],
+        epsilon=MIN_DENOMINATOR[call.q.dtype],
+        segment=0,
     )
+    out, _, _, _, numerator, denominator = linear_attention_op(*kernel, call.return_state)
     out = out[:, :, before:]
     if not call.return_state:
         return out, None
@@ -611,11 +600,9 @@ def _triton(call: LinearCall) -> tuple[Tensor, LinearState | None]:
     return out, advance(keys, state, numerator, denominator)
 
 
-def _kernel_angles(call: LinearCall) -> tuple[Tensor | None, Tensor | None]:
-    """Compute cos and sin (b|1, 2, ·) of queries and keys, measured from the anchor of the sums."""
+def _kernel_angles(call: LinearCall) -> Tensor:
+    """Compute cos and sin (b|1, 2, m) of the keys, measured from the anchor of the sums."""
     mask, weighting, state = call.mask, call.weighting, call.state
-    if not weighting.numerator.wave:
-        return None, None
 
     def table(positions: Tensor) -> Tensor:
         return torch.cat([x[:, :, :, 0] for x in weighting.angles(positions.double(), torch.float32)], dim=1)
@@ -623,11 +610,8 @@ def _kernel_angles(call: LinearCall) -> tuple[Tensor | None, Tensor | None]:
     if state is None and mask.first is not None:  # 0 … m-1
         m = mask.m if is_traced() else power_of_2(mask.m)
         name = ("linear angles", weighting.frequency, weighting.period, m, mask.device)
-        key = TABLES.get(name, lambda: table(torch.arange(m, device=mask.device)[None]))[:, :, : mask.m]
-        return key if mask.causal else key[:, :, mask.m - mask.n :], key
-    anchor = mask.key_positions[:, :1] if state is None else state.anchor
-    key = table(mask.key_positions - anchor)
-    return key if mask.causal else table(mask.query_positions - anchor), key
+        return TABLES.get(name, lambda: table(torch.arange(m, device=mask.device)[None]))[:, :, : mask.m]
+    return table(mask.key_positions - (mask.key_positions[:, :1] if state is None else state.anchor))
 
 
 CHUNKED = Implementation("chunked", ("auto", "chunked"), _chunked)

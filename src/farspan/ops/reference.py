@@ -169,7 +169,6 @@ def cosformer_weights(
     kappa = {
         "raise": (cos, cos),
         "decoupled": (cos, one),
-        "raised-cosine": (raised, raised),
         "decay": (decayed, decayed),
     }
     numerator, denominator = kappa[beyond] if reweight else (one, one)

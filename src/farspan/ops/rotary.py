@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from farspan.errors import require, require_choice
-from farspan.ops.device import TABLES, is_traced, working_dtype
+from farspan.ops.device import TABLES, working_dtype
 
 if TYPE_CHECKING:
     from farspan.ops.masking import AttentionMask
@@ -318,11 +318,9 @@ class Angles:
 
     def _make_steps(self) -> Tensor:
         rotary, length, device = self.rotary, self.length, self.mask.device
-        if isinstance(length, Tensor) or is_traced():
+        if isinstance(length, Tensor):
             return fixed_point(rotary.frequencies(length, device))
-        return TABLES.get(
-            ("steps", rotary, length, device), lambda: fixed_point(rotary.frequencies(length, "cpu")).to(device)
-        )
+        return TABLES.get(("steps", rotary, length, device), lambda: fixed_point(rotary.frequencies(length, device)))
 
     def key(self, dtype: torch.dtype) -> Tensor:
         """Return cosines and sines of the keys, (b|1, 1, m, 2, d/2), in the working dtype of `dtype`."""

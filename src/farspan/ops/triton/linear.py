@@ -1,12 +1,9 @@
 """Linear attention: one forward and one backward op on three kernels.
 
-Every weight is (a_i·t_j)·κ(i-j) of features a of queries and t of keys, with κ = still + wave·cos θ(i-j). κ is a sum of
-products of row factors, a query's times a key's:
-
-    κ = still·1  +  wave cos θi · cos θj  +  wave sin θi · sin θj
-
-Rows can be multiplied after a matrix product as well as before it. So no features of width 2d or 3d exist: tiles of q
-and k enter the tensor cores as they are loaded, and the factors are applied in float32.
+Every weight is (a_i·t_j)·κ(i-j) of features a of queries and t of keys, with κ = 1 or, with WAVE, κ = cos θ(i-j). That
+is a sum of products of row factors, a query's times a key's: cos θi · cos θj + sin θi · sin θj. Rows can be multiplied
+after a matrix product as well as before it. So no features of width 2d exist: tiles of q and k enter the tensor cores
+as they are loaded, and the factors are applied in float32. Denominators have the same κ if SHARED, else 1.
 
 The output and all three gradients are the same sum, computed by `pairs_kernel`. With denominators D, the output's
 gradient g, and δ_i = -(g_i·o_i), or 0 where ε replaces D:
@@ -32,7 +29,7 @@ import triton.language as tl
 from torch import Tensor
 
 from farspan.ops.device import cdiv
-from farspan.ops.triton.support import INTERPRETED, Buffer, narrow, padded, processors, row_major, row_stride
+from farspan.ops.triton.support import INTERPRETED, Buffer, narrow, padded, row_major, row_stride
 
 
 @triton.jit
@@ -116,10 +113,9 @@ def _column_sums(x, weight):
 
 @triton.jit(do_not_specialize=["n", "heads", "segment", "parts"])
 def totals_kernel(
-    y, z, states, sums, denominators, deltas, angles, padding, documents,
-    still, wave, epsilon, n, heads, segment, parts,
+    y, z, states, sums, denominators, deltas, angles, padding, documents, epsilon, n, heads, segment, parts,
     y_b, y_h, y_n, z_b, z_h, z_n, angles_b, angles_s, padding_b, documents_b,
-    QUERIES: tl.constexpr, RELU: tl.constexpr, STILL: tl.constexpr, WAVE: tl.constexpr, SHARED: tl.constexpr,
+    QUERIES: tl.constexpr, RELU: tl.constexpr, WAVE: tl.constexpr, SHARED: tl.constexpr,
     TIMES: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Z: tl.constexpr,
 ):  # fmt: skip
@@ -134,10 +130,8 @@ def totals_kernel(
     split = block // parts
     column = tl.arange(0, BLOCK_D)
     into = split * BLOCK_Z + tl.arange(0, BLOCK_Z)
-    state_0 = tl.zeros([BLOCK_Z, BLOCK_D], tl.float32)
-    state_c = tl.zeros([BLOCK_Z, BLOCK_D], tl.float32)
+    state_c = tl.zeros([BLOCK_Z, BLOCK_D], tl.float32)  # without a wave, the only ones
     state_s = tl.zeros([BLOCK_Z, BLOCK_D], tl.float32)
-    sum_0 = tl.zeros([BLOCK_D], tl.float32)
     sum_c = tl.zeros([BLOCK_D], tl.float32)
     sum_s = tl.zeros([BLOCK_D], tl.float32)
     begin = part * segment
@@ -166,36 +160,30 @@ def totals_kernel(
                 where = (row * heads * TIMES + which) * n + wide
                 weight = _load_scale(denominators, where, live, epsilon)
                 delta = tl.load(deltas + where, mask=live, other=0.0)
-            if STILL:
-                state_0 += _outer(feature, value, weight * still, PRECISION)
             if WAVE:
-                state_c += _outer(feature, value, weight * wave * cos, PRECISION)
-                state_s += _outer(feature, value, weight * wave * sin, PRECISION)
+                state_c += _outer(feature, value, weight * cos, PRECISION)
+                state_s += _outer(feature, value, weight * sin, PRECISION)
+            else:
+                state_c += _outer(feature, value, weight, PRECISION)
             weight = weight * delta
-            if not SHARED:
-                sum_0 += _column_sums(feature, weight)
-            if SHARED and STILL:
-                sum_0 += _column_sums(feature, weight * still)
-            if SHARED and WAVE:
-                sum_c += _column_sums(feature, weight * wave * cos)
-                sum_s += _column_sums(feature, weight * wave * sin)
-    PARTS: tl.constexpr = STILL + 2 * WAVE
+            if WAVE and SHARED:
+                sum_c += _column_sums(feature, weight * cos)
+                sum_s += _column_sums(feature, weight * sin)
+            else:
+                sum_c += _column_sums(feature, weight)
+    PARTS: tl.constexpr = 2 if WAVE else 1
     SUMS: tl.constexpr = PARTS if SHARED else 1
     at = (row * heads + head) * parts + part
     to = states + at * PARTS * D * DV + into[:, None] * D + column[None, :]
     inside = (into < DV)[:, None] & (column < D)[None, :]
-    if STILL:
-        tl.store(to, state_0, mask=inside)
+    tl.store(to, state_c, mask=inside)
     if WAVE:
-        tl.store(to + STILL * D * DV, state_c, mask=inside)
-        tl.store(to + (STILL + 1) * D * DV, state_s, mask=inside)
+        tl.store(to + D * DV, state_s, mask=inside)
     to_sum = sums + at * SUMS * D + column
     if split == 0:
-        if STILL or not SHARED:
-            tl.store(to_sum, sum_0, mask=column < D)
+        tl.store(to_sum, sum_c, mask=column < D)
         if WAVE and SHARED:
-            tl.store(to_sum + STILL * D, sum_c, mask=column < D)
-            tl.store(to_sum + (STILL + 1) * D, sum_s, mask=column < D)
+            tl.store(to_sum + D, sum_s, mask=column < D)
 
 
 @triton.jit
@@ -241,13 +229,12 @@ def prefix_kernel(
 @triton.jit(do_not_specialize=["n", "x_heads", "segment", "held"])
 def pairs_kernel(
     x, y, z, source, out, states, sums, denominators, deltas, angles, padding, documents,
-    still, wave, epsilon, n, x_heads, segment, held,
+    epsilon, n, x_heads, segment, held,
     x_b, x_h, x_n, y_b, y_h, y_n, z_b, z_h, z_n, source_b, source_h, source_n, out_b, out_h, out_n,
     angles_b, angles_s, padding_b, documents_b,
-    CAUSAL: tl.constexpr, REVERSE: tl.constexpr, GRADED: tl.constexpr, RELU: tl.constexpr, STILL: tl.constexpr,
-    WAVE: tl.constexpr, SHARED: tl.constexpr, GROUP: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
-    WIDTH: tl.constexpr, OUT_WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_X: tl.constexpr, BLOCK_Z: tl.constexpr,
+    REVERSE: tl.constexpr, GRADED: tl.constexpr, RELU: tl.constexpr, WAVE: tl.constexpr, SHARED: tl.constexpr,
+    GROUP: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr, OUT_WIDTH: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_Z: tl.constexpr,
 ):  # fmt: skip
     """Compute Σ κ (x·y) z for BLOCK_M rows of one head of x, which lie in one segment of `segment` tokens.
 
@@ -279,9 +266,7 @@ def pairs_kernel(
     delta = tl.full([BLOCK_M], 1.0, tl.float32)
     if GRADED and not REVERSE:
         delta = tl.load(deltas + where_row, mask=live, other=0.0)
-    x_0, x_c, x_s, x_d = _factors(
-        denominators, where_row, live, cos, sin, still, wave, epsilon, not REVERSE, GRADED, BLOCK_M
-    )
+    x_0, x_c, x_s = _factors(denominators, where_row, live, cos, sin, epsilon, GRADED and not REVERSE, BLOCK_M)
 
     # Everything outside the segment, through the sums before it.
     document, enters = _entering(documents, documents_b, row, index, live, part, segment, n, REVERSE)
@@ -291,71 +276,72 @@ def pairs_kernel(
     if sums is not None and (OUT or GRADED):
         feature = into if GRADED else column
         D: tl.constexpr = OUT_WIDTH if GRADED else WIDTH
-        sum_0, sum_c, sum_s = _load_sums(sums, at, feature, STILL, WAVE, SHARED, D)
+        sum_c, sum_s = _load_sums(sums, at, feature, WAVE and SHARED, D)
         if OUT:
-            total = _recalled(left, x_0, x_c, x_s, sum_0, sum_c, sum_s, STILL, WAVE, SHARED) * enters
+            total = _recalled(left, x_0, x_c, x_s, sum_c, sum_s, WAVE and SHARED) * enters
         else:
-            mixed = _shifted(delta * enters, x_0, x_c, x_s, x_d, sum_0, sum_c, sum_s, STILL, WAVE, SHARED)
+            mixed = _shifted(delta * enters, x_0, x_c, x_s, sum_c, sum_s, WAVE and SHARED)
     if states is not None:
-        PARTS: tl.constexpr = STILL + 2 * WAVE
+        PARTS: tl.constexpr = 2 if WAVE else 1
         for wave_part in range(PARTS):  # a loop, so that one after the other goes from memory to the tensor cores
             factor = x_0
             if WAVE:
-                factor = tl.where(wave_part == STILL, x_c, tl.where(wave_part == STILL + 1, x_s, x_0))
+                factor = tl.where(wave_part == 0, x_c, x_s)
             state = _load_state(states, at * PARTS + wave_part, column, into, GRADED, WIDTH, OUT_WIDTH)
             mixed += _multiply(left, state, PRECISION) * (factor * enters)[:, None]
 
     # Pairs within the segment.
-    if CAUSAL:
-        low = part * segment
-        high = tl.minimum((block + 1) * BLOCK_M, n)
+    low = part * segment
+    high = tl.minimum((block + 1) * BLOCK_M, n)
+    if REVERSE:
+        low = block * BLOCK_M
+        high = tl.minimum((part + 1) * segment, n)
+    blocks = tl.cdiv(high - low, BLOCK_N)
+    for step in range(blocks * TIMES):
+        other = low + step % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
+        y_live = other < high
+        y_keep = _kept(padding, padding_b, row, other, y_live)
+        which = y_head
         if REVERSE:
-            low = block * BLOCK_M
-            high = tl.minimum((part + 1) * segment, n)
-        blocks = tl.cdiv(high - low, BLOCK_N)
-        for step in range(blocks * TIMES):
-            other = low + step % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
-            y_live = other < high
-            y_keep = _kept(padding, padding_b, row, other, y_live)
-            which = y_head
-            if REVERSE:
-                which = y_head * TIMES + step // blocks
-                y_keep = y_live
-            far = other.to(tl.int64)
-            where_y = row * y_b + which * y_h + far * y_n
-            where_z = row * z_b + which * z_h + far * z_n
-            if GRADED:
-                right = _load_tile(y, where_y, column, y_keep, WIDTH, DOT)
-                value = _load_features(z, where_z, into, y_keep, RELU, OUT_WIDTH, DOT)
-            else:
-                right = _load_features(y, where_y, column, y_keep, RELU, WIDTH, DOT)
-                value = _load_tile(z, where_z, into, y_keep, OUT_WIDTH, DOT)
-            y_cos, y_sin = _load_angles(angles, angles_b, angles_s, row, other, y_live, WAVE)
-            where_other = (row * x_heads * TIMES + which) * n + far
-            y_0, y_c, y_s, y_d = _factors(
-                denominators, where_other, y_live, y_cos, y_sin, still, wave, epsilon,
-                REVERSE, GRADED or REVERSE, BLOCK_N,
-            )  # fmt: skip
+            which = y_head * TIMES + step // blocks
+            y_keep = y_live
+        far = other.to(tl.int64)
+        where_y = row * y_b + which * y_h + far * y_n
+        where_z = row * z_b + which * z_h + far * z_n
+        if GRADED:
+            right = _load_tile(y, where_y, column, y_keep, WIDTH, DOT)
+            value = _load_features(z, where_z, into, y_keep, RELU, OUT_WIDTH, DOT)
+        else:
+            right = _load_features(y, where_y, column, y_keep, RELU, WIDTH, DOT)
+            value = _load_tile(z, where_z, into, y_keep, OUT_WIDTH, DOT)
+        y_cos, y_sin = _load_angles(angles, angles_b, angles_s, row, other, y_live, WAVE)
+        where_other = (row * x_heads * TIMES + which) * n + far
+        y_0, y_c, y_s = _factors(denominators, where_other, y_live, y_cos, y_sin, epsilon, REVERSE, BLOCK_N)
 
-            score = _multiply(left, tl.trans(right), PRECISION)
-            kappa, plain = _kappa(x_0, x_c, x_s, x_d, y_0, y_c, y_s, y_d, STILL, WAVE, SHARED)
-            seen = index[:, None] <= other[None, :] if REVERSE else index[:, None] >= other[None, :]
-            if documents is not None:
-                theirs = tl.load(documents + row * documents_b + other, mask=y_live, other=-1)
-                seen = seen & (document[:, None] == theirs[None, :])
-            if OUT and not SHARED:
-                total += tl.sum(tl.where(seen, score * plain, 0.0), axis=1)
-            if GRADED:
-                extra = delta[:, None]
-                if REVERSE:
-                    extra = tl.load(deltas + where_other, mask=y_live, other=0.0)[None, :]
-                score = (score + extra) * kappa if SHARED else score * kappa + extra * plain
-            else:
-                score = score * kappa
-            weights = narrow(tl.where(seen, score, 0.0), DOT)
-            if OUT and SHARED:  # as rounded: a mean of few values is then among them, and its gradient cancels
-                total += tl.sum(weights.to(tl.float32), axis=1)
-            mixed += _multiply(weights, value, PRECISION)
+        score = _multiply(left, tl.trans(right), PRECISION)
+        plain = x_0[:, None] * y_0[None, :]
+        kappa = plain
+        if WAVE:
+            kappa = x_c[:, None] * y_c[None, :] + x_s[:, None] * y_s[None, :]
+        if SHARED:
+            plain = kappa
+        seen = index[:, None] <= other[None, :] if REVERSE else index[:, None] >= other[None, :]
+        if documents is not None:
+            theirs = tl.load(documents + row * documents_b + other, mask=y_live, other=-1)
+            seen = seen & (document[:, None] == theirs[None, :])
+        if OUT and not SHARED:
+            total += tl.sum(tl.where(seen, score * plain, 0.0), axis=1)
+        if GRADED:
+            extra = delta[:, None]
+            if REVERSE:
+                extra = tl.load(deltas + where_other, mask=y_live, other=0.0)[None, :]
+            score = (score + extra) * kappa if SHARED else score * kappa + extra * plain
+        else:
+            score = score * kappa
+        weights = narrow(tl.where(seen, score, 0.0), DOT)
+        if OUT and SHARED:  # as rounded: a mean of few values is then among them, and its gradient cancels
+            total += tl.sum(weights.to(tl.float32), axis=1)
+        mixed += _multiply(weights, value, PRECISION)
 
     if OUT:
         mixed = mixed / tl.maximum(total, epsilon)[:, None]
@@ -378,19 +364,12 @@ def _kept(padding, padding_b, row, index, live):
 
 
 @triton.jit
-def _factors(
-    denominators, where, live, cos, sin, still, wave, epsilon,
-    QUERY: tl.constexpr, GRADED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Return a row's factors of κ: a key's are 1, cos, sin; a query's include the weights and (GRADED) 1/D."""
+def _factors(denominators, where, live, cos, sin, epsilon, SCALED: tl.constexpr, BLOCK: tl.constexpr):
+    """Return a row's factors of κ: 1, cos and sin; those of a query in a gradient are divided by its denominator."""
     one = tl.full([BLOCK], 1.0, tl.float32)
-    if QUERY:
-        if GRADED:
-            one = _load_scale(denominators, where, live, epsilon)
-        wave = one * wave
-        return one * still, wave * cos, wave * sin, one
-    else:
-        return one, cos, sin, one
+    if SCALED:
+        one = _load_scale(denominators, where, live, epsilon)
+    return one, one * cos, one * sin
 
 
 @triton.jit
@@ -422,65 +401,34 @@ def _load_state(states, at, column, into, GRADED: tl.constexpr, WIDTH: tl.conste
 
 
 @triton.jit
-def _shifted(
-    delta, x_0, x_c, x_s, x_d, sum_0, sum_c, sum_s, STILL: tl.constexpr, WAVE: tl.constexpr, SHARED: tl.constexpr
-):  # fmt: skip
-    """Return the part of a gradient that comes through the denominators: δ times the sums Σ y."""
-    if not SHARED:
-        return (delta * x_d)[:, None] * sum_0[None, :]
-    elif STILL and WAVE:
-        return delta[:, None] * (
-            x_0[:, None] * sum_0[None, :] + x_c[:, None] * sum_c[None, :] + x_s[:, None] * sum_s[None, :]
-        )
-    elif WAVE:
+def _shifted(delta, x_0, x_c, x_s, sum_c, sum_s, WAVE: tl.constexpr):
+    """Return the part of a gradient that came through the denominators: δ times the sums Σ y."""
+    if WAVE:
         return delta[:, None] * (x_c[:, None] * sum_c[None, :] + x_s[:, None] * sum_s[None, :])
     else:
-        return (delta * x_0)[:, None] * sum_0[None, :]
+        return (delta * x_0)[:, None] * sum_c[None, :]
 
 
 @triton.jit
-def _kappa(
-    x_0, x_c, x_s, x_d, y_0, y_c, y_s, y_d, STILL: tl.constexpr, WAVE: tl.constexpr, SHARED: tl.constexpr
-):  # fmt: skip
-    """Return κ of all pairs of two blocks, in the numerator and in the denominator."""
-    if STILL and WAVE:
-        kappa = x_0[:, None] * y_0[None, :] + x_c[:, None] * y_c[None, :] + x_s[:, None] * y_s[None, :]
-    elif WAVE:
-        kappa = x_c[:, None] * y_c[None, :] + x_s[:, None] * y_s[None, :]
-    else:
-        kappa = x_0[:, None] * y_0[None, :]
-    plain = kappa
-    if not SHARED:
-        plain = x_d[:, None] * y_d[None, :]
-    return kappa, plain
-
-
-@triton.jit
-def _recalled(left, x_0, x_c, x_s, sum_0, sum_c, sum_s, STILL: tl.constexpr, WAVE: tl.constexpr, SHARED: tl.constexpr):
-    """Return the part of the denominators that comes from the sums before the segment."""
+def _recalled(left, x_0, x_c, x_s, sum_c, sum_s, WAVE: tl.constexpr):
+    """Return the part of the denominators that the sums before the segment hold."""
     left = left.to(tl.float32)
-    total = x_0 * 0.0
-    if not SHARED:
-        total += tl.sum(left * sum_0[None, :], axis=1)
-    if SHARED and STILL:
-        total += x_0 * tl.sum(left * sum_0[None, :], axis=1)
-    if SHARED and WAVE:
-        total += x_c * tl.sum(left * sum_c[None, :], axis=1) + x_s * tl.sum(left * sum_s[None, :], axis=1)
-    return total
+    if WAVE:
+        return x_c * tl.sum(left * sum_c[None, :], axis=1) + x_s * tl.sum(left * sum_s[None, :], axis=1)
+    else:
+        return x_0 * tl.sum(left * sum_c[None, :], axis=1)
 
 
 @triton.jit
-def _load_sums(sums, at, feature, STILL: tl.constexpr, WAVE: tl.constexpr, SHARED: tl.constexpr, D: tl.constexpr):
-    """Load the sums Σ ψ before a segment; those that do not exist are never used."""
-    COUNT: tl.constexpr = (STILL + 2 * WAVE) if SHARED else 1
+def _load_sums(sums, at, feature, WAVE: tl.constexpr, D: tl.constexpr):
+    """Load the sums Σ ψ before a segment; the second exists only with a wave."""
+    COUNT: tl.constexpr = 2 if WAVE else 1
     where = sums + at * COUNT * D + feature
     first = tl.load(where, mask=feature < D, other=0.0)
-    sum_c = first
-    sum_s = first
-    if WAVE and SHARED:
-        sum_c = tl.load(where + STILL * D, mask=feature < D, other=0.0)
-        sum_s = tl.load(where + (STILL + 1) * D, mask=feature < D, other=0.0)
-    return first, sum_c, sum_s
+    second = first
+    if WAVE:
+        second = tl.load(where + D, mask=feature < D, other=0.0)
+    return first, second
 
 
 @triton.jit(do_not_specialize=["n", "heads"])
@@ -504,43 +452,26 @@ def delta_kernel(
     tl.store(deltas + where, tl.where(free, -tl.sum(mean * slope, axis=1), 0.0), mask=live)
 
 
-WAVES = 4  # programs per processor that cutting the keys of bidirectional attention aims at
 PREFIX = 512  # numbers of the sums that a program of prefix_kernel adds up
 DELTAS = 64  # rows per program of delta_kernel
 
 
 class Weight(NamedTuple):
-    """κ = still + wave·cos θΔ in the numerator; the same in the denominator if `shared`, else 1. Features by ReLU or
-    elu + 1."""
+    """κ = cos θΔ if `wave`, else 1; the same in the denominator if `shared`, else 1. Features by ReLU or elu + 1."""
 
-    still: float
-    wave: float
+    wave: bool
     shared: bool
     relu: bool
     epsilon: float
 
-    @property
-    def parts(self) -> int:
-        """Return the number of sums Σ y⊗z."""
-        return int(self.still != 0) + 2 * int(self.wave != 0)
-
-    @property
-    def sums(self) -> int:
-        """Return the number of sums Σ y."""
-        return self.parts if self.shared else 1
-
     def like(self, k: Tensor, v: Tensor, held: int, dtype: torch.dtype = torch.float32) -> "Sums":
         """Allocate `held` sums of keys k (b, g, m, d) and values v (b, g, m, dv), those with values in `dtype`."""
-        (b, g, _, d), dv = k.shape, v.shape[-1]
-        states = k.new_empty((b, g, held, self.parts, dv, d), dtype=dtype)
-        return Sums(states, k.new_empty((b, g, held, self.sums, d), dtype=torch.float32))
+        (b, g, _, d), dv, parts = k.shape, v.shape[-1], 2 if self.wave else 1
+        states = k.new_empty((b, g, held, parts, dv, d), dtype=dtype)
+        return Sums(states, k.new_empty((b, g, held, parts if self.shared else 1, d), dtype=torch.float32))
 
-    def dtype(self, given: torch.dtype) -> torch.dtype:
-        """Return the dtype of products: still + wave·cos θΔ nearly cancels at far distances, and needs float32."""
-        return torch.float32 if self.still and self.wave else given
-
-    def flags(self) -> dict[str, Any]:
-        return {"RELU": self.relu, "STILL": self.still != 0, "WAVE": self.wave != 0, "SHARED": self.shared}
+    def flags(self) -> dict[str, bool]:
+        return {"RELU": self.relu, "WAVE": self.wave, "SHARED": self.shared}
 
 
 class Tokens(NamedTuple):
@@ -610,31 +541,9 @@ def widest(d: int, width: int) -> int:
     return 64 if max(d, width) <= 64 else 128
 
 
-def choose_segment(n: int, programs: int, processors: int, block: int) -> int:
-    """Return the tokens per segment when all n keys are summed, `programs` heads at once, in blocks.
-
-    >>> choose_segment(65_536, 16, 132, 64), choose_segment(2048, 16, 132, 64), choose_segment(2048, 1024, 132, 64)
-    (2048, 64, 2048)
-    """
-    blocks = cdiv(n, block)
-    parts = max(1, processors * WAVES // programs)
-    return cdiv(blocks, min(parts, blocks)) * block
-
-
-def segment_of(q: Tensor, v: Tensor, causal: bool) -> int:
-    """Return the tokens per segment for queries (b, h, n, d) and values (b, g, m, dv) on their device."""
-    # Causal queries need the sums before each segment. Others need one sum of all: segments only share the work, and
-    # the longer side decides, because the backward pass sums over the queries.
-    (b, h, n, d), (m, width) = q.shape, v.shape[2:]
-    if causal:
-        return SEGMENT[widest(d, width)]
-    cut = choose_cut(TOTALS, PRECISE_TOTALS, d, width, q.dtype)
-    return choose_segment(max(n, m), b * h * cdiv(width, cut.columns), processors(q.device), cut.rows)
-
-
-def count_segments(k: Tensor, segment: int) -> int:
-    """Return the number of segments of the keys (b, g, m, d)."""
-    return cdiv(k.shape[2], segment)
+def segment_of(q: Tensor, v: Tensor) -> int:
+    """Return the tokens per segment for queries (b, h, n, d) and values (b, g, n, dv)."""
+    return SEGMENT[widest(q.shape[-1], v.shape[-1])]
 
 
 def products(dtype: torch.dtype) -> dict[str, Any]:
@@ -651,75 +560,47 @@ def held_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def mix(
-    x: Tensor,
-    y: Tensor,
-    z: Tensor,
-    out: Tensor,
-    weight: Weight,
-    tokens: Tokens,
-    before: Sums,
-    denominators: Tensor,
-    deltas: Tensor | None,
-    segment: int,
-    *,
-    causal: bool,
-    reverse: bool = False,
-    source: Tensor | None = None,
-) -> None:
+    x: Tensor, y: Tensor, z: Tensor, out: Tensor, weight: Weight, tokens: Tokens, before: Sums, denominators: Tensor,
+    deltas: Tensor | None, segment: int, *, reverse: bool = False, source: Tensor | None = None,
+) -> None:  # fmt: skip
     """Fill `out` with Σ κ (x·y) z, or with a gradient, that of `source`."""
     (b, heads, n, width), into = x.shape, z.shape[-1]
     group = y.shape[1] // heads if reverse else heads // y.shape[1]
     table = QUERY_PAIRS if source is not None and not reverse else PAIRS
-    dtype = weight.dtype(x.dtype)
-    cut = choose_cut(table, PRECISE_PAIRS, width, into, dtype)
+    cut = choose_cut(table, PRECISE_PAIRS, width, into, x.dtype)
     rows = math.gcd(cut.rows, segment)  # a block lies in one segment
     origin = x if source is None else source
     strides = [s for tensor in (x, y, z, origin, out) for s in tensor.stride()[:3]]
     with torch.cuda.device_of(x):
         pairs_kernel[(cdiv(n, rows) * heads * b,)](
             x, y, z, source, out, before.states, before.sums, denominators, deltas, *tokens,
-            weight.still, weight.wave, weight.epsilon, n, heads, segment, before.held,
-            *strides, *tokens.strides,
-            CAUSAL=causal, REVERSE=reverse, GRADED=source is not None, **weight.flags(), **products(dtype),
+            weight.epsilon, n, heads, segment, before.held, *strides, *tokens.strides,
+            REVERSE=reverse, GRADED=source is not None, **weight.flags(), **products(x.dtype),
             GROUP=group, WIDTH=width, OUT_WIDTH=into, BLOCK_M=rows, BLOCK_N=cut.columns,
             BLOCK_X=padded(width), BLOCK_Z=padded(into), num_warps=cut.warps, num_stages=cut.stages,
         )  # fmt: skip
 
 
 def add_up(
-    y: Tensor,
-    z: Tensor,
-    weight: Weight,
-    tokens: Tokens,
-    denominators: Tensor | None,
-    deltas: Tensor | None,
-    segment: int,
-    groups: int,
-    initial: Sums,
-    *,
-    causal: bool,
-    whole: bool,
-) -> tuple[Sums, Sums]:
-    """Return the sums before each segment (if `causal`), and those of everything (if `whole`; held once, float32).
+    y: Tensor, z: Tensor, weight: Weight, tokens: Tokens, denominators: Tensor | None, deltas: Tensor | None,
+    segment: int, groups: int, initial: Sums, *, whole: bool,
+) -> tuple[Sums, Sums]:  # fmt: skip
+    """Return the sums before each segment, and those of everything (if `whole`; held once, float32).
 
     Of keys and values; or, given `denominators` and `deltas`, of queries and gradients, from the end of the sequence.
     """
     (b, heads, n, d), dv = y.shape, z.shape[-1]
     g, queries = heads // groups, denominators is not None
-    if not queries:  # a key's factors are 1, cos, sin
-        weight = weight._replace(still=float(weight.still != 0), wave=float(weight.wave != 0))
-    dtype = weight.dtype(y.dtype)
-    cut, parts = choose_cut(TOTALS, PRECISE_TOTALS, d, dv, dtype), count_segments(y, segment)
+    cut, parts = choose_cut(TOTALS, PRECISE_TOTALS, d, dv, y.dtype), cdiv(n, segment)
     columns = min(cut.columns, padded(dv))
     totals = weight.like(y[:, :g], z, parts)
     finals = weight.like(y[:, :g], z, 1) if whole else NOTHING
-    before = weight.like(y[:, :g], z, parts, held_dtype(dtype)) if causal else NOTHING
+    before = weight.like(y[:, :g], z, parts, held_dtype(y.dtype))
     with torch.cuda.device_of(y):
         totals_kernel[(parts * cdiv(dv, columns) * g * b,)](
-            y, z, *totals, denominators, deltas, *tokens,
-            weight.still, weight.wave, weight.epsilon, n, g, segment, parts,
+            y, z, *totals, denominators, deltas, *tokens, weight.epsilon, n, g, segment, parts,
             *y.stride()[:3], *z.stride()[:3], *tokens.strides,
-            QUERIES=queries, **weight.flags(), **products(dtype), TIMES=groups, D=d, DV=dv,
+            QUERIES=queries, **weight.flags(), **products(y.dtype), TIMES=groups, D=d, DV=dv,
             BLOCK=cut.rows, BLOCK_D=padded(d), BLOCK_Z=columns, num_warps=cut.warps, num_stages=cut.stages,
         )  # fmt: skip
         for total, start, left, final in zip(totals, initial, before, finals, strict=True):
@@ -744,50 +625,65 @@ def find_deltas(out: Tensor, gradient: Tensor, denominators: Tensor, weight: Wei
     return deltas
 
 
-@torch.library.custom_op("farspan::linear_attention", mutates_args=())
-def linear_attention_op(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    initial: Tensor | None,
-    initial_sum: Tensor | None,
-    query_angles: Tensor | None,
-    key_angles: Tensor | None,
-    padding: Tensor | None,
-    documents: Tensor | None,
-    still: float,
-    wave: float,
-    shared: bool,
-    relu: bool,
-    epsilon: float,
-    causal: bool,
-    segment: int,
-    remember: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the output (b, h, n, dv), denominators (b, h, n), the sums before each segment for the backward pass, and
-    the sums of the whole sequence if `remember`; for q (b, h, n, d), k (b, g, m, d) and v (b, g, m, dv).
+class LinearKernelCall(NamedTuple):
+    """One call of the forward op: causal attention of n queries to n keys."""
 
-    `causal` requires n = m, and continues from `initial` (b, g, parts·d, dv) and `initial_sum` (b, g, sums·d). The
-    angles (b|1, 2, ·) are cos and sin; None without a wave. Results that do not exist are empty. `segment` is a
-    multiple of 64; 0 chooses one.
+    q: Tensor  # (b, h, n, d)
+    k: Tensor  # (b, g, n, d)
+    v: Tensor  # (b, g, n, dv)
+    initial: Tensor | None  # sums to continue from, (b, g, parts·d, dv)
+    initial_sum: Tensor | None  # (b, g, sums·d)
+    angles: Tensor | None  # cos and sin (b|1, 2, n); None without a wave
+    padding: Tensor | None  # (b, n) bool, True = keep
+    documents: Tensor | None  # (b, n)
+    shared: bool
+    relu: bool
+    epsilon: float
+    segment: int  # a multiple of 64; 0 chooses one
+
+    @property
+    def weight(self) -> Weight:
+        return Weight(self.angles is not None, self.shared, self.relu, self.epsilon)
+
+
+SCHEMA = (
+    "Tensor q, Tensor k, Tensor v, Tensor? initial, Tensor? initial_sum, Tensor? angles, Tensor? padding, "
+    "Tensor? documents, bool shared, bool relu, float epsilon, int segment"
+)
+
+
+@torch.library.custom_op(
+    "farspan::linear_attention",
+    mutates_args=(),
+    schema=f"({SCHEMA}, bool remember) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def linear_attention_op(*arguments: Any) -> tuple[Tensor, ...]:
+    """Run a :class:`LinearKernelCall`, given field by field, and whether to return its final sums.
+
+    Return the output (b, h, n, dv), denominators (b, h, n), the sums before each segment for the backward pass, and the
+    sums of the whole sequence. Results that do not exist are empty.
     """
-    weight, segment = Weight(still, wave, shared, relu, epsilon), segment or segment_of(q, v, causal)
-    q, k, v = (row_major(x) for x in (q, k, v))
-    tokens = Tokens.of(key_angles, padding, documents)
-    before, total, kept = _held(initial, initial_sum, weight, k, v), NOTHING, NOTHING
-    if remember or not causal or count_segments(k, segment) > 1:
-        whole = remember or not causal
-        before, total = add_up(k, v, weight, tokens, None, None, segment, 1, before, causal=causal, whole=whole)
-        kept = before if causal else total
-    if not causal:
-        before, tokens = total, Tokens.of(query_angles, None, None)
+    *fields, remember = arguments
+    call = LinearKernelCall(*fields)
+    weight, segment = call.weight, call.segment or segment_of(call.q, call.v)
+    q, k, v = (row_major(x) for x in (call.q, call.k, call.v))
+    tokens = Tokens.of(call.angles, call.padding, call.documents)
+    before, total, kept = _held(call.initial, call.initial_sum, weight, k, v), NOTHING, NOTHING
+    if remember or k.shape[2] > segment:
+        before, total = add_up(k, v, weight, tokens, None, None, segment, 1, before, whole=remember)
+        kept = before
     out = Buffer.like(q, (*q.shape[:3], v.shape[-1])).view
     denominators = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    mix(q, k, v, out, weight, tokens, before, denominators, None, segment, causal=causal)
-    return out, denominators, *_or_empty(kept, q), *_flat(total if remember else NOTHING, q)
+    mix(q, k, v, out, weight, tokens, before, denominators, None, segment)
+    return out, denominators, *_or_empty(kept, q), *_flat(total, q)
 
 
-@torch.library.custom_op("farspan::linear_attention_backward", mutates_args=())
+@torch.library.custom_op(
+    "farspan::linear_attention_backward",
+    mutates_args=(),
+    schema="(Tensor gradient, Tensor? final, Tensor? final_sum, Tensor out, Tensor denominators, Tensor states, "
+    f"Tensor sums, {SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
 def linear_attention_backward_op(
     gradient: Tensor,
     final: Tensor | None,
@@ -796,42 +692,27 @@ def linear_attention_backward_op(
     denominators: Tensor,
     states: Tensor,
     sums: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    initial: Tensor | None,
-    initial_sum: Tensor | None,
-    query_angles: Tensor | None,
-    key_angles: Tensor | None,
-    padding: Tensor | None,
-    documents: Tensor | None,
-    still: float,
-    wave: float,
-    shared: bool,
-    relu: bool,
-    epsilon: float,
-    causal: bool,
-    segment: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    *fields: Any,
+) -> tuple[Tensor, ...]:
     """Return the gradients of q, k, v and the initial sums, given those of the output and the final sums."""
-    weight, segment = Weight(still, wave, shared, relu, epsilon), segment or segment_of(q, v, causal)
-    q, k, v, out, gradient = (row_major(x) for x in (q, k, v, out, gradient))
-    queries, keys = Tokens.of(query_angles, None, documents), Tokens.of(key_angles, padding, documents)
+    call = LinearKernelCall(*fields)
+    weight, segment = call.weight, call.segment or segment_of(call.q, call.v)
+    q, k, v, out, gradient = (row_major(x) for x in (call.q, call.k, call.v, out, gradient))
+    queries = Tokens.of(call.angles, None, call.documents)
+    keys = Tokens.of(call.angles, call.padding, call.documents)
     deltas = find_deltas(out, gradient, denominators, weight)
     rest = (denominators, deltas, segment)
-    before = Sums(states, sums) if states.numel() else _held(initial, initial_sum, weight, k, v)
+    before = Sums(states, sums) if states.numel() else _held(call.initial, call.initial_sum, weight, k, v)
     dq = Buffer.like(q, q.shape).view
-    mix(gradient, v, k, dq, weight, keys if causal else queries, before, *rest, causal=causal, source=q)
-    after, total = _held(final, final_sum, weight, k, v), NOTHING
-    if initial is not None or not causal or count_segments(k, segment) > 1:
+    mix(gradient, v, k, dq, weight, keys, before, *rest, source=q)
+    after, total, whole = _held(final, final_sum, weight, k, v), NOTHING, call.initial is not None
+    if whole or k.shape[2] > segment:
         groups = q.shape[1] // k.shape[1]
-        whole = initial is not None or not causal
-        after, total = add_up(q, gradient, weight, queries, *rest, groups, after, causal=causal, whole=whole)
-    after = after if causal else total
+        after, total = add_up(q, gradient, weight, queries, *rest, groups, after, whole=whole)
     dk, dv = (Buffer.like(x, x.shape).view for x in (k, v))  # allocated last: the totals of add_up are free again
-    mix(v, gradient, q, dk, weight, keys, after, *rest, causal=causal, reverse=True, source=k)
-    mix(k, q, gradient, dv, weight, keys, after, *rest, causal=causal, reverse=True)
-    return dq, dk, dv, *_flat(total if initial is not None else NOTHING, q)
+    mix(v, gradient, q, dk, weight, keys, after, *rest, reverse=True, source=k)
+    mix(k, q, gradient, dv, weight, keys, after, *rest, reverse=True)
+    return dq, dk, dv, *_flat(total, q)
 
 
 def _held(states: Tensor | None, sums: Tensor | None, weight: Weight, k: Tensor, v: Tensor) -> Sums:
@@ -858,34 +739,29 @@ def _or_empty(sums: Sums, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @linear_attention_op.register_fake
-def _(
-    q: Tensor, k: Tensor, v: Tensor, initial: Tensor | None, initial_sum: Tensor | None, *rest: Any
-) -> tuple[Any, ...]:
-    *_, still, wave, shared, relu, epsilon, causal, segment, remember = rest
-    weight = Weight(still, wave, shared, relu, epsilon)
-    q, k, v = (row_major(x) for x in (q, k, v))
-    segments = count_segments(k, segment or segment_of(q, v, causal))
-    made = remember or not causal or segments > 1
-    kept = NOTHING
-    if made:
-        kept = weight.like(k, v, segments, held_dtype(weight.dtype(q.dtype))) if causal else weight.like(k, v, 1)
-    final = weight.like(k, v, 1) if remember else NOTHING
+def _(*arguments: Any) -> tuple[Tensor, ...]:
+    *fields, remember = arguments
+    call = LinearKernelCall(*fields)
+    q, k, v = (row_major(x) for x in (call.q, call.k, call.v))
+    segment = call.segment or segment_of(q, v)
+    kept = final = NOTHING
+    if remember or k.shape[2] > segment:
+        kept = call.weight.like(k, v, cdiv(k.shape[2], segment), held_dtype(q.dtype))
+        final = call.weight.like(k, v, 1) if remember else NOTHING
     out = Buffer.like(q, (*q.shape[:3], v.shape[-1])).view
     return out, q.new_empty(q.shape[:3], dtype=torch.float32), *_or_empty(kept, q), *_flat(final, q)
 
 
 @linear_attention_backward_op.register_fake
-def _(gradient: Tensor, final: Any, final_sum: Any, *saved: Any) -> tuple[Any, ...]:
-    _, _, _, _, q, k, v, initial, *_, still, wave, shared, relu, epsilon, _, _ = saved
-    weight = Weight(still, wave, shared, relu, epsilon)
-    q, k, v = (row_major(x) for x in (q, k, v))
-    start = NOTHING if initial is None else weight.like(k, v, 1)
+def _(gradient: Tensor, final: Any, final_sum: Any, *saved: Any) -> tuple[Tensor, ...]:
+    call = LinearKernelCall(*saved[4:])
+    q, k, v = (row_major(x) for x in (call.q, call.k, call.v))
+    start = NOTHING if call.initial is None else call.weight.like(k, v, 1)
     return *(Buffer.like(x, x.shape).view for x in (q, k, v)), *_flat(start, q)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, ctx.remember = inputs
-    tensors, ctx.numbers = tensors[:9], tensors[9:]
+    tensors, ctx.numbers = inputs[:8], inputs[8:12]
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*output[:4], *tensors)
 
@@ -897,7 +773,7 @@ def _backward(ctx: Any, gradient: Tensor | None, *rest: Tensor | None) -> tuple[
     *_, final, final_sum = rest
     dq, dk, dv, initial, initial_sum = linear_attention_backward_op(gradient, final, final_sum, *saved, *ctx.numbers)
     has_initial = saved[7] is not None
-    return dq, dk, dv, *((initial, initial_sum) if has_initial else (None, None)), *(None,) * 12
+    return dq, dk, dv, *((initial, initial_sum) if has_initial else (None, None)), *(None,) * 8
 
 
 linear_attention_op.register_autograd(_backward, setup_context=_save)
