@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from farspan import FarspanConfig, FarspanForCausalLM
 from farspan.analysis.capture import walk
 from farspan.analysis.factors import Factors
-from farspan import FarspanConfig, FarspanForCausalLM
 
 SIZES = {
     "vocab_size": 64,

@@ -12,8 +12,8 @@ from farspan.analysis.borders import crossings, reach_grid
 from farspan.analysis.census import BINS, TURN, Census, share
 from farspan.analysis.factors import Factors
 from farspan.analysis.laws import LAWS, frequencies_at, scaled, widening
-from tests.analysis.reference import count_crossings, initial_angles, probabilities, scores
 from farspan.ops.rotary import Rotary
+from tests.analysis.reference import count_crossings, initial_angles, probabilities, scores
 from tests.analysis.small import seen, small, text
 
 N, L0 = 45, 16

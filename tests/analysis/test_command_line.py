@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import farspan_cli
-from farspan.data import load_tokenizer
 from farspan import FarspanConfig, FarspanForCausalLM
+from farspan.data import load_tokenizer
 from tests.report.test_page import Tags
 
 SIZES = {"vocab_size": 257, "hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 4}

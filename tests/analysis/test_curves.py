@@ -11,12 +11,12 @@ from farspan.analysis import drift as drift_module
 from farspan.analysis.decay import QUANTILES, Decay, distances
 from farspan.analysis.drift import FIRST, Drift
 from farspan.analysis.factors import Factors, factors
-from tests.analysis.reference import decay_bounds, probabilities, scores
 from farspan.analysis.slack import Microscope
 from farspan.layers import CocaAttention
 from farspan.ops.masking import make_mask
 from farspan.ops.reference import rotations, scores_exact
 from farspan.ops.rotary import Rotary
+from tests.analysis.reference import decay_bounds, probabilities, scores
 from tests.analysis.small import seen, small, text
 
 N = 45

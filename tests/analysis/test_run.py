@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from farspan import FarspanConfig, FarspanForCausalLM
 from farspan.analysis import Settings, analyze, head_worth, rows, study_rows
 from farspan.analysis import census as census_module
 from farspan.analysis import drift as drift_module
@@ -15,7 +16,6 @@ from farspan.analysis.laws import LAWS, under
 from farspan.analysis.run import REGIONS
 from farspan.benchmark.measure import in_fresh_process, measure
 from farspan.evaluation.perplexity import token_losses
-from farspan import FarspanConfig, FarspanForCausalLM
 from tests.analysis.small import seen, small, text
 
 

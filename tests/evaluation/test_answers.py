@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from farspan.evaluation import answers
 from farspan import FarspanConfig, FarspanForCausalLM, FarspanForSequenceClassification
+from farspan.evaluation import answers
 
 CONFIG = FarspanConfig.preset("tiny", attention="cosformer", num_hidden_layers=1, vocab_size=20, num_labels=4)
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from farspan.finetune import finetune
 from farspan import FarspanForCausalLM
+from farspan.finetune import finetune
 from tests.finetune.folders import recipe
 
 PLAIN = recipe({"objective": {"logit-kl": 1.0}})

@@ -19,7 +19,6 @@ NEAR = [("cosformer", {"cosformer_max_length": 64}), ("linear-coca", {})]
     ("attention", "options", "parts", "sums"),
     [
         ("cosformer", {"cosformer_beyond": "decoupled"}, 2, 1),  # its denominator is not rotated
-        ("cosformer", {"cosformer_beyond": "decoupled"}, 2, 1),
         ("cosformer", {"cosformer_beyond": "decay"}, 3, 3),
         ("linear-coca", {}, 1, 0.5),  # a feature has half the width, rotated two
     ],
