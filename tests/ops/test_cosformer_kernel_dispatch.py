@@ -23,29 +23,8 @@ def test_operators_pass_torchs_own_check() -> None:
     state = (torch.rand(1, 1, 16, 8, device=DEVICE), torch.rand(1, 1, 16, device=DEVICE))
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     nothing = (None, None)
-    for given, initial, causal, remember in (
-        (folded, state, True, True),
-        (folded, nothing, False, False),
-        (crossed, nothing, True, False),
-    ):
-        arguments = (
-            given,
-            k,
-            v,
-            *initial,
-            angles,
-            angles,
-            None,
-            None,
-            0.0,
-            1.0,
-            True,
-            True,
-            1e-6,
-            causal,
-            64,
-            remember,
-        )
+    for given, initial, remember in ((folded, state, True), (crossed, nothing, False)):
+        arguments = (given, k, v, *initial, angles, None, None, True, True, 1e-6, 64, remember)
         torch.library.opcheck(torch.ops.farspan.linear_attention.default, arguments, test_utils=tests)
 
 

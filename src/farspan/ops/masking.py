@@ -85,8 +85,10 @@ class AttentionMask:
         last = self.n == 1 and self.offset == self.m - 1
         self.shows_everything = unbounded and (not self.causal or last)
         self.is_triangle = unbounded and self.causal and self.offset == self.m - self.n
-        given = (self.padding, self.documents, *(self.positions or ()))
-        self.batch = max([x.shape[0] for x in given if x is not None], default=1)
+        self.batch = 1
+        for x in (self.padding, self.documents, *(self.positions or ())):
+            if x is not None and x.shape[0] > 1:
+                self.batch = x.shape[0]
 
     @property
     def key_positions(self) -> Tensor:
