@@ -101,7 +101,7 @@ class LayerCache:
         self.record_past = True
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last tokens: -k removes k. A window layer can only do so before its window is full."""
+        """Remove the last tokens: -k removes k. A full window needs :meth:`activate_past_recording` before."""
         require(tokens_to_remove <= 0, f"crop takes minus the number of tokens to remove, got {tokens_to_remove}")
         if self.keys is None or self.values is None:
             return
@@ -152,15 +152,19 @@ class _Storage:
 
     def append(self, held: Tensor, new: Tensor) -> Tensor:
         """Return `held` and then `new`, in place where `held` is the part of the buffer handed out last."""
+        require(
+            held.dtype == new.dtype,
+            f"the cache holds {held.dtype}, got new keys or values of {new.dtype}; continue under the same autocast",
+        )
         if (
             held.numel() <= CHEAP
             or torch.compiler.is_compiling()
-            or (torch.is_grad_enabled() and (held.requires_grad or new.requires_grad))
+            or torch.is_grad_enabled()  # autograd may still need what an append in place would change
         ):
             return torch.cat((held, new), dim=2)
         old, total = held.shape[2], held.shape[2] + new.shape[2]
         buffer, end = self.buffer, self.start + total
-        if buffer is None or held is not self.held or end > buffer.shape[2] or not _may_write(buffer, new):
+        if buffer is None or held is not self.held or end > buffer.shape[2] or not _may_write(buffer):
             spare = total // 4 if new.shape[2] <= ONE_BY_ONE else 0
             buffer = self.buffer = held.new_empty(*held.shape[:2], total + spare, held.shape[3])
             buffer[:, :, :old] = held
@@ -178,8 +182,8 @@ class _Storage:
         return kept if first == 0 else kept.clone()
 
 
-def _may_write(buffer: Tensor, new: Tensor) -> bool:
-    return buffer.dtype == new.dtype and (not buffer.is_inference() or torch.is_inference_mode_enabled())
+def _may_write(buffer: Tensor) -> bool:
+    return torch.compiler.is_compiling() or not buffer.is_inference() or torch.is_inference_mode_enabled()
 
 
 class StateCache:
@@ -231,7 +235,7 @@ class StateCache:
         """Replace the sums by those after `tokens` more."""
         rows = state.numerator.shape[0]
         new = [state.numerator, state.denominator, *(x.expand(rows, 1).contiguous() for x in state[2:5])]
-        fits = [x.shape for x in self._held] == [x.shape for x in new]
+        fits = [x.shape for x in self._held] == [x.shape for x in new] and all(_may_write(x) for x in self._held)
         if self.max_length is None or not fits:
             self._held = new
             if isinstance(self._seen, Tensor):
@@ -271,7 +275,7 @@ class StateCache:
         """Forget everything; a static cache keeps its tensors, so that compiled graphs stay valid."""
         self.is_initialized = False
         if isinstance(self._seen, Tensor):
-            self._seen.zero_()
+            self._seen = self._seen.zero_() if _may_write(self._seen) else torch.tensor(0)
         else:
             self._seen, self._held = 0, []
 

@@ -253,6 +253,7 @@ class Attention(nn.Module):
                 "of a token decides; count from each document's start",
             )
             if cache is not None:
+                require(not cache.is_compileable, "a static cache needs a context; use it in a model, or a LayerCache")
                 seen = cache.get_seq_length() + x.shape[1]
                 k, v = cache.update(k, v)
                 positions = seen - k.shape[2] if positions is None else positions
@@ -269,11 +270,11 @@ class Attention(nn.Module):
             )
             out = self.attend(q, k, v, mask, self.rotary)
         else:
-            out = self.attend(*self.remember(q, k, v, context, cache))
+            out = self.attend(*self.update_cache(q, k, v, context, cache))
         del q, k, v  # at 32k tokens they would be half of the peak during the output projection
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
-    def remember(
+    def update_cache(
         self, q: Tensor, k: Tensor, v: Tensor, context: AttentionContext, cache: Cache | None
     ) -> tuple[Tensor, Tensor, Tensor, AttentionMask, Rotary | None]:
         """Add new keys and values to the cache; return what :meth:`attend` takes.

@@ -32,7 +32,7 @@ from farspan.configuration_farspan import FarspanConfig
 from farspan.errors import require
 from farspan.layers import Attention, AttentionSpec, CosformerAttention, LinearAttention, LinearCocaAttention
 from farspan.ops.device import product_dtype, working_dtype
-from farspan.ops.masking import AttentionContext, AttentionMask, goes_on_by_one
+from farspan.ops.masking import AttentionContext, AttentionMask, is_consecutive
 from farspan.ops.reference import repeat_heads
 from farspan.ops.rotary import Rotary
 
@@ -43,16 +43,16 @@ class _KeepsStorage:
     keys: Tensor | None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        held = self.keys
-        if held is None or (held.shape[0], held.dtype, held.device) != (
-            key_states.shape[0],
-            key_states.dtype,
-            key_states.device,
-        ):
+        held, new = self.keys, key_states
+        if held is None or (held.shape[0], held.dtype, held.device) != (new.shape[0], new.dtype, new.device):
             super().lazy_initialization(key_states, value_states)  # type: ignore[misc]
         self.is_initialized = True
 
     def reset(self) -> None:
+        if self.keys is not None and self.keys.is_inference() and not torch.is_inference_mode_enabled():
+            self.keys = None  # may be read now, but not written: allocate again
+            self.is_initialized = False
+            self.__dict__["cumulative_length"] = torch.tensor(0)
         super().reset()  # type: ignore[misc]
         self.is_initialized = False  # so that the next prompt counts as the first
 
@@ -138,7 +138,7 @@ def farspan_attention(
     rotary: Rotary | None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Run the attention implementation "farspan": this library's ops, with no N×N mask anywhere."""
+    """Run the attention implementation "farspan": this library's ops."""
     return layer.attend(query, key, value, mask, rotary).transpose(1, 2), None
 
 
@@ -189,7 +189,7 @@ class FarspanAttention(nn.Module):
         if past_key_values is not None:
             ours = isinstance(past_key_values, FarspanCache)
             cache = past_key_values.layers[self.layer_idx] if ours else _LayerOf(past_key_values, self.layer_idx)
-        query, key, value, mask, rotary = layer.remember(*layer.project(hidden_states), context, cache)
+        query, key, value, mask, rotary = layer.update_cache(*layer.project(hidden_states), context, cache)
         implementation = self.config._attn_implementation
         if implementation != "farspan":
             query, key = layer.features(query, key, mask, rotary)
@@ -273,7 +273,7 @@ class FarspanBlock(GradientCheckpointingLayer):
         """Give the block an attention layer; the configuration must say the same."""
         self.self_attn = layer
         self.is_linear = isinstance(layer, LinearAttention)
-        self.attention = FarspanAttention(self.config, layer, self.layer_idx)
+        self.interface = FarspanAttention(self.config, layer, self.layer_idx)
 
     def forward(
         self,
@@ -287,7 +287,7 @@ class FarspanBlock(GradientCheckpointingLayer):
         if self.is_linear:
             attended = self.self_attn(normed, context, self._state_cache(past_key_values))
         else:
-            attended = self.attention(self.self_attn, normed, context, attention_mask, past_key_values, **kwargs)[0]
+            attended = self.interface(self.self_attn, normed, context, attention_mask, past_key_values, **kwargs)[0]
         hidden_states = hidden_states + attended
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
@@ -413,9 +413,10 @@ class FarspanModel(FarspanPreTrainedModel):
             hidden = context.clean(hidden, 0 if past_key_values is None else past_key_values.get_seq_length())
         masks: dict[int | None, Any] = {}
         if context.whole_cache:
+            kwargs["position_ids"] = position_ids  # flash attention finds packed documents by them
             masks = self._dense_masks(hidden, attention_mask, position_ids, past_key_values)
         for block in self.layers:
-            mask = masks.get(block.attention.sliding_window)  # type: ignore[union-attr,arg-type]
+            mask = masks.get(block.interface.sliding_window)  # type: ignore[union-attr,arg-type]
             hidden = block(hidden, context, attention_mask=mask, past_key_values=past_key_values, **kwargs)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden), past_key_values=past_key_values)
 
@@ -459,8 +460,10 @@ class FarspanModel(FarspanPreTrainedModel):
         """Whether a later call could use a cache made by this one (see :class:`AttentionContext`)."""
         if not self.config.causal:
             return False
-        given = position_ids is not None and attention_mask is None and not torch.compiler.is_compiling()
-        return not given or goes_on_by_one(position_ids)  # type: ignore[arg-type]
+        if position_ids is None or torch.compiler.is_compiling():
+            return True
+        fits = attention_mask is not None and attention_mask.shape[-1] == position_ids.shape[-1]
+        return is_consecutive(position_ids, attention_mask.bool() if fits else None)  # type: ignore[union-attr]
 
     def _dense_masks(
         self, hidden: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, cache: Cache | None
@@ -580,6 +583,9 @@ class FarspanForCausalLM(FarspanPreTrainedModel, GenerationMixin):
             attentions=outputs.attentions,
         )
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_static_cache": None}  # of this process only
+
     @staticmethod
     def create_masks_for_generate(
         inputs_embeds: Tensor, past_key_values: Cache, attention_mask: Tensor | None = None, **_: Any
@@ -608,7 +614,7 @@ class FarspanForCausalLM(FarspanPreTrainedModel, GenerationMixin):
     ) -> Any:
         """Give `generate` our cache, and `per_request` dynamic NTK the length of the whole request.
 
-        A static cache is kept by the model and serves later calls that need no more slots.
+        A static cache is kept by the model and serves later calls that need no more slots, one call at a time.
         """
         length = max_cache_length + 1  # the last token is never cached, but it is part of the request
         if self.config.rotary().follows_length:

@@ -1,5 +1,7 @@
 """Caches: the same logits however a sequence arrives, and no more bytes than promised."""
 
+import pickle
+
 import pytest
 import torch
 from transformers import DynamicCache, StaticCache
@@ -157,3 +159,32 @@ def test_a_cache_can_be_reset(options: dict, length: int | None) -> None:
     assert cache.get_seq_length() == 0
     parts = [model(piece, past_key_values=cache).logits for piece in x.split([12, 1, 7], dim=1)]
     assert (torch.cat(parts, dim=1) - model(x).logits).abs().max() <= TIGHT
+
+
+def test_a_cache_that_grew_with_frozen_keys_has_gradients() -> None:
+    """An append in place would change what the backward pass of an earlier step needs."""
+    model, x = make("coca-exact", hidden_size=64), tokens(1, 400)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("q_proj" in name)
+    cache = FarspanCache(model.config)
+    with torch.no_grad():
+        model(x[:, :396], past_key_values=cache)
+    loss = sum(model(x[:, i : i + 1], past_key_values=cache).logits.square().mean() for i in range(396, 399))
+    loss.backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters() if p.requires_grad)
+
+
+@torch.no_grad()
+def test_a_static_cache_made_in_inference_mode_serves_calls_outside() -> None:
+    model, x = make(["coca-exact", "cosformer", "rope"], cosformer_beyond="decay"), tokens(1, 8)
+    options = {"max_new_tokens": 4, "do_sample": False, "cache_implementation": "static", "disable_compile": True}
+    with torch.inference_mode():
+        inside = model.generate(x, **options)
+    assert torch.equal(model.generate(x, **options), inside)
+
+
+def test_a_model_is_pickled_without_its_static_cache() -> None:
+    model, x = make("coca-exact"), tokens(1, 8)
+    size = len(pickle.dumps(model))
+    model.generate(x, max_new_tokens=4, do_sample=False, cache_implementation="static", disable_compile=True)
+    assert len(pickle.dumps(model)) <= size + 2000

@@ -95,7 +95,10 @@ def test_gaps_without_a_cache_are_kept_too() -> None:
 
 @pytest.mark.parametrize(("length", "rope"), [(None, None), (110, PER_QUERY)], ids=["growing", "static"])
 @torch.no_grad()
-def test_a_step_makes_nothing_as_large_as_the_cache(length: int | None, rope: dict | None) -> None:
+def test_a_step_makes_nothing_as_large_as_the_cache(
+    length: int | None, rope: dict | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("farspan.cache.CHEAP", 0)
     made_by = model_of(attention=["coca-exact", NOPE], rope_parameters=rope, num_attention_heads=1)
     x, found = tokens(1, 102).to(DEVICE), {}
     for backend in ("sdpa", "triton"):

@@ -186,3 +186,16 @@ def test_one_graph_holds_them() -> None:
     compiled = torch.compile(model, fullgraph=True, backend=graphs)
     assert (compiled(x).logits - model(x).logits).abs().max() <= TIGHT
     assert graphs.frame_count == 1
+
+
+def test_packed_documents_stay_apart_beside_a_padded_row() -> None:
+    """Padding in one row must not join the documents of another."""
+    model, x = make("coca-exact"), tokens(2, 12)
+    positions = torch.cat((torch.arange(5), torch.arange(7)))[None].repeat(2, 1)
+    mask = torch.ones_like(x)
+    mask[1, -1] = 0
+    changed = x.clone()
+    changed[0, :5] = (x[0, :5] + 1) % 50
+    for given in (None, torch.ones_like(x), mask):
+        first, second = (model(ids, position_ids=positions, attention_mask=given).logits[0, 5:] for ids in (x, changed))
+        assert torch.equal(first, second)

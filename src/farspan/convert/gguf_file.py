@@ -159,8 +159,8 @@ class GgufFile(Source):
             "rope_type": "llama3",
             "factor": law.factor,
             "original_max_position_embeddings": law.train_length,
-            "low_freq_factor": law.low_turns,
-            "high_freq_factor": law.high_turns,
+            "low_freq_factor": law.low_rotations,
+            "high_freq_factor": law.high_rotations,
         }
 
     def _unpack(self, name: str) -> Tensor:

@@ -121,7 +121,8 @@ def balance(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     q̃ holds squares and leaves float16's range when q passes 256; after this only logits near 10⁹ could.
     """
     size = q.shape[1] // k.shape[1]
-    heads = q.detach().abs().amax(dim=(-2, -1), keepdim=True).unflatten(1, (-1, size)).amax(dim=2)
+    sizes = q.detach().abs().nan_to_num(0.0, 0.0)  # padded queries may hold anything
+    heads = sizes.amax(dim=(-2, -1), keepdim=True).unflatten(1, (-1, size)).amax(dim=2)
     ratio = heads / k.detach().abs().amax(dim=(-2, -1), keepdim=True).clamp(min=1e-30)
     shift = torch.exp2((ratio.clamp(min=1e-30).log2() / 2).round().clamp(-24, 24))
     return q / shift.repeat_interleave(size, dim=1), k * shift

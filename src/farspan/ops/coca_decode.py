@@ -207,6 +207,7 @@ def _waves(call: Call) -> Waves:
     """Compute the waves of a call with one query.
 
     >>> from farspan.ops.masking import make_mask
+    >>> from farspan.ops.rotary import Rotary
     >>> q, mask = torch.zeros(1, 1, 1, 2), make_mask(1, 3, 1, torch.device("cpu"))
     >>> _waves(Call(q, q[..., :1], q, mask, 1.0, "auto", Rotary(2))).key[0].flatten()
     tensor([-0.4161,  0.5403,  1.0000])

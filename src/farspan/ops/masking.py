@@ -13,6 +13,7 @@ In the first three the index of a key decides what comes before what. With a pai
 """
 
 from collections.abc import Callable, Hashable
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -50,9 +51,9 @@ class AttentionMask:
     causal: bool = True
     window: int | None = None
     first: int | None = 0
-    """Position of key 0 if positions count on from there; None if only `positions` knows."""
+    """Position of key 0 if positions are consecutive; None if only `positions` knows."""
     positions: tuple[Tensor, Tensor] | None = None
-    """Positions of queries (b|1, n) and keys (b|1, m), where they do not count on."""
+    """Positions of queries (b|1, n) and keys (b|1, m), where they are not consecutive."""
     aligned: bool = True
     """Query i is key offset + i, so the index decides what is seen; otherwise the positions do."""
     padding: Tensor | None = None
@@ -64,7 +65,7 @@ class AttentionMask:
     lengths: Tensor | None = None
     """(b) int, slots of a static cache that hold tokens; the queries are the last of them."""
     firsts: Callable[[], int | Tensor | None] | None = None
-    """Find the position of slot 0, for all rows or (b), where slots count on from there: a kernel needs no more."""
+    """Find the position of slot 0, for all rows or (b), where slots are consecutive: a kernel needs no more."""
     is_clean: bool = False
     """Padded keys and values are known to be finite."""
     _shared: dict[Hashable, Any] = field(default_factory=dict, repr=False)
@@ -388,18 +389,27 @@ class AttentionContext:
             f"position_ids must have shape {(self.batch, self.n)}, one for each new token, "
             f"got {tuple(position_ids.shape)}",
         )
-        if self.padding is not None:
-            return
         if not self.cached:
             falls = position_ids[:, 1:] <= position_ids[:, :-1]
+            if self.padding is not None:  # positions of padding mean nothing
+                falls = falls & self.padding[:, 1:] & self.padding[:, :-1]
             if torch.compiler.is_compiling() or falls.any():
                 self.documents = F.pad(falls.long().cumsum(-1), (1, 0)).expand(self.batch, -1)
         elif not torch.compiler.is_compiling():
             require(
-                goes_on_by_one(position_ids),
+                self.padding is not None or is_consecutive(position_ids),
                 "position_ids must go on by one where a cache is used, got gaps or packed documents; "
                 "pass use_cache=False and no cache",
             )
+
+    def to(self, device: torch.device | str, *_: Any, **__: Any) -> "AttentionContext":
+        """Return this context on another device, for models that are spread over several."""
+        moved = copy(self)
+        moved.device, moved._masks = torch.device(device), {}
+        for name in ("padding", "position_ids", "documents"):
+            x: Tensor | None = getattr(self, name)
+            setattr(moved, name, None if x is None else x.to(device))
+        return moved
 
     def mask(
         self, window: int | None = None, *, past: int | Tensor = 0, length: int | None = None, offset: int = 0
@@ -474,7 +484,7 @@ class AttentionContext:
             if not self.cached:
                 return None
         elif torch.compiler.is_compiling() or (self.is_fresh and self.position_ids is not None):
-            return None  # it would take a look at the values
+            return None  # reading the values would synchronise with the GPU
         elif _has_holes(self.padding[:, : past + self.n]):
             return None
         if self.position_ids is not None:
@@ -487,7 +497,7 @@ class AttentionContext:
         if self.padding is None:
             return torch.arange(slots, device=self.device)[None]
         ranks = _columns(self.padding, 0, slots).long().cumsum(-1) - 1
-        return ranks.clamp(min=0)  # padding before the first token: any position will do
+        return ranks.clamp(min=0)  # padding before the first token: its position is not used
 
     def _of_new(self, slots: Tensor, past: int | Tensor) -> Tensor:
         return slots.index_select(1, past + torch.arange(self.n, device=self.device))
@@ -545,9 +555,12 @@ class AttentionContext:
         return hidden if real is None else hidden.masked_fill(~real[..., None], 0.0)
 
 
-def goes_on_by_one(position_ids: Tensor) -> bool:
-    """Whether every position is its neighbour's plus one."""
-    return bool((position_ids[..., 1:] == position_ids[..., :-1] + 1).all())
+def is_consecutive(position_ids: Tensor, padding: Tensor | None = None) -> bool:
+    """Whether every position (b, n) is its neighbour's plus one, except at padding (b, n)."""
+    follows = position_ids[..., 1:] == position_ids[..., :-1] + 1
+    if padding is not None:
+        follows = follows | ~(padding[:, 1:] & padding[:, :-1])
+    return bool(follows.all())
 
 
 def _has_holes(padding: Tensor) -> bool:

@@ -179,7 +179,7 @@ class YaRN(Scaling):
 class Llama3(Scaling):
     """Divide slow pairs by the factor, keep fast ones, blend between by the number of rotations (Llama 3.1).
 
-    A pair is fast if it makes more than `high_turns` rotations within the training length, slow below `low_turns`.
+    A pair is fast if it makes more than `high_rotations` rotations in the training length, slow below `low_rotations`.
     YaRN blends by the index of the pair and also scales the scores; this does neither.
 
     >>> theta(8, 1_000.0) / Llama3(4, train_length=64).frequencies(8, 1_000.0, None)
@@ -188,22 +188,22 @@ class Llama3(Scaling):
 
     factor: float
     train_length: int
-    low_turns: float = 1.0
-    high_turns: float = 4.0
+    low_rotations: float = 1.0
+    high_rotations: float = 4.0
 
     def __post_init__(self) -> None:
         _check_factor(self.factor)
         _check_train_length(self.train_length)
         require(
-            0 < self.low_turns < self.high_turns,
-            f"low_freq_factor must lie between 0 and high_freq_factor = {self.high_turns}, got {self.low_turns}; "
+            0 < self.low_rotations < self.high_rotations,
+            f"low_freq_factor must lie between 0 and {self.high_rotations}, got {self.low_rotations}; "
             "Llama 3.1 uses 1 and 4",
         )
 
     def frequencies(self, dim: int, base: float, length: Length, device: Device = None) -> Tensor:
         plain = theta(dim, base, device)
         turns = self.train_length * plain / (2 * math.pi)
-        fast = ((turns - self.low_turns) / (self.high_turns - self.low_turns)).clamp(0, 1)
+        fast = ((turns - self.low_rotations) / (self.high_rotations - self.low_rotations)).clamp(0, 1)
         return plain * fast + plain / self.factor * (1 - fast)
 
 

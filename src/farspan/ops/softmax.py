@@ -1,10 +1,11 @@
 """Softmax attention in dot-product form: RoPE, NoPE, ALiBi, and the SDPA calls that CoCA shares with them.
 
-Memory is O(N) on any device. A call that needs no mask is one scaled_dot_product_attention. Every other call runs in
-blocks of queries: a block reads only the keys it sees and builds only its own part of the mask, which the backward pass
-computes again instead of keeping it.
+Causal and unmasked calls are one scaled_dot_product_attention. Other calls run in blocks of queries, so that memory is
+O(N): a block reads only the keys it sees and builds only its own part of the mask. Where there are several blocks, the
+backward pass computes them again instead of keeping their masks.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -217,8 +218,8 @@ def _blocked(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float,
         return _block(q, k, v, mask, 0, rows, scale, slopes)
     spans = [(start, min(start + rows, mask.n)) for start in range(0, mask.n, rows)]
     if wants_gradient(q, k, v):
-        parts = [checkpoint(_block, q, k, v, mask, *span, scale, slopes, use_reentrant=False) for span in spans]
-        return torch.cat(parts, dim=2)
+        again = partial(checkpoint, _block, use_reentrant=False, preserve_rng_state=False)
+        return torch.cat([again(q, k, v, mask, *span, scale, slopes) for span in spans], dim=2)
     out = q.new_empty(*q.shape[:3], v.shape[-1])
     for start, stop in spans:
         out[:, :, start:stop] = _block(q, k, v, mask, start, stop, scale, slopes)
