@@ -152,10 +152,8 @@ class _Storage:
 
     def append(self, held: Tensor, new: Tensor) -> Tensor:
         """Return `held` and then `new`, in place where `held` is the part of the buffer handed out last."""
-        require(
-            held.dtype == new.dtype,
-            f"the cache holds {held.dtype}, got new keys or values of {new.dtype}; continue under the same autocast",
-        )
+        if held.dtype != new.dtype:
+            raise ValueError(f"the cache holds {held.dtype}, got {new.dtype}; continue under the same autocast")
         if (
             held.numel() <= CHEAP
             or torch.compiler.is_compiling()

@@ -345,9 +345,7 @@ class Attention(nn.Module):
             self._shared_gain(mask, dtype)
         if self.rotary is not None:
             angles = mask.angles(self.rotary)
-            if self.spec.kind == "rope":
-                angles.rotation(dtype)
-            elif self._prepares_by_kernel(dtype, context.device):
+            if self.spec.kind == "coca" and self._prepares_by_kernel(dtype, context.device):
                 _ = angles.steps
             else:
                 angles.key(dtype)

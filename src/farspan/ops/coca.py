@@ -5,6 +5,7 @@ from torch import Tensor
 
 from farspan.ops.coca_decode import decode_cpu, decode_triton, why_not_decode_cpu, why_not_decode_triton
 from farspan.ops.device import (
+    constant,
     is_ampere,
     takes_forward_derivatives,
     why_not_compiled_triton,
@@ -150,10 +151,16 @@ def why_not_feature_kernel(dtype: torch.dtype, width: int, device: torch.device)
         return f"the feature kernel needs CUDA tensors, got {device.type}"
     if width > WIDEST:  # the width is not in the message: torch.compile may let it vary
         return f"the feature kernel takes heads up to {WIDEST} wide"
-    if dtype not in (torch.bfloat16, torch.float32):
-        return f"the feature kernel takes bfloat16 and float32, got {dtype}"
     if takes_forward_derivatives():
         return "the feature kernel has no forward-mode derivatives"
+    return _why_never_feature_kernel(dtype, device)
+
+
+@constant
+def _why_never_feature_kernel(dtype: torch.dtype, device: torch.device) -> str | None:
+    """Return the part of the reasons that a compiled graph may keep; torch 2.11 cannot trace all of these questions."""
+    if dtype not in (torch.bfloat16, torch.float32):
+        return f"the feature kernel takes bfloat16 and float32, got {dtype}"
     if torch._C._are_functorch_transforms_active():
         return "the feature kernel has no rules for the transforms of torch.func"
     if torch.compiler.is_exporting():

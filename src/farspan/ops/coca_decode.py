@@ -74,7 +74,7 @@ def why_not_decode_triton(call: Call) -> str | None:
 
 def decode_triton(call: Call) -> Tensor:
     """Run the half-width kernel: q (b, h, n, d), un-rotated t (b, g, m, d/2), v (b, g, m, dv) → (b, h, n, dv)."""
-    from farspan.ops.triton.coca_decode import DecodeCall, decode_op
+    from farspan.ops.triton.coca_decode import DecodeCall, decode_op, launch
 
     mask, steps, factor = call.mask, None, 1.0
     if call.rotary is not None:
@@ -102,7 +102,7 @@ def decode_triton(call: Call) -> Tensor:
         window=mask.window,
         scale=call.scale * factor**2,
     )
-    return decode_op(*kernel)
+    return decode_op(*kernel) if is_traced() else launch(kernel)  # the op costs more than the launch
 
 
 def why_not_decode_cpu(call: Call) -> str | None:

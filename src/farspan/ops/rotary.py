@@ -298,7 +298,7 @@ class Angles:
         self.length = _governing_length(rotary.scaling, mask) if isinstance(rotary.scaling, DynamicNTK) else None
         self._keys: dict[torch.dtype, Tensor] = {}
         self._queries: dict[torch.dtype, Tensor] = {}
-        self._rotations: dict[torch.dtype, tuple[Tensor, Tensor]] = {}
+        self._rotations: dict[tuple[str, torch.dtype], tuple[Tensor, Tensor]] = {}
         self._steps: Tensor | None = None
 
     @property
@@ -338,29 +338,26 @@ class Angles:
             self._queries[dtype] = cos_sin(mask.query_positions, self.frequencies, self.rotary.factor, dtype)
         return self._queries[dtype]
 
-    def rotation(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return (cos, cos) and (-sin, sin) of the keys, each (b|1, 1, m, d), for :func:`rotate`."""
-        if dtype not in self._rotations:
-            self._rotations[dtype] = _rotation(self.key(dtype))
-        return self._rotations[dtype]
-
     def rotate_keys(self, k: Tensor) -> Tensor:
         """Rotate k (b, g, m, d) by the positions of the keys."""
-        return rotate(k, self.rotation(k.dtype))
+        return rotate(k, self._tables("key", k.dtype))
 
     def rotate_queries(self, q: Tensor) -> Tensor:
         """Rotate q (b, h, n, d) by the positions of the queries."""
-        mask = self.mask
-        if not mask.aligned:
-            return rotate(q, _rotation(self.query(q.dtype)))
-        cos, sin = self.rotation(q.dtype)
-        if mask.n < mask.m:
-            rows = slice(mask.offset, mask.offset + mask.n)
-            cos, sin = cos[:, :, rows], sin[:, :, rows]
-        return rotate(q, (cos, sin))
+        return rotate(q, self._tables("query", q.dtype))
+
+    def _tables(self, which: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return what :func:`rotate` takes. A compiled graph computes it again per element: there only a view is free."""
+        table = self.key(dtype) if which == "key" else self.query(dtype)
+        if torch.compiler.is_compiling():
+            return table[..., 0, :], table[..., 1, :]
+        same = "key" if self.mask.n == self.mask.m and self.mask.aligned else which
+        if (same, dtype) not in self._rotations:
+            self._rotations[same, dtype] = _full_width(table)
+        return self._rotations[same, dtype]
 
 
-def _rotation(table: Tensor) -> tuple[Tensor, Tensor]:
+def _full_width(table: Tensor) -> tuple[Tensor, Tensor]:
     """Make (cos, cos) and (-sin, sin), each (…, d), of a table (…, 2, d/2)."""
     cos, sin = table.unbind(-2)
     return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
@@ -398,13 +395,21 @@ def fixed_point(frequencies: Tensor) -> Tensor:
     return (turns * 2.0**64).to(torch.int64).reshape(-1, frequencies.shape[-1])
 
 
-def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate pairs (j, j + d/2) of x (b, h, n, d), Eq. 1, by a rotation of :class:`Angles`.
+def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate pairs (j, j + d/2) of x (b, h, n, d), Eq. 1.
 
-    >>> quarter = torch.zeros(2), torch.tensor([-1.0, 1.0])
+    The tables are cos and sin (…, d/2), or (cos, cos) and (-sin, sin) (…, d), which take a third of the operations.
+
+    >>> quarter = torch.zeros(1), torch.ones(1)
     >>> rotate(torch.tensor([1.0, 0.0]), quarter).tolist()
     [0.0, 1.0]
+    >>> rotate(torch.tensor([1.0, 0.0]), (torch.zeros(2), torch.tensor([-1.0, 1.0]))).tolist()
+    [0.0, 1.0]
     """
-    cos, sin = rotation
-    out = torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+    cos, sin = tables
+    if cos.shape[-1] == x.shape[-1]:
+        out = torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+    else:
+        a, b = x.to(cos.dtype).chunk(2, dim=-1)
+        out = torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
     return out if out.dtype == x.dtype else out.to(x.dtype)
