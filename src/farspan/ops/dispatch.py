@@ -110,7 +110,8 @@ def check_call(
         raise unknown("form", form, FORMS)
     if table.key_name == "t" and width % 2:
         raise ValueError(odd_width(width))
-    check_tensors(q, k, v, table.key_name, width // 2 if table.key_name == "t" else width)
+    if mask is None or not mask.is_clean:  # a model's masks come with tensors that its layers made
+        check_tensors(q, k, v, table.key_name, width // 2 if table.key_name == "t" else width)
     if rotary is not None and rotary.dim != width:
         raise ValueError(f"rotary must have dim {width}, the width of q, got {rotary.dim}; build Rotary(head_dim)")
     if mask is None:

@@ -347,7 +347,7 @@ class Angles:
         return rotate(q, self._tables("query", q.dtype))
 
     def _tables(self, which: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return what :func:`rotate` takes. A compiled graph computes it again per element: there only a view is free."""
+        """Return what :func:`rotate` takes; only views while compiling, which would compute the rest per head."""
         table = self.key(dtype) if which == "key" else self.query(dtype)
         if torch.compiler.is_compiling():
             return table[..., 0, :], table[..., 1, :]
