@@ -243,7 +243,7 @@ def test_it_compiles_without_a_graph_break() -> None:
         ({"backend": "chunkd"}, "did you mean 'chunked'"),
         ({"causal": False, "return_state": True}, "state needs causal=True"),
         ({"backend": "reference", "return_state": True}, "backend='reference' has no state"),
-        ({"positions": "proportional"}, "positions must be numbers, got 'proportional'; pass None, an int, a tensor"),
+        ({"positions": "proportional"}, "a tensor or a pair of tensors, got 'proportional'"),
         ({"documents": torch.tensor([[0, 1, 0, 1, 1]])}, "documents must be adjacent runs .* a split one in row 0"),
         ({"documents": torch.zeros(1, 5, dtype=torch.long), "return_state": True}, "documents cannot be combined"),
         (

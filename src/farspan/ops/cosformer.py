@@ -347,10 +347,6 @@ def check_linear_call(
     """Check the arguments that linear ops share; raise ValueError with argument, value and remedy."""
     require_choice("backend", backend, table.backends)
     check_tensors(q, k, v, table.key_name, q.shape[-1] // 2 if table.key_name == "t" else q.shape[-1])
-    require(
-        not isinstance(positions, str),
-        f"positions must be numbers, got {positions!r}; pass None, an int, a tensor or a pair of tensors",
-    )
     n, m = q.shape[2], k.shape[2]
     if mask is None:
         mask = make_mask(

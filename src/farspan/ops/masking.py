@@ -273,6 +273,10 @@ def _check_rows(name: str, mask: Tensor, shape: tuple[int, int], *, boolean: boo
 
 def _rows(positions: Tensor, name: str, batch: int) -> Tensor:
     require(
+        isinstance(positions, Tensor),
+        lambda: f"{name} must be None, an int, a tensor or a pair of tensors, got {positions!r}",
+    )
+    require(
         not positions.is_floating_point() and positions.dtype != torch.bool,
         f"{name} must hold integers, got {positions.dtype}; use positions.long()",
     )
