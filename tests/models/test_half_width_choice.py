@@ -102,5 +102,8 @@ def test_a_cache_of_another_dtype_than_autocasts_raises() -> None:
     model, ids = model_of(decode_backend="triton"), tokens(1, 6).to(DEVICE)
     cache = FarspanCache(model.config)
     model(ids[:, :-1], past_key_values=cache)
-    with torch.autocast(DEVICE, torch.bfloat16), pytest.raises(ValueError, match=r"bfloat16.*got torch\.float32"):
+    with (
+        torch.autocast(DEVICE, torch.bfloat16),
+        pytest.raises(ValueError, match=r"cache holds torch\.float32, got torch\.bfloat16"),
+    ):
         model(ids[:, -1:], past_key_values=cache)

@@ -249,7 +249,7 @@ def test_bad_modes_and_widths_raise() -> None:
         Rotary(63)
     with pytest.raises(ValueError, match="train_length must be at least 1, got 0"):
         YaRN(4, 0)
-    with pytest.raises(ValueError, match="low_freq_factor must lie between 0 and high_freq_factor"):
+    with pytest.raises(ValueError, match="low_freq_factor must lie between 0 and 4"):
         Llama3(8, 512, low_rotations=5)
     with pytest.raises(ValueError, match="NTK scaling needs at least two rotary pairs"):
         Rotary(2, scaling=NTK(2)).frequencies()

@@ -133,12 +133,11 @@ def kernel_features(q: Tensor, t: Tensor, angles: Angles, form: str) -> tuple[Te
     """Compute q̃ and k̃ in one Triton kernel, forward and backward, without tables of angles."""
     from farspan.ops.triton.coca_features import prepare_op
 
-    mask, factor = angles.mask, angles.rotary.factor
-    steps, (query, key) = angles.steps, (None, None) if mask.positions is None else mask.positions
+    steps, (query, key) = angles.steps, (None, None) if angles.positions is None else angles.positions
     if any(x is not None and x.device != q.device for x in (t, steps, query, key)):  # the kernel would not notice
         raise ValueError(f"t, angles and positions must be on the device of q, {q.device}; move them there")
-    first = mask.first or 0
-    return prepare_op(q, t, steps, query, key, first + mask.offset, first, form, factor)
+    first = angles.first or 0
+    return prepare_op(q, t, steps, query, key, first + angles.offset, first, form, angles.rotary.factor)
 
 
 def why_not_feature_kernel(dtype: torch.dtype, width: int, device: torch.device) -> str | None:

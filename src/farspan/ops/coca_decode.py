@@ -74,7 +74,7 @@ def why_not_decode_triton(call: Call) -> str | None:
 
 def decode_triton(call: Call) -> Tensor:
     """Run the half-width kernel: q (b, h, n, d), un-rotated t (b, g, m, d/2), v (b, g, m, dv) → (b, h, n, dv)."""
-    from farspan.ops.triton.coca_decode import DecodeCall, decode_op, launch
+    from farspan.ops.triton.coca_decode import DecodeCall, decode_op
 
     mask, steps, factor = call.mask, None, 1.0
     if call.rotary is not None:
@@ -102,7 +102,7 @@ def decode_triton(call: Call) -> Tensor:
         window=mask.window,
         scale=call.scale * factor**2,
     )
-    return decode_op(*kernel) if is_traced() else launch(kernel)  # the op costs more than the launch
+    return decode_op(*kernel)
 
 
 def why_not_decode_cpu(call: Call) -> str | None:
@@ -217,8 +217,8 @@ def _waves(call: Call) -> Waves:
         return Waves((), None)
     angles = mask.angles(rotary)
     if call.form == "exact":
-        return Waves(_key_waves(angles, dtype, sines=False).unbind(), None)
-    key = _key_waves(angles, dtype, sines=True)
+        return Waves(_key_waves(mask, angles, dtype, sines=False).unbind(), None)
+    key = _key_waves(mask, angles, dtype, sines=True)
     if mask.aligned:  # the query is one of the keys
         cos, sin = key[:, :, :, mask.offset : mask.offset + 1].unbind()
     else:
@@ -226,12 +226,12 @@ def _waves(call: Call) -> Waves:
     return Waves(key.unbind(), (cos, sin / cos))  # no float's cosine is 0, or nearer to it than 1e-19
 
 
-def _key_waves(angles: Angles, dtype: torch.dtype, *, sines: bool) -> Tensor:
+def _key_waves(mask: AttentionMask, angles: Angles, dtype: torch.dtype, *, sines: bool) -> Tensor:
     """Compute the waves of each key's phase, see :func:`_phases`: (1|2, b|1, 1, m, d/2).
 
     Tables from earlier steps serve again where they can: making them costs as much as reading a layer's cache.
     """
-    mask, rotary, phases = angles.mask, angles.rotary, None
+    rotary, phases = angles.rotary, None
     if mask.first is not None:  # reading the values would cost as much as a small layer
         least = mask.first if sines else -mask.offset
         most = least + mask.m - 1

@@ -460,7 +460,7 @@ class AttentionContext:
             padding=None if self.padding is None else _columns(self.padding, offset, length),
             documents=self.documents,
             lengths=lengths,
-            firsts=lambda: self._first_slot(past, length, offset),
+            firsts=(lambda: self._first_slot(past, length, offset)) if self.cached else None,
             is_clean=True,
         )
 

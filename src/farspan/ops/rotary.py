@@ -294,7 +294,10 @@ class Angles:
     """
 
     def __init__(self, rotary: Rotary, mask: "AttentionMask") -> None:
-        self.rotary, self.mask = rotary, mask
+        # Not the mask itself: the two would keep each other, and their tensors, until the garbage collector runs.
+        self.rotary, self.device = rotary, mask.device
+        self.n, self.m, self.offset, self.aligned = mask.n, mask.m, mask.offset, mask.aligned
+        self.first, self.positions = mask.first, mask.positions
         self.length = _governing_length(rotary.scaling, mask) if isinstance(rotary.scaling, DynamicNTK) else None
         self._keys: dict[torch.dtype, Tensor] = {}
         self._queries: dict[torch.dtype, Tensor] = {}
@@ -304,7 +307,7 @@ class Angles:
     @property
     def frequencies(self) -> Tensor:
         """θ_j in float64: (d/2), or (b, d/2)."""
-        rotary, length, device = self.rotary, self.length, self.mask.device
+        rotary, length, device = self.rotary, self.length, self.device
         if isinstance(length, Tensor):
             return rotary.frequencies(length, device)
         return TABLES.get(("frequencies", rotary, length, device), lambda: rotary.frequencies(length, device))
@@ -317,7 +320,7 @@ class Angles:
         return self._steps
 
     def _make_steps(self) -> Tensor:
-        rotary, length, device = self.rotary, self.length, self.mask.device
+        rotary, length, device = self.rotary, self.length, self.device
         if isinstance(length, Tensor):
             return fixed_point(rotary.frequencies(length, device))
         return TABLES.get(("steps", rotary, length, device), lambda: fixed_point(rotary.frequencies(length, device)))
@@ -325,17 +328,22 @@ class Angles:
     def key(self, dtype: torch.dtype) -> Tensor:
         """Return cosines and sines of the keys, (b|1, 1, m, 2, d/2), in the working dtype of `dtype`."""
         if dtype not in self._keys:
-            self._keys[dtype] = cos_sin(self.mask.key_positions, self.frequencies, self.rotary.factor, dtype)
+            if self.positions is None:
+                first = self.first or 0
+                positions = torch.arange(first, first + self.m, device=self.device)[None]
+            else:
+                positions = self.positions[1]
+            self._keys[dtype] = cos_sin(positions, self.frequencies, self.rotary.factor, dtype)
         return self._keys[dtype]
 
     def query(self, dtype: torch.dtype) -> Tensor:
         """Return cosines and sines of the queries, (b|1, 1, n, 2, d/2)."""
-        mask = self.mask
-        if mask.aligned:
+        if self.aligned:
             key = self.key(dtype)
-            return key if mask.n == mask.m else key[:, :, mask.offset : mask.offset + mask.n]
+            return key if self.n == self.m else key[:, :, self.offset : self.offset + self.n]
+        assert self.positions is not None
         if dtype not in self._queries:
-            self._queries[dtype] = cos_sin(mask.query_positions, self.frequencies, self.rotary.factor, dtype)
+            self._queries[dtype] = cos_sin(self.positions[0], self.frequencies, self.rotary.factor, dtype)
         return self._queries[dtype]
 
     def rotate_keys(self, k: Tensor) -> Tensor:
@@ -351,7 +359,7 @@ class Angles:
         table = self.key(dtype) if which == "key" else self.query(dtype)
         if torch.compiler.is_compiling():
             return table[..., 0, :], table[..., 1, :]
-        same = "key" if self.mask.n == self.mask.m and self.mask.aligned else which
+        same = "key" if self.n == self.m and self.aligned else which
         if (same, dtype) not in self._rotations:
             self._rotations[same, dtype] = _full_width(table)
         return self._rotations[same, dtype]
