@@ -26,7 +26,7 @@ from farspan.ops.masking import AttentionMask
 from farspan.ops.rotary import Angles
 
 TIMED_WIDTHS = (64, 128)
-"""Head widths for which the kernel was measured to be faster than SDPA on rotated keys."""
+"""Head widths for which the kernel was measured to be faster than SDPA on rotated keys, on an H200."""
 TIMED_ROWS = 8
 """Queries per key head, likewise: what one tile of the kernel holds."""
 FOLD_ROWS = 32
@@ -44,7 +44,8 @@ def is_decoding_step(n: int, group: int) -> bool:
 def why_not_decode_triton(call: Call) -> str | None:
     """Return why the half-width kernel does not take a call, or None.
 
-    backend="triton" takes every step of few queries; "auto" takes what was measured to be faster.
+    backend="triton" takes every step of few queries; "auto" takes what was measured to be faster on a Hopper GPU; other
+    GPUs from Ampere on take the same calls, which were not timed there.
     """
     q, v = call.q, call.v
     width, group = max(q.shape[-1], v.shape[-1]), q.shape[1] // call.k.shape[1]
