@@ -45,7 +45,6 @@ def test_compiles_in_one_graph(gradient: bool) -> None:
     ("options", "dtype", "message"),
     [
         ({}, torch.float64, "got torch.float64; use backend='sdpa'"),
-        ({"documents": torch.zeros(1, 5, dtype=torch.long)}, torch.float32, "does not support documents; use"),
         ({"rotary": Rotary(16)}, torch.float32, "rotary must have dim 8, the width of q, got 16"),
     ],
 )
@@ -63,7 +62,7 @@ def test_few_queries_take_the_half_width_kernel_and_gradients_the_feature_kernel
     q, t, v = inputs(5, d=8)
     options: dict[str, Any] = {"rotary": Rotary(8), "backend": "triton"}
     assert explain(coca_attention, q, t, v, **options).name == "decode_triton"
-    name, skipped = explain(coca_attention, q, t.clone().requires_grad_(), v, **options)
+    name, skipped, _ = explain(coca_attention, q, t.clone().requires_grad_(), v, **options)
     assert name == "fused"
     assert "no gradients; decode under torch.no_grad()" in skipped["decode_triton"]
     many = explain(coca_attention, *inputs(17, d=8), **options)  # in groups of two

@@ -4,19 +4,12 @@ import torch
 from torch import Tensor
 
 from farspan.ops.coca_decode import decode_cpu, decode_triton, why_not_decode_cpu, why_not_decode_triton
-from farspan.ops.device import (
-    constant,
-    is_ampere,
-    takes_forward_derivatives,
-    why_not_compiled_triton,
-    why_not_triton,
-    working_dtype,
-)
+from farspan.ops.device import takes_forward_derivatives, why_not_triton, working_dtype
 from farspan.ops.dispatch import TABLES_BY_OP, Call, Implementation, Table, check_call, reference_twin, run
 from farspan.ops.masking import AttentionMask, Positions
 from farspan.ops.reference import attend, rotations, scores_coca, visible
 from farspan.ops.rotary import Angles, Rotary
-from farspan.ops.softmax import softmax_attention
+from farspan.ops.softmax import DOT_PRODUCT, softmax_attention, why_never_by_kernel
 
 WIDEST = 256
 """Widest head that the feature kernel takes."""
@@ -152,29 +145,15 @@ def why_not_feature_kernel(dtype: torch.dtype, width: int, device: torch.device)
         return f"the feature kernel takes heads up to {WIDEST} wide"
     if takes_forward_derivatives():
         return "the feature kernel has no forward-mode derivatives"
-    return _why_never_feature_kernel(dtype, device)
-
-
-@constant
-def _why_never_feature_kernel(dtype: torch.dtype, device: torch.device) -> str | None:
-    """Return the part of the reasons that a compiled graph may keep; torch 2.11 cannot trace all of these questions."""
-    if dtype not in (torch.bfloat16, torch.float32):
-        return f"the feature kernel takes bfloat16 and float32, got {dtype}"
-    if torch._C._are_functorch_transforms_active():
-        return "the feature kernel has no rules for the transforms of torch.func"
-    if torch.compiler.is_exporting():
-        return "an exported graph should also run without Triton"
-    if not is_ampere(device.index):
-        return "the feature kernel needs an Nvidia GPU from Ampere on"
-    return why_not_compiled_triton()
+    if dtype == torch.float16:
+        return "the feature kernel takes bfloat16 and float32, got torch.float16"
+    return why_never_by_kernel(dtype, device)
 
 
 def _why_not_fused(call: Call) -> str | None:
     q = call.q
     if call.backend == "auto":
         return "nothing rotates" if call.rotary is None else why_not_feature_kernel(q.dtype, q.shape[-1], q.device)
-    if call.mask.documents is not None:
-        return "backend='triton' does not support documents; use backend='sdpa'"
     if q.dtype not in (torch.bfloat16, torch.float32):
         return (
             "backend='triton' takes bfloat16 or float32 with gradients or more than 32 queries per key head, "
@@ -189,7 +168,7 @@ def _fused(call: Call) -> Tensor:
     if call.rotary is None:
         return _sdpa(call)
     q, k = kernel_features(call.q, call.k, call.mask.angles(call.rotary), call.form)
-    return softmax_attention(q, k, call.v, call.mask, call.scale)
+    return softmax_attention(call, q, k)
 
 
 def _sdpa(call: Call) -> Tensor:
@@ -198,7 +177,7 @@ def _sdpa(call: Call) -> Tensor:
         angles = call.mask.angles(call.rotary)
         query, key = angles.query(call.q.dtype), angles.key(call.q.dtype)
     q, k = coca_features(call.q, call.k, query, key, form=call.form)
-    return softmax_attention(q, k, call.v, call.mask, call.scale)
+    return softmax_attention(call, q, k)
 
 
 def _reference(call: Call) -> Tensor:
@@ -209,8 +188,8 @@ def _reference(call: Call) -> Tensor:
 COCA = Table(
     Implementation("decode_triton", ("auto", "triton"), decode_triton, why_not_decode_triton, "cuda"),
     Implementation("decode_cpu", ("auto",), decode_cpu, why_not_decode_cpu, "cpu"),
-    Implementation("fused", ("auto", "triton"), _fused, _why_not_fused, "cuda"),
-    Implementation("sdpa", ("auto", "sdpa"), _sdpa),
+    Implementation("fused", ("auto", "triton"), _fused, _why_not_fused, "cuda", DOT_PRODUCT),
+    Implementation("sdpa", ("auto", "sdpa"), _sdpa, then=DOT_PRODUCT),
     Implementation("reference", ("reference",), _reference),
     key_name="t",
 )

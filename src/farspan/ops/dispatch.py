@@ -48,11 +48,13 @@ class Implementation(NamedTuple):
     name: str
     backends: tuple[str, ...]
     """The values of `backend` that may choose it."""
-    run: Callable[[Any], Any]
+    run: Callable[..., Any]
     why_not: Callable[[Any], str | None] | None = None
     """Return why it cannot, or should not, run a call; None if it can. No function: it always can."""
     device: str | None = None
     """The only type of device on which "auto" considers it."""
+    then: "Table | None" = None
+    """The table that chooses what runs after it."""
 
 
 class Table:
@@ -213,6 +215,8 @@ class Choice(NamedTuple):
 
     name: str
     skipped: dict[str, str]
+    then: "Choice | None" = None
+    """What runs after it, such as SDPA after the features of CoCA."""
 
 
 TABLES_BY_OP: dict[Callable[..., Any], Table] = {}
@@ -232,8 +236,13 @@ def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Choice:
     call = table.check(table, bound.pop("q"), bound.pop(table.key_name), bound.pop("v"), **bound)
     if isinstance(call, Call) and call.rotary is not None and call.rotary.follows_query:
         call = _parts(call)[0][0]  # of per-query dynamic NTK, the first set of frequencies
+    return _explain(table, call)
+
+
+def _explain(table: Table, call: Any) -> Choice:
     skipped: dict[str, str] = {}
-    return Choice(table.choose(call, skipped).name, skipped)
+    entry = table.choose(call, skipped)
+    return Choice(entry.name, skipped, None if entry.then is None else _explain(entry.then, call))
 
 
 def reference_twin(op: Callable[P, R]) -> Callable[P, R]:

@@ -82,7 +82,9 @@ class AttentionMask:
         if self.offset < 0:
             self.offset = self.m - self.n
         self.is_plain = self.padding is None and self.documents is None and self.aligned
-        unbounded = self.is_plain and (self.window is None or self.window >= self.m)
+        # A compiled graph serves all lengths: it must not ask which of them a window covers.
+        covered = self.window is None or (not torch.compiler.is_compiling() and self.window >= self.m)
+        unbounded = self.is_plain and covered
         last = self.n == 1 and self.offset == self.m - 1
         self.shows_everything = unbounded and (not self.causal or last)
         self.is_triangle = unbounded and self.causal and self.offset == self.m - self.n

@@ -1,8 +1,7 @@
-"""Softmax attention in dot-product form: RoPE, NoPE, ALiBi, and the SDPA calls that CoCA shares with them.
+"""Softmax attention in dot-product form: RoPE, NoPE, ALiBi, and what CoCA shares with them.
 
-Causal and unmasked calls are one scaled_dot_product_attention. Other calls run in blocks of queries, so that memory is
-O(N): a block reads only the keys it sees and builds only its own part of the mask. Where there are several blocks, the
-backward pass computes them again instead of keeping their masks.
+Unmasked and causal calls are one scaled_dot_product_attention. On a GPU a Triton kernel runs the others. Elsewhere
+windows are one call for all blocks of queries, and other masks one call per block: memory is O(N) in each case.
 """
 
 from functools import partial
@@ -14,7 +13,16 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from farspan.errors import require
-from farspan.ops.device import wants_gradient
+from farspan.ops.device import (
+    constant,
+    is_ampere,
+    is_traced,
+    product_dtype,
+    takes_forward_derivatives,
+    wants_gradient,
+    why_not_compiled_triton,
+    why_not_triton,
+)
 from farspan.ops.dispatch import TABLES_BY_OP, Call, Implementation, Table, check_call, reference_twin, run
 from farspan.ops.masking import AttentionMask, Positions
 from farspan.ops.reference import attend, rotations, scores_alibi, scores_nope, scores_rope, visible
@@ -24,6 +32,10 @@ CUDNN = (torch.bfloat16, torch.float16)
 """Dtypes whose gradients cuDNN may compute."""
 MASK_ELEMENTS = 2**23
 """Upper bound on the elements of one block's mask on a CPU (32 MiB in float32)."""
+SMALLEST_BLOCK, LARGEST_BLOCK = 64, 512
+"""Bounds on the queries per block of a window. Small blocks leave a CPU idle, large ones read more hidden keys."""
+WIDEST = 256
+"""Widest head that the kernel takes."""
 GPU_TIMES = 64
 """A GPU needs larger blocks to be busy, and has the memory; its kernels copy a mask for every row and head."""
 
@@ -84,7 +96,7 @@ def _rope_sdpa(call: Call) -> Tensor:
     if call.rotary is not None:
         angles = call.mask.angles(call.rotary)
         q, k = angles.rotate_queries(q), angles.rotate_keys(k)
-    return softmax_attention(q, k, call.v, call.mask, call.scale)
+    return softmax_attention(call, q, k)
 
 
 def alibi_attention(
@@ -151,7 +163,7 @@ def _alibi_reference(call: Call) -> Tensor:
 
 
 def _alibi_sdpa(call: Call) -> Tensor:
-    return softmax_attention(call.q, call.k, call.v, call.mask, call.scale, call.slopes)
+    return softmax_attention(call, call.q, call.k)
 
 
 def alibi_slopes(heads: int, device: torch.device | str | None = None) -> Tensor:
@@ -166,54 +178,171 @@ def alibi_slopes(heads: int, device: torch.device | str | None = None) -> Tensor
     return torch.tensor([2.0**-step for step in steps], dtype=torch.float32, device=device)
 
 
-ROPE = Table(
-    Implementation("sdpa", ("auto", "sdpa"), _rope_sdpa),
-    Implementation("reference", ("reference",), _rope_reference),
-)
-ALIBI = Table(
-    Implementation("sdpa", ("auto", "sdpa"), _alibi_sdpa),
-    Implementation("reference", ("reference",), _alibi_reference),
-    check=_check_alibi,
-)
-TABLES_BY_OP[rope_attention], TABLES_BY_OP[alibi_attention] = ROPE, ALIBI
-
-rope_attention_reference = reference_twin(rope_attention)
-alibi_attention_reference = reference_twin(alibi_attention)
+# Dot-product form: what RoPE, NoPE, ALiBi and CoCA end in
 
 
-def softmax_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float, slopes: Tensor | None = None
-) -> Tensor:
-    """Compute softmax(scale·q·k - slope·distance)·v over the visible keys.
+def softmax_attention(call: Call, q: Tensor, k: Tensor) -> Tensor:
+    """Compute softmax(scale·q·k - slope·distance)·v over the visible keys, with v, mask, scale and slopes of a call.
 
     q (b, h, n, d), k (b, g, m, d), v (b, g, m, dv) → (b, h, n, dv). A query that sees no key returns zeros, not NaN,
     and has zero gradients.
     """
-    width = v.shape[-1]
-    if q.shape[-1] != width:
-        q, k, v = _equal_width(q, k, v)
+    v, scale, width = call.v, call.scale, call.v.shape[-1]
     if scale <= 0:  # the CPU kernel finds its maximum before it applies the scale
         q, scale = q * scale, 1.0
-    if slopes is None and mask.shows_everything:
-        out = _sdpa(q, k, v, scale)
-    elif slopes is None and mask.is_triangle and mask.n == mask.m:
-        out = _sdpa(q, k, v, scale, causal=True)
-    elif slopes is None and mask.is_triangle and q.is_cuda:
-        out = _lower_right(q, k, v, scale)
-    else:
-        out = _blocked(q, k, v, mask, scale, slopes)
+    entry = DOT_PRODUCT.choose(call)
+    if q.shape[-1] != width and entry is not MASKED_KERNEL:
+        q, k, v = _equal_width(q, k, v)
+    out = entry.run(q, k, v, call.mask, scale, call.slopes)
     return out if out.shape[-1] == width else out[..., :width]
 
 
+def _unmasked(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float, slopes: Tensor | None) -> Tensor:
+    return _sdpa(q, k, v, scale)
+
+
+def _why_not_unmasked(call: Call) -> str | None:
+    return None if call.mask.shows_everything and call.slopes is None else "some keys are hidden or biased"
+
+
+def _causal(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float, slopes: Tensor | None) -> Tensor:
+    return _sdpa(q, k, v, scale, causal=True) if mask.n == mask.m else _lower_right(q, k, v, scale)
+
+
+def _why_not_causal(call: Call) -> str | None:
+    mask = call.mask
+    if not mask.is_triangle or call.slopes is not None:
+        return "more than causality hides keys"
+    return None if mask.n == mask.m or call.q.is_cuda else "on a CPU there must be as many queries as keys"
+
+
+def _masked_kernel(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float, slopes: Tensor | None) -> Tensor:
+    """Run the Triton kernel, which reads only tiles that a window reaches and needs no mask in memory."""
+    from farspan.ops.triton.attention import MaskedAttention, attention_op
+
+    q, k, v = (x.to(product_dtype(x)) for x in (q, k, v))
+    window = mask.m if mask.window is None else mask.window
+    slopes = None if slopes is None else slopes.float()
+    masking = (mask.padding, mask.documents, slopes, mask.offset, window, mask.causal, scale)
+    return attention_op(q, k, v, *masking)[0] if is_traced() else MaskedAttention.apply(q, k, v, *masking)
+
+
+def _why_not_masked_kernel(call: Call) -> str | None:
+    q, mask, slopes = call.q, call.mask, call.slopes
+    if not mask.aligned:
+        return "the kernel takes queries that are among the keys"
+    if slopes is not None and (mask.positions is not None or slopes.requires_grad):
+        return "the kernel takes fixed slopes and consecutive positions"
+    if max(q.shape[-1], call.v.shape[-1]) > WIDEST:  # not in the message: torch.compile may let widths vary
+        return f"the kernel takes heads up to {WIDEST} wide"
+    if takes_forward_derivatives():
+        return "the kernel has no forward-mode derivatives"
+    return why_never_by_kernel(q.dtype, q.device) if call.backend == "auto" else why_not_triton(q.device.type)
+
+
+@constant
+def why_never_by_kernel(dtype: torch.dtype, device: torch.device) -> str | None:
+    """Return why "auto" takes no kernel with gradients. A compiled graph may keep the answer, which it cannot trace."""
+    if dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"the kernel takes bfloat16, float16 and float32, got {dtype}"
+    if torch._C._are_functorch_transforms_active():
+        return "the kernel has no rules for the transforms of torch.func"
+    if torch.compiler.is_exporting():
+        return "an exported graph should also run without Triton"
+    if not is_ampere(device.index):
+        return "the kernel needs an Nvidia GPU from Ampere on"
+    return why_not_compiled_triton()
+
+
+def _window(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float, slopes: Tensor | None) -> Tensor:
+    """Turn blocks of queries into rows of a batch, each with the blocks of keys that its window reaches.
+
+    ::
+
+        queries  | 0 | 1 | 2 | 3 |      block 2 reads  | 1 | 2 |
+        keys     | 0 | 1 | 2 | 3 |      block 3 reads      | 2 | 3 |
+
+    Where nothing but the window hides keys, blocks share one mask, and those without a full window behind them are a
+    call of their own.
+    """
+    assert mask.window is not None
+    rows = min(max(mask.window, SMALLEST_BLOCK), LARGEST_BLOCK)
+    reach = -(-(mask.window - 1) // rows) * rows
+    alike = mask.is_plain and mask.causal and (slopes is None or mask.positions is None)
+    start = 0
+    if alike and mask.offset < reach and not torch.compiler.is_compiling():
+        start = min(mask.n, reach - mask.offset)
+        first = _block(q, k, v, mask, 0, start, scale, slopes)
+        if start == mask.n:
+            return first
+    at, count, ahead = mask.offset + start, -(-(mask.n - start) // rows), 0 if mask.causal else reach
+    query = _cut(q.transpose(1, 2), start, start + count * rows, rows)
+    key, value = (_near(x.transpose(1, 2), at - reach, at + ahead, count, rows) for x in (k, v))
+    distance = torch.arange(reach, reach + rows, device=q.device)[:, None] - torch.arange(
+        reach + rows + ahead, device=q.device
+    )
+    seen = (distance < mask.window) & (distance >= 0 if mask.causal else distance > -mask.window)
+    blind = None
+    if not (alike and at >= reach):
+        real = torch.ones(1, mask.m, dtype=torch.bool, device=q.device) if mask.padding is None else mask.padding
+        seen = seen & _near(real, at - reach, at + ahead, count, rows)[:, :, None]
+        if mask.documents is not None:
+            own = _cut(mask.documents, at, at + count * rows, rows)
+            seen = seen & (own[..., None] == _near(mask.documents, at - reach, at + ahead, count, rows)[:, :, None])
+        blind = ~seen.any(dim=-1, keepdim=True)
+        seen = (seen | blind).expand(q.shape[0], -1, -1, -1).flatten(0, 1)  # see :func:`_visible`
+    seen = seen[..., None, :, :]
+    if slopes is not None:
+        if mask.positions is not None:
+            own, near = mask.positions
+            near = _near(near, at - reach, at + ahead, count, rows)
+            distance = _cut(own, start, start + count * rows, rows)[..., None] - near[:, :, None]
+            distance = distance.expand(q.shape[0], -1, -1, -1).flatten(0, 1)
+        bias = distance.abs().to(q.dtype)[..., None, :, :] * -slopes.to(q.dtype)[:, None, None]
+        seen = torch.where(seen, bias, -torch.inf)
+    query, key, value = (x.flatten(0, 1).transpose(1, 2) for x in (query, key, value))
+    out = _sdpa(query, key, value, scale, seen if seen.ndim == 4 else seen[None])
+    out = out.transpose(1, 2).unflatten(0, (-1, count))
+    if blind is not None:
+        out = out.masked_fill(blind[..., None], 0.0)
+    out = out.flatten(1, 2)[:, : mask.n - start].transpose(1, 2)
+    return out if start == 0 else torch.cat((first, out), dim=2)
+
+
+def _why_not_window(call: Call) -> str | None:
+    if call.mask.window is None:
+        return "there is no window"
+    if call.mask.n == 1:
+        return "one query is one block"
+    return None if call.mask.aligned else "positions decide what is seen, not the order of the keys"
+
+
+def _cut(x: Tensor, low: int, high: int, rows: int) -> Tensor:
+    """Return tokens low … high-1 of x (b, tokens, …) in blocks, (b, ·, rows, …); zeros where there are none."""
+    front, end = max(0, -low), max(0, high - x.shape[1])
+    x = x[:, max(0, low) : high]
+    if torch.compiler.is_compiling() or front or end:
+        x = F.pad(x, (0, 0) * (x.ndim - 2) + (front, end))
+    return x.unflatten(1, (-1, rows))
+
+
+def _near(x: Tensor, low: int, high: int, count: int, rows: int) -> Tensor:
+    """Return what each of `count` blocks of queries reads of x (b, m, …): (b, count, high - low + rows, …).
+
+    The first block reads tokens low … high+rows-1, the next one those `rows` further on.
+    """
+    blocks = _cut(x, low, high + count * rows, rows)
+    shifts = range((high - low) // rows + 1)
+    return torch.cat([blocks[:, i : i + count] for i in shifts], dim=2)
+
+
 def _blocked(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float, slopes: Tensor | None) -> Tensor:
+    """Run blocks of queries one by one, each with its own part of the mask, so that memory is O(N)."""
     copies = (q.shape[0] if not mask.is_plain or q.is_cuda else 1) * (
         q.shape[1] if slopes is not None or q.is_cuda else 1
     )
-    keys = mask.m if mask.window is None else min(mask.m, 2 * mask.window)
     elements = MASK_ELEMENTS * (GPU_TIMES if q.is_cuda else 1)
-    rows = min(mask.n, max(16, elements // (copies * keys)))
-    if mask.window is not None and mask.aligned:
-        rows = min(rows, max(mask.window, 64))  # longer blocks would read keys that most of their queries cannot see
+    rows = min(mask.n, max(16, elements // (copies * mask.m)))
     if rows == mask.n:
         return _block(q, k, v, mask, 0, rows, scale, slopes)
     spans = [(start, min(start + rows, mask.n)) for start in range(0, mask.n, rows)]
@@ -317,3 +446,29 @@ def _lower_right(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 def _repeat(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     times = q.shape[1] // k.shape[1]
     return (k, v) if times == 1 else (k.repeat_interleave(times, dim=1), v.repeat_interleave(times, dim=1))
+
+
+_EVERY = ("auto", "sdpa", "triton")
+MASKED_KERNEL = Implementation("masked_kernel", ("auto", "triton"), _masked_kernel, _why_not_masked_kernel, "cuda")
+DOT_PRODUCT = Table(
+    Implementation("unmasked", _EVERY, _unmasked, _why_not_unmasked),
+    Implementation("causal", _EVERY, _causal, _why_not_causal),
+    MASKED_KERNEL,
+    Implementation("window", ("auto", "sdpa"), _window, _why_not_window),
+    Implementation("blocked", ("auto", "sdpa"), _blocked),
+)
+"""unmasked, causal: one SDPA call. masked_kernel: one Triton kernel. window: one SDPA call for all blocks of queries.
+blocked: one SDPA call per block of queries."""
+ROPE = Table(
+    Implementation("sdpa", _EVERY, _rope_sdpa, then=DOT_PRODUCT),
+    Implementation("reference", ("reference",), _rope_reference),
+)
+ALIBI = Table(
+    Implementation("sdpa", _EVERY, _alibi_sdpa, then=DOT_PRODUCT),
+    Implementation("reference", ("reference",), _alibi_reference),
+    check=_check_alibi,
+)
+TABLES_BY_OP[rope_attention], TABLES_BY_OP[alibi_attention] = ROPE, ALIBI
+
+rope_attention_reference = reference_twin(rope_attention)
+alibi_attention_reference = reference_twin(alibi_attention)

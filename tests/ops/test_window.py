@@ -1,0 +1,157 @@
+"""Windows, and the kernel for masked attention, equal the definition: every mask, hostile shapes, gradients."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from farspan.ops import (
+    Rotary,
+    alibi_attention,
+    alibi_attention_reference,
+    coca_attention,
+    coca_attention_reference,
+    explain,
+    rope_attention,
+    rope_attention_reference,
+)
+from tests.helpers import coca_inputs, largest_difference, softmax_inputs
+from tests.ops.kernels import DEVICE, assert_as_good_as_eager
+
+OPS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "rope": (rope_attention, rope_attention_reference, {"rotary": Rotary(8)}),
+    "nope": (rope_attention, rope_attention_reference, {"rotary": None}),
+    "alibi": (alibi_attention, alibi_attention_reference, {}),
+    "exact": (coca_attention, coca_attention_reference, {"rotary": Rotary(8)}),
+    "slack": (coca_attention, coca_attention_reference, {"rotary": Rotary(8), "form": "slack"}),
+}
+
+
+@st.composite
+def cases(draw: Any, largest: int) -> dict[str, Any]:
+    """Draw lengths, a window and masks."""
+    m = draw(st.integers(1, largest))
+    n = draw(st.sampled_from([m, draw(st.integers(1, m))]))
+    return {
+        "n": n,
+        "m": m,
+        "window": draw(st.integers(1, m + 3)),
+        "causal": draw(st.booleans()),
+        "padding": draw(st.sampled_from([None, "left", "right", "holes"])),
+        "documents": draw(st.booleans()),
+        "positions": draw(st.booleans()),
+        "seed": draw(st.integers(0, 2**16)),
+    }
+
+
+def options_of(case: dict[str, Any], b: int, device: str = "cpu") -> dict[str, Any]:
+    m, index = case["m"], torch.arange(case["m"])
+    found: dict[str, Any] = {"window": case["window"], "causal": case["causal"]}
+    lengths = torch.randint(0, m + 1, (b, 1))
+    padding = {"left": index >= lengths, "right": index < lengths, "holes": torch.rand(b, m) < 0.7}
+    if case["padding"] is not None:
+        found["padding_mask"] = padding[case["padding"]]
+    if case["documents"]:
+        found["documents"] = (torch.rand(b, m) < 0.1).long().cumsum(-1)
+    if case["positions"]:
+        found["positions"] = torch.randint(1, 3, (m,)).cumsum(-1)
+    return {key: x.to(device) if isinstance(x, Tensor) else x for key, x in found.items()}
+
+
+@pytest.mark.parametrize("kind", OPS)
+@settings(max_examples=40, deadline=None)
+@given(case=cases(300))
+def test_a_window_equals_the_definition_with_gradients(kind: str, case: dict[str, Any]) -> None:
+    torch.manual_seed(case["seed"])
+    op, reference, fixed = OPS[kind]
+    inputs = (coca_inputs if op is coca_attention else softmax_inputs)(case["n"], case["m"], b=2)
+    options = {**fixed, **options_of(case, 2)}
+    assert largest_difference(op, reference, inputs, **options) <= 1e-11
+    with torch.no_grad():
+        assert (op(*inputs, **options) - reference(*inputs, **options)).abs().max() <= 1e-11
+
+
+@pytest.mark.parametrize("width", [4, 12])
+def test_values_of_another_width(width: int) -> None:
+    q, k, _ = softmax_inputs(150)
+    v = torch.randn(1, 2, 150, width, dtype=torch.float64, requires_grad=True)
+    inputs = (q, k, v)
+    assert largest_difference(rope_attention, rope_attention_reference, inputs, rotary=Rotary(8), window=70) <= 1e-12
+
+
+def test_a_window_reads_memory_in_proportion_to_its_width() -> None:
+    """At 16 times the length, nothing that is allocated grows by more than 16 times."""
+    largest = {}
+    for n in (1024, 16 * 1024):
+        q = torch.randn(1, 2, n, 16)
+        with torch.profiler.profile(profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            rope_attention(q, q, q, rotary=None, window=64)
+        largest[n] = max(event.cpu_memory_usage for event in profile.key_averages())
+    assert largest[16 * 1024] <= 17 * largest[1024]
+
+
+def test_explain_names_the_window() -> None:
+    q, k, v = (x.detach() for x in softmax_inputs(150))
+    found = explain(rope_attention, q, k, v, rotary=None, window=70)
+    assert found.then is not None
+    assert found.then.name == "window"
+    assert found.then.skipped["masked_kernel"] == "it is for cuda tensors, got cpu"
+    whole = explain(rope_attention, q, k, v, rotary=None, window=150)
+    assert whole.then is not None
+    assert whole.then.name == "causal"
+
+
+def by_kernel(op: Any, inputs: tuple[Tensor, ...], options: dict[str, Any]) -> list[Tensor]:
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    out = op(*leaves, **options)
+    torch.manual_seed(0)
+    weights = torch.randn(out.shape, dtype=torch.float64).to(out)
+    return [out.detach(), *torch.autograd.grad(out, leaves, weights)]
+
+
+@pytest.mark.parametrize("kind", OPS)
+@settings(max_examples=12, deadline=None)
+@given(case=cases(150))
+def test_the_kernel_equals_the_definition_with_gradients(kind: str, case: dict[str, Any]) -> None:
+    pytest.importorskip("triton", reason="needs triton (pip install farspan[gpu])")
+    torch.manual_seed(case["seed"])
+    op, reference, fixed = OPS[kind]
+    if kind == "alibi":
+        case = {**case, "positions": False}  # not by the kernel
+    if op is coca_attention:
+        case = {**case, "n": case["m"]}  # few queries are decoded by another kernel
+    inputs = (coca_inputs if op is coca_attention else softmax_inputs)(case["n"], case["m"], b=2)
+    narrow = tuple(x.detach().float().to(DEVICE) for x in inputs)
+    options = {**fixed, **options_of(case, 2, DEVICE)}
+    found = by_kernel(op, narrow, {**options, "backend": "triton"})
+    truth = by_kernel(reference, tuple(x.double() for x in narrow), options)
+    plain = by_kernel(op, narrow, {**options, "backend": "sdpa"})
+    for ours, exact, theirs in zip(found, truth, plain, strict=True):
+        error, size = (ours.double() - exact).abs().max(), max(1.0, float(exact.abs().max()))
+        assert error <= 4 * (theirs.double() - exact).abs().max() + 4e-6 * size
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [(2, 2, 64), (4, 1, 80)], ids=str)
+def test_the_kernel_is_as_good_as_eager(dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
+    pytest.importorskip("triton", reason="needs triton (pip install farspan[gpu])")
+    h, g, d = shape
+    q, k, v = (x.detach().to(DEVICE, dtype) for x in softmax_inputs(150, h=h, g=g, d=d))
+    options: dict[str, Any] = {"rotary": None, "window": 40}
+    truth = by_kernel(rope_attention_reference, tuple(x.double() for x in (q, k, v)), options)
+    plain = by_kernel(rope_attention_reference, (q, k, v), options)
+    ours = by_kernel(rope_attention, (q, k, v), {**options, "backend": "triton"})
+    for found, exact, eager in zip(ours, truth, plain, strict=True):
+        assert_as_good_as_eager(found, exact, eager)
+
+
+def test_the_kernel_skips_what_it_cannot_run() -> None:
+    q, k, v = (x.detach() for x in softmax_inputs(20))
+    pair = (torch.arange(20)[None], torch.arange(20)[None])
+    with pytest.raises(ValueError, match="among the keys"):
+        rope_attention(q, k, v, rotary=None, window=4, positions=pair, backend="triton")
+    with pytest.raises(ValueError, match="consecutive positions"):
+        alibi_attention(q, k, v, window=4, positions=torch.arange(20) * 2, backend="triton")
