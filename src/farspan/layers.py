@@ -1,7 +1,7 @@
 """Attention layers as plain nn.Modules, usable in anyone's transformer."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +15,7 @@ from farspan.ops.coca_decode import is_decoding_step
 from farspan.ops.cosformer import BEYOND, LinearState, cosformer_attention
 from farspan.ops.device import wants_gradient, working_dtype
 from farspan.ops.masking import AttentionContext, AttentionMask, Positions, make_mask
+from farspan.ops.pope import polar_features, pope_attention
 from farspan.ops.reference import ACTIVATIONS as COSFORMER_ACTIVATIONS
 from farspan.ops.rotary import Rotary, log_length, odd_width
 from farspan.ops.softmax import alibi_attention, rope_attention
@@ -31,10 +32,10 @@ __all__ = [
     "StateCache",
 ]
 
-NAMES = ("rope", "alibi", "coca-exact", "coca-strict", "coca-slack", "cosformer", "linear-coca")
+NAMES = ("rope", "alibi", "coca-exact", "coca-strict", "coca-slack", "coca-polar", "pope", "cosformer", "linear-coca")
 """Every attention that has a name."""
-KINDS = ("rope", "alibi", "coca", "cosformer", "linear-coca")
-COCA_FORMS = ("exact", "strict", "slack")
+KINDS = ("rope", "alibi", "coca", "pope", "cosformer", "linear-coca")
+COCA_FORMS = ("exact", "strict", "slack", "polar")
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "softplus": F.softplus}
 DECODE_BACKENDS = ("auto", "sdpa", "triton")
 
@@ -50,9 +51,9 @@ class AttentionSpec:
     """
 
     kind: str
-    """"rope", "alibi", "coca", "cosformer" or "linear-coca"."""
+    """"rope", "alibi", "coca", "pope", "cosformer" or "linear-coca"."""
     form: str | None = None
-    """For CoCA: "exact" (default), "strict" or "slack"."""
+    """For CoCA: "exact" (default), "strict", "slack" or "polar"."""
     window: int | None = None
     """See only the last `window` keys; None = all."""
     rotary: bool = True
@@ -90,6 +91,11 @@ class AttentionSpec:
     def collinear(self) -> bool:
         """Whether its keys are coefficients t ≥ 0, d/2 per head."""
         return self.kind in ("coca", "linear-coca")
+
+    @property
+    def polar(self) -> bool:
+        """Whether queries and keys are magnitudes: PoPE, and CoCA's polar form."""
+        return self.kind == "pope" or self.form == "polar"
 
     @classmethod
     def parse(cls, value: "str | Mapping[str, Any] | AttentionSpec") -> "AttentionSpec":
@@ -134,8 +140,9 @@ class Cache(Protocol):
 class Attention(nn.Module):
     """Self-attention of any softmax kind: projections, one op, output projection.
 
-    CoCA has `t_proj`, of d/2 outputs per key head, in place of `k_proj`. Strict CoCA's `q_proj` has d/2 outputs per
-    head, used for both members of each pair (Eq. 11).
+    CoCA has `t_proj`, of d/2 outputs per key head, in place of `k_proj`. The `q_proj` of its strict and polar forms has
+    d/2 outputs per head; strict uses each for both members of a pair (Eq. 11). PoPE and the polar form learn a `phase`
+    per head and frequency, and keep queries and keys ≥ 0 by a softplus.
 
     Args:
         hidden_size: width of input and output.
@@ -196,18 +203,22 @@ class Attention(nn.Module):
             f"{self.spec.name!r}, causal={causal}; leave it out",
         )
         self.rotary = (rotary or Rotary(self.head_dim)) if self.spec.rotary else None
+        if self.spec.kind == "pope" and self.rotary is not None:
+            self.rotary = replace(self.rotary, dim=2 * self.head_dim)  # d frequencies
         self.causal, self.coca_activation, self.decode_backend = causal, coca_activation, decode_backend
         self.log_length = log_length
         self.scaling = self.head_dim**-0.5
         self.form = "slack" if self.spec.form == "slack" else "exact"  # strict is exact with a tied query
         self.collinear = collinear = self.spec.collinear
         self.key_width = self.head_dim // 2 if collinear else self.head_dim
-        self.query_width = self.head_dim // 2 if self.spec.form == "strict" else self.head_dim
+        self.query_width = self.head_dim // 2 if self.spec.form in ("strict", "polar") else self.head_dim
         self.q_proj = nn.Linear(hidden_size, num_heads * self.query_width, bias=qkv_bias)
         key_proj = nn.Linear(hidden_size, self.num_key_heads * self.key_width, bias=qkv_bias)
         self.register_module("t_proj" if collinear else "k_proj", key_proj)
         self.v_proj = nn.Linear(hidden_size, self.num_key_heads * self.head_dim, bias=qkv_bias)
         self.o_proj = nn.Linear(num_heads * self.head_dim, hidden_size, bias=out_bias)
+        if self.spec.polar:
+            self.phase = nn.Parameter(torch.zeros(num_heads * self.key_width))
         self.qk_norm = qk_norm_eps is not None
         if qk_norm_eps is not None:
             self.q_norm = nn.RMSNorm(self.query_width, eps=qk_norm_eps)
@@ -222,9 +233,11 @@ class Attention(nn.Module):
         v = self.v_proj(x).view(*shape, self.head_dim)
         if self.qk_norm:
             q, k = self.q_norm(q), getattr(self, "t_norm" if collinear else "k_norm")(k)
-        if collinear:
+        if self.spec.polar:
+            q, k = F.softplus(q), F.softplus(k)  # magnitudes
+        elif collinear:
             k = ACTIVATIONS[self.coca_activation](k)  # Eq. 6: one non-negative coefficient per pair
-        if self.query_width != self.head_dim:
+        if self.spec.form == "strict":
             q = torch.cat((q, q), dim=-1)  # Eq. 11
         if q.dtype != v.dtype or k.dtype != v.dtype:  # autocast runs norms and softplus wider than the projections
             q, k = q.to(v.dtype), k.to(v.dtype)
@@ -301,6 +314,9 @@ class Attention(nn.Module):
         """Call the layer's op: (b, h, n, d), (b, g, m, ·), (b, g, m, d) → (b, h, n, d)."""
         if self.log_length is not None:
             q = self.sharpen(q, mask)
+        if self.spec.polar:
+            phase = self.phase.view(self.num_heads, -1)
+            return pope_attention(q, k, v, rotary=rotary, phase=phase, mask=mask, scale=self.scaling)
         if self.spec.kind == "coca":
             plain = self.decode_backend == "auto" and self.spec.form != "strict"
             backend = "auto" if plain else self._backend(q, k, v, mask)
@@ -323,6 +339,9 @@ class Attention(nn.Module):
         if self.log_length is not None:
             q = self.sharpen(q, mask)
         angles = None if rotary is None else mask.angles(rotary)
+        if self.spec.polar:
+            tables = (None, None) if angles is None else (angles.query(q.dtype), angles.key(k.dtype))
+            return polar_features(q, tables[0], self.phase.view(self.num_heads, -1)), polar_features(k, tables[1])
         if self.spec.kind == "coca":
             if angles is not None and self._prepares_by_kernel(q.dtype, q.device):
                 return kernel_features(q, k, angles, self.form)
@@ -345,7 +364,7 @@ class Attention(nn.Module):
             self._shared_gain(mask, dtype)
         if self.rotary is not None:
             angles = mask.angles(self.rotary)
-            if self.spec.kind == "coca" and self._prepares_by_kernel(dtype, context.device):
+            if self.spec.kind == "coca" and not self.spec.polar and self._prepares_by_kernel(dtype, context.device):
                 _ = angles.steps
             else:
                 angles.key(dtype)
@@ -356,7 +375,7 @@ class Attention(nn.Module):
         return q if gain is None else (q * gain).to(q.dtype)
 
     def _shared_gain(self, mask: AttentionMask, dtype: torch.dtype) -> Tensor | None:
-        return mask.share(("log_length", self.log_length, self.spec.kind, dtype), lambda: self._gain(mask, dtype))
+        return mask.share(("log_length", self.log_length, self.spec.name, dtype), lambda: self._gain(mask, dtype))
 
     def _gain(self, mask: AttentionMask, dtype: torch.dtype) -> Tensor | None:
         """Compute what `log_length` multiplies queries by, (b|1, 1, n, 1); None if it is 1 for all."""
@@ -368,7 +387,8 @@ class Attention(nn.Module):
             return None
         count = mask.query_positions + 1
         gain = log_length(count if window is None else count.clamp(max=window), trained)
-        gain = gain.sqrt() if self.spec.kind == "coca" else gain  # CoCA's scores are of second degree in the query
+        squared = self.spec.kind == "coca" and not self.spec.polar  # scores are of second degree in the query
+        gain = gain.sqrt() if squared else gain
         return gain[:, None, :, None].to(working_dtype(dtype))
 
 

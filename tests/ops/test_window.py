@@ -15,6 +15,8 @@ from farspan.ops import (
     coca_attention,
     coca_attention_reference,
     explain,
+    pope_attention,
+    pope_attention_reference,
     rope_attention,
     rope_attention_reference,
 )
@@ -27,6 +29,7 @@ OPS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "alibi": (alibi_attention, alibi_attention_reference, {}),
     "exact": (coca_attention, coca_attention_reference, {"rotary": Rotary(8)}),
     "slack": (coca_attention, coca_attention_reference, {"rotary": Rotary(8), "form": "slack"}),
+    "pope": (pope_attention, pope_attention_reference, {"rotary": Rotary(16), "phase": torch.randn(4, 8).double()}),
 }
 
 

@@ -5,6 +5,7 @@ from farspan.ops.cosformer import LinearState, cosformer_attention, cosformer_at
 from farspan.ops.dispatch import explain
 from farspan.ops.linear_coca import linear_coca_attention, linear_coca_attention_reference
 from farspan.ops.masking import AttentionContext, AttentionMask
+from farspan.ops.pope import pope_attention, pope_attention_reference
 from farspan.ops.rotary import NTK, DynamicNTK, Linear, Llama3, Rotary, YaRN
 from farspan.ops.softmax import (
     alibi_attention,
@@ -35,6 +36,8 @@ __all__ = [
     "explain",
     "linear_coca_attention",
     "linear_coca_attention_reference",
+    "pope_attention",
+    "pope_attention_reference",
     "rope_attention",
     "rope_attention_reference",
 ]

@@ -35,6 +35,7 @@ class Call:
     rotary: Rotary | None = None
     form: str = "exact"
     slopes: Tensor | None = None
+    phase: Tensor | None = None
 
     @property
     def gradient(self) -> bool:
@@ -61,9 +62,13 @@ class Table:
     """The implementations of one op; the first that can run a call wins."""
 
     def __init__(
-        self, *entries: Implementation, key_name: str = "k", check: "Callable[..., Any] | None" = None
+        self,
+        *entries: Implementation,
+        key_name: str = "k",
+        check: "Callable[..., Any] | None" = None,
+        rotary_width: int = 1,
     ) -> None:
-        self.entries, self.key_name = entries, key_name
+        self.entries, self.key_name, self.rotary_width = entries, key_name, rotary_width
         self.check = check or check_call
         """Check the op's arguments and return its call."""
         self.backends = tuple(dict.fromkeys(name for entry in entries for name in entry.backends))
@@ -95,6 +100,7 @@ def check_call(
     rotary: Rotary | None = None,
     form: str = "exact",
     slopes: Tensor | None = None,
+    phase: Tensor | None = None,
     mask: AttentionMask | None = None,
     positions: Positions = None,
     causal: bool = True,
@@ -114,8 +120,9 @@ def check_call(
         raise ValueError(odd_width(width))
     if mask is None or not mask.is_clean:  # a model's masks come with tensors that its layers made
         check_tensors(q, k, v, table.key_name, width // 2 if table.key_name == "t" else width)
-    if rotary is not None and rotary.dim != width:
-        raise ValueError(f"rotary must have dim {width}, the width of q, got {rotary.dim}; build Rotary(head_dim)")
+    if rotary is not None and rotary.dim != width * table.rotary_width:
+        wanted = f"{width}, the width of q" if table.rotary_width == 1 else f"{2 * width}, twice the width of q"
+        raise ValueError(f"rotary must have dim {wanted}, got {rotary.dim}; build Rotary(head_dim)")
     if mask is None:
         mask = make_mask(
             q.shape[2],
@@ -133,7 +140,7 @@ def check_call(
         given = (positions, window, padding_mask, documents)
         if not causal or given != (None, None, None, None):
             raise ValueError("mask replaces positions, causal, window, padding_mask and documents, got both; give one")
-    return Call(q, k, v, mask, width**-0.5 if scale is None else scale, backend, rotary, form, slopes)
+    return Call(q, k, v, mask, width**-0.5 if scale is None else scale, backend, rotary, form, slopes, phase)
 
 
 def run(table: Table, call: Call) -> Tensor:

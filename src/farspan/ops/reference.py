@@ -142,6 +142,17 @@ def scores_slack(q: Tensor, t: Tensor, query: Tensor, key: Tensor) -> Tensor:
     return (rotated[:, :, :, None] * product.conj()).real.sum(-1)
 
 
+def scores_polar(q: Tensor, k: Tensor, phase: Tensor | None, query: Tensor, key: Tensor) -> Tensor:
+    """Compute Σ_c q_c k_c cos((m-n)θ_c + δ_c) from magnitudes (…, r), with rotations of r frequencies."""
+    turned = query[:, :, None] * key.conj()  # e^{i(m-n)θ}
+    if phase is None:
+        waves = turned.real[:, None]
+    else:
+        waves = (turned[:, None] * torch.polar(torch.ones_like(phase), phase)[:, None, None]).real
+    products = q[:, :, :, None] * repeat_heads(k, q.shape[1])[:, :, None]
+    return (products * waves).sum(-1)
+
+
 # Linear attention: weights ≥ 0 instead of a softmax, each row divided by its sum
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "elu": lambda x: F.elu(x) + 1.0}
