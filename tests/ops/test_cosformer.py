@@ -171,6 +171,8 @@ def test_queries_and_keys_at_any_positions(beyond: str, causal: bool) -> None:
     options = {"max_length": 60, "beyond": beyond, "causal": causal, "positions": (query, key)}
     assert differs((q, k, v), **options) <= 1e-12
     assert differs((q, k, v), padding_mask=keep, **options) <= 1e-12
+    one_way = causal or beyond == "decay"
+    assert explain(cosformer_attention, q, k, v, **options).name == ("reference" if one_way else "chunked")
 
 
 @st.composite

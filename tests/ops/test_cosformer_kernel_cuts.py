@@ -17,24 +17,23 @@ from tests.ops.cosformer_kernels import (
     meeting,
     short_segments,  # noqa: F401 (a fixture that tests name)
 )
-from tests.ops.kernels import DEVICE, poison  # noqa: F401 (a fixture for every test here)
+from tests.ops.kernels import poison  # noqa: F401 (a fixture for every test here)
 
 
 @pytest.mark.usefixtures("short_segments")
 def test_a_head_wider_than_a_programs_share_of_columns() -> None:
     check_against_eager(65, torch.bfloat16, h=1, d=128)
-    assert linear.PRECISE_TOTALS[128].columns < 96
+    assert linear.PRECISE.columns < 96
     assert compare(meeting(inputs(66, b=1, h=1, g=1, d=96))) <= 2e-6
 
 
-def test_segments_do_not_show() -> None:
+def test_segments_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     """Any cutting of the text gives the same up to the order of sums."""
     q, k, v = (x.detach() for x in inputs(130, h=1, d=8))
-    angles = torch.stack([f(torch.arange(130, device=DEVICE) * 0.01) for f in (torch.cos, torch.sin)])[None]
-    results = [
-        linear.linear_attention_op(q, k, v, None, None, angles, None, None, True, True, 1e-6, segment, False)[0]
-        for segment in (64, 128, 640)
-    ]
+    results = []
+    for segment in (64, 128, 640):
+        monkeypatch.setattr(linear, "segment_of", lambda k, v, segment=segment: segment)
+        results.append(cosformer_attention(q, k, v, max_length=150, backend="triton"))
     assert max(float((x - results[0]).abs().max()) for x in results) <= 1e-6
 
 
@@ -59,7 +58,7 @@ def test_no_launch_grows_where_cuda_counts_to_65_535(monkeypatch: pytest.MonkeyP
             grids[self.name] = grid
             return self.kernel[grid]
 
-    names = ("pairs_kernel", "totals_kernel", "prefix_kernel", "delta_kernel")
+    names = ("pairs_kernel", "totals_kernel", "prefix_kernel")
     for name in names:
         monkeypatch.setattr(linear, name, Noted(name))
     assert compare(meeting(inputs(66, b=3, h=1, g=1, d=8))) <= 2e-6
@@ -82,7 +81,7 @@ def test_the_backward_pass_keeps_inputs_outputs_and_a_state_a_segment(
     with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
         out = cosformer_attention(*leaves, max_length=128, backend="triton")
     denominators, angles = 4 * 128, 2 * 4 * 128
-    states = 0 if segment == 128 else 2 * 2 * (2 * 16 * 16 + 4 * 16)  # of two segments, with values in bfloat16
+    states = 128 // segment * 2 * (2 * 16 * 16 + 4 * 16)  # with values in bfloat16
     assert sum(saved.values()) == sum(x.nbytes for x in (*leaves, out)) + denominators + angles + states
 
 

@@ -20,11 +20,10 @@ def test_operators_pass_torchs_own_check() -> None:
     folded = q.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
     crossed = q.detach().permute(0, 3, 2, 1).contiguous().permute(0, 3, 2, 1).requires_grad_()
     angles = torch.rand(1, 2, 40, device=DEVICE)
-    state = (torch.rand(1, 1, 16, 8, device=DEVICE), torch.rand(1, 1, 16, device=DEVICE))
+    state = (torch.rand(1, 1, 2, 8, 8, device=DEVICE), torch.rand(1, 1, 2, 8, device=DEVICE))
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
-    nothing = (None, None)
-    for given, initial, remember in ((folded, state, True), (crossed, nothing, False)):
-        arguments = (given, k, v, *initial, angles, None, None, True, True, 1e-6, 64, remember)
+    for given, initial in ((folded, state), (crossed, (None, None))):
+        arguments = (given, k, v, angles, None, *initial)
         torch.library.opcheck(torch.ops.farspan.linear_attention.default, arguments, test_utils=tests)
 
 
@@ -78,9 +77,11 @@ def test_angles_made_in_a_cuda_graph_are_not_kept(monkeypatch: pytest.MonkeyPatc
     ("options", "dtype", "message"),
     [
         ({}, torch.float64, "takes float32, bfloat16 or float16, got torch.float64; use backend='chunked'"),
-        ({"beyond": "decay"}, torch.float32, "has no decay; use backend='chunked'"),
-        ({"causal": False}, torch.float32, "takes causal calls whose queries are the last keys"),
-        ({"positions": (torch.arange(5), torch.arange(5))}, torch.float32, "queries are the last keys"),
+        ({"beyond": "decay"}, torch.float32, "takes beyond='raise' with ReLU and re-weighting; use backend='chunked'"),
+        ({"activation": "elu"}, torch.float32, "with ReLU and re-weighting"),
+        ({"reweight": False}, torch.float32, "with ReLU and re-weighting"),
+        ({"causal": False}, torch.float32, "takes causal calls with one query per key"),
+        ({"positions": (torch.arange(5), torch.arange(5))}, torch.float32, "with one query per key"),
     ],
 )
 def test_what_the_kernels_cannot_do_raises_with_the_reason(

@@ -86,15 +86,12 @@ def test_any_split_of_a_stream_gives_the_same(seed: int, pieces: list[int], beyo
     assert (in_pieces(inputs, pieces, **options)[0] - whole).abs().max() <= 1e-12
 
 
-def test_a_state_takes_more_keys_than_queries_and_can_be_reordered() -> None:
+def test_a_state_takes_more_keys_than_queries() -> None:
     q, k, v = (x.detach() for x in softmax_inputs(40, b=3))
     whole = cosformer_attention(q, k, v, max_length=64)
     _, state = cosformer_attention(*(x[:, :, :15] for x in (q, k, v)), max_length=64, return_state=True)
     end = cosformer_attention(q[:, :, -2:], k[:, :, 15:], v[:, :, 15:], max_length=64, state=state)
     assert (end - whole[:, :, -2:]).abs().max() <= 1e-12
-    rows = torch.tensor([2, 0])
-    chosen = cosformer_attention(*(x[rows, :, 15:] for x in (q, k, v)), max_length=64, state=state.select(rows))
-    assert (chosen - whole[rows, :, 15:]).abs().max() <= 1e-12
 
 
 def test_a_stream_that_goes_back_raises() -> None:

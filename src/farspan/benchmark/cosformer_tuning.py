@@ -12,7 +12,7 @@ from farspan.benchmark.ahead import compile_ahead, refused
 from farspan.benchmark.clock import clock
 from farspan.benchmark.cosformer_gpu import OURS, PASSES, WIDTHS, Shape, as_call, check, contestants, random_inputs
 
-KERNELS = ("totals_kernel", "prefix_kernel", "pairs_kernel", "delta_kernel")
+KERNELS = ("totals_kernel", "prefix_kernel", "pairs_kernel")
 
 Change = tuple[str, Any]
 """A table of ops.triton.linear, and what to try in it."""

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from farspan.errors import require, require_choice
-from farspan.ops.cosformer_chunked import Keys, absorb, advance, causal_attention, recall, two_sided_attention
+from farspan.ops.cosformer_chunked import Keys, absorb, advance, causal_attention, hide, recall, two_sided_attention
 from farspan.ops.device import (
     TABLES,
     is_hopper,
@@ -31,15 +31,7 @@ from farspan.ops.device import (
 )
 from farspan.ops.dispatch import TABLES_BY_OP, Implementation, Table, check_mask, reference_twin
 from farspan.ops.masking import AttentionMask, Positions, check_tensors, make_mask
-from farspan.ops.reference import (
-    ACTIVATIONS,
-    MIN_DENOMINATOR,
-    MIN_WEIGHT,
-    cosformer_weights,
-    seen_only,
-    visible,
-    weigh,
-)
+from farspan.ops.reference import ACTIVATIONS, MIN_WEIGHT, cosformer_weights, seen_only, visible, weigh
 
 BEYOND = ("raise", "decoupled", "decay")
 """What a weight is past distance M, see :func:`cosformer_attention`."""
@@ -149,11 +141,23 @@ def _check_cosformer(
     )
     require_choice("beyond", beyond, BEYOND)
     require_choice("activation", activation, ACTIVATIONS)
-    weighting = cosformer_weighting(max_length, beyond, activation, reweight)
-    definition = partial(
-        cosformer_weights, max_length=max_length, beyond=beyond, activation=activation, reweight=reweight
+    raised, activate = Curve(0.5 + MIN_WEIGHT, 0.5), ACTIVATIONS[activation]
+    curves = {"raise": (COSINE, COSINE), "decoupled": (COSINE, ONE), "decay": (raised, raised)}
+    numerator, denominator = curves[beyond] if reweight else (ONE, ONE)
+    weighting = Weighting(
+        name=f"cosformer, M = {max_length}, beyond {beyond}, {activation}" if reweight else f"linear, {activation}",
+        definition=partial(
+            cosformer_weights, max_length=max_length, beyond=beyond, activation=activation, reweight=reweight
+        ),
+        frequency=math.pi / (2 * max_length),
+        numerator=numerator,
+        denominator=denominator,
+        query_map=activate,
+        key_map=activate,
+        decay=1.0 / max_length if reweight and beyond == "decay" else 0.0,
+        period=4.0 * max_length,
     )
-    call = check_linear_call(table, q, k, v, weighting, definition, **options)
+    call = check_linear_call(table, q, k, v, weighting, **options)
     if reweight and beyond == "raise":
         _check_reach(call, max_length)
     return call
@@ -188,26 +192,21 @@ class LinearState(NamedTuple):
         """Bytes of the tensors."""
         return sum(x.numel() * x.element_size() for x in self[:5])
 
-    def select(self, rows: Tensor) -> "LinearState":
-        """Return the given rows of the batch (beam search)."""
-        shared = self.numerator.shape[0] != 1  # one row of positions may serve the whole batch
-        return self._map(lambda x: x if shared and x.shape[0] == 1 else x.index_select(0, rows))
-
     def detach(self) -> "LinearState":
         """Return the state without its autograd history, to train on one segment of a sequence after another."""
-        return self._map(Tensor.detach)
-
-    def _map(self, change: Callable[[Tensor], Tensor]) -> "LinearState":
-        numerator, denominator, anchor, position, first = (change(x) for x in self[:5])
-        return LinearState(numerator, denominator, anchor, position, first, self.weighting)
+        return self._replace(numerator=self.numerator.detach(), denominator=self.denominator.detach())
 
 
-@dataclass(frozen=True)
-class Curve:
+class Curve(NamedTuple):
     """constant + wave·cos ωΔ."""
 
     constant: float
     wave: float
+
+    @property
+    def unit(self) -> "Curve":
+        """The curve with coefficients 0 and 1, for keys: those of queries carry the coefficients."""
+        return Curve(float(self.constant != 0), float(self.wave != 0))
 
     def width(self, features: int) -> int:
         """Return the width of :meth:`lift` for so many features."""
@@ -215,12 +214,14 @@ class Curve:
 
     def lift(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
         """Compute constant·x, wave·x·cos and wave·x·sin side by side, without those that are zero."""
-        cos, sin = angles
         parts = [x * self.constant] if self.constant else []
         if self.wave:
             x = x if self.wave == 1 else x * self.wave
-            parts += [x * cos, x * sin]
+            parts += [x * angle for angle in angles]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+
+COSINE, ONE = Curve(0, 1), Curve(1, 0)
 
 
 @dataclass(frozen=True)
@@ -229,6 +230,8 @@ class Weighting:
 
     name: str
     """Everything that a state depends on."""
+    definition: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+    """(q, k, distances) → all weights of numerator and denominator, for the reference."""
     frequency: float | Tensor
     """ω, one for all features or (f)."""
     numerator: Curve
@@ -249,58 +252,32 @@ class Weighting:
 
     def query(self, q: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Compute φ(q) and ψ(q), with the coefficients of both curves."""
-        a = self.query_map(q.to(working_dtype(q.dtype)))
-        return self._both(lambda curve: curve.lift(a, angles))
+        return self._lift(self.query_map(q.to(working_dtype(q.dtype))), angles, self.numerator, self.denominator)
 
     def key(self, k: Tensor, padding: Tensor | None, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Compute φ(k) and ψ(k), without coefficients; zeros where there is padding (b, n)."""
-        k = k.to(working_dtype(k.dtype))
-        if padding is None:
-            t = self.key_map(k)
-        else:  # before the map, whose derivative at NaN is NaN; and after it, since elu(0) + 1 = 1
-            hidden = ~padding[:, None, :, None]
-            t = self.key_map(k.masked_fill(hidden, 0.0)).masked_fill(hidden, 0.0)
-        return self._both(lambda curve: Curve(float(curve.constant != 0), float(curve.wave != 0)).lift(t, angles))
+        # Hide before the map, whose derivative at NaN is NaN; and after it, since elu(0) + 1 = 1.
+        t = hide(self.key_map(hide(k.to(working_dtype(k.dtype)), padding)), padding)
+        return self._lift(t, angles, self.numerator.unit, self.denominator.unit)
 
-    def _both(self, lift: Callable[[Curve], Tensor]) -> tuple[Tensor, Tensor]:
-        phi = lift(self.numerator)
-        return phi, phi if self.shared else lift(self.denominator)
+    def _lift(
+        self, x: Tensor, angles: tuple[Tensor, Tensor], numerator: Curve, denominator: Curve
+    ) -> tuple[Tensor, Tensor]:
+        phi = numerator.lift(x, angles)
+        return phi, phi if self.shared else denominator.lift(x, angles)
 
     @property
     def shared(self) -> bool:
         """Whether numerator and denominator have the same weights: the output is then a mean of values."""
         return self.numerator == self.denominator
 
-    def empty_state(self, k: Tensor, v: Tensor, positions: Tensor) -> LinearState:
-        """Return the state before keys at positions (b|1, m) float64; the first of them is the anchor."""
-        (b, g), work = k.shape[:2], working_dtype(k.dtype)
-        features = self.key_map(k[:1, :1, :1].to(work)).shape[-1]
-        sums = torch.zeros(b, g, self.numerator.width(features), v.shape[-1], dtype=work, device=k.device)
-        totals = sums.new_zeros(b, g, self.denominator.width(features))
-        anchor = positions[:, :1].clone()
+    def empty_state(self, keys: Keys) -> LinearState:
+        """Return the state before these keys; the position of the first of them is the anchor."""
+        (b, g), work = keys.k.shape[:2], working_dtype(keys.k.dtype)
+        width, anchor = keys.k.shape[-1], keys.positions[:, :1].clone()
+        sums = keys.k.new_zeros(b, g, self.numerator.width(width), keys.v.shape[-1], dtype=work)
+        totals = sums.new_zeros(b, g, self.denominator.width(width))
         return LinearState(sums, totals, anchor, anchor - 1, torch.full_like(anchor, torch.inf), self.name)
-
-
-def cosformer_weighting(max_length: int, beyond: str, activation: str, reweight: bool) -> Weighting:
-    """Return the weighting of cosFormer: ω = π/2M, or κ = 1 without re-weighting."""
-    raised = Curve(0.5 + MIN_WEIGHT, 0.5)
-    curves = {
-        "raise": (Curve(0, 1), Curve(0, 1)),
-        "decoupled": (Curve(0, 1), Curve(1, 0)),
-        "decay": (raised, raised),
-    }
-    numerator, denominator = curves[beyond] if reweight else (Curve(1, 0), Curve(1, 0))
-    activate = ACTIVATIONS[activation]
-    return Weighting(
-        name=f"cosformer, M = {max_length}, beyond {beyond}, {activation}" if reweight else f"linear, {activation}",
-        frequency=math.pi / (2 * max_length),
-        numerator=numerator,
-        denominator=denominator,
-        query_map=activate,
-        key_map=activate,
-        decay=1.0 / max_length if reweight and beyond == "decay" else 0.0,
-        period=4.0 * max_length,
-    )
 
 
 # Checks
@@ -315,8 +292,6 @@ class LinearCall:
     v: Tensor
     mask: AttentionMask
     weighting: Weighting
-    definition: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-    """(q, k, distances) → all weights of numerator and denominator, for the reference."""
     state: LinearState | None
     return_state: bool
     backend: str
@@ -333,41 +308,27 @@ def check_linear_call(
     k: Tensor,
     v: Tensor,
     weighting: Weighting,
-    definition: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]],
     *,
-    causal: bool = True,
-    positions: Positions = None,
-    padding_mask: Tensor | None = None,
-    documents: Tensor | None = None,
     mask: AttentionMask | None = None,
     state: LinearState | None = None,
     return_state: bool = False,
     backend: str = "auto",
+    **options: Any,
 ) -> LinearCall:
-    """Check the arguments that linear ops share; raise ValueError with argument, value and remedy."""
+    """Check the arguments that linear ops share; `options` make the mask if there is none."""
     require_choice("backend", backend, table.backends)
     check_tensors(q, k, v, table.key_name, q.shape[-1] // 2 if table.key_name == "t" else q.shape[-1])
     n, m = q.shape[2], k.shape[2]
-    if mask is None:
-        mask = make_mask(
-            n,
-            m,
-            q.shape[0],
-            q.device,
-            positions=positions,
-            causal=causal,
-            padding_mask=padding_mask,
-            documents=documents,
-        )
-        if state is not None and positions is None:  # continue after the state
-            keys = state.position.long() + 1 + torch.arange(m, device=q.device)
-            mask.first, mask.positions = None, (keys[:, m - n :], keys)
-    else:
+    if mask is not None:
         check_mask(mask, q, k)
         require(mask.window is None, f"linear attention has no window, got a mask with window {mask.window}")
-    if mask.documents is not None:
-        _check_documents(mask)
-    call = LinearCall(q, k, v, mask, weighting, definition, state, return_state, backend)
+    else:
+        mask = make_mask(n, m, q.shape[0], q.device, **options)
+        if state is not None and options.get("positions") is None:  # continue after the state
+            keys = state.position.long() + 1 + torch.arange(m, device=q.device)
+            mask.first, mask.positions = None, (keys[:, m - n :], keys)
+    call = LinearCall(q, k, v, mask, weighting, state, return_state, backend)
+    _check_documents(mask)
     if call.streams:
         _check_stream(call)
     return call
@@ -442,12 +403,13 @@ def _check_reach(call: LinearCall, max_length: int) -> None:
 
 def _reach(mask: AttentionMask, state: LinearState | None) -> float:
     """Compute the largest distance between a query and a key that it sees, without padding."""
-    query, key = mask.query_positions.double(), mask.key_positions.double()
+    key = mask.key_positions.double()
     key = key.expand(max(x.shape[0] for x in (key, mask.padding, mask.documents) if x is not None), -1)
     low, high = key, key
     if mask.padding is not None:
         low, high = key.masked_fill(~mask.padding, torch.inf), key.masked_fill(~mask.padding, -torch.inf)
     if not mask.aligned:
+        query = mask.query_positions.double()
         behind, ahead = query.amax(-1) - low.amin(-1), high.amax(-1) - query.amin(-1)
         return float((behind if mask.causal else torch.maximum(behind, ahead)).amax())
     runs = torch.zeros_like(key, dtype=torch.long)
@@ -476,7 +438,7 @@ def run_linear(table: Table, call: LinearCall) -> Any:
 def _reference(call: LinearCall) -> tuple[Tensor, None]:
     seen = visible(call.mask)
     distance = call.mask.query_positions[:, None, :, None] - call.mask.key_positions[:, None, None, :]
-    weights = call.definition(call.q, seen_only(call.k, seen), distance)
+    weights = call.weighting.definition(call.q, seen_only(call.k, seen), distance)
     return weigh(*weights, seen_only(call.v, seen), seen), None
 
 
@@ -491,71 +453,42 @@ def _keys(call: LinearCall) -> Keys:
     return Keys(call.k, call.v, positions, call.mask.padding, call.mask.documents)
 
 
-def _chunked(call: LinearCall) -> tuple[Tensor, LinearState | None]:
+def _chunked(call: LinearCall) -> tuple[Tensor, LinearState]:
     q, mask, weighting, keys = call.q, call.mask, call.weighting, _keys(call)
-    query, before = mask.query_positions.double(), mask.m - mask.n
-    whole = mask.documents is None
-    state = call.state or weighting.empty_state(keys.k, keys.v, keys.positions)
-    if not mask.causal and whole and not weighting.decay:  # every query sees every key
-        return recall(weighting, q, query, absorb(weighting, keys, state)), None
-    if not mask.aligned:
-        return _interleaved(weighting, q, keys, query, mask.causal), None
-    if mask.causal and whole and mask.n == 1:  # decoding, likewise
+    state = call.state or weighting.empty_state(keys)
+    if mask.documents is None and (mask.n == 1 or not (mask.causal or weighting.decay)):  # each query sees each key
         state = absorb(weighting, keys, state)
-        return recall(weighting, q, query, state), state
-    if mask.causal and whole and before:
-        state = absorb(weighting, keys.part(0, before), state)
-        return causal_attention(weighting, q, keys.part(before, mask.m), state)
-    q = F.pad(q, (0, 0, before, 0)) if before else q
-    if not mask.causal:
-        return two_sided_attention(weighting, q, keys)[:, :, before:], None
-    out, state = causal_attention(weighting, q, keys, state)
+        return recall(weighting, q, mask.query_positions.double(), state), state
+    before = mask.m - mask.n
+    q = F.pad(q, (0, 0, before, 0)) if before else q  # one query per key
+    if mask.causal:
+        out, state = causal_attention(weighting, q, keys, state)
+    else:
+        out = two_sided_attention(weighting, q, keys)
     return out[:, :, before:], state
 
 
-def _interleaved(weighting: Weighting, q: Tensor, keys: Keys, query: Tensor, causal: bool) -> Tensor:
-    """Merge queries and keys at any positions into one sequence, sorted by position, and attend there."""
-    b, n, m = q.shape[0], q.shape[2], keys.k.shape[2]
-    positions = torch.cat((keys.positions.expand(b, m), query.expand(b, n)), dim=1)
-    order = positions.argsort(dim=1, stable=True)  # a key comes before the query at its position, which sees it
-    real = torch.ones(b, m, dtype=torch.bool, device=q.device) if keys.padding is None else keys.padding
-
-    def take(x: Tensor, order: Tensor) -> Tensor:
-        return x.gather(2, order[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
-
-    q = take(F.pad(q, (0, 0, m, 0)), order)
-    k, v = (take(F.pad(x, (0, 0, 0, n)), order) for x in (keys.k, keys.v))
-    merged = Keys(k, v, positions.gather(1, order), F.pad(real, (0, n)).gather(1, order), None)
-    if causal:
-        out, _ = causal_attention(weighting, q, merged, weighting.empty_state(k, v, merged.positions))
-    else:
-        out = two_sided_attention(weighting, q, merged)
-    return take(out, order.argsort(dim=1)[:, m:])
+def _why_not_chunked(call: LinearCall) -> str | None:
+    if not call.mask.aligned and (call.mask.causal or call.weighting.decay):
+        return "backend='chunked' takes pairs of positions only with causal=False and no decay; use backend='reference'"
+    return None
 
 
 def _why_not_triton(call: LinearCall) -> str | None:
-    """Return why the kernels do not take a call, or None.
-
-    "auto" takes what was measured to be faster: the paper's cosFormer in bfloat16 on a Hopper GPU.
-    """
+    """Return why the kernels do not take a call, or None; "auto" takes them where they were measured to be faster."""
     q, mask, weighting = call.q, call.mask, call.weighting
+    if call.backend == "auto" and not (is_hopper(q.device.index) and q.dtype == torch.bfloat16 and mask.n > 1):
+        return "the kernels are chosen for bfloat16 on Hopper GPUs, and more than one query"
     relu = weighting.query_map is ACTIVATIONS["relu"]
-    if call.backend == "auto":
-        if not (is_hopper(q.device.index) and q.dtype == torch.bfloat16):
-            return "the kernels are chosen for bfloat16 on Hopper GPUs; backend='triton' asks for them elsewhere"
-        if not (weighting.shared and weighting.numerator == Curve(0, 1) and relu):
-            return "the kernels are chosen for beyond='raise' and ReLU; backend='triton' asks for them elsewhere"
-        if not (mask.causal and mask.n == mask.m > 1):
-            return "the kernels are chosen for causal calls with as many queries as keys, and more than one"
+    if not (relu and weighting.numerator == weighting.denominator == COSINE):
+        return "backend='triton' takes beyond='raise' with ReLU and re-weighting; use backend='chunked'"
+    if not (mask.causal and mask.aligned and mask.n == mask.m):
+        return "backend='triton' takes causal calls with one query per key; use backend='chunked'"
     if q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"backend='triton' takes float32, bfloat16 or float16, got {q.dtype}; use backend='chunked'"
     widest = max(q.shape[-1], call.v.shape[-1])
     if widest > WIDEST:
         return f"backend='triton' takes heads up to {WIDEST} wide, got {widest}; use backend='chunked'"
-    if weighting.decay:
-        return "backend='triton' has no decay; use backend='chunked'"
-    if not (mask.causal and mask.aligned):
-        return "backend='triton' takes causal calls whose queries are the last keys; use backend='chunked'"
     if takes_forward_derivatives():
         return "backend='triton' has no forward-mode derivatives; use backend='chunked'"
     return why_not_triton(q.device.type)
@@ -567,33 +500,19 @@ def _triton(call: LinearCall) -> tuple[Tensor, LinearState | None]:
     Its part -(g_i·o_i) comes from the rounded output and nearly cancels against g_i·v_j. At d = 64 its error is 3.3e-3,
     against 1.6e-3 of "chunked", which computes the output again in float32.
     """
-    mask, weighting, state = call.mask, call.weighting, call.state
-    if mask.n == 1 and mask.documents is None:  # decoding is a handful of numbers
-        return _chunked(call)
-    from farspan.ops.triton.linear import LinearKernelCall, linear_attention_op
+    from farspan.ops.triton.linear import linear_attention_op
 
-    before = mask.m - mask.n
-    kernel = LinearKernelCall(
-        q=F.pad(call.q, (0, 0, before, 0)) if before else call.q,  # the kernels want one query per key
-        k=call.k,
-        v=call.v,
-        initial=None if state is None else state.numerator,
-        initial_sum=None if state is None else state.denominator,
-        angles=_kernel_angles(call) if weighting.numerator.wave else None,
-        padding=mask.padding,
-        documents=mask.documents,
-        shared=weighting.shared,
-        relu=weighting.query_map is ACTIVATIONS["relu"],
-        epsilon=MIN_DENOMINATOR[call.q.dtype],
-        segment=0,
-    )
-    out, _, _, _, numerator, denominator = linear_attention_op(*kernel, call.return_state)
-    out = out[:, :, before:]
+    mask, state, sums = call.mask, call.state, (None, None)
+    if state is not None:  # (b, g, 2d, dv) and (b, g, 2d): the kernels hold the waves apart, and values before features
+        sums = state.numerator.unflatten(2, (2, -1)).mT, state.denominator.unflatten(2, (2, -1))
+    k, v = hide(call.k, mask.padding), hide(call.v, mask.padding)  # ReLU(0) has no weight
+    documents = None if mask.documents is None else mask.documents.contiguous()
+    out, *_, numerator, denominator = linear_attention_op(call.q, k, v, _kernel_angles(call), documents, *sums)
     if not call.return_state:
         return out, None
     keys = _keys(call)
-    state = state or weighting.empty_state(keys.k, keys.v, keys.positions)
-    return out, advance(keys, state, numerator, denominator)
+    state = state or call.weighting.empty_state(keys)
+    return out, advance(keys, state, numerator.mT.flatten(2, 3), denominator.flatten(2, 3))
 
 
 def _kernel_angles(call: LinearCall) -> Tensor:
@@ -610,8 +529,8 @@ def _kernel_angles(call: LinearCall) -> Tensor:
     return table(mask.key_positions - (mask.key_positions[:, :1] if state is None else state.anchor))
 
 
-CHUNKED = Implementation("chunked", ("auto", "chunked"), _chunked)
-REFERENCE = Implementation("reference", ("reference",), _reference, _why_not_reference)
+CHUNKED = Implementation("chunked", ("auto", "chunked"), _chunked, _why_not_chunked)
+REFERENCE = Implementation("reference", ("auto", "reference"), _reference, _why_not_reference)
 COSFORMER = Table(
     Implementation("triton", ("auto", "triton"), _triton, _why_not_triton, "cuda"),
     CHUNKED,

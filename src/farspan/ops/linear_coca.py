@@ -9,8 +9,9 @@ from torch import Tensor
 from farspan.errors import require
 from farspan.ops.cosformer import (
     CHUNKED,
+    COSINE,
+    ONE,
     REFERENCE,
-    Curve,
     LinearCall,
     LinearState,
     Weighting,
@@ -94,14 +95,14 @@ def _check_linear_coca(
         theta = TABLES.get(("frequencies", rotary, None, q.device), lambda: rotary.frequencies(device=q.device))
     weighting = Weighting(
         name=_name(rotary),
+        definition=partial(linear_coca_weights, theta=theta),
         frequency=0.0 if theta is None else theta,
-        numerator=Curve(1, 0) if theta is None else Curve(0, 1),
-        denominator=Curve(1, 0),
+        numerator=ONE if theta is None else COSINE,
+        denominator=ONE,
         query_map=_squares,
         key_map=_identity,
     )
-    definition = partial(linear_coca_weights, theta=theta)
-    return check_linear_call(table, q, t, v, weighting, definition, **options)
+    return check_linear_call(table, q, t, v, weighting, **options)
 
 
 def _name(rotary: Rotary | None) -> str:
