@@ -4,6 +4,7 @@
 transformers use the same objects as a plain layer does. They speak transformers' protocol of a cache layer.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,7 +20,24 @@ CHEAP = 2**15
 """Up to this many numbers a copy is faster than a write into a buffer."""
 
 
-class LayerCache:
+class _BatchRows:
+    """Change the batch of all tensors that a cache holds, for beam search and `num_return_sequences`."""
+
+    def _replace(self, change: Callable[[Tensor], Tensor]) -> None:
+        raise NotImplementedError
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Replace the batch by the chosen rows."""
+        self._replace(lambda x: x.index_select(0, beam_idx.to(x.device)))
+
+    batch_select_indices = reorder_cache
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row of the batch."""
+        self._replace(lambda x: x.repeat_interleave(repeats, dim=0))
+
+
+class LayerCache(_BatchRows):
     """Keys and values of one layer; with a window, only those that a later query can see.
 
     It keeps what the layer gives it: for CoCA the un-rotated t (d/2 numbers per head) and v, three quarters of what
@@ -40,6 +58,7 @@ class LayerCache:
     def __init__(self, window: int | None = None) -> None:
         require(window is None or window >= 1, f"window must be at least 1 or None, got {window}")
         self.window = self.sliding_window = window
+        self.is_sliding = window is not None
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
         self._storage = _Storage(), _Storage()
@@ -47,11 +66,6 @@ class LayerCache:
 
     def __repr__(self) -> str:
         return f"LayerCache({'' if self.window is None else f'window={self.window}'})"
-
-    @property
-    def is_sliding(self) -> bool:
-        """Whether only a window is kept."""
-        return self.window is not None
 
     @property
     def is_initialized(self) -> bool:
@@ -71,17 +85,13 @@ class LayerCache:
         if self.record_past:  # `crop` cuts to the window later
             seen = self.window - 1 + new
             return keys[:, :, -seen:], values[:, :, -seen:]
-        self._drop_past()
+        self._keep_window(keys, values, self.window)
         return keys, values
 
-    def _drop_past(self) -> None:
+    def _keep_window(self, keys: Tensor, values: Tensor, window: int) -> None:
         """Keep the last window - 1 tokens."""
-        assert self.window is not None
-        assert self.keys is not None
-        assert self.values is not None
-        first = max(0, self.keys.shape[2] - self.window + 1)
-        self.keys = self._storage[0].keep(self.keys, first, self.window + ONE_BY_ONE)
-        self.values = self._storage[1].keep(self.values, first, self.window + ONE_BY_ONE)
+        first, limit = max(0, keys.shape[2] - window + 1), window + ONE_BY_ONE
+        self.keys, self.values = self._storage[0].keep(keys, first, limit), self._storage[1].keep(values, first, limit)
 
     def get_seq_length(self) -> int:
         """Return the number of tokens so far, dropped ones included."""
@@ -114,26 +124,16 @@ class LayerCache:
             self.keys, self.values = self.keys[:, :, :tokens_to_remove], self.values[:, :, :tokens_to_remove]
             self._seen = max(0, self._seen + tokens_to_remove)
         if self.window is not None:
-            self._drop_past()
+            self._keep_window(self.keys, self.values, self.window)
 
     def reset(self) -> None:
         """Forget everything."""
         self.keys = self.values = None
         self._storage, self._seen = (_Storage(), _Storage()), 0
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Replace the batch by the chosen rows (beam search)."""
+    def _replace(self, change: Callable[[Tensor], Tensor]) -> None:
         if self.keys is not None and self.values is not None:
-            rows = beam_idx.to(self.keys.device)
-            self.keys, self.values = self.keys.index_select(0, rows), self.values.index_select(0, rows)
-
-    batch_select_indices = reorder_cache
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each row of the batch."""
-        if self.keys is not None and self.values is not None:
-            self.keys = self.keys.repeat_interleave(repeats, dim=0)
-            self.values = self.values.repeat_interleave(repeats, dim=0)
+            self.keys, self.values = change(self.keys), change(self.values)
 
     @property
     def nbytes(self) -> int:
@@ -154,11 +154,8 @@ class _Storage:
         """Return `held` and then `new`, in place where `held` is the part of the buffer handed out last."""
         if held.dtype != new.dtype:
             raise ValueError(f"the cache holds {held.dtype}, got {new.dtype}; continue under the same autocast")
-        if (
-            held.numel() <= CHEAP
-            or torch.compiler.is_compiling()
-            or torch.is_grad_enabled()  # autograd may still need what an append in place would change
-        ):
+        # Autograd may still need what an append in place would change.
+        if held.numel() <= CHEAP or torch.compiler.is_compiling() or torch.is_grad_enabled():
             return torch.cat((held, new), dim=2)
         old, total = held.shape[2], held.shape[2] + new.shape[2]
         buffer, end = self.buffer, self.start + total
@@ -184,7 +181,7 @@ def _may_write(buffer: Tensor) -> bool:
     return torch.compiler.is_compiling() or not buffer.is_inference() or torch.is_inference_mode_enabled()
 
 
-class StateCache:
+class StateCache(_BatchRows):
     """The sums of a linear layer, of one size however many tokens were seen.
 
     `keys` is the numerator's sum, `values` the denominator's. With `max_length` the cache is static: sums are
@@ -277,15 +274,8 @@ class StateCache:
         else:
             self._seen, self._held = 0, []
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Replace the batch by the chosen rows (beam search)."""
-        self._held = [x.index_select(0, beam_idx.to(x.device)) for x in self._held]
-
-    batch_select_indices = reorder_cache
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each row of the batch."""
-        self._held = [x.repeat_interleave(repeats, dim=0) for x in self._held]
+    def _replace(self, change: Callable[[Tensor], Tensor]) -> None:
+        self._held = [change(x) for x in self._held]
 
     @property
     def nbytes(self) -> int:

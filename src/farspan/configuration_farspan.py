@@ -1,6 +1,7 @@
 """The configuration of a farspan model: a LLaMA-shaped decoder with one attention spec per layer."""
 
 import logging
+from collections.abc import Iterable
 from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any
@@ -13,7 +14,7 @@ from farspan.errors import require, require_choice, unknown
 from farspan.layers import ACTIVATIONS, DECODE_BACKENDS, AttentionSpec
 from farspan.ops.cosformer import BEYOND
 from farspan.ops.reference import ACTIVATIONS as COSFORMER_ACTIVATIONS
-from farspan.ops.rotary import NTK, DynamicNTK, Linear, Llama3, Rotary, YaRN
+from farspan.ops.rotary import NTK, DynamicNTK, Linear, Llama3, Rotary, Scaling, YaRN
 
 PRESETS: dict[str, dict[str, Any]] = {
     # Section 3.2: 350M parameters, 24 layers, hidden 1024, 16 heads, length 512 (SwiGLU at the same size).
@@ -114,7 +115,9 @@ class FarspanConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         if kwargs.pop("cache_layout", "half") == "rotated":
             logging.getLogger(__name__).warning("cache_layout='rotated' is gone; CoCA caches un-rotated t everywhere")
-        self._check_misspelled(kwargs)
+        for key in _unknown_keys(kwargs):
+            if near := get_close_matches(key, FIELDS, n=3, cutoff=0.8):  # the default would be used in its place
+                raise unknown("configuration key", key, near)
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         if self.head_dim is None:
@@ -130,7 +133,6 @@ class FarspanConfig(PreTrainedConfig):
         if kwargs.get("attn_implementation") is None:
             kwargs["attn_implementation"] = "farspan"
         super().__post_init__(**kwargs)
-        self.attention = self._normalised_attention()
         self._check()
 
     @classmethod
@@ -142,15 +144,11 @@ class FarspanConfig(PreTrainedConfig):
         except (StrictDataclassError, TypeError, KeyError) as error:  # what transformers and its helpers raise
             reason = " ".join(str(error).split())
             raise ValueError(f"options of preset {name!r} must be a model's fields ({reason}); correct them") from error
-        known = {"attn_implementation", *(field.name for field in fields(cls))}
-        for key in overrides:  # transformers would keep unknown ones without a word
+        for key in _unknown_keys(overrides):  # transformers would keep them without a word
             hint = "see help(FarspanConfig)"
             if key in AttentionSpec.__dataclass_fields__:
                 hint = f"it belongs to an attention: attention={{'kind': 'coca', {key!r}: …}}"
-            require(
-                key in known or hasattr(PreTrainedConfig, key),
-                f"options of preset {name!r} must be a model's fields, got {key!r}; {hint}",
-            )
+            raise ValueError(f"options of preset {name!r} must be a model's fields, got {key!r}; {hint}")
         return config
 
     @property
@@ -181,25 +179,20 @@ class FarspanConfig(PreTrainedConfig):
             rope.get("partial_rotary_factor", 1.0) == 1.0,
             f"partial_rotary_factor must be 1, got {rope.get('partial_rotary_factor')}; every pair is rotated here",
         )
-        scalings = {
-            "default": lambda: None,
-            "linear": lambda: Linear(factor),
-            "ntk": lambda: NTK(factor),
-            "dynamic": lambda: DynamicNTK(factor, length, rope.get("mode", "per_query")),
-            "yarn": lambda: YaRN(
-                factor,
-                length,
-                rope.get("beta_fast") or 32.0,
-                rope.get("beta_slow") or 1.0,
-                rope.get("attention_factor"),
-                rope.get("truncate", True),
-            ),
-            "llama3": lambda: Llama3(
-                factor, length, rope.get("low_freq_factor", 1.0), rope.get("high_freq_factor", 4.0)
-            ),
-        }
+        scaling: Scaling | None = None
+        if kind == "linear":
+            scaling = Linear(factor)
+        elif kind == "ntk":
+            scaling = NTK(factor)
+        elif kind == "dynamic":
+            scaling = DynamicNTK(factor, length, rope.get("mode", "per_query"))
+        elif kind == "yarn":
+            betas = rope.get("beta_fast") or 32.0, rope.get("beta_slow") or 1.0
+            scaling = YaRN(factor, length, *betas, rope.get("attention_factor"), rope.get("truncate", True))
+        elif kind == "llama3":
+            scaling = Llama3(factor, length, rope.get("low_freq_factor", 1.0), rope.get("high_freq_factor", 4.0))
         assert self.head_dim is not None
-        return Rotary(self.head_dim, rope.get("rope_theta", 10_000.0), scalings[kind]())
+        return Rotary(self.head_dim, rope.get("rope_theta", 10_000.0), scaling)
 
     def to_dict(self) -> dict[str, Any]:
         """Return all that makes the model; not `decode_backend`, or a checkpoint made on a GPU would fail on a CPU."""
@@ -207,25 +200,22 @@ class FarspanConfig(PreTrainedConfig):
         del values["decode_backend"]
         return values
 
-    def _normalised_attention(self) -> str | list[Any] | dict[str, Any]:
-        """Return `attention` as JSON can hold it, each entry checked."""
-        if not isinstance(self.attention, list):
-            spec = AttentionSpec.parse(self.attention)
-            return self.attention if isinstance(self.attention, str) else spec.to_dict()
-        require(
-            len(self.attention) == self.num_hidden_layers,
-            f"attention must have one entry for each of the {self.num_hidden_layers} layers, "
-            f"got {len(self.attention)}; set num_hidden_layers or repeat the pattern",
-        )
-        return [entry if isinstance(entry, str) else AttentionSpec.parse(entry).to_dict() for entry in self.attention]
-
     def _check(self) -> None:
-        specs = self.attention_specs  # raises for unknown names
-        assert self.head_dim is not None
-        assert self.num_key_value_heads is not None
+        """Raise for values that no model can have, and bring `attention` into a form that JSON can hold."""
+        if isinstance(self.attention, list):
+            require(
+                len(self.attention) == self.num_hidden_layers,
+                f"attention must have one entry for each of the {self.num_hidden_layers} layers, "
+                f"got {len(self.attention)}; set num_hidden_layers or repeat the pattern",
+            )
+            self.attention = [_plain(entry) for entry in self.attention]
+        else:
+            self.attention = _plain(self.attention)
+        specs = self.attention_specs
         require_choice("coca_activation", self.coca_activation, ACTIVATIONS)
         require_choice("cosformer_beyond", self.cosformer_beyond, BEYOND)
         require_choice("cosformer_activation", self.cosformer_activation, COSFORMER_ACTIVATIONS)
+        require_choice("decode_backend", self.decode_backend, DECODE_BACKENDS)
         require(
             self.cosformer_max_length is None or self.cosformer_max_length >= 1,
             f"cosformer_max_length must be at least 1 or None, got {self.cosformer_max_length}; None is train_length",
@@ -234,8 +224,8 @@ class FarspanConfig(PreTrainedConfig):
             self.learned_positions >= 0,
             f"learned_positions must be at least 0, got {self.learned_positions}; 0 is none",
         )
-        require_choice("decode_backend", self.decode_backend, DECODE_BACKENDS)
         rotary = self.rotary()  # raises for odd head_dim and bad scaling
+        assert self.num_key_value_heads is not None
         require(
             self.num_attention_heads % self.num_key_value_heads == 0,
             f"num_key_value_heads must divide num_attention_heads = {self.num_attention_heads}, "
@@ -252,13 +242,19 @@ class FarspanConfig(PreTrainedConfig):
             f"causal={self.causal}, attention={self.attention!r}, train_length={self.train_length}; leave it out",
         )
 
-    def _check_misspelled(self, extra: dict[str, Any]) -> None:
-        """Raise for a key that is nearly one of ours: it would be ignored, and the default used in its place."""
-        names = [field.name for field in fields(self)]
-        for key in extra:
-            near = get_close_matches(key, names, n=3, cutoff=0.8)
-            if near and not hasattr(PreTrainedConfig, key):
-                raise unknown("configuration key", key, near)
+
+FIELDS = [field.name for field in fields(FarspanConfig)]
+
+
+def _plain(attention: Any) -> str | dict[str, Any]:
+    """Return one layer's attention as JSON can hold it; raise for unknown names."""
+    spec = AttentionSpec.parse(attention)
+    return attention if isinstance(attention, str) else spec.to_dict()
+
+
+def _unknown_keys(keys: Iterable[str]) -> list[str]:
+    """Return the keys that neither we nor transformers know."""
+    return [key for key in keys if key not in (*FIELDS, "attn_implementation") and not hasattr(PreTrainedConfig, key)]
 
 
 AutoConfig.register("farspan", FarspanConfig, exist_ok=True)

@@ -4,7 +4,6 @@ Read top to bottom: cache, attention adapter, block, decoder, language-model hea
 are in :mod:`farspan.layers`, the formulas in :mod:`farspan.ops`.
 """
 
-from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
@@ -32,7 +31,7 @@ from farspan.configuration_farspan import FarspanConfig
 from farspan.errors import require
 from farspan.layers import Attention, AttentionSpec, CosformerAttention, LinearAttention, LinearCocaAttention
 from farspan.ops.device import product_dtype, working_dtype
-from farspan.ops.masking import AttentionContext, AttentionMask, is_consecutive
+from farspan.ops.masking import AttentionContext, is_consecutive
 from farspan.ops.reference import repeat_heads
 from farspan.ops.rotary import Rotary
 
@@ -97,11 +96,6 @@ class FarspanCache(Cache):
         return self.layers[layer_idx].get_seq_length()  # type: ignore[union-attr]
 
     @property
-    def is_compileable(self) -> bool:
-        """Whether the cache is static."""
-        return self.max_length is not None
-
-    @property
     def nbytes(self) -> int:
         """Bytes of keys and values held by all layers."""
         held = (x for layer in self.layers for x in (layer.keys, layer.values))  # type: ignore[union-attr]
@@ -125,34 +119,10 @@ class _LayerOf:
         return self.cache.get_mask_sizes(query_length, self.layer_idx)
 
 
-def farspan_attention(
-    module: "FarspanAttention",
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: None,
-    *,
-    scaling: float,
-    layer: Attention,
-    mask: AttentionMask,
-    rotary: Rotary | None,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """Run the attention implementation "farspan": this library's ops."""
-    return layer.attend(query, key, value, mask, rotary).transpose(1, 2), None
-
-
 def eager_attention(
-    module: "FarspanAttention",
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    scaling: float,
-    **_: Any,
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float, **_: Any
 ) -> tuple[Tensor, Tensor]:
-    """Run the attention implementation "eager": it returns all weights."""
+    """Run the attention implementation "eager", which returns all weights."""
     scores = query @ repeat_heads(key, query.shape[1]).mT * scaling
     if attention_mask is not None:
         scores = scores + attention_mask
@@ -160,7 +130,7 @@ def eager_attention(
     return (weights @ repeat_heads(value, query.shape[1])).transpose(1, 2), weights
 
 
-ALL_ATTENTION_FUNCTIONS.register("farspan", farspan_attention)
+ALL_ATTENTION_FUNCTIONS.register("farspan", eager_attention)  # a name to choose: FarspanAttention calls its layer
 
 
 class FarspanAttention(nn.Module):
@@ -191,24 +161,13 @@ class FarspanAttention(nn.Module):
             cache = past_key_values.layers[self.layer_idx] if ours else _LayerOf(past_key_values, self.layer_idx)
         query, key, value, mask, rotary = layer.update_cache(*layer.project(hidden_states), context, cache)
         implementation = self.config._attn_implementation
-        if implementation != "farspan":
+        if implementation == "farspan":
+            out, weights = layer.attend(query, key, value, mask, rotary).transpose(1, 2), None
+        else:
             query, key = layer.features(query, key, mask, rotary)
-        attention_interface: Callable[..., tuple[Tensor, Tensor | None]] = ALL_ATTENTION_FUNCTIONS.get_interface(
-            implementation, eager_attention
-        )
-        out, weights = attention_interface(
-            self,
-            query,
-            key,
-            value,
-            attention_mask,
-            scaling=self.scaling,
-            sliding_window=self.sliding_window,
-            layer=layer,
-            mask=mask,
-            rotary=rotary,
-            **kwargs,
-        )
+            attention_interface: Any = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention)
+            kwargs["sliding_window"] = self.sliding_window
+            out, weights = attention_interface(self, query, key, value, attention_mask, scaling=self.scaling, **kwargs)
         del query, key, value  # they would double the peak of the output projection
         return layer.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), weights  # vLLM returns one row per token
 
@@ -397,13 +356,7 @@ class FarspanModel(FarspanPreTrainedModel):
             raise ValueError("give exactly one of input_ids and inputs_embeds, not both")
         hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         require(hidden.shape[1] > 0, "input_ids must hold at least one token, got length 0; skip the call")
-        trains = self.training and torch.is_grad_enabled()
-        if (
-            use_cache
-            and past_key_values is None
-            and not trains
-            and self._can_be_continued(attention_mask, position_ids)
-        ):
+        if use_cache and past_key_values is None and self._can_be_continued(attention_mask, position_ids):
             past_key_values = FarspanCache(self.config)
         compiled = self.layers[0]._compiled_call_impl is not None
         context = self.context(hidden, attention_mask, position_ids, past_key_values, rotary_length, prepare=compiled)
@@ -457,8 +410,8 @@ class FarspanModel(FarspanPreTrainedModel):
         return context
 
     def _can_be_continued(self, attention_mask: Tensor | None, position_ids: Tensor | None) -> bool:
-        """Whether a later call could use a cache made by this one (see :class:`AttentionContext`)."""
-        if not self.config.causal:
+        """Whether a later call would use a cache made by this one (see :class:`AttentionContext`)."""
+        if not self.config.causal or (self.training and torch.is_grad_enabled()):
             return False
         if position_ids is None or torch.compiler.is_compiling():
             return True
@@ -473,22 +426,20 @@ class FarspanModel(FarspanPreTrainedModel):
         layers: list[Attention] = [block.self_attn for block in self.layers]  # type: ignore[misc]
         rotaries = [layer.rotary for layer in layers if layer.rotary is not None]
         windows = {layer.spec.window for layer in layers}
+        kinds = {layer.spec.kind for layer in layers}
+        implementation = self.config._attn_implementation
         impossible = {
-            "ALiBi": any(layer.spec.kind == "alibi" for layer in layers),
-            "cosFormer": any(layer.spec.kind == "cosformer" for layer in layers),
-            "linear CoCA": any(layer.spec.kind == "linear-coca" for layer in layers),
+            "ALiBi": "alibi" in kinds,
+            "cosFormer": "cosformer" in kinds,
+            "linear CoCA": "linear-coca" in kinds,
             "per_query dynamic NTK": any(rotary.follows_query for rotary in rotaries),
             # vLLM keeps the cache and passes one step of many requests: nothing here tells how long each one is.
-            "per_request dynamic NTK": any(rotary.follows_length for rotary in rotaries)
-            and self.config._attn_implementation == "vllm",
+            "per_request dynamic NTK": implementation == "vllm" and any(rotary.follows_length for rotary in rotaries),
             "several window sizes": len(windows - {None}) > 1,
             "bidirectional attention": not self.config.causal,
         }
         for what, present in impossible.items():
-            require(
-                not present,
-                f"attn_implementation {self.config._attn_implementation!r} cannot run {what}; use 'farspan'",
-            )
+            require(not present, f"attn_implementation {implementation!r} cannot run {what}; use 'farspan'")
         options: dict[str, Any] = {
             "config": self.config,
             "inputs_embeds": hidden,
@@ -561,27 +512,15 @@ class FarspanForCausalLM(FarspanPreTrainedModel, GenerationMixin):
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Compute logits (b, n, vocabulary), of the last `logits_to_keep` tokens if given, and with labels the loss."""
-        outputs = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            **kwargs,
+        out = self.model(
+            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache=use_cache, **kwargs
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(outputs.last_hidden_state[:, kept])
+        logits = self.lm_head(out.last_hidden_state[:, kept])
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.vocab_size, **kwargs)
-        return CausalLMOutputWithPast(
-            loss=loss,
-            logits=logits,
-            past_key_values=outputs.past_key_values,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-        )
+        return CausalLMOutputWithPast(loss, logits, out.past_key_values, out.hidden_states, out.attentions)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_static_cache": None}  # of this process only
@@ -672,21 +611,14 @@ class FarspanForSequenceClassification(FarspanPreTrainedModel):
         """Compute logits (b, num_labels). Without an attention mask, `pad_token_id` (if set) says what is padding."""
         if attention_mask is None and input_ids is not None and self.config.pad_token_id is not None:
             attention_mask = (input_ids != self.config.pad_token_id).long()
-        outputs = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
-            use_cache=False,
-            **kwargs,
+        out = self.model(
+            input_ids, attention_mask, position_ids, inputs_embeds=inputs_embeds, use_cache=False, **kwargs
         )
-        logits = self.score(_mean(outputs.last_hidden_state, attention_mask))
+        logits = self.score(_mean(out.last_hidden_state, attention_mask))
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config)
-        return SequenceClassifierOutput(
-            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
-        )
+        return SequenceClassifierOutput(loss, logits, out.hidden_states, out.attentions)
 
 
 class FarspanForMaskedLM(FarspanPreTrainedModel):
@@ -716,21 +648,14 @@ class FarspanForMaskedLM(FarspanPreTrainedModel):
         **kwargs: Any,
     ) -> MaskedLMOutput:
         """Compute logits (b, n, vocabulary); the loss is taken where labels are not -100."""
-        outputs = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
-            use_cache=False,
-            **kwargs,
+        out = self.model(
+            input_ids, attention_mask, position_ids, inputs_embeds=inputs_embeds, use_cache=False, **kwargs
         )
-        logits = self.lm_head(outputs.last_hidden_state)
+        logits = self.lm_head(out.last_hidden_state)
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        return MaskedLMOutput(
-            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
-        )
+        return MaskedLMOutput(loss, logits, out.hidden_states, out.attentions)
 
 
 def _mean(hidden: Tensor, attention_mask: Tensor | None) -> Tensor:

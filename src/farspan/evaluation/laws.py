@@ -27,7 +27,7 @@ def scaling_name(law: Scaling | None) -> str:
     if law is None:
         return "none"
     mode = getattr(law, "mode", "per_query")
-    return f"{NAMES[type(law)]}-{law.factor:g}" + ("" if mode == "per_query" else f"/{mode}")  # type: ignore[attr-defined]
+    return f"{NAMES[type(law)]}-{law.factor:g}" + ("" if mode == "per_query" else f"/{mode}")
 
 
 def law_of(config: FarspanConfig) -> str:

@@ -85,7 +85,7 @@ def own_law(config: FarspanConfig) -> str:
     law = config.rotary().scaling
     if law is None or not turning(config):
         return ""
-    return f'`"rope_type": "{(config.rope_parameters or {})["rope_type"]}"`, factor {law.factor:g}'  # type: ignore[attr-defined]
+    return f'`"rope_type": "{(config.rope_parameters or {})["rope_type"]}"`, factor {law.factor:g}'
 
 
 @dataclass(frozen=True)

@@ -77,16 +77,13 @@ def decode_triton(call: Call) -> Tensor:
     """Run the half-width kernel: q (b, h, n, d), un-rotated t (b, g, m, d/2), v (b, g, m, dv) → (b, h, n, dv)."""
     from farspan.ops.triton.coca_decode import DecodeCall, decode_op
 
-    mask, steps, factor = call.mask, None, 1.0
+    mask, steps, scale = call.mask, None, call.scale
     if call.rotary is not None:
-        steps, factor = mask.angles(call.rotary).steps, call.rotary.factor
+        steps, scale = mask.angles(call.rotary).steps, scale * call.rotary.factor**2
     first: int | Tensor | None = mask.first
-    query = key = None
     if first is None and mask.firsts is not None:
         first = mask.share("firsts", mask.firsts)
-    if first is None:
-        assert mask.positions is not None
-        query, key = mask.positions
+    query, key = (None, None) if first is not None or mask.positions is None else mask.positions
     kernel = DecodeCall(
         q=call.q,
         t=call.k,
@@ -101,7 +98,7 @@ def decode_triton(call: Call) -> Tensor:
         form=call.form,
         causal=mask.causal,
         window=mask.window,
-        scale=call.scale * factor**2,
+        scale=scale,
     )
     return decode_op(*kernel)
 
@@ -120,16 +117,15 @@ def why_not_decode_cpu(call: Call) -> str | None:
 class Waves(NamedTuple):
     """What t is multiplied by for one query per row; layers share it through their mask."""
 
-    key: tuple[Tensor, ...]
+    key: tuple[Tensor, ...] = ()
     """Each (b|1, 1, m, d/2): cos((m-n)θ) for exact; cos nθ and sin nθ for slack; none without rotation."""
-    query: tuple[Tensor, Tensor] | None
+    query: tuple[Tensor, Tensor] | None = None
     """For slack cos and tan of the query's own angle, each (b|1, 1, 1, d/2)."""
 
 
 def decode_cpu(call: Call) -> Tensor:
     """Compute q (b, h, 1, d), un-rotated t (b, g, m, d/2) and v (b, g, m, dv) → (b, h, 1, dv) in q's dtype."""
-    q, mask = call.q, call.mask
-    t, v = call.k, call.v
+    q, t, v, mask = call.q, call.k, call.v, call.mask
     waves = mask.share(("waves", call.rotary, call.form, q.dtype), lambda: _waves(call))
     low, high = mask.key_range(0, 1)
     key = waves.key
@@ -215,10 +211,10 @@ def _waves(call: Call) -> Waves:
     """
     rotary, mask, dtype = call.rotary, call.mask, call.q.dtype
     if rotary is None:
-        return Waves((), None)
+        return Waves()
     angles = mask.angles(rotary)
     if call.form == "exact":
-        return Waves(_key_waves(mask, angles, dtype, sines=False).unbind(), None)
+        return Waves(_key_waves(mask, angles, dtype, sines=False).unbind())
     key = _key_waves(mask, angles, dtype, sines=True)
     if mask.aligned:  # the query is one of the keys
         cos, sin = key[:, :, :, mask.offset : mask.offset + 1].unbind()

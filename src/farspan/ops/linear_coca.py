@@ -112,7 +112,7 @@ def _name(rotary: Rotary | None) -> str:
     scaling = rotary.scaling
     words = ["no scaling"]
     if scaling is not None:
-        values = (str(getattr(scaling, field.name)) for field in fields(scaling))  # type: ignore[arg-type]
+        values = (str(getattr(scaling, field.name)) for field in fields(scaling))
         words = [type(scaling).__name__, *values]
     return f"linear coca, width {rotary.dim}, base {rotary.base}, {' '.join(words)}"
 

@@ -6,8 +6,9 @@ float32 angle is wrong by 0.004 radians.
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -29,8 +30,19 @@ def theta(dim: int, base: float | Tensor, device: Device = None) -> Tensor:
     return base**exponents if isinstance(base, float | int) else base[..., None] ** exponents
 
 
+@dataclass(frozen=True)
 class Scaling(ABC):
-    """A method that changes rotary frequencies for longer sequences."""
+    """A method that changes rotary frequencies for sequences up to `factor` times as long."""
+
+    factor: float
+
+    def __post_init__(self) -> None:
+        require(
+            math.isfinite(self.factor) and self.factor >= 1,
+            f"scaling factor must be at least 1, got {self.factor}; it is the new length divided by the old",
+        )
+        length = getattr(self, "train_length", 1)
+        require(length >= 1, f"train_length must be at least 1, got {length}; give the length of training")
 
     @property
     def attention_factor(self) -> float:
@@ -42,17 +54,6 @@ class Scaling(ABC):
         """Compute the frequencies (d/2) in float64; `length` matters to dynamic methods only."""
 
 
-def _check_factor(factor: float) -> None:
-    require(
-        math.isfinite(factor) and factor >= 1,
-        f"scaling factor must be at least 1, got {factor}; it is the new length divided by the old",
-    )
-
-
-def _check_train_length(train_length: int) -> None:
-    require(train_length >= 1, f"train_length must be at least 1, got {train_length}; give the length of training")
-
-
 @dataclass(frozen=True)
 class Linear(Scaling):
     """Position interpolation: n → n/k.
@@ -60,11 +61,6 @@ class Linear(Scaling):
     >>> Linear(2).frequencies(2, 10_000.0, None).item()
     0.5
     """
-
-    factor: float
-
-    def __post_init__(self) -> None:
-        _check_factor(self.factor)
 
     def frequencies(self, dim: int, base: float, length: Length, device: Device = None) -> Tensor:
         return theta(dim, base, device) / self.factor
@@ -77,11 +73,6 @@ class NTK(Scaling):
     >>> theta(8, 10_000.0) / NTK(4).frequencies(8, 10_000.0, None)
     tensor([1.0000, 1.5874, 2.5198, 4.0000], dtype=torch.float64)
     """
-
-    factor: float
-
-    def __post_init__(self) -> None:
-        _check_factor(self.factor)
 
     def frequencies(self, dim: int, base: float, length: Length, device: Device = None) -> Tensor:
         return theta(dim, base * self.factor ** _ntk_exponent(dim), device)
@@ -101,13 +92,11 @@ class DynamicNTK(Scaling):
     (512, 1024)
     """
 
-    factor: float
     train_length: int
     mode: str = "per_query"
 
     def __post_init__(self) -> None:
-        _check_factor(self.factor)
-        _check_train_length(self.train_length)
+        super().__post_init__()
         require_choice("mode", self.mode, ("per_query", "per_request"))
 
     def bucket(self, position: int) -> int:
@@ -119,18 +108,14 @@ class DynamicNTK(Scaling):
         ladder = self.train_length * 2 ** torch.arange(31, device=positions.device)
         return self.train_length * 2 ** torch.bucketize(positions.contiguous(), ladder, right=True)
 
-    def base_at(self, length: int, dim: int, base: float) -> float:
-        """Compute the base for a length."""
-        ratio = self.factor * max(length, self.train_length) / self.train_length - (self.factor - 1)
-        return base * ratio ** _ntk_exponent(dim)
+    def base_at(self, length: int | Tensor, dim: int, base: float) -> Any:
+        """Compute the base for a length, or a tensor of bases for a tensor of lengths."""
+        first = self.train_length
+        longer = length.double().clamp(min=first) if isinstance(length, Tensor) else max(length, first)
+        return base * (self.factor * longer / first - (self.factor - 1)) ** _ntk_exponent(dim)
 
     def frequencies(self, dim: int, base: float, length: Length, device: Device = None) -> Tensor:
-        if length is None:
-            return theta(dim, base, device)
-        if isinstance(length, int):
-            return theta(dim, self.base_at(length, dim, base), device)
-        ratio = self.factor * length.double().clamp(min=self.train_length) / self.train_length - (self.factor - 1)
-        return theta(dim, base * ratio ** _ntk_exponent(dim), device)
+        return theta(dim, base if length is None else self.base_at(length, dim, base), device)
 
 
 @dataclass(frozen=True)
@@ -144,7 +129,6 @@ class YaRN(Scaling):
     (tensor([1.0000, 1.6000, 4.0000, 4.0000], dtype=torch.float64), 1.1386)
     """
 
-    factor: float
     train_length: int
     beta_fast: float = 32.0
     beta_slow: float = 1.0
@@ -152,10 +136,6 @@ class YaRN(Scaling):
     """Factor of cosines and sines; None is the published 0.1·ln(factor) + 1."""
     truncate: bool = True
     """Round the borders of the blend to whole pairs, as the published code does."""
-
-    def __post_init__(self) -> None:
-        _check_factor(self.factor)
-        _check_train_length(self.train_length)
 
     @property
     def attention_factor(self) -> float:
@@ -186,14 +166,12 @@ class Llama3(Scaling):
     tensor([1.0000, 2.2083, 4.0000, 4.0000], dtype=torch.float64)
     """
 
-    factor: float
     train_length: int
     low_rotations: float = 1.0
     high_rotations: float = 4.0
 
     def __post_init__(self) -> None:
-        _check_factor(self.factor)
-        _check_train_length(self.train_length)
+        super().__post_init__()
         require(
             0 < self.low_rotations < self.high_rotations,
             f"low_freq_factor must lie between 0 and {self.high_rotations}, got {self.low_rotations}; "
@@ -226,11 +204,7 @@ def log_length(count: Tensor, train_length: int) -> Tensor:
 
 
 def odd_width(width: int) -> str:
-    """Return the error message for a head that does not split into rotary pairs.
-
-    >>> odd_width(63)
-    'head_dim must be even to form rotary pairs, got 63; choose hidden_size / num_heads even'
-    """
+    """Return the error message for a head that does not split into rotary pairs."""
     return f"head_dim must be even to form rotary pairs, got {width}; choose hidden_size / num_heads even"
 
 
@@ -252,11 +226,7 @@ class Rotary:
 
     @property
     def is_dynamic(self) -> bool:
-        """Whether frequencies change as a sequence grows; rotated keys must not be cached then.
-
-        >>> Rotary(4).is_dynamic, Rotary(4, scaling=DynamicNTK(2, train_length=64)).is_dynamic
-        (False, True)
-        """
+        """Whether frequencies change as a sequence grows; rotated keys must not be cached then."""
         return isinstance(self.scaling, DynamicNTK)
 
     @property
@@ -307,23 +277,20 @@ class Angles:
     @property
     def frequencies(self) -> Tensor:
         """θ_j in float64: (d/2), or (b, d/2)."""
-        rotary, length, device = self.rotary, self.length, self.device
-        if isinstance(length, Tensor):
-            return rotary.frequencies(length, device)
-        return TABLES.get(("frequencies", rotary, length, device), lambda: rotary.frequencies(length, device))
+        return self._kept("frequencies", lambda: self.rotary.frequencies(self.length, self.device))
 
     @property
     def steps(self) -> Tensor:
         """θ_j as int64 fractions of a full circle, (1|b, d/2); see :func:`fixed_point`."""
         if self._steps is None:
-            self._steps = self._make_steps()
+            self._steps = self._kept("steps", lambda: fixed_point(self.frequencies))
         return self._steps
 
-    def _make_steps(self) -> Tensor:
-        rotary, length, device = self.rotary, self.length, self.device
-        if isinstance(length, Tensor):
-            return fixed_point(rotary.frequencies(length, device))
-        return TABLES.get(("steps", rotary, length, device), lambda: fixed_point(rotary.frequencies(length, device)))
+    def _kept(self, name: str, make: Callable[[], Tensor]) -> Tensor:
+        """Return a table that later forward passes reuse, unless each row has its own frequencies."""
+        if isinstance(self.length, Tensor):
+            return make()
+        return TABLES.get((name, self.rotary, self.length, self.device), make)
 
     def key(self, dtype: torch.dtype) -> Tensor:
         """Return cosines and sines of the keys, (b|1, 1, m, 2, d/2), in the working dtype of `dtype`."""
@@ -361,14 +328,9 @@ class Angles:
             return table[..., 0, :], table[..., 1, :]
         same = "key" if self.n == self.m and self.aligned else which
         if (same, dtype) not in self._rotations:
-            self._rotations[same, dtype] = _full_width(table)
+            cos, sin = table.unbind(-2)
+            self._rotations[same, dtype] = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
         return self._rotations[same, dtype]
-
-
-def _full_width(table: Tensor) -> tuple[Tensor, Tensor]:
-    """Make (cos, cos) and (-sin, sin), each (…, d), of a table (…, 2, d/2)."""
-    cos, sin = table.unbind(-2)
-    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
 def _governing_length(scaling: DynamicNTK, mask: "AttentionMask") -> int | Tensor:

@@ -33,15 +33,22 @@ def positions_of(positions, row_stride, row, index, live, first):
 
 
 @triton.jit
-def amplitudes(a, b, cos, sin, EXACT: tl.constexpr):
-    """Return (A, B) of a query with score(p) = Σ_j t_j (A_j cos pθ_j + B_j sin pθ_j), see docs/math.md."""
+def query_features(a, b, cos, sin, EXACT: tl.constexpr):
+    """Return q̃ of the pair (a, b): ‖q_j‖²·(cos, sin), or q∘f(q, m) for slack."""
     if EXACT:
         size = a * a + b * b
-        left = size * cos
-        right = size * sin
+        x = size * cos
+        y = size * sin
     else:
-        up = a * (a * cos - b * sin)
-        down = b * (a * sin + b * cos)
-        left = up + down
-        right = down - up
-    return left, right
+        x = a * (a * cos - b * sin)
+        y = b * (a * sin + b * cos)
+    return x, y
+
+
+@triton.jit
+def amplitudes(a, b, cos, sin, EXACT: tl.constexpr):
+    """Return (A, B) of a query with score(p) = Σ_j t_j (A_j cos pθ_j + B_j sin pθ_j), see docs/math.md."""
+    x, y = query_features(a, b, cos, sin, EXACT)
+    if not EXACT:
+        x, y = x + y, y - x
+    return x, y

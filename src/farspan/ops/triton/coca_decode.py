@@ -79,37 +79,6 @@ def _load_amplitudes(where, inside, phase, scale, EXACT: tl.constexpr, HALF: tl.
 
 
 @triton.jit
-def _load_rows(
-    q, step, query_positions, row, key_head, first, lead, n, scale, q_b, q_h, q_n, step_b, query_positions_b,
-    EXACT: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """Return the query and head of each row of a block, which of them exist and which attend, their index among the
-    keys, the frequencies, amplitudes (rows, d/2), and in float16 the factor that restores their size."""
-    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    query = rows // GROUP
-    head = key_head * GROUP + rows % GROUP
-    live = query < n
-    at = positions_of(query_positions, query_positions_b, row, query, live, first + lead)
-    index = lead + query
-    pair = tl.arange(0, BLOCK_D)
-    theta = pair.to(tl.int64)
-    phase = None
-    if step is not None:
-        theta = tl.load(step + row * step_b + pair, mask=pair < HALF, other=0)
-        phase = at[:, None] * theta[None, :]
-    where = q + row * q_b + head * q_h + query.to(tl.int64) * q_n
-    inside = live[:, None] & (pair < HALF)[None, :]
-    left, right = _load_amplitudes(where[:, None] + pair[None, :], inside, phase, scale, EXACT, HALF)
-    restore = tl.full([BLOCK_M], 1.0, tl.float32)
-    if q.dtype.element_ty == tl.float16:  # squares leave float16's range: scale each row by its own
-        largest = tl.maximum(tl.max(tl.maximum(tl.abs(left), tl.abs(right)), axis=1), 1e-30)
-        left = left * (1024.0 / largest)[:, None]
-        right = right * (1024.0 / largest)[:, None]
-        restore = largest * (1.0 / 1024.0)
-    return query, head, live, live & (index >= 0), index, theta, left, right, restore
-
-
-@triton.jit
 def _kept(padding, padding_b, row, key, end):
     """Return which keys exist and are not padding."""
     keep = key < end
@@ -254,13 +223,27 @@ def few_queries_kernel(
         lengths, firsts, n, m, first, window, splits, tl.program_id(0),
         CAUSAL, WINDOW, GROUP, BLOCK_M, BLOCK_N,
     )  # fmt: skip
-    query, head, live, asks, index, theta, left, right, restore = _load_rows(
-        q, step, query_positions, row, key_head, first, lead, n, scale, q_b, q_h, q_n, step_b, query_positions_b,
-        EXACT, GROUP, HALF, BLOCK_M, BLOCK_D,
-    )  # fmt: skip
     pair = tl.arange(0, BLOCK_D)
     column = tl.arange(0, BLOCK_V)
     offset = tl.arange(0, BLOCK_N)
+
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    query = rows // GROUP
+    head = key_head * GROUP + rows % GROUP
+    live = query < n
+    index = lead + query  # among the keys
+    query_at = positions_of(query_positions, query_positions_b, row, query, live, first + lead)
+    phase = None
+    if step is not None:
+        theta = tl.load(step + row * step_b + pair, mask=pair < HALF, other=0)
+        phase = query_at[:, None] * theta[None, :]
+    where = q + row * q_b + head * q_h + query.to(tl.int64) * q_n
+    inside = live[:, None] & (pair < HALF)[None, :]
+    left, right = _load_amplitudes(where[:, None] + pair[None, :], inside, phase, scale, EXACT, HALF)
+    if q.dtype.element_ty == tl.float16:  # squares leave float16's range: scale each row by its own
+        largest = tl.maximum(tl.max(tl.maximum(tl.abs(left), tl.abs(right)), axis=1), 1e-30)
+        left = left * (1024.0 / largest)[:, None]
+        right = right * (1024.0 / largest)[:, None]
     now_left = left
     now_right = right
     if step is not None and not DIRECT:  # a split has at most ANCHOR tiles: advancing from here stays exact
@@ -290,10 +273,10 @@ def few_queries_kernel(
             score = _rotated_scores(coefficient, near_cos, near_sin, now_left, now_right)
             now_left, now_right = _rotate(now_left, now_right, next_cos[None, :], next_sin[None, :])
         if q.dtype.element_ty == tl.float16:
-            score = score * restore[None, :]
+            score = score * (largest * (1.0 / 1024.0))[None, :]
 
         distance = index[None, :] - key[:, None]
-        score = _masked(score, distance, asks[None, :] & keep[:, None], window, CAUSAL, WINDOW)
+        score = _masked(score, distance, (live & (index >= 0))[None, :] & keep[:, None], window, CAUSAL, WINDOW)
         weight, top, fade = _softmax_step(score, top, 0)
         total = total * fade[None, :] + weight
         mixed = _split_product(tl.trans(value), weight, _scaled(mixed, fade), spare)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.library import custom_op, triton_op, wrap_triton
 
 from farspan.ops.device import cdiv, is_traced
-from farspan.ops.triton.angles import cos_sin, positions_of
+from farspan.ops.triton.angles import cos_sin, positions_of, query_features
 from farspan.ops.triton.support import INTERPRETED, Buffer, narrow, padded, row_major, row_stride
 
 HEADS = 4
@@ -72,13 +72,18 @@ def _prepare(
     """Prepare queries x = q or keys x = t; k̃ = t·(cos, sin), or t·(cos - sin, cos + sin) for slack."""
     blocks = tl.cdiv(count, BLOCK_N)
     index = (program % blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
-    cos, sin = _angles(index, count, step, positions, step_b, positions_b, row, first, FACTOR, HALF, BLOCK_D)
+    pair = tl.arange(0, BLOCK_D)
+    theta = tl.load(step + row * step_b + pair, mask=pair < HALF, other=0)
+    position = positions_of(positions, positions_b, row, index, index < count, first)
+    cos, sin = cos_sin(position[:, None] * theta[None, :])
+    cos = cos * FACTOR
+    sin = sin * FACTOR
     left = cos
     right = sin
     if not EXACT:
         left = cos - sin
         right = cos + sin
-    pair = tl.arange(0, BLOCK_D)[None, :]
+    pair = pair[None, :]
     inside = (index < count)[:, None] & (pair < HALF)
     index = index.to(tl.int64)[:, None]
     start = (program // blocks) * HEADS
@@ -96,7 +101,7 @@ def _prepare(
             if BACKWARD:
                 first_half, second_half = _query_gradient(a, b, up, down, cos, sin, EXACT)
             else:
-                first_half, second_half = _query(a, b, cos, sin, EXACT)
+                first_half, second_half = query_features(a, b, cos, sin, EXACT)
         elif BACKWARD:  # t has half the width
             first_half = up * left + down * right
         else:
@@ -106,33 +111,6 @@ def _prepare(
         tl.store(to, narrow(first_half, out.dtype.element_ty), mask=inside)
         if QUERIES or not BACKWARD:
             tl.store(to + HALF, narrow(second_half, out.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _angles(
-    index, count, step, positions, step_b, positions_b, row, first,
-    FACTOR: tl.constexpr, HALF: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """Return FACTOR·(cos, sin) of a block of positions, (BLOCK_N, BLOCK_D)."""
-    # Nothing that becomes an address may come from here: torch.compile would take `step` for a written tensor.
-    pair = tl.arange(0, BLOCK_D)
-    theta = tl.load(step + row * step_b + pair, mask=pair < HALF, other=0)
-    at = positions_of(positions, positions_b, row, index, index < count, first)
-    cos, sin = cos_sin(at[:, None] * theta[None, :])
-    return cos * FACTOR, sin * FACTOR
-
-
-@triton.jit
-def _query(a, b, cos, sin, EXACT: tl.constexpr):
-    """Return q̃ of the pair (a, b): ‖q_j‖²·(cos, sin), or q∘f(q, m) for slack."""
-    if EXACT:
-        size = a * a + b * b
-        x = size * cos
-        y = size * sin
-    else:
-        x = a * (a * cos - b * sin)
-        y = b * (a * sin + b * cos)
-    return x, y
 
 
 @triton.jit
@@ -168,7 +146,7 @@ def prepare_op(
     q_, k_ = Buffer.like(q, q.shape), Buffer.like(t, (*t.shape[:3], q.shape[-1]))
     where = (query_positions, key_positions, query_first, key_first)
     kernel = prepare_kernel if INTERPRETED else wrap_triton(prepare_kernel)
-    _launch(kernel, q, t, q_, k_, None, None, step, *where, form, factor)
+    _launch(kernel, (q, t, None, None), (q_, k_), step, where, form, factor)
     return q_.view, k_.view
 
 
@@ -189,48 +167,37 @@ def prepare_backward_op(
     dq, dt = Buffer.like(q, q.shape), Buffer.like(q, (*k_gradient.shape[:3], q.shape[-1] // 2))
     where = (query_positions, key_positions, query_first, key_first)
     kernel = prepare_kernel if INTERPRETED else wrap_triton(prepare_kernel)
-    _launch(kernel, q, None, dq, dt, q_gradient, k_gradient, step, *where, form, factor)
+    _launch(kernel, (q, None, q_gradient, k_gradient), (dq, dt), step, where, form, factor)
     return dq.view, dt.view
 
 
 def _launch(
     kernel: Any,
-    q: Tensor,
-    t: Tensor | None,
-    q_out: Buffer,
-    k_out: Buffer,
-    q_gradient: Tensor | None,
-    k_gradient: Tensor | None,
+    inputs: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None],
+    outputs: tuple[Buffer, Buffer],
     step: Tensor,
-    query_positions: Tensor | None,
-    key_positions: Tensor | None,
-    query_first: int,
-    key_first: int,
+    where: tuple[Tensor | None, Tensor | None, int, int],
     form: str,
     factor: float,
 ) -> None:
-    (b, h, n, _), (g, m) = q.shape, k_out.view.shape[1:3]
-    half = int(q.shape[-1]) // 2  # a constant of the kernel, even where torch.compile would let it vary
-    q, t, q_gradient, k_gradient = (  # type: ignore[assignment]
-        x if x is None else row_major(x) for x in (q, t, q_gradient, k_gradient)
-    )
-    query_positions, key_positions = (x if x is None else row_major(x) for x in (query_positions, key_positions))
+    """Launch the kernel on q, t and the gradients of q̃ and k̃, at the positions and first positions of `where`."""
+    given = [x if x is None else row_major(x) for x in inputs]
+    positions, firsts = [x if x is None else row_major(x) for x in where[:2]], where[2:]
+    (b, h, n, d), (q_out, k_out) = inputs[0].shape, outputs
+    g, m = k_out.view.shape[1:3]
+    half = int(d) // 2  # a constant of the kernel, even where torch.compile would let it vary
     width = padded(half)
     block = max(1, TILE // width)
     programs = cdiv(n, block) * cdiv(h, HEADS) + cdiv(m, block) * cdiv(g, HEADS)
-    strides = [s for x in (q, t, q_out.view, k_out.view, q_gradient, k_gradient) for s in _strides(x)]
-    rows = [row_stride(x) for x in (step, query_positions, key_positions)]
-    with nullcontext() if is_traced() else torch.cuda.device_of(q):  # compiled code sets the device itself
+    strided = (*given[:2], q_out.view, k_out.view, *given[2:])
+    strides = [stride for x in strided for stride in ((0, 0, 0) if x is None else x.stride()[:3])]
+    rows = [row_stride(x) for x in (step, *positions)]
+    with nullcontext() if is_traced() else torch.cuda.device_of(inputs[0]):  # compiled code sets the device itself
         kernel[(programs, b)](
-            q, t, q_out.memory, k_out.memory, q_gradient, k_gradient, step, query_positions, key_positions,
-            h, g, n, m, query_first, key_first, *strides, *rows,
-            EXACT=form == "exact", BACKWARD=q_gradient is not None, FACTOR=float(factor), HALF=half,
+            *given[:2], q_out.memory, k_out.memory, *given[2:], step, *positions, h, g, n, m, *firsts, *strides, *rows,
+            EXACT=form == "exact", BACKWARD=given[2] is not None, FACTOR=float(factor), HALF=half,
             HEADS=HEADS, BLOCK_N=block, BLOCK_D=width,
         )  # fmt: skip
-
-
-def _strides(x: Tensor | None) -> tuple[int, ...]:
-    return (0, 0, 0) if x is None else x.stride()[:3]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
