@@ -11,7 +11,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PreTrainedConfig
 
 from farspan.errors import require, require_choice, unknown
-from farspan.layers import ACTIVATIONS, DECODE_BACKENDS, AttentionSpec
+from farspan.layers import ACTIVATIONS, DECODE_BACKENDS, AttentionSpec, hybrid
 from farspan.ops.cosformer import BEYOND
 from farspan.ops.reference import ACTIVATIONS as COSFORMER_ACTIVATIONS
 from farspan.ops.rotary import NTK, DynamicNTK, Linear, Llama3, Rotary, Scaling, YaRN
@@ -36,6 +36,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
 }
 
+HYBRID_OPTIONS = ("window", "global_every")
 ROPE_TYPES = ("default", "linear", "ntk", "dynamic", "yarn", "llama3")
 
 
@@ -44,9 +45,12 @@ class FarspanConfig(PreTrainedConfig):
     """Configure a farspan model. The defaults are the paper's 350M model with exact CoCA.
 
     Args:
-        attention: "rope", "alibi", "coca-exact", "coca-strict", "coca-slack", "cosformer" or "linear-coca"
-            (experimental) for every layer, or a list with one entry per layer, each a name or a mapping such as
-            ``{"kind": "coca", "form": "exact", "window": 128}``.
+        attention: "rope", "alibi", "coca-exact", "coca-strict", "coca-slack", "coca-polar", "pope", "cosformer" or
+            "linear-coca" (experimental) for every layer, or a list with one entry per layer, each a name or a mapping
+            such as ``{"kind": "coca", "form": "exact", "window": 128}``. "hybrid" stands for local layers and global
+            ones without positions; so do "hybrid-rope", "hybrid-coca-exact", "hybrid-coca-polar", "hybrid-pope" and
+            "hybrid-cosformer". The configuration keeps the list of layers.
+        window, global_every: of a hybrid, the keys that a local layer sees (128), and the layers per global one (4).
         coca_activation: keeps t ≥ 0: "relu" (the paper) or "softplus".
         cosformer_max_length: M, the distance at which cosFormer's cosine reaches zero; default `train_length`.
         cosformer_beyond: what its weights do past M: "raise", "decoupled" or "decay".
@@ -57,7 +61,7 @@ class FarspanConfig(PreTrainedConfig):
         rope_parameters: as in transformers; for ``"rope_type": "dynamic"`` also ``"mode"``, "per_query" (default)
             or "per_request". Linear CoCA layers take every scaling except "dynamic".
         log_length: multiply the scores of the n-th token, n > `train_length`, by ln n / ln train_length, in every
-            layer with a softmax (in a window, n is at most its width).
+            layer with a softmax (in a window, n is at most its width). Default: True for hybrids, else False.
         causal: False makes a bidirectional encoder.
         learned_positions: for an encoder, the number of positions with an embedding of their own, added to the tokens';
             no sequence may be longer. 0 = none.
@@ -88,7 +92,7 @@ class FarspanConfig(PreTrainedConfig):
     train_length: int = 512
     max_position_embeddings: int = 32_768
     rope_parameters: dict | None = None  # type: ignore[type-arg]
-    log_length: bool = False
+    log_length: bool | None = None
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
@@ -115,6 +119,7 @@ class FarspanConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         if kwargs.pop("cache_layout", "half") == "rotated":
             logging.getLogger(__name__).warning("cache_layout='rotated' is gone; CoCA caches un-rotated t everywhere")
+        self._expand_hybrid(**{name: kwargs.pop(name) for name in HYBRID_OPTIONS if name in kwargs})
         for key in _unknown_keys(kwargs):
             if near := get_close_matches(key, FIELDS, n=3, cutoff=0.8):  # the default would be used in its place
                 raise unknown("configuration key", key, near)
@@ -134,6 +139,18 @@ class FarspanConfig(PreTrainedConfig):
             kwargs["attn_implementation"] = "farspan"
         super().__post_init__(**kwargs)
         self._check()
+
+    def _expand_hybrid(self, **options: int) -> None:
+        """Replace the name of a hybrid by its layers, and set what it needs to work past the training length."""
+        found = isinstance(self.attention, str) and self.attention.startswith("hybrid")
+        require(found or not options, f"{', '.join(options)} belong to a hybrid, got attention {self.attention!r}")
+        self.log_length = found if self.log_length is None else self.log_length
+        if found:
+            require(self.causal, f"attention {self.attention!r} needs a causal model, got causal=False; use another")
+            if self.attention == "hybrid-cosformer" and self.cosformer_beyond == "raise":
+                self.cosformer_beyond = "decay"
+            specs = hybrid(str(self.attention), self.num_hidden_layers, **options)
+            self.attention = [spec.to_dict() for spec in specs]
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> "FarspanConfig":
@@ -254,7 +271,11 @@ def _plain(attention: Any) -> str | dict[str, Any]:
 
 def _unknown_keys(keys: Iterable[str]) -> list[str]:
     """Return the keys that neither we nor transformers know."""
-    return [key for key in keys if key not in (*FIELDS, "attn_implementation") and not hasattr(PreTrainedConfig, key)]
+    return [
+        key
+        for key in keys
+        if key not in (*FIELDS, *HYBRID_OPTIONS, "attn_implementation") and not hasattr(PreTrainedConfig, key)
+    ]
 
 
 AutoConfig.register("farspan", FarspanConfig, exist_ok=True)

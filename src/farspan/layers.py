@@ -124,6 +124,37 @@ class AttentionSpec:
         return asdict(self)
 
 
+HYBRIDS = {
+    "hybrid": "pope",
+    "hybrid-rope": "rope",
+    "hybrid-coca-exact": "coca-exact",
+    "hybrid-coca-polar": "coca-polar",
+    "hybrid-pope": "pope",
+    "hybrid-cosformer": "cosformer",
+}
+"""Layouts by name, and the attention of their local layers."""
+
+
+def hybrid(name: str, layers: int, *, window: int = 128, global_every: int = 4) -> list[AttentionSpec]:
+    """Return local layers, and one global layer without positions as the last of each `global_every`.
+
+    Local layers see the last `window` keys; those of "hybrid-cosformer" sum up all keys instead.
+
+    >>> [(spec.name, spec.window, spec.rotary) for spec in hybrid("hybrid-rope", 4, window=64)]
+    [('rope', 64, True), ('rope', 64, True), ('rope', 64, True), ('rope', None, False)]
+    """
+    require_choice("attention", name, HYBRIDS)
+    require(
+        isinstance(global_every, int) and 1 < global_every <= layers,
+        f"global_every must be 2 … {layers}, the number of layers, got {global_every!r}: each hybrid has local layers "
+        "and at least one global layer",
+    )
+    local = AttentionSpec.parse(HYBRIDS[name])
+    local = local if local.linear else replace(local, window=window)
+    everywhere = AttentionSpec("rope", rotary=False)
+    return [everywhere if (layer + 1) % global_every == 0 else local for layer in range(layers)]
+
+
 class Cache(Protocol):
     """What a layer asks of its cache: :class:`LayerCache`, or a layer of any transformers Cache."""
 

@@ -5,12 +5,14 @@ are in :mod:`farspan.layers`, the formulas in :mod:`farspan.ops`.
 """
 
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSequenceClassification
+from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, CacheLayerMixin, StaticLayer, StaticSlidingWindowLayer
 from transformers.generation.utils import GenerationMixin
@@ -276,6 +278,11 @@ class FarspanPreTrainedModel(PreTrainedModel):
     _can_compile_fullgraph = True
     _can_record_outputs = {"hidden_states": FarspanBlock, "attentions": FarspanAttention}  # noqa: RUF012
 
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, Attention) and module.spec.polar:
+            init.zeros_(module.phase)
+
     def set_rope_parameters(self, **rope_parameters: Any) -> None:
         """Change the scaling of a finished model's angles; the weights stay. Drop caches that are in use.
 
@@ -292,9 +299,10 @@ class FarspanPreTrainedModel(PreTrainedModel):
 
     def share_rotary(self, rotary: Rotary) -> None:
         """Give all rotary layers one object: blocks that are compiled one by one compare it by identity."""
+        wide = replace(rotary, dim=2 * rotary.dim)
         for module in self.modules():
             if isinstance(module, Attention) and module.rotary is not None:
-                module.rotary = rotary
+                module.rotary = wide if module.spec.kind == "pope" else rotary
 
     def set_log_length(self, on: bool) -> None:
         """Switch the length temperature of a finished model on or off; see `log_length` of the configuration.
@@ -432,6 +440,7 @@ class FarspanModel(FarspanPreTrainedModel):
             "ALiBi": "alibi" in kinds,
             "cosFormer": "cosformer" in kinds,
             "linear CoCA": "linear-coca" in kinds,
+            "PoPE": any(layer.spec.kind == "pope" for layer in layers),  # queries are wider than values
             "per_query dynamic NTK": any(rotary.follows_query for rotary in rotaries),
             # vLLM keeps the cache and passes one step of many requests: nothing here tells how long each one is.
             "per_request dynamic NTK": implementation == "vllm" and any(rotary.follows_length for rotary in rotaries),
