@@ -14,7 +14,7 @@ demo: $(VENV)/.installed
 	$(BIN)/farspan reproduce --preset cpu --out runs/demo
 
 test: lint
-	$(BIN)/python -m pytest -n 2 --durations=10
+	$(BIN)/python -m pytest -n 2 --dist worksteal --durations=10
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

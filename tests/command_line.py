@@ -1,36 +1,44 @@
 """`farspan` as a test calls it: in this process, or in one of its own."""
 
 import io
-import subprocess
 import sys
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import chdir, redirect_stderr, redirect_stdout
 from pathlib import Path
+from subprocess import CompletedProcess
 from unittest.mock import patch
 
 import pytest
 
 from farspan_cli import main
+from tests.processes import Started
 
 
-def command(*arguments: object, before: str = "") -> list[str]:
-    """What starts the command in a process of its own, after some Python."""
-    code = f"{before}\nimport sys; sys.argv = ['farspan', *sys.argv[1:]]; from farspan_cli import main; main()"
-    return [sys.executable, "-c", code, *map(str, arguments)]
+def program(before: str, *arguments: str) -> None:
+    """Be the command, after some Python: this is what a process of its own runs."""
+    exec(before, {})
+    sys.argv = ["farspan", *arguments]
+    main()
 
 
-def farspan(*arguments: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+def started(*arguments: object, before: str = "", cwd: Path | None = None) -> Started:
+    """The command in a process of its own, while it runs."""
+    return Started(program, before, *map(str, arguments), cwd=cwd)
+
+
+def farspan(*arguments: object, before: str = "", cwd: Path | None = None) -> CompletedProcess[str]:
     """The command in a process of its own, when it has ended."""
-    started = [sys.executable, "-m", "farspan_cli", *map(str, arguments)]
-    return subprocess.run(started, capture_output=True, text=True, cwd=cwd)
+    with started(*arguments, before=before, cwd=cwd) as running:
+        return running.wait()
 
 
 def refusal(*arguments: object, cwd: Path) -> str:
     """The one line of a command that refuses its input: it exits with 2, and leaves an empty folder empty."""
-    done = farspan(*arguments, cwd=cwd)
-    assert done.returncode == 2
-    assert len(done.stderr.splitlines()) == 1
+    with chdir(cwd):
+        status, _, err = called(*arguments)
+    assert status == 2
+    assert len(err.splitlines()) == 1
     assert not list(cwd.iterdir())
-    return done.stderr
+    return err
 
 
 def called(*arguments: object) -> tuple[int, str, str]:

@@ -10,13 +10,19 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.processes import start_server
+
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton: kernels are decorated as they are imported
 
 
 def pytest_configure(config: pytest.Config) -> None:
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
+    threads = max(1, (os.cpu_count() or 1) // workers)
+    torch.set_num_threads(threads)
+    os.environ["OMP_NUM_THREADS"] = str(threads)  # for new processes: a thread that waits for a core burns another
+    if workers > 1:
+        start_server()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

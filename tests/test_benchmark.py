@@ -3,6 +3,7 @@
 import json
 import os
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from farspan.layers import Attention
 from farspan.ops import Rotary, coca_attention
 from farspan.ops.coca import COCA
 from farspan.results import write_result
-from tests.command_line import farspan
+from tests.command_line import called, refusal
 
 MEGABYTE = 2**20
 
@@ -146,26 +147,27 @@ def test_the_whole_model_is_timed_in_turn_and_its_window_weighed() -> None:
     assert read["peak_bytes"] >= read["weight_bytes"] == 4 * rope["parameters"]
 
 
-@pytest.mark.parametrize("name", ["coca-exact", "coca-slack", "alibi"])
-def test_memory_grows_with_the_length_not_its_square(name: str) -> None:
+@pytest.mark.parametrize(("name", "limit"), [("coca-exact", 100), ("coca-slack", 100), ("alibi", 160)])
+def test_memory_grows_with_the_length_not_its_square(name: str, limit: int) -> None:
     """Four times the tokens, at most about four times the memory; the square would be sixteen."""
-    short, long = (in_fresh_process(attention._layer, name, n, 1, "cpu", 0)["peak_bytes"] for n in (2048, 8192))
+    short, long = (in_fresh_process(attention._layer, name, n, 1, "cpu", 0)["peak_bytes"] for n in (1024, 4096))
     assert long <= 6 * short + 40 * MEGABYTE
-    assert long <= 250 * MEGABYTE
+    assert long <= limit * MEGABYTE  # the scores of one of eight heads would add 64
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "length", "limit"), [("coca-exact", 32_768, 400e6), ("alibi", 16_384, 260e6)])
+@pytest.mark.parametrize(("name", "length", "limit"), [("coca-exact", 16_384, 260e6), ("alibi", 8192, 200e6)])
 def test_long_texts_take_little_memory(name: str, length: int, limit: float) -> None:
-    """The recorded run asks the same of ALiBi at 32 768 tokens, which takes too long here."""
+    """The recorded run asks the same at 32 768 tokens, which takes too long here."""
     assert in_fresh_process(attention._layer, name, length, 0, "cpu", 0)["peak_bytes"] <= limit
 
 
-@pytest.mark.slow
 def test_the_published_formulation_is_far_behind() -> None:
-    """Recorded: 11 times slower, 63 times the memory. Beside other tests a clock tells little: faster will do here."""
-    row = in_fresh_process(attention._against_published, 8192, 1, "cpu", 0)
-    assert row["memory_ratio"] >= 50
+    """Recorded at 8192 tokens: 11 times slower, 63 times the memory, which grows with the length.
+
+    Beside other tests a clock tells little: faster will do here.
+    """
+    row = in_fresh_process(attention._against_published, 2048, 1, "cpu", 0)
+    assert row["memory_ratio"] >= 12
     assert min(row["seconds"]["published"]) > min(row["seconds"]["farspan"])
 
 
@@ -187,9 +189,9 @@ def test_results_carry_their_provenance_and_are_written_whole(tmp_path) -> None:
 
 
 def test_command_line_help_shows_an_example() -> None:
-    done = farspan("bench", "attention", "--help")
-    assert done.returncode == 0
-    assert "farspan bench attention --lengths" in done.stdout
+    status, out, _ = called("bench", "attention", "--help")
+    assert status == 0
+    assert "farspan bench attention --lengths" in out
 
 
 @pytest.mark.parametrize(
@@ -202,8 +204,5 @@ def test_command_line_help_shows_an_example() -> None:
         (["--repetas", "3"], "No such option: --repetas"),
     ],
 )
-def test_command_line_bad_input_exits_2_with_one_line(arguments: list[str], message: str) -> None:
-    done = farspan("bench", "attention", *arguments)
-    assert done.returncode == 2
-    assert message in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+def test_command_line_bad_input_exits_2_with_one_line(arguments: list[str], message: str, tmp_path: Path) -> None:
+    assert message in refusal("bench", "attention", *arguments, cwd=tmp_path)

@@ -3,7 +3,6 @@
 import errno
 import os
 import signal
-import subprocess
 import time
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import pytest
 from farspan.convert import convert_folder
 from farspan.convert.folder import whole_folder
 from farspan.files import claim
-from tests.command_line import command
+from tests.command_line import farspan, started
 from tests.convert.sources import saved
 
 
@@ -20,8 +19,7 @@ def test_a_full_disk_leaves_no_folder(tmp_path: Path) -> None:
     """A real write fails: the process may not make files of more than 4 kB."""
     saved(tmp_path / "source")
     limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))"
-    started = command("convert", tmp_path / "source", "--out", tmp_path / "out", before=limit)
-    done = subprocess.run(started, capture_output=True, text=True)
+    done = farspan("convert", tmp_path / "source", "--out", tmp_path / "out", before=limit)
     assert done.returncode == 2
     assert "could not be written" in done.stderr
     assert "free some space" in done.stderr
@@ -48,14 +46,14 @@ def test_an_ended_process_leaves_no_folder(tmp_path: Path) -> None:
         "import time, farspan.convert.folder as folder; write = folder.save_file\n"
         "def slowly(*options):\n    write(*options)\n    time.sleep(60)\nfolder.save_file = slowly"
     )
-    process = subprocess.Popen(command("convert", tmp_path / "source", "--out", tmp_path / "out", before=slow))
-    deadline = time.monotonic() + 120
-    while not list(tmp_path.glob(".out-*.part/whole/model.safetensors")):
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    process.terminate()
-    assert process.wait(30) == 128 + signal.SIGTERM
+    with started("convert", tmp_path / "source", "--out", tmp_path / "out", before=slow) as running:
+        deadline = time.monotonic() + 120
+        while not list(tmp_path.glob(".out-*.part/whole/model.safetensors")):
+            assert running.process.is_alive()
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        running.process.terminate()
+        assert running.wait(30).returncode == 128 + signal.SIGTERM
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 

@@ -1,60 +1,59 @@
 """Calibration needs memory for the model, a layer and a batch, whatever the number of tokens."""
 
 import resource
-import subprocess
-import sys
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 
 from farspan import FarspanConfig, FarspanForCausalLM
+from farspan.benchmark.measure import in_fresh_process
+from farspan.convert import CalibrationConfig, calibrate
 from farspan.convert import streams as streams_module
 from farspan.convert.streams import Streams, fits, mapped
 from farspan.convert.target import replace_attention
 from farspan.layers import AttentionSpec
 
-MEASURED = """
-import sys, threading, time, torch
-from farspan import FarspanConfig, FarspanForCausalLM
-from farspan.convert import CalibrationConfig, calibrate
+WINDOW, HIDDEN, BATCH = 64, 128, 4
 
-def anonymous():
-    lines = dict(line.split(":") for line in open("/proc/self/status"))
+
+def _anonymous() -> int:
+    lines = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
     return int(lines["RssAnon"].split()[0]) * 1024
 
-peak, over = 0, threading.Event()
 
-def watch():
-    global peak
-    while not over.wait(0.005):
-        peak = max(peak, anonymous())
+def _measured(windows: int) -> tuple[int, int]:
+    """The anonymous memory that calibrating takes at most, and the bytes of a layer."""
+    peak, over = 0, threading.Event()
 
-def model():
-    shape = dict(hidden_size=256, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4)
-    return FarspanForCausalLM(FarspanConfig.preset("tiny", attention="rope", **shape)).eval()
+    def watch() -> None:
+        nonlocal peak
+        while not over.wait(0.005):
+            peak = max(peak, _anonymous())
 
-settings = CalibrationConfig(steps=1, batch=8)
-calibrate(model(), "coca-exact", torch.randint(0, 512, (16, 64)), settings)  # what any first call takes
-teacher, ids = model(), torch.randint(0, 512, (int(sys.argv[1]), 64))
-before = anonymous()
-thread = threading.Thread(target=watch)
-thread.start()
-calibrate(teacher, "coca-exact", ids, settings)
-over.set()
-thread.join()
-print(peak - before, sum(p.nbytes for p in teacher.model.layers[0].parameters()))
-"""
+    def model() -> FarspanForCausalLM:
+        shape = {"hidden_size": HIDDEN, "intermediate_size": HIDDEN, "num_hidden_layers": 2, "num_attention_heads": 4}
+        return FarspanForCausalLM(FarspanConfig.preset("tiny", attention="rope", **shape)).eval()
+
+    settings = CalibrationConfig(steps=1, batch=BATCH)
+    calibrate(model(), "coca-exact", torch.randint(0, 512, (2 * BATCH, WINDOW)), settings)  # what any first call takes
+    teacher, ids = model(), torch.randint(0, 512, (windows, WINDOW))
+    before = _anonymous()
+    thread = threading.Thread(target=watch)
+    thread.start()
+    calibrate(teacher, "coca-exact", ids, settings)
+    over.set()
+    thread.join()
+    return peak - before, sum(p.nbytes for p in teacher.model.layers[0].parameters())
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
 def test_anonymous_memory_does_not_grow_with_the_tokens() -> None:
-    windows = 1024
-    one_stream = windows * 64 * 256 * 4
-    done = subprocess.run([sys.executable, "-c", MEASURED, str(windows)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    grown, layer = map(int, done.stdout.split())
-    batch = 8 * 64 * 256 * 4
+    windows = 512
+    one_stream = windows * WINDOW * HIDDEN * 4
+    grown, layer = in_fresh_process(_measured, windows)
+    batch = BATCH * WINDOW * HIDDEN * 4
     allowed = 2 * layer + 32 * batch  # of a batch: queries, keys, scores, products, for teacher and student
     assert allowed < one_stream / 2  # else this would not see a stream, let alone the four it once held
     assert grown <= allowed

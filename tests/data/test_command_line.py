@@ -8,12 +8,8 @@ from pathlib import Path
 import pytest
 
 from farspan.data import Shards, load_tokenizer
+from tests.command_line import farspan
 from tests.data.corpora import jsonl, texts
-
-
-def farspan(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "farspan_cli", "data", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True)
 
 
 def test_text_becomes_shards(tmp_path: Path) -> None:
@@ -22,7 +18,7 @@ def test_text_becomes_shards(tmp_path: Path) -> None:
     packed.write_bytes(lzma.compress(source.read_bytes()))
     out = tmp_path / "out"
     options = ("--field", "body", "--train-tokenizer", 300, "--valid-share", 0.1, "--workers", 2, "--out", out)
-    done = farspan(packed, *options)
+    done = farspan("data", packed, *options)
     assert done.returncode == 0, done.stderr
     train, valid = Shards(out, verify=True), Shards(out, "valid", verify=True)
     assert train.documents_total + valid.documents_total == 80
@@ -32,7 +28,8 @@ def test_text_becomes_shards(tmp_path: Path) -> None:
 
 
 def test_help_shows_an_example() -> None:
-    done = farspan("--help")
+    """Here in a new interpreter, which loads no torch for it."""
+    done = subprocess.run([sys.executable, "-m", "farspan_cli", "data", "--help"], capture_output=True, text=True)
     assert done.returncode == 0
     assert "farspan data books.jsonl.xz --train-tokenizer 8192 --out data/books" in " ".join(done.stdout.split())
 
@@ -46,7 +43,7 @@ def test_help_shows_an_example() -> None:
 )
 def test_bad_input_exits_2_with_one_line(content: bytes, options: list[str], message: str, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl.xz").write_bytes(content)
-    done = farspan(tmp_path / "a.jsonl.xz", *options, "--out", tmp_path / "out")
+    done = farspan("data", tmp_path / "a.jsonl.xz", *options, "--out", tmp_path / "out")
     assert done.returncode == 2
     assert message in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1

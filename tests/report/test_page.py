@@ -12,7 +12,7 @@ import farspan_cli
 from farspan.report import load_experiments, write_report
 from farspan.report.collect import collect
 from farspan.report.summary import notes, summary
-from tests.command_line import farspan
+from tests.command_line import called
 from tests.report.fabricate import GROWTH, fabricate, passkey_row, ppl_row, train_row, write
 
 SMALL = {"variants": ("rope", "coca-exact"), "lengths": (512, 1024), "cases": 6}
@@ -212,9 +212,9 @@ def test_the_same_measurement_twice_and_two_training_lengths_are_refused(tmp_pat
 
 def test_the_command_line_writes_the_page_and_says_where(tmp_path: Path) -> None:
     fabricate(tmp_path / "run", variants=("rope",), seeds=(0,), laws=("none",), lengths=(512, 1024), cases=4)
-    done = farspan("report", str(tmp_path / "run"), "--out", str(tmp_path / "page"))
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.strip() == f"written: {tmp_path / 'page' / 'index.html'}"
+    status, out, err = called("report", tmp_path / "run", "--out", tmp_path / "page")
+    assert (status, err) == (0, "")
+    assert out.strip() == f"written: {tmp_path / 'page' / 'index.html'}"
     assert (tmp_path / "page" / "index.html").is_file()
 
 
@@ -231,4 +231,4 @@ def test_the_command_line_refuses_an_empty_folder_with_one_line(
 
 
 def test_the_command_line_help_shows_an_example() -> None:
-    assert "farspan report runs/demo" in farspan("report", "--help").stdout
+    assert "farspan report runs/demo" in called("report", "--help")[1]

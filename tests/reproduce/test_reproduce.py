@@ -1,11 +1,11 @@
 """A reproduction runs end to end, continues after an interruption, and survives a step that fails."""
 
 import json
-import subprocess
-import sys
 import threading
 import time
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,7 @@ from farspan.reproduce.plan import plan
 from farspan.reproduce.preset import NAMES
 from farspan.reproduce.run import _write_status
 from farspan.reproduce.work import Work
-from tests.command_line import farspan, refusal
+from tests.command_line import called, farspan, refusal, started
 from tests.reproduce.status import states
 
 TOML = """
@@ -41,6 +41,26 @@ new_tokens = 3
 """
 
 
+TWO_PROCESSES = """
+import farspan.report, farspan.reproduce.run as run
+from farspan.reproduce.work import Work
+
+do, run.POLL_SECONDS = Work.do, 0.05
+
+def tell(self, step):
+    print("doing", step.name, flush=True)
+    do(self, step)
+
+def page(folder):
+    writing = folder / "writing"
+    writing.mkdir()  # an error where two processes write at a time
+    writing.rmdir()
+    return folder / "report" / "index.html"
+
+Work.do, farspan.report.write_report = tell, page
+"""
+
+
 @pytest.fixture(scope="module")
 def toml(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("text")
@@ -50,36 +70,46 @@ def toml(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "preset.toml"
 
 
-def test_everything_is_measured_once_and_ends_in_a_page(toml: Path, tmp_path: Path) -> None:
-    seen = []
-    page = reproduce(Preset.load(toml), tmp_path, report=lambda s: seen.append(s))
-    assert set(states(tmp_path).values()) == {"done"}
-    assert "RoPE" in page.read_text()
-    names = {p.name for p in (tmp_path / "results").iterdir()}
+@pytest.fixture(scope="module")
+def whole(toml: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A reproduction by one process, from the command line, without interruption."""
+    out = tmp_path_factory.mktemp("whole")
+    done = farspan("reproduce", "--preset", toml, "--out", out)
+    assert done.returncode == 0, done.stderr
+    assert "RoFormer" in done.stdout
+    assert str(out / "report" / "index.html") in done.stdout.replace("\n", "")
+    return out
+
+
+def test_everything_is_measured_once_and_ends_in_a_page(toml: Path, whole: Path) -> None:
+    assert set(states(whole).values()) == {"done"}
+    names = {p.name for p in (whole / "results").iterdir()}
     assert {"train-rope-s1.json", "ppl-coca-exact-s0-ntk-4.json", "passkey-rope-s0-none.json"} <= names
-    rows = json.loads((tmp_path / "results" / "ppl-rope-s0-none.json").read_text())["rows"]
+    rows = json.loads((whole / "results" / "ppl-rope-s0-none.json").read_text())["rows"]
     assert [(row["length"], row["mode"]) for row in rows] == [(16, "sliding"), (64, "sliding"), (16, "truncated")]
-    stamps = {p: p.stat().st_mtime_ns for p in (tmp_path / "results").iterdir()}
-    reproduce(Preset.load(toml), tmp_path)
-    assert {p: p.stat().st_mtime_ns for p in (tmp_path / "results").iterdir()} == stamps
+    stamps = {p: p.stat().st_mtime_ns for p in (whole / "results").iterdir()}
+    page = reproduce(Preset.load(toml), whole)
+    assert "RoPE" in page.read_text()
+    assert {p: p.stat().st_mtime_ns for p in (whole / "results").iterdir()} == stamps
 
 
-def test_two_processes_share_the_steps_of_one_folder(toml: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "farspan_cli", "reproduce", "--preset", str(toml), "--out"]
-    both = [subprocess.Popen([*command, str(tmp_path / "shared")], stdout=subprocess.PIPE, text=True) for _ in "ab"]
-    printed = [process.communicate()[0] for process in both]
-    assert [process.returncode for process in both] == [0, 0], printed
-    subprocess.run([*command, str(tmp_path / "alone")], check=True, capture_output=True)
-    assert set(states(tmp_path / "shared").values()) == {"done"}
-    for path in (tmp_path / "alone" / "results").iterdir():
-        shared, alone = (
-            json.loads((tmp_path / who / "results" / path.name).read_text()) for who in ("shared", "alone")
-        )
+def test_two_processes_share_the_steps_of_one_folder(toml: Path, whole: Path, tmp_path: Path) -> None:
+    command = ("reproduce", "--preset", toml, "--only", "table1,figure4", "--out", tmp_path)
+    with ExitStack() as running:
+        both = [running.enter_context(started(*command, before=TWO_PROCESSES)) for _ in "ab"]
+        done = [one.wait() for one in both]
+    assert [one.returncode for one in done] == [0, 0], done
+    assert set(states(tmp_path).values()) == {"done"}
+    steps = [line for one in done for line in one.stdout.splitlines() if line.startswith("doing")]
+    assert len(steps) == len(set(steps)) == len(states(tmp_path))
+    for path in (whole / "results").iterdir():
+        shared, alone = (json.loads((who / "results" / path.name).read_text()) for who in (tmp_path, whole))
         for row, expected in zip(shared["rows"], alone["rows"], strict=True):
             for key in {"final_loss", "nll", "correct"} & expected.keys():
                 assert row[key] == pytest.approx(expected[key]), path.name
 
 
+@pytest.mark.usefixtures("no_page")
 def test_a_step_in_other_hands_is_waited_for(toml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("farspan.reproduce.run.POLL_SECONDS", 0.05)
     seen: list[str] = []
@@ -87,7 +117,7 @@ def test_a_step_in_other_hands_is_waited_for(toml: Path, tmp_path: Path, monkeyp
     monkeypatch.setattr(Work, "do", lambda self, step: (seen.append(step.name), original(self, step))[1])
     with claim(tmp_path / "locks" / "train-rope-s0") as mine:
         assert mine
-        runner = threading.Thread(target=reproduce, args=(Preset.load(toml), tmp_path))
+        runner = threading.Thread(target=partial(reproduce, Preset.load(toml), tmp_path, only=["table1"]))
         runner.start()
         deadline = time.monotonic() + 120
         while (
@@ -119,6 +149,7 @@ def test_a_failed_step_is_named_and_the_rest_go_on(toml: Path, tmp_path: Path, m
     assert found["ppl coca-exact seed 0 ntk-4"] == "done"
     assert "out of memory" in page.read_text()
     monkeypatch.undo()
+    monkeypatch.setattr("farspan.report.write_report", lambda folder: folder)
     reproduce(Preset.load(toml), tmp_path, only=["table1"])
     assert set(states(tmp_path).values()) == {"done"}
 
@@ -134,6 +165,7 @@ def test_a_status_file_keeps_how_steps_ended_for_others(tmp_path: Path) -> None:
     assert states(tmp_path)["b"] == "done"
 
 
+@pytest.mark.usefixtures("no_page")
 def test_only_this_calls_failures_are_its_own(toml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     others = [{"step": "train alibi seed 0", "state": "failed", "message": "elsewhere"}]
     (tmp_path / "status.json").write_text(json.dumps(others))
@@ -173,22 +205,19 @@ def test_only_what_dynamic_ntk_can_stretch_is_measured_under_it(tmp_path: Path) 
     assert {step.variant for step in steps if step.scaling != "none"} == {"rope", "coca-slack"}
 
 
-def test_the_command_line_trains_and_evaluates(toml: Path, tmp_path: Path) -> None:
-    done = farspan("reproduce", "--preset", str(toml), "--only", "figure1", "--out", str(tmp_path / "run"))
-    assert done.returncode == 0, done.stderr
-    assert "RoFormer" in done.stdout
-    assert str(tmp_path / "run" / "report" / "index.html") in done.stdout.replace("\n", "")
-    model, text = str(tmp_path / "run" / "runs" / "coca-exact-s0" / "model"), str(toml.parent / "text.jsonl")
+def test_the_command_line_evaluates_what_was_trained(toml: Path, whole: Path, tmp_path: Path) -> None:
+    model, text = whole / "runs" / "coca-exact-s0" / "model", toml.parent / "text.jsonl"
     out = tmp_path / "ppl.json"
     options = ("--lengths", "16,64", "--stride", "8", "--ntk", "4", "--texts", "2", "--text-tokens", "100")
-    done = farspan("eval", "ppl", model, "--text", text, *options, "--out", str(out))
-    assert done.returncode == 0, done.stderr
+    status, _, err = called("eval", "ppl", model, "--text", text, *options, "--out", out)
+    assert status == 0, err
     rows = json.loads(out.read_text())["rows"]
     assert set(rows[0]) >= {"length", "stride", "mode", "scaling", "nll", "tokens", "ppl"}
     assert (rows[0]["scaling"], rows[-1]["mode"]) == ("ntk-4", "truncated")
     out = tmp_path / "passkey.json"
-    done = farspan("eval", "passkey", model, "--lengths", "240", "--cases", "2", "--new-tokens", "2", "--out", str(out))
-    assert done.returncode == 0, done.stderr
+    options = ("--lengths", "240", "--cases", "2", "--new-tokens", "2")
+    status, _, err = called("eval", "passkey", model, *options, "--out", out)
+    assert status == 0, err
     row = json.loads(out.read_text())["rows"][0]
     assert set(row) >= {"length", "cases", "correct", "accuracy", "ci95", "scaling"}
 

@@ -2,9 +2,9 @@
 
 import json
 import signal
-import subprocess
-import sys
 import time
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from farspan.reproduce import Preset, reproduce
 from farspan.reproduce.plan import plan
 from farspan.reproduce.step import Step
 from farspan.reproduce.study_work import StudyWork
+from tests.command_line import started
 from tests.helpers import losses
 from tests.reproduce.checkpoints import made
 from tests.reproduce.status import states
@@ -65,6 +66,7 @@ def test_stages_that_two_recipes_share_are_trained_once(whole: Path) -> None:
     assert first["config"]["run"]["seed"] == 3  # as `farspan finetune` counts its stages
 
 
+@pytest.mark.usefixtures("no_page")
 def test_a_folder_belongs_to_its_recipes_and_not_to_their_names(tmp_path: Path) -> None:
     toml = made(tmp_path)
     reproduce(Preset.load(toml), tmp_path / "out", only=["calibrated"])
@@ -98,12 +100,14 @@ def test_the_cache_of_a_converted_model_is_three_quarters_of_the_original_s(whol
     assert coca["bytes"] / original["bytes"] == 0.75
 
 
+@pytest.mark.usefixtures("no_page")
 def test_a_finished_study_is_left_alone(toml: Path, whole: Path) -> None:
     stamps = {path: path.stat().st_mtime_ns for path in (whole / "results").iterdir()}
     reproduce(Preset.load(toml), whole)
     assert {path: path.stat().st_mtime_ns for path in (whole / "results").iterdir()} == stamps
 
 
+@pytest.mark.usefixtures("no_page")
 def test_a_study_stopped_in_training_goes_on_to_the_same_models(
     toml: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,15 +136,17 @@ def test_a_study_stopped_in_training_goes_on_to_the_same_models(
 
 
 def test_of_two_processes_one_may_be_killed(toml: Path, whole: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "farspan_cli", "reproduce", "--preset", str(toml), "--out", str(tmp_path)]
-    both = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for _ in "ab"]
-    deadline = time.monotonic() + 240
-    while not (tmp_path / "results" / "model-distill-1-attention.json").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    both[0].send_signal(signal.SIGKILL)
-    printed = [process.communicate()[0] for process in both]
-    assert both[1].returncode == 0, printed[1]
+    often = "import farspan.reproduce.run as run; run.POLL_SECONDS = 0.05"
+    with ExitStack() as running:
+        command = partial(started, "reproduce", "--preset", toml, "--out", tmp_path, before=often)
+        both = [running.enter_context(command()) for _ in "ab"]
+        deadline = time.monotonic() + 240
+        while not (tmp_path / "results" / "model-distill-1-attention.json").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        both[0].process.kill()
+        done = [one.wait() for one in both]
+    assert [one.returncode for one in done] == [-signal.SIGKILL, 0], done
     assert set(states(tmp_path).values()) == {"done"}
     assert {p.name for p in (tmp_path / "results").glob("*.json")} == {p.name for p in (whole / "results").iterdir()}
     for name in ("ppl-far-distill-long-4-long-ntk-4", "bits-distill-3-text"):

@@ -1,14 +1,17 @@
-"""A tiny run, also started as a program of its own: ``python -m tests.training.runs OUT TOKENS [key=value …]``."""
+"""A tiny run, also in processes of its own."""
 
 import json
+import resource
+import signal
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 
 from farspan.data import prepare
-from farspan.training import TrainConfig, train
+from farspan.training import TrainConfig, checkpoint, train
 
 
 def tokens(folder: Path) -> str:
@@ -40,5 +43,24 @@ def run_quietly(out: str, source: str, *changes: str) -> None:
     train(config(source, **{key: json.loads(value) for key, value in (pair.split("=") for pair in changes)}), out)
 
 
-if __name__ == "__main__":
-    run_quietly(*sys.argv[1:])
+def run_out_of_room(out: str, source: str) -> None:
+    """Train until the second checkpoint, for which this process may write no more than 2 kB a file."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    save = checkpoint.save_file
+
+    def limited(tensors: dict[str, torch.Tensor], path: Path) -> None:
+        if "00000008" in str(path):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
+        save(tensors, path)
+
+    checkpoint.save_file = limited
+    try:
+        run_quietly(out, source)
+    except OSError as error:
+        sys.exit(str(error))
+
+
+def run_with_others(out: str, source: str) -> None:
+    """Train as one of several processes, and print how many there are."""
+    run_quietly(out, source)
+    print(PartialState().num_processes)

@@ -1,9 +1,8 @@
-"""Two processes share one model by FSDP: ``python -m torch.distributed.run … -m tests.training.sharded FOLDER``.
+"""Two processes share one model by FSDP.
 
 Accelerate's own FSDP needs GPUs; here torch shards the model, and our checkpoints must not notice.
 """
 
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -65,10 +64,11 @@ def losses(folder: Path, *, sharded: bool) -> list[float]:
     return found
 
 
-if __name__ == "__main__":
+def main(folder: Path) -> None:
+    """Be one of the two processes; the first prints the losses."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    found = losses(Path(sys.argv[1]), sharded=True)
+    found = losses(folder, sharded=True)
     if dist.get_rank() == 0:
         print(*found)
     dist.destroy_process_group()

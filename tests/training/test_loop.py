@@ -5,8 +5,6 @@ import multiprocessing
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -20,10 +18,9 @@ from farspan import FarspanForCausalLM
 from farspan.training import TrainConfig, TrainingStoppedError, pretraining_job, run, train
 from farspan.training.checkpoint import checkpoints
 from tests.helpers import losses
+from tests.processes import Started, in_two, start_server
 from tests.training import sharded
-from tests.training.runs import config, run_quietly, tokens
-
-ROOT = Path(__file__).parents[2]
+from tests.training.runs import config, run_out_of_room, run_quietly, run_with_others, tokens
 
 
 @pytest.fixture(scope="module")
@@ -37,12 +34,6 @@ def whole(source: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("whole")
     train(config(source), out)
     return out
-
-
-def start(out: Path, source: str, *changes: str, launcher: tuple[str, ...] = ()) -> subprocess.Popen[bytes]:
-    command = [sys.executable, *(launcher or ("-m",)), "tests.training.runs", str(out), source, *changes]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE)
 
 
 def test_training_learns_and_leaves_a_model_that_loads(whole: Path) -> None:
@@ -122,9 +113,9 @@ def newest(folder: Path) -> int:
 @pytest.mark.slow
 def test_kill_9_at_20_random_moments_changes_nothing(source: str, tmp_path: Path) -> None:
     """Real processes, really killed, at moments spread over start-up, steps and checkpoint writing."""
+    start_server()  # children start at once, not after seconds of imports
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.training.runs"])  # children start at once, not after seconds of imports
-    changes = ("optimizer__steps=1000", "run__checkpoint_every=5")
+    changes = ("optimizer__steps=500", "run__checkpoint_every=5")
 
     def child(out: str) -> multiprocessing.process.BaseProcess:
         process = context.Process(target=run_quietly, args=(str(tmp_path / out), source, *changes))
@@ -137,10 +128,13 @@ def test_kill_9_at_20_random_moments_changes_nothing(source: str, tmp_path: Path
     moments, reached = random.Random(0), set()
     for _ in range(20):
         before, further = newest(tmp_path / "killed"), moments.choice([0, 0, 1, 2, 4])
+        longest = 0.03 if further else 0.4
+        if before > 300:  # near the end only while it starts, so that no run ends before it is killed
+            further, longest = 0, 0.1
         process = child("killed")
         while newest(tmp_path / "killed") < before + 5 * further and process.is_alive():
             time.sleep(0.002)
-        time.sleep(moments.uniform(0.0, 0.03 if further else 0.4))  # while it starts, or some checkpoints later
+        time.sleep(moments.uniform(0.0, longest))  # while it starts, or some checkpoints later
         process.kill()
         process.join()
         assert process.exitcode == -signal.SIGKILL, "the run ended before it could be killed: give it more steps"
@@ -213,23 +207,18 @@ def test_ctrl_c_while_the_last_checkpoint_is_saved_is_obeyed(
     assert losses(tmp_path) == losses(whole)
 
 
-@pytest.mark.slow
 def test_two_processes_equal_one(whole: Path, source: str, tmp_path: Path) -> None:
-    launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29511", "-m")
-    process = start(tmp_path, source, launcher=launcher)
-    assert process.wait(300) == 0, process.stderr.read().decode()[-2000:]
+    done = in_two(29511, run_with_others, str(tmp_path), source)
+    assert [(one.returncode, one.stdout) for one in done] == [(0, "2\n"), (0, "2\n")], done
     difference = max(abs(a - b) for a, b in zip(losses(tmp_path), losses(whole), strict=True))
     assert difference <= 1e-5
 
 
-@pytest.mark.slow
 def test_a_checkpoint_of_a_sharded_model_is_that_of_the_whole_model(tmp_path: Path) -> None:
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29512", "-m"]
-    command = [sys.executable, *launcher, "tests.training.sharded", str(tmp_path / "sharded")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
+    done = in_two(29512, sharded.main, tmp_path / "sharded")
+    assert [one.returncode for one in done] == [0, 0], done
     expected = sharded.losses(tmp_path / "whole", sharded=False)
-    assert max(abs(float(a) - b) for a, b in zip(done.stdout.split(), expected, strict=True)) <= 1e-5
+    assert max(abs(float(a) - b) for a, b in zip(done[0].stdout.split(), expected, strict=True)) <= 1e-5
     for name in ("model.safetensors", "optimizer.safetensors"):
         ours, theirs = (load_file(tmp_path / kind / "checkpoint-00000006" / name) for kind in ("sharded", "whole"))
         assert ours.keys() == theirs.keys()
@@ -286,16 +275,9 @@ def test_a_run_killed_while_finishing_is_finished_by_the_next_call(
 
 def test_a_really_full_disk_keeps_the_last_checkpoint(source: str, tmp_path: Path) -> None:
     """A limit on file sizes stops safetensors itself, whose error is of its own kind."""
-    code = (
-        "import resource, sys, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
-        "from tests.training.runs import config, train; import farspan.training.checkpoint as room;"
-        "save = room.save_file;"
-        "room.save_file = lambda t, p: (resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))"
-        " if '00000008' in str(p) else None, save(t, p));"
-        "train(config(sys.argv[1]), sys.argv[2])"
-    )
-    command = [sys.executable, "-c", code, source, str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    with Started(run_out_of_room, str(tmp_path), source) as running:
+        done = running.wait()
+    assert done.returncode == 1
     assert "could not be written" in done.stderr
     assert [p.name for p in checkpoints(tmp_path)] == ["checkpoint-00000004"]
 
