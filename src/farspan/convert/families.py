@@ -11,7 +11,7 @@ WEIGHTS = {
     name: name
     for name in (
         "model.embed_tokens.weight",
-        *(f"model.layers.{{i}}.{leaf}" for leaf in (*_NORMS, *_ATTENTION, *_QK_NORM, *_MLP)),
+        *(f"model.layers.{{i}}.{leaf}" for leaf in (*_NORMS, *_ATTENTION, *_QK_NORM, "self_attn.phase", *_MLP)),
         "model.norm.weight",
         "lm_head.weight",
     )
