@@ -47,12 +47,12 @@ def against(seconds: dict[str, list[float]], first: str) -> dict[str, dict[str, 
     }
 
 
-def body(device: str, preset: str, shapes: list[tuple[int, int]], repeats: int) -> Rows:
+def body(layouts: list[str], device: str, preset: str, shapes: list[tuple[int, int]], repeats: int) -> Rows:
     for rows, length in shapes:
         calls: dict[str, Callable[[], Any]] = {}
         peaks = {}
         torch.compiler.reset()
-        for layout in LAYOUTS:
+        for layout in layouts:
             model = make(layout, device, preset).train()
             compile_blocks(model)
             ids = torch.randint(0, model.config.vocab_size, (rows, length), device=device)
@@ -85,9 +85,9 @@ def read(model: FarspanForCausalLM, ids: Tensor, cache: FarspanCache, chunk: int
     return logits
 
 
-def prefill(device: str, preset: str, lengths: list[int], repeats: int) -> Rows:
+def prefill(layouts: list[str], device: str, preset: str, lengths: list[int], repeats: int) -> Rows:
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    models = {layout: make(layout, device, preset).eval().to(dtype) for layout in LAYOUTS}
+    models = {layout: make(layout, device, preset).eval().to(dtype) for layout in layouts}
     for length in lengths:
         ids = torch.randint(0, 500, (1, length), device=device)
         calls = {name: partial(fresh_read, model, ids) for name, model in models.items()}
@@ -110,11 +110,11 @@ def fresh_read(model: FarspanForCausalLM, ids: Tensor) -> int:
     return cache.nbytes
 
 
-def decode(device: str, preset: str, batch: int, context: int, repeats: int) -> Rows:
+def decode(layouts: list[str], device: str, preset: str, batch: int, context: int, repeats: int) -> Rows:
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     calls: dict[str, Callable[[], Any]] = {}
     agreement = {}
-    for layout in LAYOUTS:
+    for layout in layouts:
         model = make(layout, device, preset).eval().to(dtype)
         ids = torch.randint(0, 500, (batch, context), device=device)
         token = torch.zeros(batch, 1, dtype=torch.long, device=device)
@@ -236,15 +236,19 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--parts", default="body,prefill,decode,layer")
     parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--layouts", default=",".join(LAYOUTS), help="the first must be rope")
     arguments = parse_script(parser)
+    layouts = arguments.layouts.split(",")
     device, repeats, parts = arguments.device, arguments.repeats, arguments.parts.split(",")
     torch._dynamo.config.recompile_limit = 64
     gpu = device == "cuda"
     preset = "350m" if gpu else "tiny"
     found = {
-        "body": lambda: body(device, preset, [(2, 8192), (64, 512), (1, 32_768)] if gpu else [(2, 200)], repeats),
-        "prefill": lambda: prefill(device, preset, [32_768, 131_072] if gpu else [300], max(3, repeats // 4)),
-        "decode": lambda: decode(device, preset, *((8, 32_768) if gpu else (2, 300)), repeats),
+        "body": lambda: body(
+            layouts, device, preset, [(2, 8192), (64, 512), (1, 32_768)] if gpu else [(2, 200)], repeats
+        ),
+        "prefill": lambda: prefill(layouts, device, preset, [32_768, 131_072] if gpu else [300], max(3, repeats // 4)),
+        "decode": lambda: decode(layouts, device, preset, *((8, 32_768) if gpu else (2, 300)), repeats),
         "layer": lambda: layer(
             device, [(64, 512), (16, 2048), (4, 8192), (1, 32_768), (1, 131_072)] if gpu else [(1, 300)], repeats
         ),
