@@ -181,6 +181,102 @@ def _may_write(buffer: Tensor) -> bool:
     return torch.compiler.is_compiling() or not buffer.is_inference() or torch.is_inference_mode_enabled()
 
 
+class StaticWindowCache(_BatchRows):
+    """The last window - 1 tokens of one layer in storage allocated once, for torch.compile and CUDA graphs.
+
+    The newest token is always in the last slot: each call does the same, whether the window is full or not. Slots that
+    no token has reached yet are hidden by the mask.
+
+    >>> cache = StaticWindowCache(window=3)
+    >>> for n in range(2, 6):
+    ...     k, v = cache.update(torch.full((1, 1, 1, 2), float(n)), torch.zeros(1, 1, 1, 4))
+    >>> k[0, 0, :, 0].tolist(), int(cache.get_seq_length())
+    ([3.0, 4.0, 5.0], 4)
+    """
+
+    is_compileable = is_sliding = True
+    is_croppable = supports_early_init = False
+
+    def __init__(self, window: int) -> None:
+        self.window = self.sliding_window = self.max_cache_len = window
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
+        self.is_initialized = False
+        self._seen = torch.tensor(0)
+
+    def __repr__(self) -> str:
+        return f"StaticWindowCache(window={self.window})"
+
+    def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Append (b, g, n, ·) and return all that the n new queries can see, empty slots included."""
+        new = keys.shape[2]
+        if not self.is_initialized:
+            self._start(keys, values)
+        else:
+            assert self.keys is not None
+            assert self.values is not None
+            keys, values = torch.cat((self.keys, keys), dim=2), torch.cat((self.values, values), dim=2)
+            self.keys.copy_(keys[:, :, keys.shape[2] - self.window + 1 :])
+            self.values.copy_(values[:, :, keys.shape[2] - self.window + 1 :])
+        self._seen.add_(new)
+        return keys, values
+
+    def _start(self, keys: Tensor, values: Tensor) -> None:
+        """Keep the end of a first prompt, in the storage of an earlier one where it fits."""
+        held = self.keys
+        fits = held is not None and (held.shape[0], held.dtype, held.device) == (keys.shape[0], keys.dtype, keys.device)
+        if not fits or not _may_write(held):  # type: ignore[arg-type]
+            self.keys, self.values = (x.new_empty(*x.shape[:2], self.window - 1, x.shape[3]) for x in (keys, values))
+            self._seen = torch.tensor(0, device=keys.device)
+            if not torch.compiler.is_compiling():  # CUDA graphs need addresses that stay
+                for fixed in (self.keys, self.values, self._seen):
+                    torch._dynamo.mark_static_address(fixed)
+        self.is_initialized = True
+        for kept, new in ((self.keys, keys), (self.values, values)):
+            assert kept is not None
+            start = max(0, kept.shape[2] - new.shape[2])
+            kept[:, :, :start].zero_()
+            kept[:, :, start:].copy_(new[:, :, new.shape[2] - (kept.shape[2] - start) :])
+
+    def get_seq_length(self) -> int:
+        """Return the number of tokens so far, dropped ones included; a tensor once the cache is in use."""
+        return self._seen if self.is_initialized else 0  # type: ignore[return-value]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return how many keys `update` will return, and the index of the first of them: a tensor, below 0 at first."""
+        if not self.is_initialized:
+            return query_length, 0
+        return self.window - 1 + query_length, self._seen - (self.window - 1)  # type: ignore[return-value]
+
+    def get_max_length(self) -> int:
+        """Return the most tokens kept."""
+        return self.window
+
+    get_max_cache_shape = get_max_length
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Raise unless there is nothing to remove: older tokens are gone."""
+        require(
+            tokens_to_remove == 0,
+            f"cannot remove {abs(tokens_to_remove)} tokens: this layer keeps only its window of {self.window}; "
+            "start again",
+        )
+
+    def reset(self) -> None:
+        """Forget everything but keep the storage, so that compiled graphs stay valid."""
+        self.is_initialized = False
+        self._seen = self._seen.zero_() if _may_write(self._seen) else torch.zeros_like(self._seen)
+
+    def _replace(self, change: Callable[[Tensor], Tensor]) -> None:
+        if self.keys is not None and self.values is not None:
+            self.keys, self.values = change(self.keys), change(self.values)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values."""
+        return sum(x.nbytes for x in (self.keys, self.values) if x is not None)
+
+
 class StateCache(_BatchRows):
     """The sums of a linear layer, of one size however many tokens were seen.
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSequenceClassification
 from transformers import initialization as init
 from transformers.activations import ACT2FN
-from transformers.cache_utils import Cache, CacheLayerMixin, StaticLayer, StaticSlidingWindowLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, StaticLayer
 from transformers.generation.utils import GenerationMixin
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -28,7 +28,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from farspan.cache import LayerCache, StateCache
+from farspan.cache import LayerCache, StateCache, StaticWindowCache
 from farspan.configuration_farspan import FarspanConfig
 from farspan.errors import require
 from farspan.layers import Attention, AttentionSpec, CosformerAttention, LinearAttention, LinearCocaAttention
@@ -38,15 +38,13 @@ from farspan.ops.reference import repeat_heads
 from farspan.ops.rotary import Rotary
 
 
-class _KeepsStorage:
-    """Let a static layer of transformers keep its tensors when it is reset, so that compiled graphs stay valid."""
-
-    keys: Tensor | None
+class StaticLayerCache(StaticLayer):
+    """A layer that keeps all tokens in storage allocated once; a reset keeps it, so that compiled graphs stay valid."""
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         held, new = self.keys, key_states
         if held is None or (held.shape[0], held.dtype, held.device) != (new.shape[0], new.dtype, new.device):
-            super().lazy_initialization(key_states, value_states)  # type: ignore[misc]
+            super().lazy_initialization(key_states, value_states)
         self.is_initialized = True
 
     def reset(self) -> None:
@@ -54,20 +52,13 @@ class _KeepsStorage:
             self.keys = None  # may be read now, but not written: allocate again
             self.is_initialized = False
             self.__dict__["cumulative_length"] = torch.tensor(0)
-        super().reset()  # type: ignore[misc]
+        super().reset()
         self.is_initialized = False  # so that the next prompt counts as the first
-
-
-class StaticLayerCache(_KeepsStorage, StaticLayer):
-    """A layer that keeps all tokens in storage allocated once."""
-
-
-class StaticWindowCache(_KeepsStorage, StaticSlidingWindowLayer):
-    """A layer that keeps a window in storage allocated once."""
 
 
 CacheLayerMixin.register(LayerCache)
 CacheLayerMixin.register(StateCache)
+CacheLayerMixin.register(StaticWindowCache)
 
 
 class FarspanCache(Cache):
@@ -88,7 +79,7 @@ class FarspanCache(Cache):
                 return StateCache(max_length)
             if max_length is None:
                 return LayerCache(spec.window)
-            return StaticLayerCache(max_length) if spec.window is None else StaticWindowCache(max_length, spec.window)
+            return StaticLayerCache(max_length) if spec.window is None else StaticWindowCache(spec.window)
 
         self.specs, self.max_length = config.attention_specs, max_length
         super().__init__(layers=[layer(spec) for spec in self.specs])

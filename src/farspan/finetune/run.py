@@ -103,7 +103,7 @@ def finetune(
     final, path, done = folder / "model", origin.model, 0
     places = [folder / f"stage-{i + 1}-{stage.name}" for i, stage in enumerate(recipe.stages)]
     if final.exists():
-        log_length = recipe.log_length or config_of(open_source(origin.model)).log_length
+        log_length = recipe.log_length or bool(config_of(open_source(origin.model)).log_length)
         _refuse_other_recipe(folder, [place.name for place in places], log_length=log_length)
     else:
         origin.check(recipe)

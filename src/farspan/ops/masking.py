@@ -418,13 +418,17 @@ class AttentionContext:
         return moved
 
     def mask(
-        self, window: int | None = None, *, past: int | Tensor = 0, length: int | None = None, offset: int = 0
+        self, window: int | None = None, *, past: int | Tensor = 0, length: int | None = None, offset: int | Tensor = 0
     ) -> AttentionMask:
         """Return the mask of a layer with a window over `length` cached slots from token `offset` on.
 
         `past`, `length` and `offset` are what the layer's cache tells; without a cache leave them out.
         """
         length = self.n if length is None else length
+        if isinstance(offset, Tensor):  # a static window, whose newest token is always in the last slot
+            if (window, length) not in self._masks:
+                self._masks[window, length] = self._make_window_mask(window, past, length, offset)
+            return self._masks[window, length]
         # Ints that grow with the sequence would make torch.compile start anew at each token: then tensors decide.
         filled = None if isinstance(past, Tensor) or (self.cached and torch.compiler.is_compiling()) else past + self.n
         if filled is not None and not (self.whole_cache and length > filled - offset):
@@ -464,6 +468,31 @@ class AttentionContext:
             lengths=lengths,
             firsts=(lambda: self._first_slot(past, length, offset)) if self.cached else None,
             is_clean=True,
+        )
+
+    def _make_window_mask(self, window: int | None, past: int | Tensor, length: int, offset: Tensor) -> AttentionMask:
+        """Make the mask of slots that hold tokens offset … offset+length-1, of which those below 0 are empty."""
+        slots = offset + torch.arange(length, device=self.device)[None]
+        padding, shift = slots >= 0, torch.zeros(1, 1, dtype=torch.long, device=self.device)
+        if self.padding is not None:
+            padding = padding & self.padding.index_select(1, slots[0].clamp(min=0))
+            until = torch.arange(self.padding.shape[1], device=self.device) < past + self.n
+            shift = (self.padding & until).sum(-1, keepdim=True) - (past + self.n)
+        if self.position_ids is not None:
+            shift = self.position_ids[:, -1:] - (past + self.n - 1)
+        positions = slots + shift  # consecutive: a window layer continues no padding between real tokens
+        first = (offset + shift[:, 0]).expand(self.batch).contiguous()
+        return AttentionMask(
+            n=self.n,
+            m=length,
+            device=self.device,
+            causal=self.causal,
+            window=window,
+            first=None,
+            positions=(positions[:, length - self.n :], positions),
+            padding=padding,
+            firsts=lambda: first,
+            is_clean=self.padding is not None,
         )
 
     def _positions(self, past: int | Tensor, length: int, offset: int, aligned: bool) -> tuple[Tensor, Tensor]:
