@@ -97,9 +97,8 @@ def totals_kernel(
     gradients g over the TIMES heads of a group, Σ φ(a_i)⊗g_i/D_i and Σ φ(a_i) δ_i/D_i, for the backward direction. Only
     the document at the segment's far end continues, so only that is summed.
     """
-    DOT: tl.constexpr = (
-        tl.bfloat16 if y.dtype.element_ty == tl.bfloat16 else tl.float32
-    )  # float16 has too small a range
+    # float16 has too small a range for sums.
+    DOT: tl.constexpr = tl.bfloat16 if y.dtype.element_ty == tl.bfloat16 else tl.float32
     parts = tl.cdiv(n, segment)
     block, head, row = _locate(parts * tl.cdiv(DV, BLOCK_Z), heads)
     part = block % parts
