@@ -113,7 +113,7 @@ def fresh_read(model: FarspanForCausalLM, ids: Tensor) -> int:
 def decode(layouts: list[str], device: str, preset: str, batch: int, context: int, repeats: int) -> Rows:
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     calls: dict[str, Callable[[], Any]] = {}
-    agreement = {}
+    agreement, held = {}, []
     for layout in layouts:
         model = make(layout, device, preset).eval().to(dtype)
         ids = torch.randint(0, 500, (batch, context), device=device)
@@ -124,6 +124,7 @@ def decode(layouts: list[str], device: str, preset: str, batch: int, context: in
             read(model, ids, cache)
             out = torch.empty(batch, model.config.vocab_size, device=device, dtype=dtype)
             step = partial(one_token, model, token, cache, out)
+            held.append((model, cache, token, out))  # a graph keeps none of the tensors that it reads
             step()
             if mode == "graph" and device == "cuda":
                 step = captured(step)  # type: ignore[assignment]

@@ -23,7 +23,7 @@ def test_operators_pass_torchs_own_check() -> None:
     state = (torch.rand(1, 1, 2, 8, 8, device=DEVICE), torch.rand(1, 1, 2, 8, device=DEVICE))
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     for given, initial in ((folded, state), (crossed, (None, None))):
-        arguments = (given, k, v, angles, None, *initial)
+        arguments = (given, k, v, angles, None, 1e-6, *initial)
         torch.library.opcheck(torch.ops.farspan.linear_attention.default, arguments, test_utils=tests)
 
 

@@ -31,7 +31,7 @@ from farspan.ops.device import (
 )
 from farspan.ops.dispatch import TABLES_BY_OP, Implementation, Table, check_mask, reference_twin
 from farspan.ops.masking import AttentionMask, Positions, check_tensors, make_mask
-from farspan.ops.reference import ACTIVATIONS, MIN_WEIGHT, cosformer_weights, seen_only, visible, weigh
+from farspan.ops.reference import ACTIVATIONS, MIN_DENOMINATOR, MIN_WEIGHT, cosformer_weights, seen_only, visible, weigh
 
 BEYOND = ("raise", "decoupled", "decay")
 """What a weight is past distance M, see :func:`cosformer_attention`."""
@@ -67,8 +67,9 @@ def cosformer_attention(
     * ``"decoupled"``: κ = cos θΔ in the numerator, 1 in the denominator. Weights may be negative, but |o| ≤ max |v|.
     * ``"decay"``: κ = e^{-|Δ|/M}·(δ + (1 + cos θΔ)/2), δ = 2^-16. Always a mean of values; distant keys fade.
 
-    They differ within M too: train and run a model with the same one. The denominator is at least ε: 2^-10 in float16,
-    1e-6 in bfloat16 and float32, 1e-12 in float64. A row that sums to less is drawn towards zero.
+    They differ within M too: train and run a model with the same one. "raise" reads position tensors, which makes a
+    GPU wait, except under torch.compile. The denominator is at least ε: 2^-10 in float16, 1e-6 in bfloat16 and float32,
+    1e-12 in float64. A row that sums to less is drawn towards zero.
 
     Args:
         q: (b, h, n, d) queries before the activation. If n < m they are the last n positions.
@@ -86,14 +87,12 @@ def cosformer_attention(
         reweight: False omits the cosine (linear attention, the paper's ablation).
         state: what an earlier call returned: continue its sequence. q, k, v then hold the new tokens only.
         return_state: also return the state after the last key. Every split into calls gives the same outputs.
-        backend: "auto", "chunked" (torch, O(N) memory), "triton" (kernels; raises where they cannot run) or
-            "reference" (the definition, N×N). :func:`farspan.ops.explain` tells what "auto" takes and why. The kernels
-            have no second derivatives.
+        backend: "auto", "chunked" (torch, O(N) memory), "triton" (causal "raise" with ReLU; no second derivatives) or
+            "reference" (the definition, N×N; "auto" takes it for causal pairs of positions only), see
+            :func:`farspan.ops.explain`.
 
     Returns:
         (b, h, n, dv) in q's dtype; with `return_state` a pair of it and a :class:`LinearState`.
-
-    "raise" reads position tensors, which makes a GPU wait; under torch.compile it does not read them.
 
     >>> q, k, v = torch.randn(3, 1, 2, 10, 8).unbind()
     >>> whole = cosformer_attention(q, k, v, max_length=64)
@@ -197,26 +196,25 @@ class LinearState(NamedTuple):
         return self._replace(numerator=self.numerator.detach(), denominator=self.denominator.detach())
 
 
+Waves = tuple[Tensor, Tensor]
+"""Cosines and sines of angles."""
+
+
 class Curve(NamedTuple):
     """constant + wave·cos ωΔ."""
 
     constant: float
     wave: float
 
-    @property
-    def unit(self) -> "Curve":
-        """The curve with coefficients 0 and 1, for keys: those of queries carry the coefficients."""
-        return Curve(float(self.constant != 0), float(self.wave != 0))
-
     def width(self, features: int) -> int:
         """Return the width of :meth:`lift` for so many features."""
         return features * (int(self.constant != 0) + 2 * int(self.wave != 0))
 
-    def lift(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-        """Compute constant·x, wave·x·cos and wave·x·sin side by side, without those that are zero."""
-        parts = [x * self.constant] if self.constant else []
+    def lift(self, x: Tensor, angles: Waves, scaled: bool) -> Tensor:
+        """Compute x, x·cos and x·sin side by side, where not zero; if `scaled`, times their coefficients."""
+        parts = [x * self.constant if scaled else x] if self.constant else []
         if self.wave:
-            x = x if self.wave == 1 else x * self.wave
+            x = x * self.wave if scaled and self.wave != 1 else x
             parts += [x * angle for angle in angles]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
@@ -243,28 +241,26 @@ class Weighting:
     period: float | None = None
     """Period of all angles. Positions are reduced by it first, and are exact at any distance."""
 
-    def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def angles(self, positions: Tensor, dtype: torch.dtype) -> Waves:
         """Compute cos and sin of ω·position for (b|1, n) float64: (b|1, 1, n, 1 | f), rounded at the end."""
         if self.period is not None:
             positions = positions.remainder(self.period)
         phase = positions[:, None, :, None] * self.frequency
         return phase.cos().to(dtype), phase.sin().to(dtype)
 
-    def query(self, q: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Compute φ(q) and ψ(q), with the coefficients of both curves."""
-        return self._lift(self.query_map(q.to(working_dtype(q.dtype))), angles, self.numerator, self.denominator)
+    def query(self, q: Tensor, angles: Waves) -> tuple[Tensor, Tensor]:
+        """Compute φ(q) and ψ(q), which carry the coefficients of both curves."""
+        return self._lift(self.query_map(q.to(working_dtype(q.dtype))), angles, scaled=True)
 
-    def key(self, k: Tensor, padding: Tensor | None, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Compute φ(k) and ψ(k), without coefficients; zeros where there is padding (b, n)."""
+    def key(self, k: Tensor, padding: Tensor | None, angles: Waves) -> tuple[Tensor, Tensor]:
+        """Compute φ(k) and ψ(k), zeros where there is padding (b, n)."""
         # Hide before the map, whose derivative at NaN is NaN; and after it, since elu(0) + 1 = 1.
         t = hide(self.key_map(hide(k.to(working_dtype(k.dtype)), padding)), padding)
-        return self._lift(t, angles, self.numerator.unit, self.denominator.unit)
+        return self._lift(t, angles, scaled=False)
 
-    def _lift(
-        self, x: Tensor, angles: tuple[Tensor, Tensor], numerator: Curve, denominator: Curve
-    ) -> tuple[Tensor, Tensor]:
-        phi = numerator.lift(x, angles)
-        return phi, phi if self.shared else denominator.lift(x, angles)
+    def _lift(self, x: Tensor, angles: Waves, scaled: bool) -> tuple[Tensor, Tensor]:
+        phi = self.numerator.lift(x, angles, scaled)
+        return phi, phi if self.shared else self.denominator.lift(x, angles, scaled)
 
     @property
     def shared(self) -> bool:
@@ -505,9 +501,10 @@ def _triton(call: LinearCall) -> tuple[Tensor, LinearState | None]:
     mask, state, sums = call.mask, call.state, (None, None)
     if state is not None:  # (b, g, 2d, dv) and (b, g, 2d): the kernels hold the waves apart, and values before features
         sums = state.numerator.unflatten(2, (2, -1)).mT, state.denominator.unflatten(2, (2, -1))
-    k, v = hide(call.k, mask.padding), hide(call.v, mask.padding)  # ReLU(0) has no weight
+    q, k, v = call.q, hide(call.k, mask.padding), hide(call.v, mask.padding)  # ReLU(0) has no weight
     documents = None if mask.documents is None else mask.documents.contiguous()
-    out, *_, numerator, denominator = linear_attention_op(call.q, k, v, _kernel_angles(call), documents, *sums)
+    tokens = (_kernel_angles(call), documents, MIN_DENOMINATOR[q.dtype])
+    out, *_, numerator, denominator = linear_attention_op(q, k, v, *tokens, *sums)
     if not call.return_state:
         return out, None
     keys = _keys(call)
@@ -531,12 +528,8 @@ def _kernel_angles(call: LinearCall) -> Tensor:
 
 CHUNKED = Implementation("chunked", ("auto", "chunked"), _chunked, _why_not_chunked)
 REFERENCE = Implementation("reference", ("auto", "reference"), _reference, _why_not_reference)
-COSFORMER = Table(
-    Implementation("triton", ("auto", "triton"), _triton, _why_not_triton, "cuda"),
-    CHUNKED,
-    REFERENCE,
-    check=_check_cosformer,
-)
+TRITON = Implementation("triton", ("auto", "triton"), _triton, _why_not_triton, "cuda")
+COSFORMER = Table(TRITON, CHUNKED, REFERENCE, check=_check_cosformer)
 """triton: the chunks in kernels. chunked: the chunks in torch. reference: all weights."""
 TABLES_BY_OP[cosformer_attention] = COSFORMER
 

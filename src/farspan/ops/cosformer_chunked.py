@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from farspan.ops.cosformer import LinearState, Weighting
 
 R = TypeVar("R")
+Finish = Callable[[Tensor, Tensor, torch.dtype], Tensor]
+"""(numerators, denominators, dtype) → what a pass returns."""
 
 CHUNK = 64
 """Tokens whose pairs are weighed directly."""
@@ -69,16 +71,11 @@ def divide(numerator: Tensor, denominator: Tensor, dtype: torch.dtype) -> Tensor
 
 
 def causal_attention(
-    weighting: "Weighting",
-    q: Tensor,
-    keys: Keys,
-    state: "LinearState",
-    finish: Callable[[Tensor, Tensor, torch.dtype], Tensor] = divide,
-    strict: bool = False,
+    weighting: "Weighting", q: Tensor, keys: Keys, state: "LinearState", finish: Finish = divide, strict: bool = False
 ) -> tuple[Tensor, "LinearState"]:
     """Attend from query i to all of `state` and to the keys up to key i: (b, h, n, dv), and the state after them.
 
-    `finish` makes the output of numerators and denominators. `strict` leaves out a query's own key.
+    `strict` leaves out a query's own key.
     """
     parts, wanted = [], (q, keys.k, keys.v)
     for begin, end in _segments(weighting, q):
@@ -152,12 +149,12 @@ def _segment(
     begin: int,
     end: int,
     state: "LinearState",
-    finish: Callable[[Tensor, Tensor, torch.dtype], Tensor],
+    finish: Finish,
     strict: bool,
 ) -> tuple[Tensor, "LinearState"]:
     """Attend from queries begin … end-1: see :func:`causal_attention`."""
     size = min(end - begin, CHUNK)
-    factors = _factors(weighting, keys, begin, end, state, size, strict)
+    within, to_end, between, from_start = _factors(weighting, keys, begin, end, state, size, strict)
     q, keys = q[:, :, begin:end], keys.part(begin, end)
     (b, h, n, _), g = q.shape, keys.k.shape[1]
     angles = weighting.angles(keys.positions - state.anchor, state.numerator.dtype)
@@ -175,41 +172,34 @@ def _segment(
     phi_k, psi_k = (x.unflatten(2, (-1, size)) for x in weighting.key(keys.k, keys.padding, angles))
     v = keys.values().unflatten(2, (-1, size))
 
-    inside = scaled(phi_q @ phi_k.mT, factors.within)
+    inside = scaled(phi_q @ phi_k.mT, within)
     numerator = inside @ v
-    denominator = (inside if weighting.shared else scaled(psi_q @ psi_k.mT, factors.within)).sum(-1, keepdim=True)
+    denominator = (inside if weighting.shared else scaled(psi_q @ psi_k.mT, within)).sum(-1, keepdim=True)
     del inside
 
-    phi_k, psi_k = scaled(phi_k, factors.to_end), scaled(psi_k, factors.to_end)
-    values = _prefix(state.numerator, phi_k.mT @ v, factors.between)
-    totals = _prefix(state.denominator, psi_k.sum(-2), factors.between)
-    numerator = numerator + scaled(phi_q @ values[:, :, :-1], factors.from_start)
-    denominator = denominator + scaled(psi_q @ totals[:, :, :-1, :, None], factors.from_start)
+    phi_k, psi_k = scaled(phi_k, to_end), scaled(psi_k, to_end)
+    values = _prefix(state.numerator, phi_k.mT @ v, between)
+    totals = _prefix(state.denominator, psi_k.sum(-2), between)
+    numerator = numerator + scaled(phi_q @ values[:, :, :-1], from_start)
+    denominator = denominator + scaled(psi_q @ totals[:, :, :-1, :, None], from_start)
 
     after = advance(keys, state, values[:, :, -1].clone(), totals[:, :, -1].clone())  # a view would keep all
     return finish(heads(numerator), heads(denominator), q.dtype), after
 
 
-class _Factors(NamedTuple):
-    """Factors of products of features, from decay and documents; None is one."""
-
-    within: Tensor
-    """(b|1, chunks|1, queries, keys): the lower triangle of a chunk."""
-    to_end: Tensor | None = None
-    """(b|1, chunks, keys, 1): from a key to the end of its chunk."""
-    between: Tensor | None = None
-    """(b|1, chunks + 1, chunks + 1): from the end of a chunk to the end of a later one."""
-    from_start: Tensor | None = None
-    """(b|1, chunks, queries, 1): from the end of the chunk before to a query."""
-
-
 def _factors(
     weighting: "Weighting", keys: Keys, begin: int, end: int, state: "LinearState", size: int, strict: bool
-) -> _Factors:
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Compute factors of products of features, from decay and documents; None is one.
+
+    Within a chunk, (b|1, chunks|1, queries, keys); from a key to the end of its chunk, (b|1, chunks, keys, 1); from the
+    end of a chunk to that of a later one, (b|1, chunks + 1, chunks + 1); and from there to a query, (b|1, chunks,
+    queries, 1).
+    """
     work = state.numerator.dtype
     triangle = torch.ones(1, 1, size, size, dtype=work, device=keys.k.device).tril(-1 if strict else 0)
     if not weighting.decay and keys.documents is None:
-        return _Factors(triangle)
+        return triangle, None, None, None
     positions = torch.cat((state.position.expand(keys.positions.shape[0], 1), keys.positions[:, begin:end]), dim=1)
     documents = torch.zeros_like(positions)
     if keys.documents is not None:  # that before the first key is of no matter: the state is empty
@@ -222,12 +212,8 @@ def _factors(
         decayed = torch.exp(-weighting.decay * distance.clamp(min=0.0))  # below 0 only between documents
         return decayed.masked_fill(change != 0, 0.0).to(work)
 
-    return _Factors(
-        within=factor(inside, inside) * triangle,
-        to_end=factor(ends[:, :, 1:, None], inside).mT,
-        between=factor(ends, ends).tril(),
-        from_start=factor(inside, ends[:, :, :-1, None]),
-    )
+    to_end, from_start = factor(ends[:, :, 1:, None], inside).mT, factor(inside, ends[:, :, :-1, None])
+    return factor(inside, inside) * triangle, to_end, factor(ends, ends).tril(), from_start
 
 
 def _prefix(first: Tensor, sums: Tensor, between: Tensor | None) -> Tensor:

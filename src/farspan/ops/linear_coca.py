@@ -1,6 +1,5 @@
 """Linear CoCA (experimental): exact CoCA's two non-negative factors as weights of a linear attention, not as logits."""
 
-from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -18,7 +17,7 @@ from farspan.ops.cosformer import (
     check_linear_call,
     run_linear,
 )
-from farspan.ops.device import TABLES
+from farspan.ops.device import TABLES, constant
 from farspan.ops.dispatch import TABLES_BY_OP, Table, reference_twin
 from farspan.ops.masking import AttentionMask, Positions
 from farspan.ops.reference import linear_coca_weights
@@ -100,31 +99,20 @@ def _check_linear_coca(
         numerator=ONE if theta is None else COSINE,
         denominator=ONE,
         query_map=_squares,
-        key_map=_identity,
+        key_map=lambda t: t,
     )
     return check_linear_call(table, q, t, v, weighting, **options)
 
 
+@constant  # torch.compile cannot write out a dataclass
 def _name(rotary: Rotary | None) -> str:
-    """Spell out the angles: torch.compile cannot compare the repr of a dataclass."""
-    if rotary is None:
-        return "linear coca without angles"
-    scaling = rotary.scaling
-    words = ["no scaling"]
-    if scaling is not None:
-        values = (str(getattr(scaling, field.name)) for field in fields(scaling))
-        words = [type(scaling).__name__, *values]
-    return f"linear coca, width {rotary.dim}, base {rotary.base}, {' '.join(words)}"
+    return f"linear coca, {rotary}"
 
 
 def _squares(q: Tensor) -> Tensor:
     """Compute ‖q_j‖² of each pair (j, j + d/2)."""
     a, b = q.chunk(2, dim=-1)
     return a * a + b * b
-
-
-def _identity(t: Tensor) -> Tensor:
-    return t
 
 
 LINEAR_COCA = Table(CHUNKED, REFERENCE, key_name="t", check=_check_linear_coca)  # the kernels are for one frequency

@@ -177,11 +177,7 @@ def cosformer_weights(
     one = torch.ones_like(cos)
     raised = MIN_WEIGHT + (1 + cos) / 2
     decayed = torch.exp(-distance.double().abs() / max_length) * raised
-    kappa = {
-        "raise": (cos, cos),
-        "decoupled": (cos, one),
-        "decay": (decayed, decayed),
-    }
+    kappa = {"raise": (cos, cos), "decoupled": (cos, one), "decay": (decayed, decayed)}
     numerator, denominator = kappa[beyond] if reweight else (one, one)
     return products * numerator.to(work), products * denominator.to(work)
 

@@ -27,7 +27,6 @@ import triton.language as tl
 from torch import Tensor
 
 from farspan.ops.device import cdiv
-from farspan.ops.reference import MIN_DENOMINATOR
 from farspan.ops.triton.support import INTERPRETED, Buffer, narrow, padded, row_major, row_stride
 
 
@@ -56,11 +55,11 @@ def _load_features(x, where, column, live, WIDTH: tl.constexpr, DOT: tl.constexp
 
 
 @triton.jit
-def _load_factors(angles, angles_b, angles_s, denominators, where, row, index, live, epsilon, SCALED: tl.constexpr):
+def _load_factors(angles, angles_s, index, denominators, where, live, epsilon, SCALED: tl.constexpr):
     """Load cos and sin of θ·position; those of a query in a gradient are divided by its denominator."""
     # Computed here, the angles would be computed again in each layout that uses them.
-    cos = tl.load(angles + row * angles_b + index, mask=live, other=0.0)
-    sin = tl.load(angles + row * angles_b + angles_s + index, mask=live, other=0.0)
+    cos = tl.load(angles + index, mask=live, other=0.0)
+    sin = tl.load(angles + angles_s + index, mask=live, other=0.0)
     if SCALED:
         scale = 1.0 / tl.maximum(tl.load(denominators + where, mask=live, other=1.0), epsilon)
         cos *= scale
@@ -89,7 +88,7 @@ def _weighted(x, weight):
 def totals_kernel(
     y, z, states, sums, denominators, deltas, angles, documents, epsilon, n, heads, segment,
     y_b, y_h, y_n, z_b, z_h, z_n, angles_b, angles_s, documents_b,
-    QUERIES: tl.constexpr, TIMES: tl.constexpr, DOT: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    QUERIES: tl.constexpr, TIMES: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Z: tl.constexpr,
 ):  # fmt: skip
     """Sum one segment of one key head, for BLOCK_Z of the DV columns.
@@ -98,6 +97,8 @@ def totals_kernel(
     gradients g over the TIMES heads of a group, Σ φ(a_i)⊗g_i/D_i and Σ φ(a_i) δ_i/D_i, for the backward direction. Only
     the document at the segment's far end continues, so only that is summed.
     """
+    # float16 has too small a range for sums.
+    DOT: tl.constexpr = tl.bfloat16 if y.dtype.element_ty == tl.bfloat16 else tl.float32
     parts = tl.cdiv(n, segment)
     block, head, row = _locate(parts * tl.cdiv(DV, BLOCK_Z), heads)
     part = block % parts
@@ -108,6 +109,7 @@ def totals_kernel(
     state_s = tl.zeros([BLOCK_Z, BLOCK_D], tl.float32)
     sum_c = tl.zeros([BLOCK_D], tl.float32)
     sum_s = tl.zeros([BLOCK_D], tl.float32)
+    angles += row * angles_b
     begin = part * segment
     end = tl.minimum(begin + segment, n)
     for start in range(begin, end, BLOCK):
@@ -120,9 +122,7 @@ def totals_kernel(
         for time in range(TIMES):
             which = head * TIMES + time
             where = (row * heads * TIMES + which) * n + wide
-            cos, sin = _load_factors(
-                angles, angles_b, angles_s, denominators, where, row, index, live, epsilon, QUERIES
-            )
+            cos, sin = _load_factors(angles, angles_s, index, denominators, where, live, epsilon, QUERIES)
             feature = _load_features(y, row * y_b + which * y_h + wide * y_n, column, live, D, DOT)
             value = tl.trans(_load_tile(z, row * z_b + which * z_h + wide * z_n, into, live, DV, DOT))
             state_c += _multiply(value, _weighted(feature, cos))
@@ -183,8 +183,7 @@ def pairs_kernel(
     epsilon, n, x_heads, segment,
     x_b, x_h, x_n, y_b, y_h, y_n, z_b, z_h, z_n, source_b, source_h, source_n,
     attended_b, attended_h, attended_n, out_b, out_h, out_n, angles_b, angles_s, documents_b,
-    REVERSE: tl.constexpr, GRADED: tl.constexpr, GROUP: tl.constexpr, DOT: tl.constexpr,
-    WIDTH: tl.constexpr, OUT_WIDTH: tl.constexpr,
+    REVERSE: tl.constexpr, GRADED: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, OUT_WIDTH: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_Z: tl.constexpr,
 ):  # fmt: skip
     """Compute Σ κ (x·y) z for BLOCK_M rows of one head of x, which lie in one segment of `segment` tokens.
@@ -192,6 +191,7 @@ def pairs_kernel(
     `states` and `sums` hold the sums before each segment. `source` is the input of the ReLU, where its derivative is
     needed. The gradient of queries reads the output `attended` and writes `deltas`, which the other gradients read.
     """
+    DOT: tl.constexpr = states.dtype.element_ty
     OUT: tl.constexpr = not (REVERSE or GRADED)
     TIMES: tl.constexpr = GROUP if REVERSE else 1
     SCALED: tl.constexpr = GRADED and not REVERSE
@@ -213,7 +213,8 @@ def pairs_kernel(
     else:
         left = _load_features(x, where_x, column, live, WIDTH, DOT)
     where_row = (row * x_heads + head) * n + wide
-    x_c, x_s = _load_factors(angles, angles_b, angles_s, denominators, where_row, row, index, live, epsilon, SCALED)
+    angles += row * angles_b
+    x_c, x_s = _load_factors(angles, angles_s, index, denominators, where_row, live, epsilon, SCALED)
     delta = tl.full([BLOCK_M], 1.0, tl.float32)
     if SCALED:
         where_mean = row * attended_b + head * attended_h + wide * attended_n
@@ -265,9 +266,7 @@ def pairs_kernel(
             right = _load_features(y, where_y, column, y_live, WIDTH, DOT)
             value = _load_tile(z, where_z, into, y_live, OUT_WIDTH, DOT)
         where_far = (row * x_heads * TIMES + which) * n + far
-        y_c, y_s = _load_factors(
-            angles, angles_b, angles_s, denominators, where_far, row, other, y_live, epsilon, REVERSE
-        )
+        y_c, y_s = _load_factors(angles, angles_s, other, denominators, where_far, y_live, epsilon, REVERSE)
         score = _multiply(left, tl.trans(right))
         seen = index[:, None] <= other[None, :] if REVERSE else index[:, None] >= other[None, :]
         if documents is not None:
@@ -326,10 +325,11 @@ PREFIX = 512  # numbers of the sums that a program of prefix_kernel adds up
 
 
 class Tokens(NamedTuple):
-    """Angles (b|1, 2, n), cos and sin, and documents (b, n) or None; of stride 1 along n."""
+    """Angles (b|1, 2, n), cos and sin, and documents (b, n) or None, of stride 1 along n; and the least denominator."""
 
     angles: Tensor
     documents: Tensor | None
+    epsilon: float
 
     @property
     def strides(self) -> tuple[int, int, int]:
@@ -372,13 +372,8 @@ def choose_cut(table: dict[int, Cut], x: Tensor, width: int) -> Cut:
 
 
 def segment_of(k: Tensor, v: Tensor) -> int:
-    """Return the tokens per segment for keys (b, g, n, d) and values (b, g, n, dv), a multiple of 64."""
+    """Return the tokens per segment for keys (…, d) and values (…, dv), in any order: a multiple of 64."""
     return SEGMENT[widest(k.shape[-1], v.shape[-1])]
-
-
-def dot_dtype(x: Tensor) -> tl.dtype:
-    """Multiply bfloat16 as it is, and float16 as float32: sums leave its range."""
-    return tl.bfloat16 if x.dtype == torch.bfloat16 else tl.float32
 
 
 def empty_sums(k: Tensor, v: Tensor, *segments: int, dtype: torch.dtype = torch.float32) -> Sums:
@@ -396,11 +391,10 @@ def empty_results(k: Tensor, v: Tensor) -> tuple[Sums, Sums]:
 
 def mix(
     x: Tensor, y: Tensor, z: Tensor, out: Tensor, tokens: Tokens, before: Sums, denominators: Tensor,
-    deltas: Tensor | None, segment: int, *, reverse: bool = False, source: Tensor | None = None,
-    attended: Tensor | None = None,
+    deltas: Tensor | None, *, reverse: bool = False, source: Tensor | None = None, attended: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Fill `out` with Σ κ (x·y) z, or with a gradient, that of `source`."""
-    (b, heads, n, width), into = x.shape, z.shape[-1]
+    (b, heads, n, width), into, segment = x.shape, z.shape[-1], segment_of(x, z)
     group = y.shape[1] // heads if reverse else heads // y.shape[1]
     cut = choose_cut(PAIRS if attended is None else QUERY_PAIRS, x, into)
     rows = math.gcd(cut.rows, segment)  # a block lies in one segment
@@ -408,31 +402,31 @@ def mix(
     strides = [s for tensor in tensors for s in ((0, 0, 0) if tensor is None else tensor.stride()[:3])]
     with torch.cuda.device_of(x):
         pairs_kernel[(cdiv(n, rows) * heads * b,)](
-            *tensors, *before, denominators, deltas, *tokens, MIN_DENOMINATOR[x.dtype], n, heads, segment,
+            *tensors, *before, denominators, deltas, *tokens, n, heads, segment,
             *strides, *tokens.strides,
-            REVERSE=reverse, GRADED=source is not None, GROUP=group, DOT=dot_dtype(x),
-            WIDTH=width, OUT_WIDTH=into, BLOCK_M=rows, BLOCK_N=cut.columns,
-            BLOCK_X=padded(width), BLOCK_Z=padded(into), num_warps=cut.warps, num_stages=cut.stages,
+            REVERSE=reverse, GRADED=source is not None, GROUP=group, WIDTH=width, OUT_WIDTH=into,
+            BLOCK_M=rows, BLOCK_N=cut.columns, BLOCK_X=padded(width), BLOCK_Z=padded(into),
+            num_warps=cut.warps, num_stages=cut.stages,
         )  # fmt: skip
 
 
 def add_up(
-    y: Tensor, z: Tensor, g: int, tokens: Tokens, denominators: Tensor | None, deltas: Tensor | None, segment: int,
+    y: Tensor, z: Tensor, g: int, tokens: Tokens, denominators: Tensor | None, deltas: Tensor | None,
     initial: tuple[Tensor | None, Tensor | None],
 ) -> tuple[Sums, Sums]:  # fmt: skip
     """Return the sums before each segment, and those of everything, for g key heads.
 
     Of keys and values; or, given `denominators` and `deltas`, of queries and gradients, from the end of the sequence.
     """
-    (b, heads, n, d), dv = y.shape, z.shape[-1]
+    (b, heads, n, d), dv, segment = y.shape, z.shape[-1], segment_of(y, z)
     queries, cut = denominators is not None, choose_cut(TOTALS, y, dv)
     columns, parts = min(cut.columns, padded(dv)), cdiv(n, segment)
     totals, (before, final) = empty_sums(y[:, :g], z, parts), empty_results(y[:, :g], z)
     with torch.cuda.device_of(y):
         totals_kernel[(parts * cdiv(dv, columns) * g * b,)](
-            y, z, *totals, denominators, deltas, *tokens, MIN_DENOMINATOR[y.dtype], n, g, segment,
+            y, z, *totals, denominators, deltas, *tokens, n, g, segment,
             *y.stride()[:3], *z.stride()[:3], *tokens.strides,
-            QUERIES=queries, TIMES=heads // g, DOT=dot_dtype(y), D=d, DV=dv,
+            QUERIES=queries, TIMES=heads // g, D=d, DV=dv,
             BLOCK=cut.rows, BLOCK_D=padded(d), BLOCK_Z=columns, num_warps=cut.warps, num_stages=cut.stages,
         )  # fmt: skip
         for total, start, left, whole in zip(totals, initial, before, final, strict=True):
@@ -446,24 +440,19 @@ def add_up(
 
 @torch.library.custom_op("farspan::linear_attention", mutates_args=())
 def linear_attention_op(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    angles: Tensor,
-    documents: Tensor | None,
-    initial: Tensor | None,
-    initial_sum: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, angles: Tensor, documents: Tensor | None, epsilon: float,
+    initial: Tensor | None, initial_sum: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Attend from n queries to n keys, see :class:`Tokens`, and to the :data:`Sums` before them.
 
     Return the output (b, h, n, dv), denominators (b, h, n), the sums before each segment for the backward pass, and the
     sums after the last key.
     """
     q, k, v = (row_major(x) for x in (q, k, v))
-    tokens, segment = Tokens(angles, documents), segment_of(k, v)
-    before, final = add_up(k, v, k.shape[1], tokens, None, None, segment, (initial, initial_sum))
+    tokens = Tokens(angles, documents, epsilon)
+    before, final = add_up(k, v, k.shape[1], tokens, None, None, (initial, initial_sum))
     out, denominators = _outputs(q, v)
-    mix(q, k, v, out, tokens, before, denominators, None, segment)
+    mix(q, k, v, out, tokens, before, denominators, None)
     return out, denominators, *before, *final
 
 
@@ -480,23 +469,13 @@ def _outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op("farspan::linear_attention_backward", mutates_args=())
 def linear_attention_backward_op(
-    gradient: Tensor,
-    final: Tensor | None,
-    final_sum: Tensor | None,
-    out: Tensor,
-    denominators: Tensor,
-    states: Tensor,
-    sums: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    angles: Tensor,
-    documents: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    gradient: Tensor, final: Tensor | None, final_sum: Tensor | None, out: Tensor, denominators: Tensor,
+    states: Tensor, sums: Tensor, q: Tensor, k: Tensor, v: Tensor, angles: Tensor, documents: Tensor | None,
+    epsilon: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of q, k, v and the initial sums, given those of the output and the final sums."""
     q, k, v, out, gradient = (row_major(x) for x in (q, k, v, out, gradient))
-    tokens, segment = Tokens(angles, documents), segment_of(k, v)
-    rest = (denominators, torch.empty_like(denominators), segment)
+    tokens, rest = Tokens(angles, documents, epsilon), (denominators, torch.empty_like(denominators))
     dq = Buffer.like(q, q.shape).view
     mix(gradient, v, k, dq, tokens, (states, sums), *rest, source=q, attended=out)
     after, initial = add_up(q, gradient, k.shape[1], tokens, *rest, (final, final_sum))
@@ -513,7 +492,7 @@ def _(*saved: Any) -> tuple[Tensor, ...]:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.has_initial = inputs[5] is not None
+    ctx.epsilon, ctx.has_initial = inputs[5], inputs[6] is not None
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*output[:4], *inputs[:5])
 
@@ -521,8 +500,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 def _backward(ctx: Any, gradient: Tensor | None, *rest: Tensor | None) -> tuple[Any, ...]:
     out, *saved = ctx.saved_tensors
     gradient = torch.zeros_like(out) if gradient is None else gradient
-    dq, dk, dv, *initial = linear_attention_backward_op(gradient, *rest[-2:], out, *saved)
-    return dq, dk, dv, None, None, *(initial if ctx.has_initial else (None, None))
+    dq, dk, dv, *initial = linear_attention_backward_op(gradient, *rest[-2:], out, *saved, ctx.epsilon)
+    return dq, dk, dv, None, None, None, *(initial if ctx.has_initial else (None, None))
 
 
 linear_attention_op.register_autograd(_backward, setup_context=_save)
