@@ -128,7 +128,7 @@ def decode(layouts: list[str], device: str, preset: str, batch: int, context: in
             step()
             if mode == "graph" and device == "cuda":
                 step = captured(step)  # type: ignore[assignment]
-                logits["eager"] = again(logits.pop("eager step"), logits.pop("eager out"), 1)
+                logits["eager"] = again(logits.pop("eager step"), logits.pop("eager out"), 2)
             elif mode == "eager":
                 logits["eager step"], logits["eager out"] = step, out
             calls[f"{layout}, {mode}"] = partial(several, step)

@@ -143,7 +143,10 @@ class FarspanConfig(PreTrainedConfig):
     def _expand_hybrid(self, **options: int) -> None:
         """Replace the name of a hybrid by its layers, and set what it needs to work past the training length."""
         found = isinstance(self.attention, str) and self.attention.startswith("hybrid")
-        require(found or not options, f"{', '.join(options)} belong to a hybrid, got attention {self.attention!r}")
+        require(
+            found or not options,
+            f"{' and '.join(options)} can be given for a hybrid only, got attention {self.attention!r}",
+        )
         self.log_length = found if self.log_length is None else self.log_length
         if found:
             require(self.causal, f"attention {self.attention!r} needs a causal model, got causal=False; use another")

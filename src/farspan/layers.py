@@ -10,12 +10,18 @@ from torch import Tensor, nn
 
 from farspan.cache import LayerCache, StateCache
 from farspan.errors import require, require_choice, unknown
-from farspan.ops.coca import coca_attention, coca_features, kernel_features, why_not_feature_kernel
+from farspan.ops.coca import (
+    coca_attention,
+    coca_features,
+    kernel_features,
+    polar_features,
+    pope_attention,
+    why_not_feature_kernel,
+)
 from farspan.ops.coca_decode import is_decoding_step
 from farspan.ops.cosformer import BEYOND, LinearState, cosformer_attention
 from farspan.ops.device import wants_gradient, working_dtype
 from farspan.ops.masking import AttentionContext, AttentionMask, Positions, make_mask
-from farspan.ops.pope import polar_features, pope_attention
 from farspan.ops.reference import ACTIVATIONS as COSFORMER_ACTIVATIONS
 from farspan.ops.rotary import Rotary, log_length, odd_width
 from farspan.ops.softmax import alibi_attention, rope_attention

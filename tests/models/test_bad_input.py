@@ -32,7 +32,7 @@ def test_masks_and_positions_of_the_wrong_shape_raise(options: dict, message: st
 
 @pytest.mark.parametrize(
     ("option", "hint"),
-    [("window", r"it belongs to an attention: attention=\{'kind': 'coca', 'window': …\}"), ("foo", "see")],
+    [("form", r"it belongs to an attention: attention=\{'kind': 'coca', 'form': …\}"), ("foo", "see")],
 )
 def test_options_that_no_model_has_raise(option: str, hint: str) -> None:
     with pytest.raises(ValueError, match=rf"options of preset 'tiny' must be a model's fields, got '{option}'; {hint}"):

@@ -65,7 +65,7 @@ def options_of(case: dict[str, Any], b: int, device: str = "cpu") -> dict[str, A
 
 
 @pytest.mark.parametrize("kind", OPS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(case=cases(300))
 def test_a_window_equals_the_definition_with_gradients(kind: str, case: dict[str, Any]) -> None:
     torch.manual_seed(case["seed"])
@@ -115,9 +115,9 @@ def by_kernel(op: Any, inputs: tuple[Tensor, ...], options: dict[str, Any]) -> l
     return [out.detach(), *torch.autograd.grad(out, leaves, weights)]
 
 
-@pytest.mark.parametrize("kind", OPS)
-@settings(max_examples=12, deadline=None)
-@given(case=cases(150))
+@pytest.mark.parametrize("kind", ["rope", "alibi", "exact", "pope"])
+@settings(max_examples=5, deadline=None)
+@given(case=cases(100))
 def test_the_kernel_equals_the_definition_with_gradients(kind: str, case: dict[str, Any]) -> None:
     pytest.importorskip("triton", reason="needs triton (pip install farspan[gpu])")
     torch.manual_seed(case["seed"])
@@ -151,10 +151,34 @@ def test_the_kernel_is_as_good_as_eager(dtype: torch.dtype, shape: tuple[int, in
         assert_as_good_as_eager(found, exact, eager)
 
 
-def test_the_kernel_skips_what_it_cannot_run() -> None:
+def test_the_kernel_leaves_what_it_cannot_run() -> None:
+    pytest.importorskip("triton", reason="needs triton (pip install farspan[gpu])")
     q, k, v = (x.detach() for x in softmax_inputs(20))
     pair = (torch.arange(20)[None], torch.arange(20)[None])
-    with pytest.raises(ValueError, match="among the keys"):
-        rope_attention(q, k, v, rotary=None, window=4, positions=pair, backend="triton")
-    with pytest.raises(ValueError, match="consecutive positions"):
-        alibi_attention(q, k, v, window=4, positions=torch.arange(20) * 2, backend="triton")
+    found = explain(rope_attention, q, k, v, rotary=None, window=4, positions=pair, backend="triton").then
+    assert found is not None
+    assert found.name == "blocked"
+    assert "among the keys" in found.skipped["masked_kernel"]
+    found = explain(alibi_attention, q, k, v, window=4, positions=torch.arange(20) * 2, backend="triton").then
+    assert found is not None
+    assert found.name == "window"
+    assert "consecutive positions" in found.skipped["masked_kernel"]
+
+
+def test_one_compiled_graph_of_the_kernel_serves_all_lengths() -> None:
+    pytest.importorskip("triton", reason="needs triton (pip install farspan[gpu])")
+    graphs = []
+
+    def count(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return rope_attention(q, k, v, rotary=Rotary(8), window=5, backend="triton")
+
+    torch.compiler.reset()
+    compiled = torch.compile(attention, backend=count, dynamic=True, fullgraph=True)
+    for n in (20, 3, 5, 6, 64, 65):
+        q, k, v = (x.detach().float().to(DEVICE) for x in softmax_inputs(n))
+        assert torch.allclose(compiled(q, k, v), attention(q, k, v), atol=1e-5)
+    assert len(graphs) == 1

@@ -1,11 +1,16 @@
 """Attention as pure functions on tensors, each with its reference. Layout (batch, heads, positions, width)."""
 
-from farspan.ops.coca import coca_attention, coca_attention_reference, coca_features
+from farspan.ops.coca import (
+    coca_attention,
+    coca_attention_reference,
+    coca_features,
+    pope_attention,
+    pope_attention_reference,
+)
 from farspan.ops.cosformer import LinearState, cosformer_attention, cosformer_attention_reference
 from farspan.ops.dispatch import explain
 from farspan.ops.linear_coca import linear_coca_attention, linear_coca_attention_reference
 from farspan.ops.masking import AttentionContext, AttentionMask
-from farspan.ops.pope import pope_attention, pope_attention_reference
 from farspan.ops.rotary import NTK, DynamicNTK, Linear, Llama3, Rotary, YaRN
 from farspan.ops.softmax import (
     alibi_attention,

@@ -276,8 +276,9 @@ def _window(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float, 
         if start == mask.n:
             return first
     at, count, ahead = mask.offset + start, -(-(mask.n - start) // rows), 0 if mask.causal else reach
-    query = _cut(q.transpose(1, 2), start, start + count * rows, rows)
-    key, value = (_near(x.transpose(1, 2), at - reach, at + ahead, count, rows) for x in (k, v))
+    near = (at - reach, 1 + (reach + ahead) // rows, count, rows)
+    query = _cut(q.transpose(1, 2), start, count, rows)
+    key, value = _near(k.transpose(1, 2), *near), _near(v.transpose(1, 2), *near)
     distance = torch.arange(reach, reach + rows, device=q.device)[:, None] - torch.arange(
         reach + rows + ahead, device=q.device
     )
@@ -285,24 +286,21 @@ def _window(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float, 
     blind = None
     if not (alike and at >= reach):
         real = torch.ones(1, mask.m, dtype=torch.bool, device=q.device) if mask.padding is None else mask.padding
-        seen = seen & _near(real, at - reach, at + ahead, count, rows)[:, :, None]
+        seen = seen & _near(real.expand(q.shape[0], -1), *near)[:, :, None]
         if mask.documents is not None:
-            own = _cut(mask.documents, at, at + count * rows, rows)
-            seen = seen & (own[..., None] == _near(mask.documents, at - reach, at + ahead, count, rows)[:, :, None])
+            seen = seen & (_cut(mask.documents, at, count, rows)[..., None] == _near(mask.documents, *near)[:, :, None])
         blind = ~seen.any(dim=-1, keepdim=True)
-        seen = (seen | blind).expand(q.shape[0], -1, -1, -1).flatten(0, 1)  # see :func:`_visible`
+        seen = (seen | blind).flatten(0, 1)  # see :func:`_visible`
     seen = seen[..., None, :, :]
     if slopes is not None:
         if mask.positions is not None:
-            own, near = mask.positions
-            near = _near(near, at - reach, at + ahead, count, rows)
-            distance = _cut(own, start, start + count * rows, rows)[..., None] - near[:, :, None]
-            distance = distance.expand(q.shape[0], -1, -1, -1).flatten(0, 1)
+            own, others = _cut(mask.positions[0], start, count, rows), _near(mask.positions[1], *near)
+            distance = (own[..., None] - others[:, :, None]).expand(q.shape[0], -1, -1, -1).flatten(0, 1)
         bias = distance.abs().to(q.dtype)[..., None, :, :] * -slopes.to(q.dtype)[:, None, None]
         seen = torch.where(seen, bias, -torch.inf)
     query, key, value = (x.flatten(0, 1).transpose(1, 2) for x in (query, key, value))
     out = _sdpa(query, key, value, scale, seen if seen.ndim == 4 else seen[None])
-    out = out.transpose(1, 2).unflatten(0, (-1, count))
+    out = out.transpose(1, 2).unflatten(0, (q.shape[0], count))
     if blind is not None:
         out = out.masked_fill(blind[..., None], 0.0)
     out = out.flatten(1, 2)[:, : mask.n - start].transpose(1, 2)
@@ -317,23 +315,22 @@ def _why_not_window(call: Call) -> str | None:
     return None if call.mask.aligned else "positions decide what is seen, not the order of the keys"
 
 
-def _cut(x: Tensor, low: int, high: int, rows: int) -> Tensor:
-    """Return tokens low … high-1 of x (b, tokens, …) in blocks, (b, ·, rows, …); zeros where there are none."""
-    front, end = max(0, -low), max(0, high - x.shape[1])
-    x = x[:, max(0, low) : high]
+def _cut(x: Tensor, low: int, blocks: int, rows: int) -> Tensor:
+    """Return tokens from `low` on of x (b, tokens, …) in blocks, (b, blocks, rows, …); zeros where there are none."""
+    front, end = max(0, -low), low + blocks * rows - x.shape[1]
+    x = x[:, max(0, low) :]
     if torch.compiler.is_compiling() or front or end:
-        x = F.pad(x, (0, 0) * (x.ndim - 2) + (front, end))
-    return x.unflatten(1, (-1, rows))
+        x = F.pad(x, (0, 0) * (x.ndim - 2) + (front, end))  # below 0 it takes away
+    return x.unflatten(1, (blocks, rows))
 
 
-def _near(x: Tensor, low: int, high: int, count: int, rows: int) -> Tensor:
-    """Return what each of `count` blocks of queries reads of x (b, m, …): (b, count, high - low + rows, …).
+def _near(x: Tensor, low: int, wide: int, count: int, rows: int) -> Tensor:
+    """Return what each of `count` blocks of queries reads of x (b, m, …): (b, count, wide·rows, …).
 
-    The first block reads tokens low … high+rows-1, the next one those `rows` further on.
+    The first block reads `wide` blocks from token `low` on, each other one those a block further on.
     """
-    blocks = _cut(x, low, high + count * rows, rows)
-    shifts = range((high - low) // rows + 1)
-    return torch.cat([blocks[:, i : i + count] for i in shifts], dim=2)
+    blocks = _cut(x, low, count + wide - 1, rows)
+    return torch.cat([blocks[:, i : i + count] for i in range(wide)], dim=2)
 
 
 def _blocked(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float, slopes: Tensor | None) -> Tensor:
@@ -454,8 +451,8 @@ DOT_PRODUCT = Table(
     Implementation("unmasked", _EVERY, _unmasked, _why_not_unmasked),
     Implementation("causal", _EVERY, _causal, _why_not_causal),
     MASKED_KERNEL,
-    Implementation("window", ("auto", "sdpa"), _window, _why_not_window),
-    Implementation("blocked", ("auto", "sdpa"), _blocked),
+    Implementation("window", _EVERY, _window, _why_not_window),
+    Implementation("blocked", _EVERY, _blocked),
 )
 """unmasked, causal: one SDPA call. masked_kernel: one Triton kernel. window: one SDPA call for all blocks of queries.
 blocked: one SDPA call per block of queries."""

@@ -1,0 +1,101 @@
+"""Layouts by name: local layers, and global ones without positions."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from farspan import FarspanConfig, FarspanForCausalLM
+from farspan.layers import HYBRIDS, hybrid
+
+
+def make(name: str, **options: Any) -> FarspanForCausalLM:
+    torch.manual_seed(0)
+    small = {"global_every": 2} if name == "hybrid-cosformer" else {"window": 8, "global_every": 2}
+    model = FarspanForCausalLM(FarspanConfig.preset("tiny", attention=name, **small, **options)).eval()
+    for key, weight in model.named_parameters():
+        if key.endswith("phase"):
+            torch.nn.init.normal_(weight)
+    return model
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_the_configuration_holds_the_list_of_layers(name: str, tmp_path: Path) -> None:
+    model = make(name)
+    local, everywhere = model.config.attention_specs[:2]
+    assert local.name == HYBRIDS[name]
+    assert local.window == (None if local.linear else 8)
+    assert (everywhere.kind, everywhere.window, everywhere.rotary) == ("rope", None, False)
+    assert model.config.log_length is True
+    model.save_pretrained(tmp_path)
+    again = FarspanForCausalLM.from_pretrained(tmp_path)
+    assert again.config.attention_specs == model.config.attention_specs
+    ids = torch.randint(0, 512, (1, 100))
+    with torch.no_grad():
+        assert torch.equal(again(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+@torch.no_grad()
+def test_pieces_through_a_cache_equal_the_whole(name: str) -> None:
+    model, ids = make(name).double(), torch.randint(0, 512, (2, 100))
+    whole, cache, found = model(ids).logits, None, []
+    for piece in ids.split([37, 23, 1, 1, 38], dim=1):
+        out = model(piece, past_key_values=cache, use_cache=True)
+        cache, found = out.past_key_values, [*found, out.logits]
+    assert (torch.cat(found, dim=1) - whole).abs().max() <= 1e-12
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_static_and_growing_caches_generate_the_same(name: str) -> None:
+    model, ids = make(name), torch.randint(0, 512, (2, 20))
+    for beams in (1, 2):
+        options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "num_beams": beams}
+        growing = model.generate(ids, **options)
+        assert torch.equal(growing, model.generate(ids, **options, cache_implementation="static"))
+
+
+def test_a_prompt_far_past_training_keeps_its_scores_finite() -> None:
+    model = make("hybrid")
+    with torch.no_grad():
+        assert model(torch.randint(0, 512, (1, 1000))).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["hybrid-rope", "hybrid-pope"])
+def test_compiled_graphs_serve_all_lengths(name: str) -> None:
+    """On a CPU one block of queries has its own graph, as have lengths that fill their blocks."""
+    model, graphs = make(name), []
+
+    def count(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend=count, dynamic=True, fullgraph=True)
+    with torch.no_grad():
+        for n in (70, 129, 300, 128, 5, 9, 64, 13):
+            ids = torch.randint(0, 512, (2, n))
+            assert torch.allclose(compiled(ids, use_cache=False).logits, model(ids).logits, atol=1e-5)
+    assert len(graphs) <= 4
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"window": 0}, "window must be a whole number of keys ≥ 1 or None, got 0"),
+        ({"global_every": 9}, "global_every must be 2 … 4, the number of layers, got 9"),
+        ({"global_every": 1}, "global_every must be 2 … 4, the number of layers, got 1"),
+        ({"causal": False}, "attention 'hybrid' needs a causal model, got causal=False"),
+        ({"attention": "rope", "window": 4}, "window can be given for a hybrid only, got attention 'rope'"),
+        ({"attention": "hybrid-pop"}, "attention must be one of .* did you mean 'hybrid-pope'?"),
+    ],
+    ids=str,
+)
+def test_bad_options_get_one_line(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        FarspanConfig.preset("tiny", **{"attention": "hybrid", **options})
+
+
+def test_the_last_layer_of_each_group_is_global() -> None:
+    assert [spec.window for spec in hybrid("hybrid-coca-exact", 6, window=64, global_every=3)] == [64, 64, None] * 2
