@@ -1,6 +1,6 @@
 """Time whole layouts and single window layers against full RoPE attention and FlexAttention, in one run.
 
-python benchmarks/layouts.py --out results/layouts-h200.json [--parts body,prefill,decode,layer] [--device cpu]
+python benchmarks/layouts.py --out layouts.json [--parts body,prefill,decode,layer] [--device cpu]
 
 Body: the 350M model without its head, forward and backward in bfloat16, blocks compiled. Prefill: a prompt in chunks
 through a growing cache. Decode: one token for each of eight sequences, in a CUDA graph with a static cache, and eager
