@@ -268,8 +268,11 @@ class StaticWindowCache(_BatchRows):
         self._seen = self._seen.zero_() if _may_write(self._seen) else torch.zeros_like(self._seen)
 
     def _replace(self, change: Callable[[Tensor], Tensor]) -> None:
-        if self.keys is not None and self.values is not None:
-            self.keys, self.values = change(self.keys), change(self.values)
+        for name in ("keys", "values"):
+            held: Tensor | None = getattr(self, name)
+            if held is not None:
+                new = change(held)  # in place where it fits: a captured graph goes on reading the same storage
+                setattr(self, name, held.copy_(new) if new.shape == held.shape else new)
 
     @property
     def nbytes(self) -> int:

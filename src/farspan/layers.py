@@ -141,10 +141,10 @@ HYBRIDS = {
 """Layouts by name, and the attention of their local layers."""
 
 
-def hybrid(name: str, layers: int, *, window: int = 128, global_every: int = 4) -> list[AttentionSpec]:
+def hybrid(name: str, layers: int, *, window: int | None = None, global_every: int = 4) -> list[AttentionSpec]:
     """Return local layers, and one global layer without positions as the last of each `global_every`.
 
-    Local layers see the last `window` keys; those of "hybrid-cosformer" sum up all keys instead.
+    Local layers see the last `window` keys (128 by default); those of "hybrid-cosformer" sum up all keys instead.
 
     >>> [(spec.name, spec.window, spec.rotary) for spec in hybrid("hybrid-rope", 4, window=64)]
     [('rope', 64, True), ('rope', 64, True), ('rope', 64, True), ('rope', None, False)]
@@ -156,7 +156,12 @@ def hybrid(name: str, layers: int, *, window: int = 128, global_every: int = 4) 
         "and at least one global layer",
     )
     local = AttentionSpec.parse(HYBRIDS[name])
-    local = local if local.linear else replace(local, window=window)
+    if not local.linear:
+        local = replace(local, window=128 if window is None else window)
+    else:
+        require(
+            window is None, f"window must be left out of {name!r}, got {window!r}; its local layers sum up all keys"
+        )
     everywhere = AttentionSpec("rope", rotary=False)
     return [everywhere if (layer + 1) % global_every == 0 else local for layer in range(layers)]
 
@@ -254,7 +259,8 @@ class Attention(nn.Module):
         self.register_module("t_proj" if collinear else "k_proj", key_proj)
         self.v_proj = nn.Linear(hidden_size, self.num_key_heads * self.head_dim, bias=qkv_bias)
         self.o_proj = nn.Linear(num_heads * self.head_dim, hidden_size, bias=out_bias)
-        if self.spec.polar:
+        self.phase: nn.Parameter | None = None
+        if self.spec.polar and self.spec.rotary:
             self.phase = nn.Parameter(torch.zeros(num_heads * self.key_width))
         self.qk_norm = qk_norm_eps is not None
         if qk_norm_eps is not None:
@@ -352,8 +358,7 @@ class Attention(nn.Module):
         if self.log_length is not None:
             q = self.sharpen(q, mask)
         if self.spec.polar:
-            phase = self.phase.view(self.num_heads, -1)
-            return pope_attention(q, k, v, rotary=rotary, phase=phase, mask=mask, scale=self.scaling)
+            return pope_attention(q, k, v, rotary=rotary, phase=self._phases(), mask=mask, scale=self.scaling)
         if self.spec.kind == "coca":
             plain = self.decode_backend == "auto" and self.spec.form != "strict"
             backend = "auto" if plain else self._backend(q, k, v, mask)
@@ -363,6 +368,10 @@ class Attention(nn.Module):
         if self.spec.kind == "alibi":
             return alibi_attention(q, k, v, mask=mask, scale=self.scaling)
         return rope_attention(q, k, v, rotary=rotary, mask=mask, scale=self.scaling)
+
+    def _phases(self) -> Tensor | None:
+        """Return the learned phases, (h, frequencies)."""
+        return None if self.phase is None else self.phase.view(self.num_heads, -1)
 
     def _backend(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> str:
         """Return `decode_backend` for a step of few tokens; strict CoCA's prompts do without the feature kernel."""
@@ -378,7 +387,7 @@ class Attention(nn.Module):
         angles = None if rotary is None else mask.angles(rotary)
         if self.spec.polar:
             tables = (None, None) if angles is None else (angles.query(q.dtype), angles.key(k.dtype))
-            return polar_features(q, tables[0], self.phase.view(self.num_heads, -1)), polar_features(k, tables[1])
+            return polar_features(q, tables[0], self._phases()), polar_features(k, tables[1])
         if self.spec.kind == "coca":
             if angles is not None and self._prepares_by_kernel(q.dtype, q.device):
                 return kernel_features(q, k, angles, self.form)

@@ -271,7 +271,7 @@ class FarspanPreTrainedModel(PreTrainedModel):
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        if isinstance(module, Attention) and module.spec.polar:
+        if isinstance(module, Attention) and module.phase is not None:
             init.zeros_(module.phase)
 
     def set_rope_parameters(self, **rope_parameters: Any) -> None:
@@ -447,10 +447,18 @@ class FarspanModel(FarspanPreTrainedModel):
             "past_key_values": cache,
             "position_ids": position_ids,
         }
+        in_window = dict(options)
+        if isinstance(cache, FarspanCache) and cache.max_length is not None:
+            in_window["and_mask_function"] = _is_token
         return {
-            window: create_causal_mask(**options) if window is None else create_sliding_window_causal_mask(**options)
+            window: create_causal_mask(**options) if window is None else create_sliding_window_causal_mask(**in_window)
             for window in windows
         }
+
+
+def _is_token(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """Return whether a slot of a static window holds a token: until it is full, the first ones have no index ≥ 0."""
+    return key >= 0
 
 
 def _rows(context: AttentionContext, table: int) -> Tensor:
@@ -578,6 +586,7 @@ class FarspanForCausalLM(FarspanPreTrainedModel, GenerationMixin):
 
 def bidirectional(config: FarspanConfig) -> FarspanConfig:
     """Copy a configuration, with attention in both directions and no cache."""
+    require(not config.log_length, "log_length, which hybrids have, needs a causal model; use another attention here")
     config = deepcopy(config)
     config.causal, config.use_cache = False, False
     return config

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from farspan import FarspanConfig, FarspanForCausalLM
+from farspan import FarspanCache, FarspanConfig, FarspanForCausalLM, FarspanForSequenceClassification
 from farspan.layers import HYBRIDS, hybrid
 
 
@@ -95,6 +95,29 @@ def test_compiled_graphs_serve_all_lengths(name: str) -> None:
 def test_bad_options_get_one_line(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         FarspanConfig.preset("tiny", **{"attention": "hybrid", **options})
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("prompt", [5, 40])
+@torch.no_grad()
+def test_other_implementations_hide_empty_slots_of_a_static_window(implementation: str, prompt: int) -> None:
+    model, ids = make("hybrid-rope"), torch.randint(0, 512, (2, prompt + 4))
+    for weight in model.parameters():
+        weight.mul_(3)
+    model.set_attn_implementation(implementation)
+    found = []
+    for cache in (FarspanCache(model.config), FarspanCache(model.config, max_length=64)):
+        logits = [model(ids[:, :prompt], past_key_values=cache).logits[:, -1]]
+        logits += [model(ids[:, i : i + 1], past_key_values=cache).logits[:, -1] for i in range(prompt, prompt + 4)]
+        found.append(torch.stack(logits))
+    assert (found[0] - found[1]).abs().max() <= 1e-4 * found[0].abs().max()
+
+
+def test_an_encoder_cannot_be_a_hybrid() -> None:
+    with pytest.raises(ValueError, match="log_length, which hybrids have, needs a causal model"):
+        FarspanForSequenceClassification(FarspanConfig.preset("tiny", attention="hybrid"))
+    with pytest.raises(ValueError, match="window must be left out of 'hybrid-cosformer', got 8"):
+        FarspanConfig.preset("tiny", attention="hybrid-cosformer", window=8)
 
 
 def test_the_last_layer_of_each_group_is_global() -> None:

@@ -59,6 +59,8 @@ def test_only_distances_count() -> None:
 
 def test_bad_input_gets_one_line() -> None:
     q, k, v, phase = inputs(5)
+    with pytest.raises(ValueError, match="phase needs angles, got rotary=None"):
+        pope_attention(q, k, v, rotary=None, phase=phase)
     with pytest.raises(ValueError, match=r"^phase must have shape \(4, 8\), one per head and frequency, got \(3, 8\)"):
         pope_attention(q, k, v, rotary=Rotary(16), phase=phase[:3])
     with pytest.raises(ValueError, match="rotary must have dim 16, twice the width of q, got 8"):

@@ -41,7 +41,7 @@ def cases(draw: Any, largest: int) -> dict[str, Any]:
     return {
         "n": n,
         "m": m,
-        "window": draw(st.integers(1, m + 3)),
+        "window": draw(st.one_of(st.integers(1, 20), st.integers(1, m + 3))),
         "causal": draw(st.booleans()),
         "padding": draw(st.sampled_from([None, "left", "right", "holes"])),
         "documents": draw(st.booleans()),
@@ -66,7 +66,7 @@ def options_of(case: dict[str, Any], b: int, device: str = "cpu") -> dict[str, A
 
 @pytest.mark.parametrize("kind", OPS)
 @settings(max_examples=25, deadline=None)
-@given(case=cases(300))
+@given(case=cases(400))
 def test_a_window_equals_the_definition_with_gradients(kind: str, case: dict[str, Any]) -> None:
     torch.manual_seed(case["seed"])
     op, reference, fixed = OPS[kind]
@@ -83,6 +83,17 @@ def test_values_of_another_width(width: int) -> None:
     v = torch.randn(1, 2, 150, width, dtype=torch.float64, requires_grad=True)
     inputs = (q, k, v)
     assert largest_difference(rope_attention, rope_attention_reference, inputs, rotary=Rotary(8), window=70) <= 1e-12
+
+
+@pytest.mark.parametrize(
+    ("n", "m", "window", "name"),
+    [(2, 513, 512, "blocked"), (100, 100, 90, "blocked"), (400, 400, 90, "window"), (9000, 9000, 4096, "blocked")],
+)
+def test_few_queries_and_wide_windows_run_block_by_block(n: int, m: int, window: int, name: str) -> None:
+    q, k = torch.zeros(1).expand(1, 2, n, 8), torch.zeros(1).expand(1, 2, m, 8)
+    found = explain(rope_attention, q, k, k, rotary=None, window=window).then
+    assert found is not None
+    assert found.name == name
 
 
 def test_a_window_reads_memory_in_proportion_to_its_width() -> None:
@@ -161,7 +172,7 @@ def test_the_kernel_leaves_what_it_cannot_run() -> None:
     assert "among the keys" in found.skipped["masked_kernel"]
     found = explain(alibi_attention, q, k, v, window=4, positions=torch.arange(20) * 2, backend="triton").then
     assert found is not None
-    assert found.name == "window"
+    assert found.name == "blocked"
     assert "consecutive positions" in found.skipped["masked_kernel"]
 
 

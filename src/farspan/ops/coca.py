@@ -234,7 +234,8 @@ def pope_attention(
         rotary: the angles, ``Rotary(2 * r)``, which has r frequencies; None for no positions.
         phase: (h, r) δ, learned; None for 0.
         scale: multiplies the scores; default 1/√r.
-        backend: "auto", "sdpa" (dot-product form, O(N) memory), "triton" (masks by a kernel) or "reference".
+        backend: "auto", "sdpa" (dot-product form, O(N) memory), "triton" (masks by a kernel where it can run)
+            or "reference".
 
     The other arguments are those of :func:`farspan.ops.coca_attention`. Return (b, h, n, dv) in q's dtype.
 
@@ -265,6 +266,7 @@ def _check_pope(
     table: Table, q: Tensor, k: Tensor, v: Tensor, *, phase: Tensor | None = None, **options: object
 ) -> Call:
     if phase is not None:
+        require(options.get("rotary") is not None, "phase needs angles, got rotary=None; leave the phase out")
         wanted = (q.shape[1], q.shape[-1])
         require(
             tuple(phase.shape) == wanted,

@@ -121,8 +121,10 @@ def check_call(
     if mask is None or not mask.is_clean:  # a model's masks come with tensors that its layers made
         check_tensors(q, k, v, table.key_name, width // 2 if table.key_name == "t" else width)
     if rotary is not None and rotary.dim != width * table.rotary_width:
-        wanted = f"{width}, the width of q" if table.rotary_width == 1 else f"{2 * width}, twice the width of q"
-        raise ValueError(f"rotary must have dim {wanted}, got {rotary.dim}; build Rotary(head_dim)")
+        wanted, remedy = f"{width}, the width of q", "Rotary(head_dim)"
+        if table.rotary_width == 2:
+            wanted, remedy = f"{2 * width}, twice the width of q", "Rotary(2 * width)"
+        raise ValueError(f"rotary must have dim {wanted}, got {rotary.dim}; build {remedy}")
     if mask is None:
         mask = make_mask(
             q.shape[2],

@@ -492,7 +492,7 @@ class AttentionContext:
             positions=(positions[:, length - self.n :], positions),
             padding=padding,
             firsts=lambda: first,
-            is_clean=self.padding is not None,
+            is_clean=True,  # empty slots hold zeros
         )
 
     def _positions(self, past: int | Tensor, length: int, offset: int, aligned: bool) -> tuple[Tensor, Tensor]:

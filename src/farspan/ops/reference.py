@@ -144,11 +144,11 @@ def scores_slack(q: Tensor, t: Tensor, query: Tensor, key: Tensor) -> Tensor:
 
 def scores_polar(q: Tensor, k: Tensor, phase: Tensor | None, query: Tensor, key: Tensor) -> Tensor:
     """Compute Σ_c q_c k_c cos((m-n)θ_c + δ_c) from magnitudes (…, r), with rotations of r frequencies."""
-    turned = query[:, :, None] * key.conj()  # e^{i(m-n)θ}
-    if phase is None:
-        waves = turned.real[:, None]
-    else:
-        waves = (turned[:, None] * torch.polar(torch.ones_like(phase), phase)[:, None, None]).real
+    rotation = (query[:, :, None] * key.conj())[:, None]  # e^{i(m-n)θ}
+    if phase is not None:
+        phase = phase.to(working_dtype(phase.dtype))
+        rotation = rotation * torch.polar(torch.ones_like(phase), phase)[:, None, None]
+    waves = rotation.real
     products = q[:, :, :, None] * repeat_heads(k, q.shape[1])[:, :, None]
     return (products * waves).sum(-1)
 

@@ -32,8 +32,8 @@ CUDNN = (torch.bfloat16, torch.float16)
 """Dtypes whose gradients cuDNN may compute."""
 MASK_ELEMENTS = 2**23
 """Upper bound on the elements of one block's mask on a CPU (32 MiB in float32)."""
-SMALLEST_BLOCK, LARGEST_BLOCK = 64, 512
-"""Bounds on the queries per block of a window. Small blocks leave a CPU idle, large ones read more hidden keys."""
+WIDEST_WINDOW = 2048
+"""Widest window whose blocks run at once: each key is copied for every block of queries that may see it."""
 WIDEST = 256
 """Widest head that the kernel takes."""
 GPU_TIMES = 64
@@ -233,10 +233,13 @@ def _why_not_masked_kernel(call: Call) -> str | None:
         return "the kernel takes queries that are among the keys"
     if slopes is not None and (mask.positions is not None or slopes.requires_grad):
         return "the kernel takes fixed slopes and consecutive positions"
-    if max(q.shape[-1], call.v.shape[-1]) > WIDEST:  # not in the message: torch.compile may let widths vary
+    width = q.shape[-1] if call.rotary is None else call.rotary.dim  # of the features
+    if max(width, call.v.shape[-1]) > WIDEST:  # not in the message: torch.compile may let widths vary
         return f"the kernel takes heads up to {WIDEST} wide"
     if takes_forward_derivatives():
         return "the kernel has no forward-mode derivatives"
+    if q.dtype == torch.float64:
+        return "the kernel takes bfloat16, float16 and float32, got torch.float64"
     return why_never_by_kernel(q.dtype, q.device) if call.backend == "auto" else why_not_triton(q.device.type)
 
 
@@ -266,7 +269,7 @@ def _window(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float, 
     call of their own.
     """
     assert mask.window is not None
-    rows = min(max(mask.window, SMALLEST_BLOCK), LARGEST_BLOCK)
+    rows = _window_rows(mask.window)
     reach = -(-(mask.window - 1) // rows) * rows
     alike = mask.is_plain and mask.causal and (slopes is None or mask.positions is None)
     start = 0
@@ -308,11 +311,28 @@ def _window(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float, 
 
 
 def _why_not_window(call: Call) -> str | None:
-    if call.mask.window is None:
+    mask = call.mask
+    if mask.window is None:
         return "there is no window"
-    if call.mask.n == 1:
-        return "one query is one block"
-    return None if call.mask.aligned else "positions decide what is seen, not the order of the keys"
+    if not mask.aligned:
+        return "positions decide what is seen, not the order of the keys"
+    if mask.window > WIDEST_WINDOW:
+        return f"windows beyond {WIDEST_WINDOW} are wide enough to run block by block"
+    if torch.compiler.is_compiling():
+        return None
+    rows = _window_rows(mask.window)
+    if mask.n <= 2 * rows:
+        return "there are few queries"
+    if not mask.is_plain:
+        copies = call.q.shape[0] * (1 if call.slopes is None else call.q.shape[1])
+        if copies * mask.n * (mask.window + rows) > 4 * MASK_ELEMENTS:
+            return "the masks of all blocks at once would take too much memory"
+    return None
+
+
+def _window_rows(window: int) -> int:
+    """Return the queries per block. Small blocks leave a CPU idle, large ones read more hidden keys."""
+    return min(max(window, 64), 512)
 
 
 def _cut(x: Tensor, low: int, blocks: int, rows: int) -> Tensor:
@@ -338,8 +358,11 @@ def _blocked(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float,
     copies = (q.shape[0] if not mask.is_plain or q.is_cuda else 1) * (
         q.shape[1] if slopes is not None or q.is_cuda else 1
     )
+    keys = mask.m if mask.window is None else min(mask.m, 2 * mask.window)
     elements = MASK_ELEMENTS * (GPU_TIMES if q.is_cuda else 1)
-    rows = min(mask.n, max(16, elements // (copies * mask.m)))
+    rows = min(mask.n, max(16, elements // (copies * keys)))
+    if mask.window is not None and mask.aligned:
+        rows = min(rows, max(mask.window, 64))  # longer blocks would read keys that most of their queries cannot see
     if rows == mask.n:
         return _block(q, k, v, mask, 0, rows, scale, slopes)
     spans = [(start, min(start + rows, mask.n)) for start in range(0, mask.n, rows)]
