@@ -60,7 +60,10 @@ def test_killed_at_any_moment_it_continues_to_the_same_bytes(
     for attempt in range(4):
         out = tmp_path / str(attempt)
         for _ in range(3):
-            killed += _killed_after(choose.uniform(0, whole), sources, out, workers) == -signal.SIGKILL
+            if _killed_after(choose.uniform(0, whole), sources, out, workers) == -signal.SIGKILL:
+                killed += 1
+            else:
+                whole /= 2  # it was done before: the first run waited for a busy machine
             if not (out / "manifest.json").exists():
                 with pytest.raises(ValueError, match=r"must be a folder with manifest.json"):
                     Shards(out)
