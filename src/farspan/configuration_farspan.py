@@ -47,9 +47,9 @@ class FarspanConfig(PreTrainedConfig):
     Args:
         attention: "rope", "alibi", "coca-exact", "coca-strict", "coca-slack", "coca-polar", "pope", "cosformer" or
             "linear-coca" (experimental) for every layer, or a list with one entry per layer, each a name or a mapping
-            such as ``{"kind": "coca", "form": "exact", "window": 128}``. "hybrid" stands for local layers and global
-            ones without positions; so do "hybrid-rope", "hybrid-coca-exact", "hybrid-coca-polar", "hybrid-pope" and
-            "hybrid-cosformer". The configuration keeps the list of layers.
+            such as ``{"kind": "coca", "form": "exact", "window": 128}``. "hybrid-rope",
+            "hybrid-coca-exact", "hybrid-coca-polar", "hybrid-pope" and "hybrid-cosformer" stand for local layers of
+            that kind and global ones without positions; "hybrid" is "hybrid-pope". They become a list of layers.
         window, global_every: of a hybrid, the keys that a local layer sees (128), and the layers per global one (4).
         coca_activation: keeps t ≥ 0: "relu" (the paper) or "softplus".
         cosformer_max_length: M, the distance at which cosFormer's cosine reaches zero; default `train_length`.
@@ -145,7 +145,8 @@ class FarspanConfig(PreTrainedConfig):
         found = isinstance(self.attention, str) and self.attention.startswith("hybrid")
         require(
             found or not options,
-            f"{' and '.join(options)} can be given for a hybrid only, got attention {self.attention!r}",
+            f"{' and '.join(options)} can be given for a hybrid only, got attention {self.attention!r}; "
+            "elsewhere a window belongs to a layer: attention={'kind': 'rope', 'window': 128}",
         )
         self.log_length = found if self.log_length is None else self.log_length
         if found:

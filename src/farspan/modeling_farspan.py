@@ -123,7 +123,12 @@ def eager_attention(
     return (weights @ repeat_heads(value, query.shape[1])).transpose(1, 2), weights
 
 
-ALL_ATTENTION_FUNCTIONS.register("farspan", eager_attention)  # a name to choose: FarspanAttention calls its layer
+def _farspan_only(*_: Any, **__: Any) -> None:
+    """Stand for the name "farspan", with which a :class:`FarspanAttention` calls its layer."""
+    raise ValueError("attn_implementation 'farspan' is for farspan models only; choose another, such as 'sdpa'")
+
+
+ALL_ATTENTION_FUNCTIONS.register("farspan", _farspan_only)
 
 
 class FarspanAttention(nn.Module):
@@ -457,7 +462,7 @@ class FarspanModel(FarspanPreTrainedModel):
 
 
 def _is_token(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """Return whether a slot of a static window holds a token: until it is full, the first ones have no index ≥ 0."""
+    """Hide slots of a static window that no token has reached yet: their index is below 0."""
     return key >= 0
 
 

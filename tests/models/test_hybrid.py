@@ -87,7 +87,7 @@ def test_compiled_graphs_serve_all_lengths(name: str) -> None:
         ({"global_every": 9}, "global_every must be 2 … 4, the number of layers, got 9"),
         ({"global_every": 1}, "global_every must be 2 … 4, the number of layers, got 1"),
         ({"causal": False}, "attention 'hybrid' needs a causal model, got causal=False"),
-        ({"attention": "rope", "window": 4}, "window can be given for a hybrid only, got attention 'rope'"),
+        ({"attention": "rope", "window": 4}, "window can be given for a hybrid only, got attention 'rope'; elsewhere"),
         ({"attention": "hybrid-pop"}, "attention must be one of .* did you mean 'hybrid-pope'?"),
     ],
     ids=str,
