@@ -238,9 +238,9 @@ def _why_not_masked_kernel(call: Call) -> str | None:
         return f"the kernel takes heads up to {WIDEST} wide"
     if takes_forward_derivatives():
         return "the kernel has no forward-mode derivatives"
-    if q.dtype == torch.float64:
-        return "the kernel takes bfloat16, float16 and float32, got torch.float64"
-    return why_never_by_kernel(q.dtype, q.device) if call.backend == "auto" else why_not_triton(q.device.type)
+    if call.backend == "auto":
+        return why_never_by_kernel(q.dtype, q.device)
+    return "the kernel does not take float64" if q.dtype == torch.float64 else why_not_triton(q.device.type)
 
 
 @constant
@@ -269,7 +269,7 @@ def _window(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float, 
     call of their own.
     """
     assert mask.window is not None
-    rows = _window_rows(mask.window)
+    rows = _window_rows(mask.window, q.shape[0])
     reach = -(-(mask.window - 1) // rows) * rows
     alike = mask.is_plain and mask.causal and (slopes is None or mask.positions is None)
     start = 0
@@ -318,9 +318,11 @@ def _why_not_window(call: Call) -> str | None:
         return "positions decide what is seen, not the order of the keys"
     if mask.window > WIDEST_WINDOW:
         return f"windows beyond {WIDEST_WINDOW} are wide enough to run block by block"
+    if mask.n == 1:
+        return "one query is one block"
     if torch.compiler.is_compiling():
         return None
-    rows = _window_rows(mask.window)
+    rows = _window_rows(mask.window, call.q.shape[0])
     if mask.n <= 2 * rows:
         return "there are few queries"
     if not mask.is_plain:
@@ -330,9 +332,9 @@ def _why_not_window(call: Call) -> str | None:
     return None
 
 
-def _window_rows(window: int) -> int:
-    """Return the queries per block. Small blocks leave a CPU idle, large ones read more hidden keys."""
-    return min(max(window, 64), 512)
+def _window_rows(window: int, batch: int) -> int:
+    """Return the queries per block. Small blocks read fewer hidden keys, but copy more keys if there are many rows."""
+    return min(max(window, 64), 128 if batch == 1 else 512)
 
 
 def _cut(x: Tensor, low: int, blocks: int, rows: int) -> Tensor:
@@ -349,8 +351,7 @@ def _near(x: Tensor, low: int, wide: int, count: int, rows: int) -> Tensor:
 
     The first block reads `wide` blocks from token `low` on, each other one those a block further on.
     """
-    blocks = _cut(x, low, count + wide - 1, rows)
-    return torch.cat([blocks[:, i : i + count] for i in range(wide)], dim=2)
+    return _cut(x, low, count + wide - 1, rows).flatten(1, 2).unfold(1, wide * rows, rows).movedim(-1, 2)
 
 
 def _blocked(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float, slopes: Tensor | None) -> Tensor:
