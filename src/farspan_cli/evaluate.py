@@ -1,6 +1,7 @@
-"""`farspan eval`: perplexity and passkey retrieval of a trained model, minimal pairs and bits a byte."""
+"""`farspan eval`: perplexity, loss by position and retrieval of a trained model, minimal pairs and bits per byte."""
 
 from collections.abc import Callable
+from math import exp
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -145,6 +146,89 @@ def passkey_command(
             )
             rows.append({**row, "scaling": law})
     _show(rows, ("length", "cases", "correct", "accuracy", "ci95"), law)
+    _write(out, rows, of, seed)
+
+
+@evaluate.command("positions")
+def positions_command(
+    model: Model,
+    text: Annotated[
+        list[str], typer.Option(help="Long documents; those no longer than the training length are skipped.")
+    ],
+    text_tokens: Annotated[int, typer.Option(help="Cut each document to so many tokens.", min=2)] = 131_072,
+    texts: Annotated[int, typer.Option(help="At most so many documents.", min=1)] = 100,
+    ntk: Ntk = None,
+    ntk_mode: NtkMode = "per_query",
+    yarn: Yarn = None,
+    scaling: Scaling = "own",
+    log_length: LogLength = None,
+    out: Out = None,
+) -> None:
+    """Loss by position, and what the far context gains over one cut to the training length, on the same tokens.
+
+    Example: `farspan eval positions runs/mine/model --text test.jsonl.xz --out positions.json`
+    """
+    from farspan.convert.text import text_tokenizer
+    from farspan.evaluation import as_trained, loss_by_position
+
+    loaded, law, of = _load(model, out, ntk, ntk_mode, yarn, scaling, log_length)
+    needed = loaded.config.train_length + 1
+    found = _long_texts(text, text_tokenizer(model), text_tokens, texts, needed, needed)
+    if not found:
+        fail(f"--text must hold documents of at least {needed} tokens, got none in {', '.join(text)}; use longer ones")
+    with as_trained(loaded.device.type), progress(Console(stderr=True)) as show:
+        tell = _counter(show, sum(map(len, found)), f"{len(found)} documents")
+        rows = [{**row, "scaling": law} for row in loss_by_position(loaded, found, progress=tell)]
+    _show(
+        [{**row, "ppl": exp(min(row["nll"] / row["tokens"], 700.0))} for row in rows],
+        ("start", "stop", "tokens", "ppl", "gain", "gain_ci95"),
+        law,
+    )
+    _write(out, rows, of)
+
+
+@evaluate.command("retrieval")
+def retrieval_command(
+    model: Model,
+    tasks: Annotated[
+        str, typer.Option(help="Names of tasks, separated by commas.")
+    ] = "abcdigits,phonebook,niah_multikey_2",
+    lengths: Annotated[str, typer.Option(help="Prompt lengths in tokens, separated by commas.")] = "512,1024,2048",
+    cases: Annotated[int, typer.Option(help="Prompts per task and length.", min=1)] = 100,
+    seed: Annotated[int, typer.Option(help="Seed of the prompts.", min=0)] = 0,
+    ntk: Ntk = None,
+    ntk_mode: NtkMode = "per_query",
+    yarn: Yarn = None,
+    scaling: Scaling = "own",
+    log_length: LogLength = None,
+    out: Out = None,
+) -> None:
+    """Retrieval tasks by length and depth, with Wilson intervals: abcdigits, phonebook, passkey and RULER's
+    niah_single_1, niah_multikey_2, niah_multikey_3, vt, fwe, cwe.
+
+    Example: `farspan eval retrieval runs/mine/model --tasks abcdigits,vt --lengths 512,4096 --out retrieval.json`
+    """
+    import numpy as np
+
+    from farspan.convert.text import text_tokenizer
+    from farspan.data.retrieval import TASKS, retrieval_case
+    from farspan.errors import require_choice
+    from farspan.evaluation import as_trained, retrieval
+
+    wanted, names, tokenizer = whole_numbers(lengths), tasks.split(","), text_tokenizer(model)
+    for name in names:
+        require_choice("--tasks", name, TASKS)
+        for length in (min(wanted), max(wanted)):  # raises if a prompt cannot have this length
+            retrieval_case(tokenizer, name, length, np.random.default_rng(seed), 0.5)
+    loaded, law, of = _load(model, out, ntk, ntk_mode, yarn, scaling, log_length)
+    rows: list[dict[str, Any]] = []
+    with as_trained(loaded.device.type), progress(Console(stderr=True)) as show:
+        for name in names:
+            for length in wanted:
+                tell = _counter(show, cases, f"{name} in {length:,} tokens")
+                found = retrieval(loaded, tokenizer, task=name, length=length, cases=cases, seed=seed, progress=tell)
+                rows += [{**row, "scaling": law} for row in found]
+    _show([row for row in rows if row["depth"] is None], ("task", "length", "cases", "accuracy", "ci95", "recall"), law)
     _write(out, rows, of, seed)
 
 

@@ -72,8 +72,8 @@ def perplexity(
         )
     stride = min(stride, length)
     tally = Tally()
-    for batch in _batches(texts, length, stride, mode, max(1, tokens_at_once // length)):
-        losses = _losses(model, batch, chunk)
+    for batch in window_batches(texts, length, stride, mode, max(1, tokens_at_once // length)):
+        losses = window_losses(model, batch, chunk)
         for loss in losses:
             tally.add(float(loss.double().sum()), loss.numel())
         if progress is not None:
@@ -95,10 +95,10 @@ def tokens_read(texts: Sequence[Tensor], length: int, stride: int, mode: str) ->
     return sum(w.end - w.begin for text in texts for w in windows(text.shape[0], length, stride, mode))
 
 
-def _batches(
+def window_batches(
     texts: Sequence[Tensor], length: int, stride: int, mode: str, size: int
 ) -> Iterator[list[tuple[Tensor, Window]]]:
-    """Windows of equal shape together; the last, shorter ones of a text go by themselves."""
+    """Yield windows of equal shape together; the last, shorter ones of a sequence come by themselves."""
     pending: dict[tuple[int, int], list[tuple[Tensor, Window]]] = {}
     for text in texts:
         for window in windows(text.shape[0], length, stride, mode):
@@ -110,8 +110,8 @@ def _batches(
     yield from pending.values()
 
 
-def _losses(model: FarspanForCausalLM, batch: list[tuple[Tensor, Window]], chunk: int) -> Tensor:
-    """Losses (b, scored) of equally shaped windows."""
+def window_losses(model: FarspanForCausalLM, batch: list[tuple[Tensor, Window]], chunk: int) -> Tensor:
+    """Compute the losses (b, scored) of equally shaped windows."""
     device = next(model.parameters()).device
     ids = torch.stack([text[window.begin : window.end] for text, window in batch]).to(device)
     window = batch[0][1]

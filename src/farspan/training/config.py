@@ -28,6 +28,8 @@ class DataSection:
     length: int = 512
     batch_size: int = 256
     passkey_share: float = 0.0
+    retrieval_share: float = 0.0
+    """Share of rows that show retrieval tasks with answers (:mod:`farspan.data.retrieval`)."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,11 @@ class TrainConfig:
         require(
             0 <= data.passkey_share <= 0.05,
             f"data.passkey_share must lie in 0 … 0.05, got {data.passkey_share}; more would train the test",
+        )
+        require(
+            0 <= data.retrieval_share <= 0.2 and not (data.retrieval_share and data.passkey_share),
+            f"data.retrieval_share must lie in 0 … 0.2, without passkey_share, got {data.retrieval_share}; "
+            "its rows hold passkeys too",
         )
         require_choice("run.precision", run.precision, ("auto", "bf16", "fp32"))
 

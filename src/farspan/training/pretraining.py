@@ -6,11 +6,14 @@ from dataclasses import asdict
 from functools import cache, partial
 from pathlib import Path
 
+import numpy as np
 from torch import Tensor, nn
 
 from farspan.configuration_farspan import FarspanConfig
 from farspan.data import Batches, Shards, TextTokenizer, load_tokenizer
+from farspan.data.batches import PasskeyDocument
 from farspan.data.passkey import check_row, training_row
+from farspan.data.retrieval import TRAINED, retrieval_row
 from farspan.data.shards import read_manifest
 from farspan.modeling_farspan import FarspanForCausalLM
 from farspan.ops.device import product_dtype
@@ -96,14 +99,19 @@ def model_config(config: TrainConfig, vocab_size: int, end: int) -> FarspanConfi
 
 
 def text_batches(data: DataSection, tokenizer: TextTokenizer, seed: int) -> Batches:
-    """Random windows of the section's token folders, passkey documents mixed in."""
+    """Return random windows of the section's token folders, with passkey or retrieval rows mixed in."""
+    make_row: PasskeyDocument = partial(training_row, tokenizer)
     if data.passkey_share:
         check_row(tokenizer, data.length, "data.length")
+    elif data.retrieval_share:
+        make_row = partial(retrieval_row, tokenizer)
+        for task in TRAINED:  # raises if a row cannot hold it
+            retrieval_row(tokenizer, np.random.default_rng(0), data.length + 1, (task,))
     return Batches(
         [(Shards(path), weight) for path, weight in data.sources.items()],
         data.length,
         data.batch_size,
         seed,
-        passkey_share=data.passkey_share,
-        passkey_document=partial(training_row, tokenizer),
+        passkey_share=data.passkey_share or data.retrieval_share,
+        passkey_document=make_row,
     )

@@ -1,0 +1,147 @@
+"""Retrieval: (model, tokenizer) → how many hidden answers come back, by task, length and depth."""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from farspan.data.passkey import Tokenizer, make_cases
+from farspan.data.retrieval import COUNTS, TASKS, retrieval_case
+from farspan.errors import require_choice
+from farspan.intervals import share
+from farspan.modeling_farspan import FarspanForCausalLM
+
+DEPTHS = 5
+"""Bins of a needle's depth."""
+
+
+@torch.no_grad()
+def retrieval(
+    model: FarspanForCausalLM,
+    tokenizer: Tokenizer,
+    *,
+    task: str,
+    length: int,
+    cases: int = 100,
+    tokens_at_once: int = 2**17,
+    chunk: int = 8192,
+    seed: int = 0,
+    progress: Callable[[int], None] | None = None,
+) -> list[dict[str, Any]]:
+    """Return rows ``task, length, depth, cases, correct, accuracy, ci95, recall``: one for all depths, one per fifth.
+
+    A case is correct if its greedy continuation holds all of its answers; `recall` is the mean share of them. The tasks
+    are those of :mod:`farspan.data.retrieval`. Prompts are batched up to `tokens_at_once` tokens and read in pieces of
+    `chunk` tokens.
+
+    >>> from farspan import FarspanConfig
+    >>> from farspan.data import load_tokenizer
+    >>> model = FarspanForCausalLM(FarspanConfig.preset("tiny", num_hidden_layers=1, vocab_size=257)).eval()
+    >>> rows = retrieval(model, load_tokenizer("bytes"), task="abcdigits", length=128, cases=5)
+    >>> [(row["depth"], row["cases"]) for row in rows][:2]
+    [(None, 5), (0.1, 1)]
+    """
+    require_choice("task", task, TASKS)
+    random = np.random.default_rng([seed, length, TASKS.index(task)])
+    depths = (random.permutation(cases) + random.random(cases)) / cases
+    made = [retrieval_case(tokenizer, task, length, random, float(depth)) for depth in depths]
+    new = 8 + max(len(tokenizer.encode(" ".join(case.answers))) for case in made)
+    found: list[float] = []
+    texts = continuations(model, tokenizer, [case.prompt for case in made], new, tokens_at_once, chunk)
+    for case, text in zip(made, texts, strict=True):
+        found.append(sum(answer in text for answer in case.answers) / len(case.answers))
+        if progress is not None:
+            progress(1)
+    groups: list[tuple[float | None, list[float]]] = [(None, found)]
+    if task not in COUNTS:
+        bins = [min(DEPTHS - 1, int(case.depth * DEPTHS)) for case in made]
+        groups += [
+            ((b + 0.5) / DEPTHS, [one for one, at in zip(found, bins, strict=True) if at == b]) for b in set(bins)
+        ]
+    return [
+        {"task": task, "length": length, "depth": depth, **share(sum(one == 1 for one in group), len(group))}
+        | {"recall": sum(group) / len(group)}
+        for depth, group in groups
+    ]
+
+
+@torch.no_grad()
+def passkey(
+    model: FarspanForCausalLM,
+    tokenizer: Tokenizer,
+    *,
+    length: int,
+    cases: int = 100,
+    near: int | None = None,
+    new_tokens: int = 64,
+    tokens_at_once: int = 2**17,
+    chunk: int = 8192,
+    seed: int = 0,
+    progress: Callable[[int], None] | None = None,
+) -> dict[str, Any]:
+    """Return a row of the CoCA paper's passkey table (App. B): ``length, cases, correct, accuracy, ci95`` and details.
+
+    A case is correct if the number is in the decoded continuation. Near means within `near` tokens of the end (the
+    paper's Fig. 4 takes the training length, the default).
+
+    >>> from farspan import FarspanConfig
+    >>> from farspan.data import load_tokenizer
+    >>> model = FarspanForCausalLM(FarspanConfig.preset("tiny", num_hidden_layers=1, vocab_size=257)).eval()
+    >>> row = passkey(model, load_tokenizer("bytes"), length=256, cases=2, new_tokens=5)
+    >>> row["cases"], row["correct"]  # it has learned nothing yet
+    (2, 0)
+    """
+    near = model.config.train_length if near is None else near
+    made = make_cases(tokenizer, length, cases, seed)
+    outcomes: list[tuple[int, bool]] = []
+    texts = continuations(model, tokenizer, [case.prompt for case in made], new_tokens, tokens_at_once, chunk)
+    for case, text in zip(made, texts, strict=True):
+        outcomes.append((case.distance, str(case.key) in text))
+        if progress is not None:
+            progress(1)
+    close = [right for distance, right in outcomes if distance <= near]
+    away = [right for distance, right in outcomes if distance > near]
+    return {
+        "length": length,
+        **share(sum(close) + sum(away), len(outcomes)),
+        "near": share(sum(close), len(close)),
+        "far": share(sum(away), len(away)),
+        "outcomes": [{"distance": distance, "right": right} for distance, right in outcomes],
+    }
+
+
+def continuations(
+    model: FarspanForCausalLM,
+    tokenizer: Tokenizer,
+    prompts: Sequence[list[int]],
+    new_tokens: int,
+    tokens_at_once: int,
+    chunk: int,
+) -> Iterator[str]:
+    """Yield the decoded greedy continuation of each prompt; all prompts have one length."""
+    length, size = len(prompts[0]), max(1, tokens_at_once // len(prompts[0]))
+    options: dict[str, Any] = {"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 0}
+    options["prefill_chunk_size"] = min(chunk, length)
+    for start in range(0, len(prompts), size):
+        ids = torch.tensor(prompts[start : start + size], device=next(model.parameters()).device)
+        with _without_reminder():
+            out = model.generate(ids, attention_mask=torch.ones_like(ids), **options)  # type: ignore[misc]
+        yield from (tokenizer.decode(row) for row in out[:, length:].tolist())
+
+
+@contextmanager
+def _without_reminder() -> Iterator[None]:
+    """Silence transformers' warning about generating past the training length: here that is the task."""
+    logger = logging.getLogger("transformers.generation.stopping_criteria")
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return "exceeded the model's predefined maximum length" not in record.getMessage()
+
+    logger.addFilter(is_other)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_other)
