@@ -35,9 +35,17 @@ def write_result(
     write_whole(Path(path), json.dumps(result, indent=1) + "\n")
 
 
-def check_out(path: Path) -> None:
-    """Raise OSError, with the remedy, unless a result may and can be written there: to call before any work begins."""
-    check_replaceable(path)
+def check_out(path: Path, force: bool | None = None) -> None:
+    """Raise OSError, with the remedy, unless a result may and can be written there: to call before any work begins.
+
+    Args:
+        force: whether an existing file may be replaced. None compares commands instead, until all commands have the
+            option --force.
+    """
+    if force is None:
+        check_replaceable(path)
+    elif path.exists() and not force:
+        raise FileExistsError(f"{str(path)!r} exists; add --force to replace it, or choose another name")
     check_writable(path)
 
 
