@@ -97,7 +97,10 @@ def test_check_folder(tmp_path: Path) -> None:
 
 
 def test_a_lock_excludes_other_processes_and_ends_with_them(tmp_path: Path) -> None:
-    hold = f"from pathlib import Path; from farspan.utils import lock; held = lock(Path({str(tmp_path)!r})); held.__enter__(); "
+    hold = (
+        "from pathlib import Path; from farspan.utils import lock; "
+        f"held = lock(Path({str(tmp_path)!r})); held.__enter__(); "
+    )
     other = subprocess.Popen([sys.executable, "-c", hold + "print(1, flush=True); input()"], **PIPES)
     assert other.stdout
     assert other.stdout.readline() == b"1\n"

@@ -23,15 +23,24 @@ MODES = ("--eager", "--eight-bits", "--quick", "--toy", "--tune")
 
 
 def write_result(
-    path: str | os.PathLike[str], rows: list[dict[str, Any]], *, device: str, seed: int, model: str | None = None
+    path: str | os.PathLike[str],
+    rows: list[dict[str, Any]],
+    *,
+    device: str,
+    seed: int,
+    kind: str | None = None,
+    model: str | None = None,
 ) -> None:
     """Write rows with their provenance as one JSON file: whole, or not at all.
 
-    The file is ``{"schema": 1, "command", "commit", "versions", "device", "seed", "rows"}``, with "model_fingerprint"
-    (:func:`farspan.convert.fingerprint.fingerprint`) where `model` says of which model the rows are.
+    The file is ``{"schema": 2, "kind", "command", "commit", "versions", "device", "seed", "rows"}``, with
+    "model_fingerprint" (:func:`farspan.convert.fingerprint.fingerprint`) where `model` says of which model the rows
+    are. `kind` names what the rows hold, such as "perplexity" or "bench-layer". Files of schema 1 have no kind, and
+    "ntk-F" means dynamic NTK there.
     """
+    head: dict[str, Any] = {"schema": 1} if kind is None else {"schema": 2, "kind": kind}
     of = {} if model is None else {"model_fingerprint": model}
-    result = {"schema": 1, **provenance(device), "seed": seed, **of, "rows": rows}
+    result = head | provenance(device) | {"seed": seed} | of | {"rows": rows}
     write_whole(Path(path), json.dumps(result, indent=1) + "\n")
 
 
