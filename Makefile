@@ -8,7 +8,7 @@ EXTRAS := dev,data,train,report
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test lint format clean
+.PHONY: demo test test-transformers lint format docs wheel fuzz clean
 
 demo: $(VENV)/.installed
 	$(BIN)/farspan reproduce --preset cpu --out runs/demo
@@ -24,6 +24,26 @@ lint: $(VENV)/.installed
 format: $(VENV)/.installed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "site: build/site/index.html"
+
+# The wheel and the source archive, and a smoke test of the wheel in an empty environment.
+wheel: $(VENV)/.installed
+	rm -rf dist build/wheel-test
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
+	$(BIN)/python -c "from setuptools.build_meta import build_sdist; build_sdist('dist')" > build/sdist.log
+	$(PYTHON) -m venv build/wheel-test
+	build/wheel-test/bin/pip install --quiet --disable-pip-version-check -c constraints.txt "$$(ls dist/*.whl)[data,train]"
+	cd build && wheel-test/bin/python -c "import torch, farspan; \
+	  model = farspan.FarspanForCausalLM(farspan.FarspanConfig.preset('tiny', attention='hybrid')); \
+	  print(model.generate(torch.ones(1, 100, dtype=torch.long), max_new_tokens=4).shape)"
+	build/wheel-test/bin/farspan --version
+
+fuzz: $(VENV)/.installed
+	HF_HUB_OFFLINE=1 $(BIN)/python -m tests.fuzz --commands 5000 --ops 20000
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
