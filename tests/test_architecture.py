@@ -14,6 +14,7 @@ FLOORS = {
     "intervals": 0,
     "pool": 0,
     "results": 0,
+    "utils": 0,
     "experiments": 0,
     "data": 1,
     "ops": 1,
