@@ -10,7 +10,7 @@ import torch
 from farspan import FarspanConfig, FarspanForCausalLM
 from farspan.evaluation.laws import law_of
 from farspan.finetune import Recipe, finetune
-from farspan.finetune.weights import begun, give_lengths
+from farspan.finetune.run import begun, give_lengths
 from tests.finetune.folders import FAR_UNDER_NTK, recipe, weights
 from tests.helpers import losses
 
@@ -63,8 +63,8 @@ def test_a_run_from_before_there_was_a_reach_is_the_same_run(folders: tuple[Path
 
 @pytest.mark.parametrize("law", ["linear", "yarn"])
 def test_long_recipes_stretch_the_angles_to_their_rows(law: str, folders: tuple[Path, Path, str]) -> None:
-    name = {"linear": "long-pi", "yarn": "long-yarn"}[law]
-    model = begun(folders[1], Recipe.load(name).capped(128).stages[0])
+    stage = replace(Recipe.load("long-pi").capped(128).stages[0], rope_parameters={"rope_type": law})
+    model = begun(folders[1], stage)
     rope = model.config.rope_parameters
     assert (rope["rope_type"], rope["factor"], model.config.train_length) == (law, 4.0, 128)
     rotary = model.model.layers[0].self_attn.rotary
@@ -114,7 +114,7 @@ def test_a_law_does_not_silently_replace_another(folders: tuple[Path, Path, str]
     stretched = begun(folders[1], recipe({"length": 64, "rope_parameters": {"rope_type": "linear"}}).stages[0])
     stretched.save_pretrained(tmp_path / "pi")
     for rope in ({"rope_type": "yarn"}, {"rope_type": "dynamic", "factor": 4.0}):
-        with pytest.raises(ValueError, match=r"must keep to the model's own law, pi-2, got '(yarn|dynamic)'"):
+        with pytest.raises(ValueError, match=r"must keep to the model's own scaling, pi-2, got '(yarn|dynamic)'"):
             begun(tmp_path / "pi", recipe({"length": 128, "rope_parameters": rope}).stages[0])
     dropped = begun(tmp_path / "pi", recipe({"rope_parameters": {"rope_type": "default"}}).stages[0])
     assert dropped.config.rotary().scaling is None

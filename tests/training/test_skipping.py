@@ -11,8 +11,7 @@ from farspan.finetune.objectives import Distillation
 from farspan.ops import DynamicNTK, Rotary
 from farspan.ops.dispatch import _buckets
 from farspan.ops.masking import make_mask
-from farspan.training.pretraining import NextToken
-from farspan.training.skipping import check_reach, skipped_positions
+from farspan.training.pretraining import NextToken, check_reach, skipped_positions
 from tests.finetune.students import student, teacher
 
 
