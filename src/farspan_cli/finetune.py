@@ -60,12 +60,13 @@ def finetune(
     from farspan.finetune import finetune as run
     from farspan.training import TrainingStoppedError
     from farspan.training.config import RunSection
+    from farspan.training.loop import main_process
 
     chosen = Recipe.load(recipe)
     chosen = chosen if length is None else chosen.capped(length)
     chosen = chosen if tokens is None else chosen.scaled(tokens)
     section = RunSection(seed, precision, compile, gradient_checkpointing, checkpoint_every)  # type: ignore[arg-type]
-    console = Console()
+    console = Console(quiet=not main_process())
     with progress(console) as show:
 
         def plan() -> None:

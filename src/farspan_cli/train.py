@@ -29,8 +29,9 @@ def train(
     """
     from farspan.training import TrainConfig, TrainingStoppedError
     from farspan.training import train as run
+    from farspan.training.loop import main_process
 
-    console = Console()
+    console = Console(quiet=not main_process())
     with progress(console) as show:
         try:
             model = run(TrainConfig.load(config), out, progress=show)

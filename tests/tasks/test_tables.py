@@ -12,6 +12,7 @@ import torch
 
 from farspan.data import Shards
 from farspan.data.listops import evaluate
+from farspan.tasks import make_task
 from farspan.tasks.examples import (
     PIECE,
     SPLITS,
@@ -23,7 +24,7 @@ from farspan.tasks.examples import (
     write_table,
 )
 from farspan.utils import silent
-from tests.tasks.small import material, task
+from tests.tasks.small import material, settings, task
 
 
 @pytest.fixture
@@ -87,9 +88,6 @@ def test_a_text_in_two_files_stays_in_the_test_set_only(tmp_path: Path) -> None:
     first = Path(given.labelled[2]).read_text().splitlines()[0]
     with Path(given.labelled[0]).open("a") as file:
         file.write(first + "\n")
-    from farspan.tasks import make_task
-    from tests.tasks.small import settings
-
     made = make_task("text", settings("text", train=1000), given)
     made.prepare()
     assert len(np.load(made.folder / "train.npy")) == 200

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 import farspan.training.loop as loop
-from farspan import FarspanForCausalLM
+from farspan import FarspanForCausalLM, modeling_farspan
 from farspan.training import TrainConfig, TrainingStoppedError, pretraining_job, run, train
 from farspan.training.checkpoint import checkpoints, last_step
 from farspan.training.loop import interruption
@@ -387,3 +387,15 @@ def test_frozen_parameters_stay_what_they_were_and_belong_to_the_checkpoint(sour
     after = model.state_dict()
     assert torch.equal(before["model.embed_tokens.weight"], after["model.embed_tokens.weight"])
     assert not torch.equal(before["model.layers.0.mlp.up_proj.weight"], after["model.layers.0.mlp.up_proj.weight"])
+
+
+def test_shipped_configurations_are_accelerates() -> None:
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    status, folder, _ = called("launch-path")
+    assert status == 0
+    loaded = {path.stem: load_config_from_file(str(path)) for path in Path(folder.strip()).glob("*.yaml")}
+    assert loaded.keys() == {"one-node", "several-nodes", "fsdp2"}
+    sharding = loaded["fsdp2"].fsdp_config
+    assert sharding["fsdp_version"] == 2
+    assert hasattr(modeling_farspan, sharding["fsdp_transformer_layer_cls_to_wrap"])

@@ -15,17 +15,8 @@ from farspan.training.config import Count, Length, OptimizerSection, PasskeyShar
 from farspan.training.pretraining import check_reach
 from farspan.utils import parse, read_settings
 
-NAMES = (
-    "paper",
-    "distill",
-    "distill-long",
-    "distill-skip",
-    "distill-long-skip",
-    "distill-local-long",
-    "long-ntk",
-    "long-skip",
-    "long-pi",
-)
+RECIPES = files("farspan").joinpath("recipes")
+NAMES = tuple(sorted(file.name.removesuffix(".toml") for file in RECIPES.iterdir()))
 """The recipes that come with the package."""
 FEWEST_STEPS = 500
 """A budget below a recipe's own first takes rows from a step, and steps only when no more than these are left."""
@@ -147,7 +138,7 @@ class Recipe:
         if Path(name).suffix == ".toml":
             return cls.parse(read_settings(name, "--recipe"))
         require_choice("--recipe", str(name), NAMES)
-        with as_file(files("farspan").joinpath("recipes", f"{name}.toml")) as path:
+        with as_file(RECIPES.joinpath(f"{name}.toml")) as path:
             return cls.parse(read_settings(path, "--recipe"))
 
     @classmethod
