@@ -1,4 +1,4 @@
-"""`farspan finetune`: what it refuses, what Ctrl-C leaves, and what it makes."""
+"""`farspan finetune`: bad arguments, what Ctrl-C leaves, and what it makes."""
 
 import json
 import os
@@ -55,14 +55,14 @@ def test_bad_arguments_get_one_line(arguments: list[str], message: str, finetune
     assert not (tmp_path / "out").exists()
 
 
-def test_help_names_every_recipe_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_names_every_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     status, shown, _ = called("finetune", "--help")
     assert status == 0
     assert set(NAMES) <= set(shown.replace(",", " ").split())
 
 
-def test_a_model_of_another_family_is_refused_as_such_and_not_for_its_teacher(
+def test_a_model_of_another_family_is_named_as_such_and_not_for_its_teacher(
     folders: tuple[Path, Path, str], finetune: Finetune, tmp_path: Path
 ) -> None:
     copytree(folders[1], tmp_path / "model")

@@ -1,4 +1,4 @@
-"""Tables are whole, distinct between splits, and shuffled as a pure function of seed and step."""
+"""Tables are complete, distinct between splits, and shuffled as a pure function of seed and step."""
 
 import json
 import os
@@ -117,7 +117,7 @@ def test_a_file_sorted_by_label_is_cut_to_both_labels(tmp_path: Path) -> None:
         (([0, 1], [0, 1], [1]), r"\[0, 1\], \[0, 1\] and \[1\]"),
     ],
 )
-def test_splits_with_other_labels_are_refused(labels: tuple[list[int], ...], said: str, tmp_path: Path) -> None:
+def test_splits_with_other_labels_raise(labels: tuple[list[int], ...], said: str, tmp_path: Path) -> None:
     files = tuple(write_labelled(tmp_path / f"{n}.jsonl", x) for n, x in zip(SPLITS, labels, strict=True))
     with pytest.raises(ValueError, match=f"--labelled must have the same two labels or more .*, got {said}"):
         chosen_texts(files, dict.fromkeys(SPLITS, 60))
@@ -148,13 +148,13 @@ def test_masked_rows_ask_and_hide_as_bert_does(tmp_path: Path) -> None:
     "line",
     ["not json", '{"text": "", "label": 0}', '{"text": "x"}', '{"text": 3, "label": 0}', '{"text": "x", "label": -1}'],
 )
-def test_lines_that_are_not_labelled_texts_are_refused(line: str, tmp_path: Path) -> None:
+def test_lines_that_are_not_labelled_texts_raise(line: str, tmp_path: Path) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text(json.dumps({"text": "good", "label": 1}) + "\n" + line + "\n")
     with pytest.raises(ValueError, match=r"bad.jsonl:2 must .*; repair it"):
         labelled_texts(str(path))
 
 
-def test_numbers_that_do_not_fit_a_table_are_refused(tmp_path: Path) -> None:
+def test_numbers_that_do_not_fit_a_table_raise(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="rows must be a table of numbers in 0 … 65535"):
         write_table(tmp_path / "t.npy", np.array([[70_000]]))

@@ -258,8 +258,8 @@ def _progress(say: Say | None, progress: Progress) -> Progress:  # alias until m
     return progress if say is None else lambda done, total, text="", **_: say(text, done / (total or 1))
 
 
-def _share(progress: Progress, done: float) -> None:
-    progress(done, 1.0)
+def _share(progress: Progress, done: float, total: float | None = 1.0, *_: Any, **__: Any) -> None:
+    progress(done, total)
 
 
 class ListOpsTask(Task):
