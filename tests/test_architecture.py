@@ -13,6 +13,7 @@ FLOORS = {
     "files": 0,
     "intervals": 0,
     "pool": 0,
+    "utils": 0,
     "results": 0,
     "utils": 0,
     "experiments": 0,

@@ -272,8 +272,8 @@ def _first_line(cls: Any, error: Mapping[str, Any], prefix: str) -> str:
         return str(unknown(f"configuration key {name}", where[-1], [f.name for f in fields(cls)]))
     if error["type"] == "value_error":  # our own, of a __post_init__
         return message.removeprefix("Value error, ")
-    message = message.removeprefix("Input should be ").removeprefix("Input should ")
-    return f"{name} must be {message}, got {given!r}"
+    _, should, rest = message.partition(" should ")  # "Input should be …", "String should match …"
+    return f"{name} must {rest}, got {given!r}" if should else f"{name}: {message}, got {given!r}"
 
 
 def check_same(path: Path, settings: Mapping[str, Any], what: str) -> None:
@@ -294,14 +294,14 @@ def check_same(path: Path, settings: Mapping[str, Any], what: str) -> None:
         before = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:
         raise ValueError(f"{str(path)!r} is damaged; remove it or choose another folder") from None
-    for key, old, new in _differences(before, now):
+    for key, old, new in differences(before, now):
         raise ValueError(f"this {what} began with {key} = {old!r}, got {new!r}; keep it or use another folder")
 
 
-def _differences(before: Any, now: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
+def differences(before: Any, now: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
     if isinstance(before, dict) and isinstance(now, dict):
         for key in [*before, *(key for key in now if key not in before)]:
-            yield from _differences(before.get(key), now.get(key), f"{name}.{key}" if name else key)
+            yield from differences(before.get(key), now.get(key), f"{name}.{key}" if name else key)
     elif before != now:
         yield name, before, now
 

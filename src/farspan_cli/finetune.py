@@ -47,7 +47,7 @@ def finetune(
     """Fine-tune a converted model, stage by stage; the same command continues where it stopped.
 
     Recipes: paper, distill, distill-long, distill-skip, distill-long-skip, distill-local-long, long-ntk, long-skip,
-    long-pi, long-yarn (docs/finetuning.md says what they do).
+    long-pi (docs/finetuning.md says what they do).
 
     Several processes: `accelerate launch -m farspan_cli finetune …`.
 
@@ -56,35 +56,23 @@ def finetune(
     Example: `farspan finetune models/smollm2-coca --data data/books=3 --data data/code=1 --recipe paper
     --tokens 100_000_000 --compile --out runs/paper`
     """
-    from farspan.errors import require_choice
-    from farspan.finetune import Recipe, Standing
+    from farspan.finetune import Recipe
     from farspan.finetune import finetune as run
     from farspan.training import TrainingStoppedError
     from farspan.training.config import RunSection
+    from farspan.training.loop import main_process
 
-    require_choice("--precision", precision, ("auto", "bf16", "fp32"))
     chosen = Recipe.load(recipe)
     chosen = chosen if length is None else chosen.capped(length)
     chosen = chosen if tokens is None else chosen.scaled(tokens)
-    section = RunSection(
-        seed=seed,
-        precision=precision,
-        compile=compile,
-        gradient_checkpointing=gradient_checkpointing,
-        checkpoint_every=checkpoint_every,
-    )
-    console = Console()
+    section = RunSection(seed, precision, compile, gradient_checkpointing, checkpoint_every)  # type: ignore[arg-type]
+    console = Console(quiet=not main_process())
     with progress(console) as show:
 
         def plan() -> None:
             for stage in chosen.stages:
                 rows = f"{stage.batch_size:,} row{'s' if stage.batch_size > 1 else ''} of {stage.length:,} tokens"
                 console.print(f"stage {stage.name}: {stage.optimizer.steps:,} steps of {rows}", highlight=False)
-
-        def tell(at: Standing) -> None:
-            now = at.now
-            line = f"{at.stage}: step {now.step:,}, loss {_loss(now.loss)}, {now.tokens_per_second:,.0f} tokens/s"
-            show(at.done, at.total, line)
 
         try:
             written = run(
@@ -95,7 +83,7 @@ def finetune(
                 teacher=teacher,
                 run=section,
                 begin=plan,
-                report=tell,
+                progress=show,
             )
         except TrainingStoppedError as error:
             fail(str(error))
@@ -103,17 +91,10 @@ def finetune(
     console.print(f"model: {written}")
 
 
-def _loss(value: float) -> str:
-    """A distance from the teacher may be far below one.
-
-    >>> _loss(2.7661), _loss(0.000412)
-    ('2.766', '0.00041')
-    """
-    return f"{value:.3f}" if value >= 0.1 else f"{value:.2g}"
-
-
 def _show(console: Console, out: Path) -> None:
     import json
+
+    from farspan.training.loop import format_loss
 
     rows: list[dict[str, Any]] = json.loads((out / "recipe.json").read_text())["rows"]
     table = Table("stage", "objective", "trained", "tokens", "time", Column("loss", no_wrap=True))
@@ -124,6 +105,6 @@ def _show(console: Console, out: Path) -> None:
             f"{row['trained_parameters'] / row['parameters']:.0%}",
             f"{row['tokens']:,}",
             str(timedelta(seconds=round(row["seconds"]))),
-            f"{_loss(row['first_loss'])} → {_loss(row['last_loss'])}",
+            f"{format_loss(row['first_loss'])} → {format_loss(row['last_loss'])}",
         )
     console.print(table)

@@ -24,7 +24,7 @@ class Show(Protocol):
     """
 
     def __call__(
-        self, done: float, total: float | None, text: str, *, phase: str = "", left: str | None = None
+        self, done: float, total: float | None, text: str = "", *, phase: str = "", left: str | None = None
     ) -> None: ...
 
 
@@ -52,7 +52,7 @@ def progress(console: "Console") -> Iterator[Show]:
     with Progress(*columns, console=console, speed_estimate_period=3600, expand=True) as bars:
         tasks: dict[str, TaskID] = {}
 
-        def show(done: float, total: float | None, text: str, *, phase: str = "", left: str | None = None) -> None:
+        def show(done: float, total: float | None, text: str = "", *, phase: str = "", left: str | None = None) -> None:
             if phase not in tasks:
                 tasks[phase] = bars.add_task(text, total=total, left=left)
             bars.update(tasks[phase], completed=done, total=total, description=text, left=left)
@@ -70,7 +70,7 @@ class _Log:
         self.last = self.started - EVERY
 
     def __call__(
-        self, done: float, total: float | None, text: str, *, phase: str = "", left: str | None = None
+        self, done: float, total: float | None, text: str = "", *, phase: str = "", left: str | None = None
     ) -> None:
         now = time.monotonic()
         if phase != self.phase:

@@ -17,7 +17,7 @@ def train(
 ) -> None:
     """Pre-train a model; the same command continues where it stopped.
 
-    Several processes: `accelerate launch -m farspan_cli train …`.
+    Several processes: `accelerate launch -m farspan_cli train …` (docs/training.md).
 
     Example: `farspan train config.toml --out runs/mine`, with three lines in config.toml:
 
@@ -27,18 +27,14 @@ def train(
 
     `optimizer = { steps = 1000 }`
     """
-    from farspan.training import Progress, TrainConfig, TrainingStoppedError
+    from farspan.training import TrainConfig, TrainingStoppedError
     from farspan.training import train as run
+    from farspan.training.loop import main_process
 
-    console = Console()
+    console = Console(quiet=not main_process())
     with progress(console) as show:
-
-        def tell(now: Progress) -> None:
-            line = f"step {now.step:,}, loss {now.loss:.3f}, {now.tokens_per_second:,.0f} tokens/s, MFU {now.mfu:.0%}"
-            show(now.step, now.steps, line)
-
         try:
-            model = run(TrainConfig.load(config), out, report=tell)
+            model = run(TrainConfig.load(config), out, progress=show)
         except TrainingStoppedError as error:
             fail(str(error))
     console.print(f"model: {model}")

@@ -1,4 +1,4 @@
-"""Laws, training lengths and reaches that stages give a model: kept, stretched, compounded, or refused."""
+"""Scalings, training lengths and reaches that stages give a model: kept, stretched, compounded, or wrong."""
 
 import json
 from dataclasses import replace
@@ -10,12 +10,12 @@ import torch
 from farspan import FarspanConfig, FarspanForCausalLM
 from farspan.evaluation.laws import law_of
 from farspan.finetune import Recipe, finetune
-from farspan.finetune.weights import begun, give_lengths
+from farspan.finetune.run import begun, give_lengths
 from tests.finetune.folders import FAR_UNDER_NTK, recipe, weights
 from tests.helpers import losses
 
 
-def test_a_stage_of_far_positions_keeps_its_training_length_and_law(
+def test_a_stage_of_far_positions_keeps_its_training_length_and_scaling(
     folders: tuple[Path, Path, str], tmp_path: Path
 ) -> None:
     _, coca, source = folders
@@ -36,7 +36,7 @@ FAR = recipe({"reach": 4, "rope_parameters": {"rope_type": "yarn"}}).stages[0]
 @pytest.mark.parametrize(
     "options", [{"attention": "rope", "log_length": True}, {"attention": {"kind": "coca", "window": 8}}], ids=str
 )
-def test_far_positions_are_refused_where_they_would_mean_something_else(options: dict) -> None:
+def test_far_positions_raise_where_they_would_mean_something_else(options: dict) -> None:
     model = FarspanForCausalLM(FarspanConfig.preset("tiny", train_length=16, **options))
     with pytest.raises(ValueError, match=r"reach of stage s0 must be 1 for a model with windows.* got 4"):
         give_lengths(model, FAR)
@@ -61,19 +61,19 @@ def test_a_run_from_before_there_was_a_reach_is_the_same_run(folders: tuple[Path
         finetune(coca, {source: 1.0}, near, tmp_path / "far")
 
 
-@pytest.mark.parametrize("law", ["linear", "yarn"])
-def test_long_recipes_stretch_the_angles_to_their_rows(law: str, folders: tuple[Path, Path, str]) -> None:
-    name = {"linear": "long-pi", "yarn": "long-yarn"}[law]
-    model = begun(folders[1], Recipe.load(name).capped(128).stages[0])
+@pytest.mark.parametrize("kind", ["linear", "yarn"])
+def test_long_recipes_stretch_the_angles_to_their_rows(kind: str, folders: tuple[Path, Path, str]) -> None:
+    stage = replace(Recipe.load("long-pi").capped(128).stages[0], rope_parameters={"rope_type": kind})
+    model = begun(folders[1], stage)
     rope = model.config.rope_parameters
-    assert (rope["rope_type"], rope["factor"], model.config.train_length) == (law, 4.0, 128)
+    assert (rope["rope_type"], rope["factor"], model.config.train_length) == (kind, 4.0, 128)
     rotary = model.model.layers[0].self_attn.rotary
     assert rotary == model.config.rotary()
-    if law == "yarn":
+    if kind == "yarn":
         assert rope["original_max_position_embeddings"] == 32
 
 
-def test_a_dynamic_law_measures_against_the_stages_own_training_length(folders: tuple[Path, Path, str]) -> None:
+def test_dynamic_scaling_measures_against_the_stages_own_training_length(folders: tuple[Path, Path, str]) -> None:
     stage = recipe({"train_length": 16, "length": 64, "rope_parameters": {"rope_type": "dynamic", "factor": 4.0}})
     model = begun(folders[1], stage.stages[0])
     assert model.config.rotary().scaling.train_length == 16
@@ -96,12 +96,12 @@ def test_rows_longer_than_512_can_be_distilled(folders: tuple[Path, Path, str], 
     assert len(losses(tmp_path / "out" / "stage-1-s0")) == 3
 
 
-@pytest.mark.parametrize("law", ["linear", "yarn"])
+@pytest.mark.parametrize("kind", ["linear", "yarn"])
 @pytest.mark.parametrize("said", [True, False])
-def test_stretching_twice_compounds(law: str, said: bool, folders: tuple[Path, Path, str], tmp_path: Path) -> None:
+def test_stretching_twice_compounds(kind: str, said: bool, folders: tuple[Path, Path, str], tmp_path: Path) -> None:
     """32 → 64 → 128 is factor 4, whether or not the stages say what the training length is."""
     stages = recipe(
-        *({"length": n, "train_length": n if said else 0, "rope_parameters": {"rope_type": law}} for n in (64, 128))
+        *({"length": n, "train_length": n if said else 0, "rope_parameters": {"rope_type": kind}} for n in (64, 128))
     ).stages
     begun(folders[1], stages[0]).save_pretrained(tmp_path / "once")
     model = begun(tmp_path / "once", stages[1])
@@ -110,11 +110,11 @@ def test_stretching_twice_compounds(law: str, said: bool, folders: tuple[Path, P
     assert model.config.rotary() == plain.config.rotary()
 
 
-def test_a_law_does_not_silently_replace_another(folders: tuple[Path, Path, str], tmp_path: Path) -> None:
+def test_a_scaling_does_not_silently_replace_another(folders: tuple[Path, Path, str], tmp_path: Path) -> None:
     stretched = begun(folders[1], recipe({"length": 64, "rope_parameters": {"rope_type": "linear"}}).stages[0])
     stretched.save_pretrained(tmp_path / "pi")
     for rope in ({"rope_type": "yarn"}, {"rope_type": "dynamic", "factor": 4.0}):
-        with pytest.raises(ValueError, match=r"must keep to the model's own law, pi-2, got '(yarn|dynamic)'"):
+        with pytest.raises(ValueError, match=r"must keep to the model's own scaling, pi-2, got '(yarn|dynamic)'"):
             begun(tmp_path / "pi", recipe({"length": 128, "rope_parameters": rope}).stages[0])
     dropped = begun(tmp_path / "pi", recipe({"rope_parameters": {"rope_type": "default"}}).stages[0])
     assert dropped.config.rotary().scaling is None

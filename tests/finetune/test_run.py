@@ -1,6 +1,7 @@
 """A recipe run for real, at toy size: what moves, what does not, what is left when it is stopped."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from shutil import copytree
 
@@ -11,8 +12,8 @@ import farspan.training.loop as loop
 from farspan import FarspanForCausalLM
 from farspan.convert import from_pretrained
 from farspan.convert.note import read_note
-from farspan.finetune import Distillation, Recipe, Standing, finetune
-from farspan.finetune.weights import begun, merge_lora, resumed
+from farspan.finetune import Distillation, Recipe, finetune
+from farspan.finetune.run import begun, merge_lora, resumed
 from farspan.training.config import RunSection
 from tests.finetune.folders import FAR_UNDER_NTK, recipe, weights
 from tests.helpers import losses
@@ -55,10 +56,12 @@ def test_distilling_lowers_every_loss_and_comes_near_the_original(
 
 
 def test_a_recipe_leaves_models_and_an_account(whole: Path, folders: tuple[Path, Path, str]) -> None:
-    _, coca, _ = folders
-    assert {p.name for p in whole.iterdir()} == {"stage-1-s0", "stage-2-s1", "stage-3-s2", "model", "recipe.json"}
+    original, coca, _ = folders
+    stages = {"stage-1-s0", "stage-2-s1", "stage-3-s2"}
+    assert {p.name for p in whole.iterdir()} == {*stages, "model", "recipe.json", "finetune.json", ".lock"}
     assert (whole / "model" / "tokenizer.json").read_bytes() == (coca / "tokenizer.json").read_bytes()
     FarspanForCausalLM.from_pretrained(whole / "model")
+    assert read_note(coca) == read_note(whole / "model") == original
     rows = json.loads((whole / "recipe.json").read_text())["rows"]
     assert [row["tokens"] for row in rows] == [8 * 4 * 16] * 3
     assert all(row["seconds"] > 0 for row in rows)
@@ -117,37 +120,46 @@ def test_a_recipe_stopped_anywhere_goes_on_to_the_same_model(
 def test_a_finished_recipe_is_not_repeated(whole: Path, folders: tuple[Path, Path, str]) -> None:
     _, coca, source = folders
     before = (whole / "model" / "model.safetensors").stat().st_mtime_ns
-    reports: list[Standing] = []
-    assert finetune(coca, {f"{source}/": 1.0}, DISTIL, whole, report=reports.append) == whole / "model"
+    reports: list[float] = []
+    report = lambda done, total, text="", **_: reports.append(done)  # noqa: E731
+    assert finetune(coca, {f"{source}/": 1.0}, DISTIL, whole, progress=report) == whole / "model"
     assert (whole / "model" / "model.safetensors").stat().st_mtime_ns == before
     assert not reports
 
 
-def test_progress_runs_over_all_stages(folders: tuple[Path, Path, str], tmp_path: Path) -> None:
+def test_progress_counts_the_tokens_of_all_stages(folders: tuple[Path, Path, str], tmp_path: Path) -> None:
     _, coca, source = folders
-    reports: list[Standing] = []
+    reports: list[tuple[float, float | None, str]] = []
     two = recipe({}, {"length": 8})
-    finetune(coca, {source: 1.0}, two, tmp_path / "out", report=reports.append)
-    assert [r.done for r in reports] == [8 * 4 * 16, 8 * 4 * 16 + 8 * 4 * 8]
-    assert {r.total for r in reports} == {two.tokens}
+    finetune(coca, {source: 1.0}, two, tmp_path / "out", progress=lambda *now, **_: reports.append(now))  # type: ignore[arg-type]
+    assert [now[:2] for now in reports] == [(8 * 4 * 16, two.tokens), (two.tokens, two.tokens)]
+    assert [now[2].split(",")[0] for now in reports] == ["s0: step 8", "s1: step 8"]
 
 
 def test_a_folder_holds_one_recipe(whole: Path, folders: tuple[Path, Path, str]) -> None:
     _, coca, source = folders
-    with pytest.raises(ValueError, match=r"stage.length is 12, but .*stage-1-s0 was started with 16"):
-        finetune(coca, {source: 1.0}, DISTIL.capped(12), whole)
-    with pytest.raises(ValueError, match=r"^stage.optimizer.steps is 16, but \S*stage-1-s0 was started with 8; choose"):
-        finetune(coca, {source: 1.0}, DISTIL.scaled(2 * DISTIL.tokens), whole)
-    halved = (
-        r"^stage.batch_size is 1, but \S*stage-1-s0 was started with 4, stage.optimizer.steps is 14 and was 8; choose"
-    )
-    with pytest.raises(ValueError, match=halved):
-        finetune(coca, {source: 1.0}, DISTIL.scaled(round(0.43 * DISTIL.tokens)), whole)
     more = Recipe(DISTIL.description, (*DISTIL.stages, recipe({"name": "more"}).stages[0]))
-    with pytest.raises(ValueError, match=r"finished model of another recipe, of .* and not .*, stage-4-more"):
-        finetune(coca, {source: 1.0}, more, whole)
-    with pytest.raises(ValueError, match=r"finished model of another recipe, of .*stage-3-s2 and not .*stage-2-s1;"):
-        finetune(coca, {source: 1.0}, Recipe("", DISTIL.stages[:2]), whole)
+    for other, message in (
+        (DISTIL.capped(12), r"stage.length is 12, but .*stage-1-s0 was started with 16"),
+        (DISTIL.scaled(2 * DISTIL.tokens), r"^stage.optimizer.steps is 16, but \S*stage-1-s0 was started with 8;"),
+        (
+            DISTIL.scaled(round(0.43 * DISTIL.tokens)),
+            r"^stage.batch_size is 1, but \S*s0 was started with 4, stage.optimizer.steps is 14 and was 8; choose",
+        ),
+        (more, r"this fine-tuning began with stages = .*, got .*stage-4-more"),
+        (Recipe("", DISTIL.stages[:2]), r"this fine-tuning began with stages = .*stage-3-s2'\], got"),
+        (replace(DISTIL, log_length=True), r"this fine-tuning began with log_length = False, got True; keep it"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            finetune(coca, {source: 1.0}, other, whole)
+
+
+def test_a_run_of_version_0_1_goes_on(whole: Path, folders: tuple[Path, Path, str], tmp_path: Path) -> None:
+    """It had no finetune.json, and no lock."""
+    copytree(whole, tmp_path / "run")
+    for name in ("finetune.json", ".lock"):
+        (tmp_path / "run" / name).unlink()
+    assert finetune(folders[1], {folders[2]: 1.0}, DISTIL, tmp_path / "run") == tmp_path / "run" / "model"
 
 
 def test_merged_lora_gives_the_logits_of_the_unmerged(folders: tuple[Path, Path, str], tmp_path: Path) -> None:
@@ -165,21 +177,9 @@ def test_merged_lora_gives_the_logits_of_the_unmerged(folders: tuple[Path, Path,
     assert before.keys() == after.keys()  # nothing of PEFT is left
     changed = {name.split(".")[-2] for name in after if not torch.equal(before[name], after[name])}
     assert changed == {"q_proj", "t_proj", "down_proj"}
-
-
-def test_the_unmerged_folder_of_a_stage_with_lora_is_refused_by_naming_the_merged(
-    folders: tuple[Path, Path, str], tmp_path: Path
-) -> None:
-    _, coca, source = folders
-    finetune(coca, {source: 1.0}, recipe({"lora": {"r": 2}}), tmp_path / "out")
-    place, again = tmp_path / "out" / "stage-1-s0", tmp_path / "alone" / "model"
-    with pytest.raises(
-        ValueError, match=rf"with low-rank additions \(tensor '.*lora_A.*'\); give '{place / 'merged'}'$"
-    ):
+    place = tmp_path / "out" / "stage-1-s0"
+    with pytest.raises(ValueError, match=rf"low-rank additions \(tensor '.*lora_A.*'\); give '{place / 'merged'}'$"):
         from_pretrained(place / "model", attention=None)
-    copytree(place / "model", again)
-    with pytest.raises(ValueError, match="merge them into its weights first"):
-        from_pretrained(again, attention=None)
 
 
 @pytest.mark.parametrize("stage", [{"lora": {"r": 2}}, FAR_UNDER_NTK], ids=["lora", "far positions"])
@@ -210,14 +210,3 @@ def test_merging_nothing_changes_nothing(folders: tuple[Path, Path, str]) -> Non
     plain = from_pretrained(folders[1], attention=None)
     assert {n: p.shape for n, p in merged.named_parameters()} == {n: p.shape for n, p in plain.named_parameters()}
     assert all(torch.equal(a, b) for a, b in zip(merged.parameters(), plain.parameters(), strict=True))
-
-
-def test_a_converted_folder_and_what_is_made_of_it_say_where_they_are_from(
-    whole: Path, folders: tuple[Path, Path, str], tmp_path: Path
-) -> None:
-    original, coca, _ = folders
-    assert read_note(coca) == read_note(whole / "model") == original
-    assert read_note(original) is None
-    (tmp_path / "conversion.json").write_text("[]")
-    with pytest.raises(ValueError, match="must be a JSON object"):
-        read_note(tmp_path)

@@ -53,5 +53,5 @@ def material(folder: Path) -> Material:
 
 def task(name: str, folder: Path, **changes: Any) -> Task:
     made = make_task(name, settings(name, **changes), material(folder))
-    made.prepare(lambda what, part: None)
+    made.prepare()
     return made

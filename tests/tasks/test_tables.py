@@ -1,4 +1,4 @@
-"""Tables are whole, distinct between splits, and shuffled as a pure function of seed and step."""
+"""Tables are complete, distinct between splits, and shuffled as a pure function of seed and step."""
 
 import json
 import os
@@ -12,11 +12,19 @@ import torch
 
 from farspan.data import Shards
 from farspan.data.listops import evaluate
-from farspan.tasks.datasets import PIECE, chosen_texts, generate, labelled_texts
-from farspan.tasks.masking import MaskedRows
-from farspan.tasks.settings import SPLITS
-from farspan.tasks.tables import TableRows, write_table
-from tests.tasks.small import material, task
+from farspan.tasks import make_task
+from farspan.tasks.examples import (
+    PIECE,
+    SPLITS,
+    MaskedRows,
+    TableRows,
+    chosen_texts,
+    generate,
+    labelled_texts,
+    write_table,
+)
+from farspan.utils import silent
+from tests.tasks.small import material, settings, task
 
 
 @pytest.fixture
@@ -71,8 +79,8 @@ def dying_piece(task: Any, length: int, split: int, piece: int) -> Any:
 def test_a_worker_that_dies_is_one_sentence_and_no_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 2)  # with one, the pieces are made in this process
     with pytest.raises(OSError, match=r"got one of 2 that ended by itself, perhaps out of memory; free some memory"):
-        generate(tmp_path, dying_piece, None, 4, dict.fromkeys(SPLITS, 2 * PIECE), lambda what, part: None)
-    assert not list(tmp_path.iterdir())
+        generate(tmp_path, dying_piece, None, 4, dict.fromkeys(SPLITS, 2 * PIECE), silent)
+    assert not list(tmp_path.glob("*.npy*"))
 
 
 def test_a_text_in_two_files_stays_in_the_test_set_only(tmp_path: Path) -> None:
@@ -80,11 +88,8 @@ def test_a_text_in_two_files_stays_in_the_test_set_only(tmp_path: Path) -> None:
     first = Path(given.labelled[2]).read_text().splitlines()[0]
     with Path(given.labelled[0]).open("a") as file:
         file.write(first + "\n")
-    from farspan.tasks import make_task
-    from tests.tasks.small import settings
-
     made = make_task("text", settings("text", train=1000), given)
-    made.prepare(lambda what, part: None)
+    made.prepare()
     assert len(np.load(made.folder / "train.npy")) == 200
     assert len(np.load(made.folder / "test.npy")) == 30
 
@@ -112,7 +117,7 @@ def test_a_file_sorted_by_label_is_cut_to_both_labels(tmp_path: Path) -> None:
         (([0, 1], [0, 1], [1]), r"\[0, 1\], \[0, 1\] and \[1\]"),
     ],
 )
-def test_splits_with_other_labels_are_refused(labels: tuple[list[int], ...], said: str, tmp_path: Path) -> None:
+def test_splits_with_other_labels_raise(labels: tuple[list[int], ...], said: str, tmp_path: Path) -> None:
     files = tuple(write_labelled(tmp_path / f"{n}.jsonl", x) for n, x in zip(SPLITS, labels, strict=True))
     with pytest.raises(ValueError, match=f"--labelled must have the same two labels or more .*, got {said}"):
         chosen_texts(files, dict.fromkeys(SPLITS, 60))
@@ -143,13 +148,13 @@ def test_masked_rows_ask_and_hide_as_bert_does(tmp_path: Path) -> None:
     "line",
     ["not json", '{"text": "", "label": 0}', '{"text": "x"}', '{"text": 3, "label": 0}', '{"text": "x", "label": -1}'],
 )
-def test_lines_that_are_not_labelled_texts_are_refused(line: str, tmp_path: Path) -> None:
+def test_lines_that_are_not_labelled_texts_raise(line: str, tmp_path: Path) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text(json.dumps({"text": "good", "label": 1}) + "\n" + line + "\n")
     with pytest.raises(ValueError, match=r"bad.jsonl:2 must .*; repair it"):
         labelled_texts(str(path))
 
 
-def test_numbers_that_do_not_fit_a_table_are_refused(tmp_path: Path) -> None:
+def test_numbers_that_do_not_fit_a_table_raise(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="rows must be a table of numbers in 0 … 65535"):
         write_table(tmp_path / "t.npy", np.array([[70_000]]))

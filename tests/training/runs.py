@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import PartialState
+from accelerate import Accelerator, PartialState
+from accelerate.state import AcceleratorState, DistributedType
+from accelerate.utils import FullyShardedDataParallelPlugin
 
 from farspan.data import prepare
-from farspan.training import TrainConfig, checkpoint, train
+from farspan.training import TrainConfig, checkpoint, loop, train
 
 
 def tokens(folder: Path) -> str:
@@ -23,7 +25,7 @@ def tokens(folder: Path) -> str:
     return str(out)
 
 
-def config(source: str, **changes: Any) -> TrainConfig:
+def settings(source: str, **changes: Any) -> dict[str, dict[str, Any]]:
     """Twelve steps of a model of one small layer."""
     values: dict[str, dict[str, Any]] = {
         "model": {"preset": "tiny", "options": {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 48}},
@@ -34,17 +36,47 @@ def config(source: str, **changes: Any) -> TrainConfig:
     for name, value in changes.items():
         section, _, key = name.partition("__")
         values[section][key] = value
-    return TrainConfig.parse(values)
+    return values
+
+
+def config(source: str, **changes: Any) -> TrainConfig:
+    return TrainConfig.parse(settings(source, **changes))
 
 
 def run_quietly(out: str, source: str, *changes: str) -> None:
-    """Train in this process, on one thread."""
+    """Train in this process, on one thread. The change stop=N ends it before step N, as a power cut does."""
     torch.set_num_threads(1)
-    train(config(source, **{key: json.loads(value) for key, value in (pair.split("=") for pair in changes)}), out)
+    values = {key: json.loads(value) for key, value in (pair.split("=") for pair in changes)}
+    stop, advance = values.pop("stop", None), loop._Run.advance
+
+    def cut(self: loop._Run, step: int) -> None:
+        if step == stop:
+            print(type(self.network).__name__, PartialState().num_processes)
+            sys.exit()
+        advance(self, step)
+
+    loop._Run.advance = cut  # type: ignore[method-assign]
+    train(config(source, **values), out)
+    print(PartialState().num_processes)
 
 
-def run_out_of_room(out: str, source: str) -> None:
-    """Train until the second checkpoint, for which this process may write no more than 2 kB a file."""
+def run_sharded(out: str, source: str, *changes: str) -> None:
+    """Train under FSDP2. Accelerate begins it on GPUs only, so its state is made here; the rest is its own code."""
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["FarspanBlock"],
+        cpu_ram_efficient_loading=False,
+    )
+    Accelerator(cpu=True, mixed_precision="no")
+    for state in (PartialState._shared_state, AcceleratorState._shared_state):
+        state["distributed_type"] = DistributedType.FSDP
+    AcceleratorState._shared_state["fsdp_plugin"] = plugin
+    run_quietly(out, source, *changes)
+
+
+def run_out_of_space(out: str, source: str) -> None:
+    """Train until the second checkpoint, for which this process may write no more than 2 kB per file."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     save = checkpoint.save_file
 
@@ -58,9 +90,3 @@ def run_out_of_room(out: str, source: str) -> None:
         run_quietly(out, source)
     except OSError as error:
         sys.exit(str(error))
-
-
-def run_with_others(out: str, source: str) -> None:
-    """Train as one of several processes, and print how many there are."""
-    run_quietly(out, source)
-    print(PartialState().num_processes)

@@ -1,51 +1,94 @@
-"""The fused loss is cross-entropy, gradients included, and holds only a piece of the logits."""
+"""Fused losses are torch's, gradients included, and hold only a piece of the logits: cross-entropy and divergence."""
+
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
-from farspan.training import loss as room
+from farspan.finetune import objectives
+from farspan.finetune.objectives import linear_distillation
+from farspan.training import loss as losses
 from farspan.training.loss import linear_cross_entropy
+
+Loss = Callable[..., Tensor]
+
+
+def inputs(dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
+    """Student of width 16 and teacher of width 12 over 31 tokens, for 50 positions."""
+    hidden, weight = (torch.randn(n, 16, dtype=dtype, requires_grad=True) for n in (50, 31))
+    return hidden, weight, torch.randn(50, 12, dtype=dtype), torch.randn(31, 12, dtype=dtype), torch.randint(31, (50,))
+
+
+def fused(divergence: float, cross_entropy: float) -> Loss:
+    if divergence == 0:
+        return lambda hidden, weight, _, __, targets: cross_entropy * linear_cross_entropy(hidden, weight, targets)
+    return lambda *tensors: linear_distillation(*tensors, divergence=divergence, cross_entropy=cross_entropy)
+
+
+def plain(divergence: float, cross_entropy: float) -> Loss:
+    def loss(hidden: Tensor, weight: Tensor, theirs: Tensor, head: Tensor, targets: Tensor) -> Tensor:
+        ours, goal = F.log_softmax(hidden @ weight.T, -1), F.log_softmax(theirs @ head.T, -1)
+        kl = F.kl_div(ours, goal, log_target=True, reduction="batchmean")
+        return divergence * kl + cross_entropy * F.nll_loss(ours, targets)
+
+    return loss
+
+
+WEIGHTS = [(0.0, 1.0), (1.0, 0.0), (0.7, 0.4)]
 
 
 @pytest.mark.parametrize("pieces", [1, 7, 1000])
-def test_loss_and_gradients_equal_plain_cross_entropy(pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "LOGITS_AT_ONCE", 31 * (50 // pieces + 1))
-    hidden = torch.randn(50, 16, dtype=torch.float64, requires_grad=True)
-    weight = torch.randn(31, 16, dtype=torch.float64, requires_grad=True)
-    targets = torch.randint(0, 31, (50,))
-    ours, plain = linear_cross_entropy(hidden, weight, targets), F.cross_entropy(hidden @ weight.T, targets)
-    assert (ours - plain).abs() <= 1e-12
-    for a, b in zip(
-        torch.autograd.grad(3 * ours, (hidden, weight)), torch.autograd.grad(3 * plain, (hidden, weight)), strict=True
-    ):
-        assert (a - b).abs().max() <= 1e-12
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_loss_and_gradients_equal_torchs(
+    pieces: int, weights: tuple[float, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(losses, "LOGITS_AT_ONCE", 31 * (50 // pieces + 1))
+    tensors = inputs()
+    ours, goal = fused(*weights)(*tensors), plain(*weights)(*tensors)
+    torch.testing.assert_close(ours, goal, atol=1e-12, rtol=0)
+    gradients = (torch.autograd.grad(3 * loss, tensors[:2]) for loss in (ours, goal))
+    torch.testing.assert_close(*gradients, atol=1e-12, rtol=0)
 
 
-def test_a_frozen_head_gets_no_gradient_and_none_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    hidden, weight = torch.randn(50, 16, requires_grad=True), torch.randn(31, 16)
-    targets = torch.randint(0, 31, (50,))
-    made, original = [], torch.zeros_like
-    monkeypatch.setattr(room.torch, "zeros_like", lambda x, **k: (made.append(x.shape), original(x, **k))[1])
-    loss = linear_cross_entropy(hidden, weight, targets)
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_a_frozen_head_gets_no_gradient_and_changes_nothing_else(
+    weights: tuple[float, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hidden, weight, *others = inputs()
+    free = torch.autograd.grad(fused(*weights)(hidden, weight, *others), hidden)
+    made, zeros = list[torch.Size](), torch.zeros_like
+    monkeypatch.setattr(losses.torch, "zeros_like", lambda x, **k: (made.append(x.shape), zeros(x, **k))[1])
+    held = torch.autograd.grad(fused(*weights)(hidden, weight.detach(), *others), hidden)
     assert weight.shape not in made
-    (ours,) = torch.autograd.grad(loss, hidden)
-    (plain,) = torch.autograd.grad(F.cross_entropy(hidden @ weight.T, targets), hidden)
-    assert (ours - plain).abs().max() <= 1e-6
-    linear_cross_entropy(hidden, weight.requires_grad_(), targets)
-    assert weight.shape in made
+    assert torch.equal(*free, *held)
 
 
-def test_bfloat16_loss_is_close_to_float32() -> None:
-    hidden, weight, targets = torch.randn(200, 32), torch.randn(97, 32) * 0.1, torch.randint(0, 97, (200,))
-    exact = F.cross_entropy(hidden @ weight.T, targets)
-    assert linear_cross_entropy(hidden.bfloat16(), weight, targets) == pytest.approx(float(exact), rel=5e-3)
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_bfloat16_is_close_to_float32_and_scales_body_and_head_alike(weights: tuple[float, float]) -> None:
+    tensors = [x.detach() for x in inputs(torch.float32)]
+    narrow = [x.bfloat16() if x.is_floating_point() else x for x in tensors]
+    leaves = [x.requires_grad_() for x in narrow[:2]]
+    loss = fused(*weights)(*leaves, *narrow[2:])
+    assert float(loss.detach()) == pytest.approx(float(plain(*weights)(*tensors)), rel=2e-2)
+    one = torch.autograd.grad(loss, leaves, retain_graph=True)
+    for third, gradient in zip(torch.autograd.grad(loss / 3, leaves), one, strict=True):
+        if weights[0]:
+            assert torch.equal(third, (gradient.float() / 3).bfloat16())  # bfloat16's own 1/3 is 0.334
 
 
 def test_all_logits_never_exist(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "LOGITS_AT_ONCE", 31 * 10)
-    sizes = []
-    original = F.cross_entropy
-    monkeypatch.setattr(room.F, "cross_entropy", lambda x, *a, **k: (sizes.append(x.shape[0]), original(x, *a, **k))[1])
-    linear_cross_entropy(torch.randn(45, 8), torch.randn(31, 8), torch.randint(0, 31, (45,)))
-    assert sizes == [10, 10, 10, 10, 5]
+    monkeypatch.setattr(losses, "LOGITS_AT_ONCE", 31 * 20)
+    sizes, entropy, error = list[int](), F.cross_entropy, objectives.soft_error
+    monkeypatch.setattr(losses.F, "cross_entropy", lambda x, *a, **k: (sizes.append(len(x)), entropy(x, *a, **k))[1])
+    monkeypatch.setattr(objectives, "soft_error", lambda x, *a: (sizes.append(len(x)), error(x, *a))[1])
+    for weights in WEIGHTS[:2]:
+        fused(*weights)(*inputs())
+    assert sizes == [20, 20, 10] * 2
+
+
+def test_a_teacher_must_have_the_students_vocabulary() -> None:
+    hidden, weight, theirs, head, targets = inputs()
+    with pytest.raises(ValueError, match=r"student's vocabulary of 31 tokens, got 30; distil from"):
+        linear_distillation(hidden, weight, theirs, head[:30], targets)

@@ -1,8 +1,8 @@
-"""Fine-tuning: recipes of stages, their objectives, and the training room that runs them."""
+"""Fine-tuning: recipes of stages, their objectives, and the run that applies them."""
 
 from farspan.finetune.objectives import OBJECTIVES, Distillation
 from farspan.finetune.recipe import Lora, Recipe, Stage
-from farspan.finetune.run import Standing, finetune, open_origin, run_stage, stage_job, stage_model, stage_row
+from farspan.finetune.run import finetune, open_origin, run_stage, stage_job, stage_model, stage_row
 
 __all__ = [
     "OBJECTIVES",
@@ -10,7 +10,6 @@ __all__ = [
     "Lora",
     "Recipe",
     "Stage",
-    "Standing",
     "finetune",
     "open_origin",
     "run_stage",

@@ -1,18 +1,21 @@
-"""What a stage lowers: distances from a frozen teacher, alone or together with the loss of the next token."""
+"""What a stage lowers: distances from a frozen teacher, alone or together with the loss of the next token.
 
-from collections.abc import Mapping
+The divergence comes straight from hidden states: neither model's logits of a batch ever exist all at once.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import cache
 
 import torch
 from torch import Tensor, nn
 
 from farspan.configuration_farspan import FarspanConfig
 from farspan.errors import require
-from farspan.finetune.losses import linear_distillation
 from farspan.modeling_farspan import FarspanBlock, FarspanForCausalLM
 from farspan.ops.device import product_dtype
 from farspan.ops.masking import AttentionContext
-from farspan.training.loss import linear_cross_entropy
-from farspan.training.skipping import skipped_positions
+from farspan.training.loss import linear_cross_entropy, linear_loss
+from farspan.training.pretraining import skipped_positions
 
 NEXT_TOKEN, ATTENTION_OUTPUT, LOGIT_KL = OBJECTIVES = ("next-token", "attention-output", "logit-kl")
 """The names a recipe weighs."""
@@ -52,15 +55,15 @@ class Distillation(nn.Module):
 
     "attention-output": each of :func:`new_layers` is given what entered the teacher's layer, and :func:`relative_error`
     of what its attention makes of it is averaged over them. No error travels from layer to layer, so all of them learn
-    from one forward pass of the teacher, and the student as a whole is not run.
+    from one forward pass of the teacher, and the rest of the student is not run.
     "logit-kl": KL(teacher ‖ student) of the next token, a mean over tokens.
 
     Args:
         teacher: frozen; kept out of the module's own parameters, so that it is neither saved nor wrapped.
         weights: objective → weight, by the names in :data:`OBJECTIVES`.
         compile: compile the teacher's blocks and the loss.
-        reach: the student's positions go up to so many times the row (:mod:`farspan.training.skipping`), the teacher's
-            count on: it is asked about texts of a length that it knows. 1 = both count on.
+        reach: the student's positions go up to so many times the row (:func:`skipped_positions`), the teacher's
+            count on: it reads sequences of a length that it knows. 1 = both count on.
     """
 
     def __init__(
@@ -135,7 +138,7 @@ def _narrow(hidden: Tensor) -> Tensor:
 
 
 def check_teacher(ours: FarspanConfig, theirs: FarspanConfig, weights: Mapping[str, float]) -> None:
-    """Refuse a teacher of another shape, and an objective that finds nothing to match."""
+    """Raise for a teacher of another shape, and for an objective that finds nothing to match."""
     for name in ("num_hidden_layers", "hidden_size", "vocab_size"):
         a, b = getattr(ours, name), getattr(theirs, name)
         require(a == b, f"teacher must have the model's {name} = {a}, got {b}; name what the model was converted from")
@@ -144,3 +147,72 @@ def check_teacher(ours: FarspanConfig, theirs: FarspanConfig, weights: Mapping[s
         "objective 'attention-output' needs layers that were changed, got only the teacher's; convert the model first, "
         "e.g. farspan convert SOURCE --attention coca-exact",
     )
+
+
+# The divergence
+
+
+def soft_error(
+    ours: Tensor, theirs: Tensor, targets: Tensor, divergence: float, cross_entropy: float
+) -> tuple[Tensor, Tensor]:
+    """Sum the loss of a piece of logits (rows, vocabulary); also return its gradient by `ours`, in float32 or wider.
+
+    With p the teacher's probabilities, q the student's and y the true token, the gradient of
+    divergence·KL(p ‖ q) - cross_entropy·log q_y by the logits of q is divergence·(q - p) + cross_entropy·(q - y).
+    """
+    wide = torch.promote_types(torch.float32, ours.dtype)
+    log_q, log_p = ours.to(wide).log_softmax(-1), theirs.to(wide).log_softmax(-1)
+    p = log_p.exp()
+    loss = divergence * (p * (log_p - log_q)).sum()
+    error = (divergence + cross_entropy) * log_q.exp() - divergence * p
+    if cross_entropy:
+        index = targets[:, None]
+        loss = loss - cross_entropy * log_q.gather(1, index).sum()
+        true = index == torch.arange(error.shape[1], device=error.device)  # fuses, which a scatter does not
+        error = torch.where(true, error - cross_entropy, error)
+    return loss, error
+
+
+@cache
+def _compiled() -> Callable[..., tuple[Tensor, Tensor]]:
+    """One pass over the logits instead of a dozen."""
+    return torch.compile(soft_error, dynamic=False)
+
+
+def linear_distillation(
+    hidden: Tensor,
+    weight: Tensor,
+    teacher_hidden: Tensor,
+    teacher_weight: Tensor,
+    targets: Tensor,
+    *,
+    divergence: float = 1.0,
+    cross_entropy: float = 0.0,
+    compile: bool = False,
+) -> Tensor:
+    """Mean over tokens of divergence · KL(teacher ‖ student) + cross_entropy · -log student[target].
+
+    Args:
+        hidden, teacher_hidden: last hidden states (tokens, width) of each; products run in their dtypes.
+        weight, teacher_weight: heads (vocabulary, width); widths may differ, the vocabulary may not.
+        targets: (tokens).
+        compile: fuse what is done to the logits; worth it on a GPU.
+
+    No gradient goes to the teacher. Memory is one piece of each model's logits, not all of them.
+
+    >>> h, w, y = torch.randn(3, 2), torch.randn(8, 2), torch.tensor([1, 2, 3])
+    >>> round(linear_distillation(h, w, h, w, y).item(), 6)  # nothing to learn from oneself
+    0.0
+    """
+    require(
+        weight.shape[0] == teacher_weight.shape[0],
+        f"teacher must have the student's vocabulary of {weight.shape[0]} tokens, got {teacher_weight.shape[0]}; "
+        "distil from the model it was converted from",
+    )
+    theirs, head = teacher_hidden.detach(), teacher_weight.detach().to(teacher_hidden.dtype)
+    error_of = _compiled() if compile else soft_error
+
+    def judge(logits: Tensor, piece: slice) -> tuple[Tensor, Tensor]:
+        return error_of(logits, theirs[piece] @ head.T, targets[piece], divergence, cross_entropy)
+
+    return linear_loss(hidden, weight, judge)

@@ -1,15 +1,17 @@
-"""A recipe, stage by stage, through the training loop."""
+"""A recipe, stage by stage, through the training loop: what moves in a stage, and from which model it starts."""
 
 import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import cache, partial
+from fnmatch import fnmatchcase
+from functools import cached_property, partial
 from pathlib import Path
+from shutil import copytree, ignore_patterns
 from typing import Any
 
 import torch
-from accelerate import PartialState
+from safetensors.torch import load_file
 from torch import nn
 
 from farspan.configuration_farspan import FarspanConfig
@@ -17,55 +19,85 @@ from farspan.convert.configuration import config_of
 from farspan.convert.folder import save
 from farspan.convert.load import load
 from farspan.convert.note import read_note, write_note
-from farspan.convert.sources import open_source
+from farspan.convert.sources import Source, open_source
 from farspan.convert.text import text_tokenizer
 from farspan.data import Shards, TextTokenizer
+from farspan.data.passkey import check_row
 from farspan.errors import require
-from farspan.finetune.check import check
-from farspan.finetune.objectives import Distillation
-from farspan.finetune.recipe import Recipe, Stage
-from farspan.finetune.weights import begun, merge_lora, prepared, resumed
+from farspan.evaluation.laws import scaling_name
+from farspan.finetune.objectives import ATTENTION_OUTPUT, Distillation, check_teacher, new_layers
+from farspan.finetune.recipe import Lora, Recipe, Stage
 from farspan.modeling_farspan import FarspanForCausalLM
+from farspan.ops import Linear, YaRN
 from farspan.results import write_result
-from farspan.training import Job, Progress
+from farspan.training import Job, Status
 from farspan.training import run as run_job
 from farspan.training.config import DataSection, RunSection
+from farspan.training.loop import on_main, working_in
 from farspan.training.pretraining import NextToken, text_batches
+from farspan.utils import Progress, atomic_path, check_same, parse, silent
 
-
-@dataclass(frozen=True)
-class Standing:
-    """How far a recipe is."""
-
-    stage: str
-    done: int
-    """Tokens of all stages so far."""
-    total: int
-    now: Progress
+SETTINGS = "finetune.json"
+"""Which recipe a folder belongs to; the first file there."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """What a recipe is applied to."""
+    """What a recipe is applied to. Model and teacher are opened once each, when they are first needed."""
 
     model: Path
     teacher: Path | None
     data: dict[str, float]
-    tokenizer: Callable[[], TextTokenizer]
 
-    def check(self, recipe: Recipe) -> None:
-        """Refuse what can be refused of a recipe before its first stage is trained."""
-        check(recipe, self.model, self.teacher, self.data, self.tokenizer)
+    @cached_property
+    def source(self) -> Source:
+        """The opened model."""
+        return open_source(self.model)
+
+    @cached_property
+    def teacher_source(self) -> Source:
+        """The opened teacher."""
+        assert self.teacher is not None
+        return self.source if self.teacher == self.model else open_source(self.teacher)
+
+    @cached_property
+    def tokenizer(self) -> TextTokenizer:
+        """The model's tokenizer. Raise if data was made with another."""
+        tokenizer = text_tokenizer(self.model)
+        for path in self.data:
+            require(
+                Shards(path).tokenizer_fingerprint == tokenizer.fingerprint,
+                f"--data must be made with the model's tokenizer, got another in {path!r}; "
+                f"run farspan data TEXT --tokenizer {self.model} --out DIR",
+            )
+        return tokenizer
 
     def teacher_of(self, stage: Stage) -> FarspanConfig | None:
-        """What the stage's teacher is, if it has one."""
-        if not stage.needs_teacher or self.teacher is None:
-            return None
-        return config_of(open_source(self.teacher))
+        """Return the configuration of the stage's teacher, if it has one."""
+        return config_of(self.teacher_source) if stage.needs_teacher and self.teacher is not None else None
+
+    def check(self, recipe: Recipe) -> None:
+        """Raise for a stage that cannot begin, before the first is trained.
+
+        Go through the stages with a model that has shapes but no weights, and open the data at each stage's length.
+        """
+        config = config_of(self.source)
+        for stage in recipe.stages:
+            with torch.device("meta"):
+                student = FarspanForCausalLM(config)
+            give_lengths(student, stage)  # the next stage begins with this configuration
+            if theirs := self.teacher_of(stage):
+                check_teacher(student.config, theirs, stage.objective)
+            prepared(student, stage, theirs)
+            text_batches(DataSection(self.data, stage.length, stage.batch_size), self.tokenizer, 0)
+            if stage.passkey_share:
+                check_row(self.tokenizer, stage.length, f"length of stage {stage.name}")
+        if recipe.log_length:
+            student.set_log_length(True)
 
     def write_beside(self, folder: Path) -> None:
-        """Tokenizer and generation settings as they came, and where the model is from."""
-        open_source(self.model).carry(folder)
+        """Write tokenizer and generation settings as they came, and where the model is from."""
+        self.source.carry(folder)
         if self.teacher is not None:
             write_note(folder, self.teacher)
 
@@ -79,7 +111,7 @@ def finetune(
     teacher: str | os.PathLike[str] | None = None,
     run: RunSection | None = None,
     begin: Callable[[], None] | None = None,
-    report: Callable[[Standing], None] | None = None,
+    progress: Progress = silent,
 ) -> Path:
     """Apply a recipe, or go on where an earlier call stopped; return the folder of the finished model.
 
@@ -88,40 +120,65 @@ def finetune(
         data: token folders (`farspan data --tokenizer MODEL`) with their weights.
         out: gets ``stage-1-…`` and so on, each a folder of a training run with its ``model`` (``merged`` is
             the plain one after LoRA); at the end ``model`` and ``recipe.json``, what was done and what it took.
-        teacher: what a distilling stage learns from, refused where there is none; default: what the model was
+        teacher: what a distilling stage learns from; an error where no stage distils. Default: what the model was
             converted from, if it says.
-        begin: called once, when nothing was refused and before anything is trained.
-        report: called every few steps.
+        begin: called once, when everything was checked and before anything is trained.
+        progress: called every few steps with the tokens of all stages.
     """
-    folder, run = Path(out), run or RunSection()
+    stages = tuple(parse(Stage, asdict(stage), f"stages[{i}].") for i, stage in enumerate(recipe.stages))
+    folder, run = Path(out), parse(RunSection, asdict(run or RunSection()), "run.")
     require(
-        teacher is None or any(stage.needs_teacher for stage in recipe.stages),
-        f"--teacher must be left out for a recipe that learns from text alone, got {str(teacher)!r}; "
+        os.environ.get("ACCELERATE_USE_FSDP") != "true" or all(ATTENTION_OUTPUT not in s.objective for s in stages),
+        "objective 'attention-output' needs unsharded weights, got FSDP; launch with one-node.yaml instead",
+    )
+    require(
+        teacher is None or any(stage.needs_teacher for stage in stages),
+        f"--teacher must be left out for a recipe that learns from tokens alone, got {str(teacher)!r}; "
         "leave it out, or choose a distilling recipe",
     )
     origin = open_origin(model, data, recipe, teacher=teacher)
+    folders = [folder / f"stage-{i + 1}-{stage.name}" for i, stage in enumerate(stages)]
     final, path, done = folder / "model", origin.model, 0
-    places = [folder / f"stage-{i + 1}-{stage.name}" for i, stage in enumerate(recipe.stages)]
-    if final.exists():
-        log_length = recipe.log_length or bool(config_of(open_source(origin.model)).log_length)
-        _refuse_other_recipe(folder, [place.name for place in places], log_length=log_length)
-    else:
-        origin.check(recipe)
-    if begin is not None:
-        begin()
-    for index, (place, stage) in enumerate(zip(places, recipe.stages, strict=True)):
-        relay = _relay(report, place.name, done, recipe.tokens, stage)
-        path = run_stage(stage, path, origin, place, replace(run, seed=run.seed + index), report=relay)
-        done += stage.tokens
-    if _is_main() and not final.exists():
-        rows = [stage_row(place, stage, origin) for place, stage in zip(places, recipe.stages, strict=True)]
-        write_result(folder / "recipe.json", rows, device=_device(), seed=run.seed)
-        finished = load(open_source(path))
-        if recipe.log_length:
-            finished.set_log_length(True)
-        save(finished, final, origin.write_beside)
-    _wait()
+    before = f"{folders[0].name}/metrics.jsonl"  # of version 0.1, which kept no settings
+    with working_in(folder, SETTINGS if (folder / SETTINGS).is_file() else before, "of a fine-tuning"):
+        if not final.exists():
+            origin.check(recipe)
+        settings = {"stages": [one.name for one in folders], "log_length": recipe.log_length}
+        on_main(partial(check_same, folder / SETTINGS, settings, "fine-tuning"))
+        if begin is not None:
+            begin()
+        for index, (own, stage) in enumerate(zip(folders, stages, strict=True)):
+            section = replace(run, seed=run.seed + index)
+            path = run_stage(stage, path, origin, own, section, progress=_after(progress, stage, done, recipe.tokens))
+            done += stage.tokens
+        on_main(partial(_finish, folder, recipe, origin, path, run.seed))
     return final
+
+
+def _after(progress: Progress, stage: Stage, before: int, tokens: int) -> Progress:
+    """Report the steps of a stage as tokens of the recipe."""
+    per_step = stage.batch_size * stage.length
+
+    def report(done: float, total: float | None, text: str = "", *, phase: str = "") -> None:
+        progress(before + done * per_step, tokens, f"{stage.name}: {text}", phase=phase)
+
+    return report
+
+
+def _finish(folder: Path, recipe: Recipe, origin: Origin, path: Path, seed: int) -> None:
+    """Write what was done, and the last stage's model as the result."""
+    final = folder / "model"
+    if final.exists():
+        return
+    rows = [stage_row(folder / f"stage-{i}-{stage.name}", stage, origin) for i, stage in enumerate(recipe.stages, 1)]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    write_result(folder / "recipe.json", rows, device=device, seed=seed, kind="finetune")
+    with atomic_path(final) as part:
+        copytree(path, part, ignore=ignore_patterns("trainer.json"))
+        if recipe.log_length:
+            config = FarspanConfig.from_pretrained(part)
+            config.log_length = True
+            config.save_pretrained(part)
 
 
 def open_origin(
@@ -131,45 +188,59 @@ def open_origin(
     *,
     teacher: str | os.PathLike[str] | None = None,
 ) -> Origin:
-    """What a recipe is applied to; refuses a model, text or teacher that is not there."""
+    """Name what a recipe is applied to. Raise for a model, data or teacher that is not there."""
     source, sources = Path(model), {str(Path(path)): weight for path, weight in data.items()}
     require(bool(sources), "--data must name at least one token folder, got none; make it with farspan data")
-    config_of(open_source(source))  # refuses what is no model before anything else is said about it
-    return Origin(source, _teacher(source, teacher, recipe), sources, cache(partial(_tokenizer, source, sources)))
+    config_of(open_source(source))  # raises for what is no model before anything else is said about it
+    found = Path(teacher) if teacher is not None else read_note(source)
+    needing = next((stage.name for stage in recipe.stages if stage.needs_teacher), None)
+    require(
+        needing is None or found is not None,
+        f"--teacher is needed by stage {needing}, got none, and {str(model)!r} does not say what it was converted "
+        "from; name the original checkpoint",
+    )
+    require(
+        (needing is None and teacher is None) or (found is not None and found.exists()),
+        f"--teacher must exist, got {str(found)!r}; name the original checkpoint",
+    )
+    return Origin(source, found, sources)
 
 
 def run_stage(
     stage: Stage,
     path: Path,
     origin: Origin,
-    place: Path,
+    folder: Path,
     run: RunSection,
     *,
-    report: Callable[[Progress], None] | None = None,
+    progress: Progress = silent,
+    report: Callable[[Status], None] | None = None,  # alias until merged
 ) -> Path:
-    """Train one stage in `place`, beginning with the model at `path`, or go on with it; its plain model's folder."""
-    run_job(stage_job(stage, path, origin, run), place, report=report)
-    final = stage_model(place, stage)
-    if stage.lora.r and _is_main() and not final.exists():
-        save(merge_lora(resumed(place / "model", stage, origin.teacher_of(stage))), final, origin.write_beside)
-    _wait()
+    """Train one stage in `folder`, beginning with the model at `path`, or go on; return its plain model's folder."""
+    run_job(stage_job(stage, path, origin, run), folder, progress=progress, report=report)
+    final = stage_model(folder, stage)
+
+    def merge() -> None:
+        if stage.lora.r and not final.exists():
+            save(merge_lora(resumed(folder / "model", stage, origin.teacher_of(stage))), final, origin.write_beside)
+
+    on_main(merge)
     return final
 
 
-def stage_model(place: Path, stage: Stage) -> Path:
-    """Where a finished stage has its plain model: with its low-rank additions, if there were any, merged."""
-    return place / ("merged" if stage.lora.r else "model")
+def stage_model(folder: Path, stage: Stage) -> Path:
+    """Return where a finished stage has its plain model: with its low-rank additions, if there were any, merged."""
+    return folder / ("merged" if stage.lora.r else "model")
 
 
 def stage_job(stage: Stage, path: Path, origin: Origin, run: RunSection) -> Job:
-    """A stage that begins with the model at `path`, for :func:`farspan.training.run`."""
+    """Make the job of a stage that begins with the model at `path`."""
     data = DataSection(origin.data, stage.length, stage.batch_size, stage.passkey_share)
 
     def objective(model: FarspanForCausalLM) -> nn.Module:
         if not stage.needs_teacher:
             return NextToken(model, reach=stage.reach)
-        assert origin.teacher is not None  # refused before the first stage
-        teacher = load(open_source(origin.teacher), dtype=torch.float32)
+        teacher = load(origin.teacher_source, dtype=torch.float32)
         return Distillation(model, teacher, stage.objective, compile=run.compile, reach=stage.reach)
 
     return Job(
@@ -184,94 +255,162 @@ def stage_job(stage: Stage, path: Path, origin: Origin, run: RunSection) -> Job:
         tokens_per_row=stage.length,
         start=partial(begun, path, stage, origin.teacher_of(stage)),
         load=partial(resumed, stage=stage, teacher=origin.teacher_of(stage)),
-        batches=lambda: text_batches(data, origin.tokenizer(), run.seed),
+        batches=lambda: text_batches(data, origin.tokenizer, run.seed),
         objective=objective,
         write_beside=origin.write_beside,
     )
 
 
-def _tokenizer(model: Path, data: Mapping[str, float]) -> TextTokenizer:
-    """The model's tokenizer; data made with another are refused."""
-    tokenizer = text_tokenizer(model)
-    for path in data:
-        require(
-            Shards(path).tokenizer_fingerprint == tokenizer.fingerprint,
-            f"--data must be made with the model's tokenizer, got another in {path!r}; "
-            f"run farspan data TEXT --tokenizer {model} --out DIR",
-        )
-    return tokenizer
-
-
-def _teacher(model: Path, given: str | os.PathLike[str] | None, recipe: Recipe) -> Path | None:
-    """The teacher's path where it is known; refuses its absence where it was named or a stage needs it."""
-    found = Path(given) if given is not None else read_note(model)
-    needing = next((stage.name for stage in recipe.stages if stage.needs_teacher), None)
-    require(
-        needing is None or found is not None,
-        f"--teacher is needed by stage {needing}, got none, and {str(model)!r} does not say what it was converted "
-        "from; name the original checkpoint",
-    )
-    require(
-        (needing is None and given is None) or (found is not None and found.exists()),
-        f"--teacher must exist, got {str(found)!r}; name the original checkpoint",
-    )
-    return found
-
-
-def _refuse_other_recipe(folder: Path, stages: list[str], *, log_length: bool) -> None:
-    """A finished model is the last stage's of the recipe that made it, and of no shorter or longer one."""
-    made = [row["folder"] for row in json.loads((folder / "recipe.json").read_text())["rows"]]
-    require(
-        made == stages,
-        f"--out {str(folder)!r} holds a finished model of another recipe, of {', '.join(made)} and not "
-        f"{', '.join(stages)}; choose another",
-    )
-    made_with = FarspanConfig.from_pretrained(folder / "model").log_length
-    require(
-        made_with == log_length,
-        f"--out {str(folder)!r} holds a finished model with log_length {made_with} and not {log_length}, as the recipe "
-        "has it; choose another",
-    )
-
-
-def _relay(
-    report: Callable[[Standing], None] | None, name: str, before: int, total: int, stage: Stage
-) -> Callable[[Progress], None] | None:
-    if report is None:
-        return None
-    return lambda now: report(Standing(name, before + now.step * stage.batch_size * stage.length, total, now))
-
-
-def stage_row(place: Path, stage: Stage, origin: Origin) -> dict[str, Any]:
-    """What a finished stage was and took: a row of recipe.json."""
-    lines = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
-    losses = [line["loss"] for line in lines]
+def stage_row(folder: Path, stage: Stage, origin: Origin) -> dict[str, Any]:
+    """Say what a finished stage was and took: a row of recipe.json."""
+    losses = [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
     few = max(1, min(10, len(losses) // 2))
     with torch.device("meta"):
-        model = FarspanForCausalLM(FarspanConfig.from_pretrained(place / "model"))
-        whole = sum(p.numel() for p in model.parameters())
+        model = FarspanForCausalLM(FarspanConfig.from_pretrained(folder / "model"))
+        parameters = sum(p.numel() for p in model.parameters())
         frozen = prepared(model, stage, origin.teacher_of(stage))
         moved = sum(p.numel() for p in frozen.parameters() if p.requires_grad)
     return {
         "kind": "stage",
         **asdict(stage),
-        "folder": place.name,
+        "folder": folder.name,
         "tokens": stage.tokens,
-        "seconds": json.loads((place / "model" / "trainer.json").read_text())["seconds"],
-        "parameters": whole,
+        "seconds": json.loads((folder / "model" / "trainer.json").read_text())["seconds"],
+        "parameters": parameters,
         "trained_parameters": moved,
         "first_loss": sum(losses[:few]) / few,
         "last_loss": sum(losses[-few:]) / few,
     }
 
 
-def _device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
+# What of a model moves in a stage: frozen parameters, other angles, low-rank additions
 
 
-def _is_main() -> bool:
-    return PartialState(cpu=not torch.cuda.is_available()).is_main_process
+def begun(path: Path, stage: Stage, teacher: FarspanConfig | None = None) -> FarspanForCausalLM:
+    """Load the model of a folder or GGUF file as a stage begins with it, in float32."""
+    model = load(open_source(path), dtype=torch.float32)
+    give_lengths(model, stage)
+    return prepared(model, stage, teacher)
 
 
-def _wait() -> None:
-    PartialState(cpu=not torch.cuda.is_available()).wait_for_everyone()
+def resumed(path: Path, stage: Stage, teacher: FarspanConfig | None = None) -> FarspanForCausalLM:
+    """Load the model of a stage's own checkpoint."""
+    if not stage.lora.r:
+        return freeze(load(open_source(path), dtype=torch.float32), stage, teacher)
+    model = prepared(FarspanForCausalLM(FarspanConfig.from_pretrained(path)), stage, teacher)
+    missing, unexpected = model.load_state_dict(load_file(path / "model.safetensors"), strict=False)
+    tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
+    require(
+        set(missing) <= tied and not unexpected,
+        f"checkpoint {str(path)!r} must hold the weights of stage {stage.name}, got others; remove the stage's folder",
+    )
+    return model
+
+
+def prepared(model: FarspanForCausalLM, stage: Stage, teacher: FarspanConfig | None = None) -> FarspanForCausalLM:
+    """Give a model the stage's low-rank additions, if it has any, and freeze the rest."""
+    if stage.lora.r:
+        add_lora(model, stage.lora)
+    return freeze(model, stage, teacher)
+
+
+def give_lengths(model: FarspanForCausalLM, stage: Stage) -> None:
+    """Give a model the stage's training length and angles, which it keeps.
+
+    A scaling refolders the model's own, which must be of the same kind, as the weights have learnt it; so interpolating
+    32 → 64 → 128 ends with factor 4.
+    """
+    config, rope, longest = model.config, dict(stage.rope_parameters), stage.length * stage.reach
+    # Where positions jump a window would reach across, log_length count keys that are not there, and a linear
+    # attention run out of its table.
+    steady = not config.log_length and all(not spec.linear and spec.window is None for spec in config.attention_specs)
+    require(
+        stage.reach == 1 or steady,
+        f"reach of stage {stage.name} must be 1 for a model with windows, linear attention or log_length, "
+        f"got {stage.reach}; train it in longer rows",
+    )
+    trained, own, kind = stage.train_length or config.train_length, config.rotary().scaling, rope.get("rope_type")
+    own_kind = (config.rope_parameters or {}).get("rope_type", "default")
+    require(
+        kind in (None, "default", own_kind) or own_kind == "default",
+        f"rope_parameters of stage {stage.name} must keep to the model's own scaling, {scaling_name(own)}, "
+        f"got {kind!r}; leave them out, or drop it in a stage before with rope_type = 'default'",
+    )
+    if kind in ("linear", "yarn"):  # which measure against the length before the model's own scaling
+        original = config.train_length / own.factor if isinstance(own, Linear) else config.train_length
+        original = own.train_length if isinstance(own, YaRN) else original
+        if kind == "linear" and "factor" not in rope and not stage.train_length:
+            trained = longest  # interpolated positions are as far as these rows go, and the next scaling starts there
+        rope.setdefault("factor", longest / original)
+        require(
+            rope["factor"] > 1,
+            f"rope_parameters of stage {stage.name} need a factor > 1, got {rope['factor']:g} for length "
+            f"{longest} and a model trained at {original:g}; lengthen the rows or leave them out",
+        )
+        if kind == "yarn":
+            rope.setdefault("original_max_position_embeddings", round(original))
+    config.train_length = trained
+    config.max_position_embeddings = max(config.max_position_embeddings, longest)
+    if rope:
+        model.set_rope_parameters(**rope)
+
+
+def freeze(model: FarspanForCausalLM, stage: Stage, teacher: FarspanConfig | None = None) -> FarspanForCausalLM:
+    """Let only the stage's parameters move, and of these only those its objective can teach.
+
+    Given the teacher's configuration, layers that are the teacher's own learn nothing from "attention-output".
+    """
+    names = [name for name, _ in model.named_parameters()]
+    if stage.lora.r:
+        moving = {name for name in names if ".lora_" in name}
+    else:
+        moving = set[str]()
+        for pattern in stage.train:
+            found = {name for name in names if fnmatchcase(name, pattern)}
+            require(
+                bool(found),
+                f"train of stage {stage.name} must name parameters, got {pattern!r}, which fits none; "
+                f"they are like {names[1]!r}",
+            )
+            moving |= found
+    if set(stage.objective) == {ATTENTION_OUTPUT}:
+        parts = ("self_attn", "input_layernorm")
+        own = [f"model.layers.{i}.{part}." for i in new_layers(model.config, teacher) for part in parts]
+        moving = {name for name in moving if name.startswith(tuple(own))}
+    require(
+        bool(moving),
+        f"stage {stage.name} has nothing to train: its objective reaches none of {list(stage.train)}; "
+        "convert the model first, or choose another objective",
+    )
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in moving)
+    return model
+
+
+def add_lora(model: FarspanForCausalLM, lora: Lora) -> None:
+    """Replace linear layers by PEFT's low-rank ones; the model stays what it is, not a wrapper around it."""
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError as error:
+        raise ValueError("lora needs the package 'peft', which is missing; pip install 'farspan[lora]'") from error
+    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    present = {name.rpartition(".")[2] for name in linear} - {"lm_head"}  # its weight is read, not its output
+    targets = lora.target_modules or [name for name in model.lora_target_modules if name in present]
+    for target in targets:
+        require(
+            target in present,
+            f"lora.target_modules must be linear layers of the model ({', '.join(sorted(present))}), got {target!r}",
+        )
+    inject_adapter_in_model(LoraConfig(r=lora.r, lora_alpha=lora.alpha, target_modules=list(targets)), model)
+
+
+def merge_lora(model: FarspanForCausalLM) -> FarspanForCausalLM:
+    """Add the low-rank products to the weights and put the plain layers back: the same function, nothing of PEFT."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers: list[tuple[str, Any]] = [(n, m) for n, m in model.named_modules() if isinstance(m, BaseTunerLayer)]
+    for name, layer in layers:
+        layer.merge()
+        owner, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, layer.get_base_layer())
+    return model.requires_grad_(True)

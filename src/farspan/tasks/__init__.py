@@ -1,7 +1,5 @@
 """Tasks to train and test an attention on: the cosFormer paper's evaluation, and associative recall."""
 
-from farspan.tasks.kinds import TASKS, make_task
-from farspan.tasks.settings import VARIANTS, TaskSettings, attention_of
-from farspan.tasks.task import Material, Task
+from farspan.tasks.task import TASKS, VARIANTS, Material, Task, TaskSettings, attention_of, make_task
 
 __all__ = ["TASKS", "VARIANTS", "Material", "Task", "TaskSettings", "attention_of", "make_task"]

@@ -1,24 +1,100 @@
-"""What a task is: examples to make, a model to train on them, and questions to count."""
+"""The tasks of the cosFormer paper's evaluation at our scale, and associative recall."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
+import numpy as np
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from farspan.configuration_farspan import FarspanConfig
-from farspan.errors import require
-from farspan.evaluation import as_trained
-from farspan.tasks.settings import TaskSettings, attention_of
-from farspan.training import Job, Progress, run
-from farspan.training.config import OptimizerSection, RunSection
+from farspan.data import Shards, TextTokenizer, load_tokenizer
+from farspan.data.listops import LABELS as DIGITS
+from farspan.data.listops import TOKENS, ListOps
+from farspan.data.mqar import MQAR
+from farspan.data.pathfinder import LABELS as LINKED
+from farspan.data.pathfinder import LEVELS, Pathfinder
+from farspan.errors import require, require_choice
+from farspan.evaluation import as_trained, perplexity
+from farspan.evaluation.answers import asked_tokens, row_labels
+from farspan.layers import NAMES
+from farspan.modeling_farspan import FarspanForCausalLM, FarspanForMaskedLM, FarspanForSequenceClassification
+from farspan.ops.device import product_dtype
+from farspan.tasks.examples import (
+    SPLITS,
+    MaskedRows,
+    Piece,
+    TableRows,
+    generate,
+    listops_piece,
+    pathfinder_piece,
+    read_table,
+    recall_piece,
+    text_tables,
+)
+from farspan.training import Job, Status, TrainConfig, pretraining_job, run
+from farspan.training.config import Count, LearningRate, OptimizerSection, RunSection, Share, check_pieces
+from farspan.training.loop import METRICS
+from farspan.training.loss import linear_cross_entropy
+from farspan.utils import Progress, check_folder, in_phase, parse, silent
 
+PLAIN = "cosformer-plain"
+"""cosFormer without its re-weighting: the paper's ablation."""
+VARIANTS = (*NAMES, PLAIN)
 Say = Callable[[str, float], None]
-"""Told, now and then, what is being done and how far it has come."""
-Report = Callable[[Progress], None]
+
+
+def attention_of(variant: str) -> str | dict[str, Any]:
+    """Return what :class:`farspan.FarspanConfig` calls a variant.
+
+    >>> attention_of("rope"), attention_of("cosformer-plain")
+    ('rope', {'kind': 'cosformer', 'rotary': False})
+    """
+    require_choice("variant", variant, VARIANTS)
+    return {"kind": "cosformer", "rotary": False} if variant == PLAIN else variant
+
+
+@dataclass(frozen=True)
+class TaskSettings:
+    """``[tasks.NAME]``: model, training and examples of one task, the same for every variant and seed."""
+
+    preset: str = "tiny"
+    options: dict[str, Any] = field(default_factory=dict)
+    """Fields of the model's preset to replace."""
+    length: Count = 128
+    """Tokens per row; shorter examples are padded, longer texts cut."""
+    batch_size: Count = 32
+    accumulation: Count = 1
+    steps: Count = 100
+    peak_lr: Annotated[float, Field(gt=0, le=10)] = 1e-3
+    end_lr: LearningRate = 1e-5
+    warmup_share: Share = 0.1
+    weight_decay: Annotated[float, Field(ge=0, le=10)] = 0.1
+    compile: bool = False
+    train: Count = 1000
+    valid: Count = 200
+    test: Count = 500
+    """Examples of each split; of files no more than they have."""
+    generator: dict[str, Any] = field(default_factory=dict)
+    """Fields of the task's generator to replace; without it the task is as published."""
+    pretraining_steps: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
+    """Steps of masked-language-model training before fine-tuning, where the task has it."""
+    pretraining_batch_size: Count = 32
+    pretraining_lr: Annotated[float, Field(gt=0, le=10)] = 1e-3
+
+    def __post_init__(self) -> None:
+        check_pieces(self.batch_size, self.accumulation, "batch_size")
+
+    @property
+    def examples(self) -> dict[str, int]:
+        """Examples wanted, by split."""
+        return {split: getattr(self, split) for split in SPLITS}
 
 
 @dataclass(frozen=True)
@@ -26,7 +102,7 @@ class Material:
     """What tasks are made from and where they keep it."""
 
     folder: Path
-    """For tables, one folder a task."""
+    """For tables, one folder per task."""
     sources: dict[str, float]
     """Token folders by weight, for tasks on running text."""
     held_out: Callable[[], list[Tensor]]
@@ -35,23 +111,68 @@ class Material:
     """Files of labelled texts: for training, for choices, and for the test."""
 
 
-class Task:
-    """One task at one size. A subclass says what is asked; all share how it is trained and reported."""
+class RowLabel(nn.Module):
+    """rows (b, n+1), the label last → mean cross-entropy."""
 
-    name: str
-    encoder = False
-    """Whether its model looks both ways, and so may have learned positions."""
-    needs_text = False
+    def __init__(self, model: FarspanForSequenceClassification) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return F.cross_entropy(self.model(rows[:, :-1]).logits.float(), rows[:, -1])
+
+
+class AskedTokens(nn.Module):
+    """rows (b, 2n), tokens and then answers (0 = nothing asked) → mean cross-entropy over all that is asked."""
+
+    def __init__(self, model: FarspanForMaskedLM | FarspanForCausalLM) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, rows: Tensor) -> Tensor:
+        tokens, answers = rows.chunk(2, dim=1)
+        asked = answers > 0
+        hidden = self.model.model(tokens, use_cache=False).last_hidden_state[asked]
+        return linear_cross_entropy(hidden.to(product_dtype(hidden)), self.model.lm_head.weight, answers[asked])
+
+
+class Task:
+    """One task at one size: classify generated rows with a bidirectional encoder, unless a subclass says otherwise."""
+
+    name: ClassVar[str]
+    encoder: ClassVar[bool] = True
+    """Whether its model is bidirectional, and so may have learned positions."""
+    needs_text: ClassVar[bool] = False
     """Whether it uses running text."""
-    needs_labelled = False
+    needs_labelled: ClassVar[bool] = False
     """Whether it uses labelled texts."""
+    generator: ClassVar[type[Any] | None] = None
+    piece: ClassVar[Piece]
+    """Make a piece of a table with the generator."""
+    model: ClassVar[type[PreTrainedModel]] = FarspanForSequenceClassification
+    objective: ClassVar[type[nn.Module]] = RowLabel
+    ask: ClassVar[Callable[..., dict[str, Any]]] = staticmethod(row_labels)
 
     def __init__(self, settings: TaskSettings, material: Material) -> None:
         self.settings, self.material = settings, material
         self.folder = material.folder / self.name
 
+    @cached_property
+    def source(self) -> Any:
+        """The generator with the fields of `settings.generator`."""
+        assert self.generator is not None
+        return parse(self.generator, self.settings.generator, f"tasks.{self.name}.generator.")
+
+    def source_length(self) -> int:
+        """Return the tokens of the generator's examples."""
+        return int(self.source.length)
+
+    def fields(self) -> dict[str, Any]:
+        """Return what the model's configuration has because of the examples."""
+        return {}
+
     def check(self, variants: Iterable[str]) -> None:
-        """Refuse settings that could not be made or trained, before anything is."""
+        """Raise for settings that could not be made or trained, before anything is."""
         wanted = f"0 or at least the length {self.settings.length}" if self.encoder else "0 for a causal model"
         for variant in variants:
             learned = self.config(variant).learned_positions
@@ -59,57 +180,263 @@ class Task:
                 learned == 0 or (self.encoder and learned >= self.settings.length),
                 f"tasks.{self.name}.options.learned_positions must be {wanted}, got {learned}; leave it out for none",
             )
-            self.sections(variant, 0)
+        if self.generator is not None:
+            require(
+                self.settings.length == self.source_length(),
+                f"tasks.{self.name}.length must be {self.source_length()} with this generator, "
+                f"got {self.settings.length}",
+            )
 
-    def prepare(self, say: Say) -> None:
-        """Make the examples; what is there already is left alone."""
+    def prepare(self, say: Say | None = None, *, progress: Progress = silent) -> None:
+        """Make the examples, unless they are there."""
+        if self.generator is not None:
+            self.check(())
+            length, examples = self.settings.length, self.settings.examples
+            generate(self.folder, type(self).piece, self.source, length, examples, _progress(say, progress))
 
-    def train(self, variant: str, seed: int, out: Path, report: Report | None = None) -> Path:
+    def train(
+        self,
+        variant: str,
+        seed: int,
+        out: Path,
+        report: Callable[[Status], None] | None = None,
+        *,
+        progress: Progress = silent,
+    ) -> Path:
         """Train a variant, or go on where an earlier call stopped; return the folder of the model."""
-        return run(self.job(variant, seed), out, report=report)
+        return run(self.job(variant, seed), out, progress=progress, report=report)
 
     def job(self, variant: str, seed: int) -> Job:
-        """The training of a variant."""
-        raise NotImplementedError
+        """Make the training job of a variant."""
+        settings, (named, optimizer, section) = self.settings, self.sections(variant, seed)
+        return Job(
+            settings=named,
+            optimizer=optimizer,
+            run=section,
+            batch_size=settings.batch_size,
+            tokens_per_row=settings.length,
+            start=lambda: self.start(variant),
+            load=self.model.from_pretrained,
+            batches=lambda: TableRows(self.folder / "train.npy", settings.batch_size, seed),
+            objective=self.objective,
+            write_beside=self.write_beside,
+        )
 
-    def score(self, model: Path, device: str, say: Say) -> dict[str, Any]:
-        """What the trained model gets right on the test set, and on the validation set under ``valid``."""
-        raise NotImplementedError
+    def start(self, variant: str) -> PreTrainedModel:
+        """Make the untrained model."""
+        return self.model(self.config(variant, **self.fields()))
+
+    def write_beside(self, folder: Path) -> None:
+        """Write a tokenizer, where there is one: generated tasks have none."""
+
+    def score(self, model: Path, device: str, say: Say | None = None, *, progress: Progress = silent) -> dict[str, Any]:
+        """Count what the trained model gets right on the test set, and on the validation set under ``valid``."""
+        trained, found = self.model.from_pretrained(model).eval().to(device), {}
+        for split in ("valid", "test"):
+            tell = partial(_share, in_phase(_progress(say, progress), f"{split} set"))
+            with as_trained(device), torch.no_grad():
+                found[split] = type(self).ask(trained, read_table(self.folder / f"{split}.npy"), tell)
+        return {**found["test"], "valid": found["valid"]}
 
     def config(self, variant: str, **fields: Any) -> FarspanConfig:
-        """The model of a variant; all variants differ in their attention alone."""
+        """Make the configuration of a variant; all variants differ in their attention alone."""
         settings = self.settings
         values = {"train_length": settings.length, **fields, **settings.options}
         return FarspanConfig.preset(settings.preset, attention=attention_of(variant), **values)
 
     def sections(self, variant: str, seed: int) -> tuple[dict[str, Any], OptimizerSection, RunSection]:
-        """What a run of this task belongs to, and its optimizer and run sections."""
-        settings = self.settings
-        optimizer = OptimizerSection(
-            steps=settings.steps,
-            peak_lr=settings.peak_lr,
-            end_lr=settings.end_lr,
-            warmup_share=settings.warmup_share,
-            weight_decay=settings.weight_decay,
-            accumulation=settings.accumulation,
-        )
-        section = RunSection(seed=seed, compile=settings.compile, checkpoint_every=max(50, settings.steps // 4))
-        size = {key: value for key, value in asdict(settings).items() if key != "compile"}
-        named = {"task": {"name": self.name, "variant": variant, **size}, "run": asdict(section)}
+        """Return what a run of this task belongs to, and its optimizer and run sections."""
+        settings = asdict(self.settings)
+        names = ("steps", "peak_lr", "end_lr", "warmup_share", "weight_decay", "accumulation")
+        optimizer = OptimizerSection(**{name: settings[name] for name in names})
+        section = RunSection(seed=seed, compile=settings.pop("compile"), checkpoint_every=max(50, optimizer.steps // 4))
+        named = {"task": {"name": self.name, "variant": variant, **settings}, "run": asdict(section)}
         return named, optimizer, section
 
 
-def ready(model: PreTrainedModel, device: str) -> Any:
-    """A model for evaluation."""
-    return model.eval().to(device)
+def _progress(say: Say | None, progress: Progress) -> Progress:  # alias until merged
+    return progress if say is None else lambda done, total, text="", **_: say(text, done / (total or 1))
 
 
-def counted(
-    ask: Callable[[Tensor, Callable[[float], None]], dict[str, Any]], splits: dict[str, Tensor], device: str, say: Say
-) -> dict[str, Any]:
-    """The counts of the test split, with those of the validation split under ``valid``."""
-    found = {}
-    for name, rows in splits.items():
-        with as_trained(device), torch.no_grad():
-            found[name] = ask(rows, lambda part, name=name: say(f"{name} set", part))  # type: ignore[misc]
-    return {**found["test"], "valid": found["valid"]}
+def _share(progress: Progress, done: float, total: float | None = 1.0, *_: Any, **__: Any) -> None:
+    progress(done, total)
+
+
+class ListOpsTask(Task):
+    """Long Range Arena ListOps."""
+
+    name = "listops"
+    generator, piece = ListOps, listops_piece
+
+    def source_length(self) -> int:
+        return int(self.source.max_length)
+
+    def fields(self) -> dict[str, Any]:
+        return {"vocab_size": len(TOKENS), "num_labels": DIGITS, "pad_token_id": 0}
+
+
+class PathfinderTask(Task):
+    """Long Range Arena Pathfinder, pixel by pixel."""
+
+    name = "pathfinder"
+    generator, piece = Pathfinder, pathfinder_piece
+
+    def source_length(self) -> int:
+        return int(self.source.size**2)
+
+    def fields(self) -> dict[str, Any]:
+        return {"vocab_size": LEVELS, "num_labels": LINKED, "pad_token_id": None}
+
+
+class RecallTask(Task):
+    """Multi-query associative recall by a causal model."""
+
+    name = "mqar"
+    encoder = False
+    generator, piece = MQAR, recall_piece
+    model, objective, ask = FarspanForCausalLM, AskedTokens, staticmethod(asked_tokens)
+
+    def fields(self) -> dict[str, Any]:
+        return {"vocab_size": self.source.vocabulary}
+
+
+class TextTask(Task):
+    """Labelled texts byte by byte: Long Range Arena Text when they are film reviews."""
+
+    name = "text"
+    needs_labelled = True
+
+    @cached_property
+    def tokenizer(self) -> TextTokenizer:
+        return load_tokenizer("bytes")
+
+    def ends(self) -> dict[str, Any]:
+        """Return the vocabulary and the token of padding."""
+        return {"vocab_size": self.tokenizer.vocab_size, "pad_token_id": 0}
+
+    def fields(self) -> dict[str, Any]:
+        return {**self.ends(), "num_labels": self.labels()}
+
+    def labels(self) -> int:
+        """Count the labels of the training set."""
+        return int(np.load(self.folder / "train.npy", mmap_mode="r")[:, -1].max()) + 1
+
+    def prepare(self, say: Say | None = None, *, progress: Progress = silent) -> None:
+        labelled, settings, pad = self.material.labelled, self.settings, self.ends()["pad_token_id"]
+        encode, told = self.tokenizer.encode, _progress(say, progress)
+        text_tables(self.folder, labelled, encode, pad, settings.length, settings.examples, told)
+
+    def write_beside(self, folder: Path) -> None:
+        self.tokenizer.save(folder)
+
+
+class FinetuningTask(TextTask):
+    """The same texts in the tokens of a masked language model that was trained on running text and is fine-tuned."""
+
+    name = "finetuning"
+    needs_text = True
+
+    @cached_property
+    def tokenizer(self) -> TextTokenizer:
+        return load_tokenizer(next(iter(self.material.sources)))
+
+    def ends(self) -> dict[str, Any]:
+        """Return the vocabulary, where the mask comes after the tokenizer's, and after it the padding."""
+        return {"vocab_size": self.tokenizer.vocab_size + 2, "pad_token_id": self.tokenizer.vocab_size + 1}
+
+    def check(self, variants: Iterable[str]) -> None:
+        super().check(variants)
+        settings, where = self.settings, f"tasks.{self.name}.pretraining"
+        require(
+            settings.pretraining_steps >= 1,
+            f"{where}_steps must be at least 1, got {settings.pretraining_steps}; "
+            "without pre-training it is the task 'text'",
+        )
+        require(
+            settings.pretraining_batch_size % settings.accumulation == 0,
+            f"{where}_batch_size must be a multiple of accumulation = {settings.accumulation}, "
+            f"got {settings.pretraining_batch_size}",
+        )
+
+    def train(
+        self,
+        variant: str,
+        seed: int,
+        out: Path,
+        report: Callable[[Status], None] | None = None,
+        *,
+        progress: Progress = silent,
+    ) -> Path:
+        pretraining = f"pretraining/{METRICS}"  # all that version 0.1 had until pre-training was done
+        check_folder(out, METRICS if (out / METRICS).is_file() else pretraining, what="of a training run")
+        out.mkdir(parents=True, exist_ok=True)
+        (out / METRICS).touch()
+        first, second = in_phase(progress, "pre-training"), in_phase(progress, "fine-tuning")
+        pretrained = run(self.pretraining(variant, seed), out / "pretraining", progress=first, report=report)
+        job = replace(self.job(variant, seed), start=lambda: self.continued(pretrained))
+        return run(job, out, progress=second, report=report)
+
+    def continued(self, pretrained: Path) -> FarspanForSequenceClassification:
+        """Load the encoder of the masked language model with a new head."""
+        return FarspanForSequenceClassification.from_pretrained(pretrained, num_labels=self.labels())
+
+    def pretraining(self, variant: str, seed: int) -> Job:
+        """Make the job of masked-language-model training on running text."""
+        settings, mask, job = self.settings, self.tokenizer.vocab_size, self.job(variant, seed)
+        rows, sources = settings.pretraining_batch_size, self.material.sources.items()
+        return replace(
+            job,
+            optimizer=replace(job.optimizer, steps=settings.pretraining_steps, peak_lr=settings.pretraining_lr),
+            batch_size=rows,
+            start=lambda: FarspanForMaskedLM(self.config(variant, **self.ends())),
+            load=FarspanForMaskedLM.from_pretrained,
+            batches=lambda: MaskedRows([(Shards(p), w) for p, w in sources], settings.length, rows, seed, mask),
+            objective=AskedTokens,
+        )
+
+
+class LanguageModelTask(Task):
+    """Causal language modelling: perplexity of held-out text in windows of the training length."""
+
+    name = "lm"
+    encoder = False
+    needs_text = True
+
+    def check(self, variants: Iterable[str]) -> None:
+        variants = list(variants)
+        super().check(variants)
+        for variant in variants:
+            self.job(variant, 0)  # raises for what a pre-training could not be
+
+    def job(self, variant: str, seed: int) -> Job:
+        settings, (_, optimizer, section) = self.settings, self.sections(variant, seed)
+        attention = [attention_of(variant)] * self.config(variant).num_hidden_layers
+        data = {"sources": self.material.sources, "length": settings.length, "batch_size": settings.batch_size}
+        return pretraining_job(
+            TrainConfig.parse(
+                {
+                    "model": {"preset": settings.preset, "attention": attention, "options": settings.options},
+                    "data": data,
+                    "optimizer": asdict(optimizer),
+                    "run": asdict(section),
+                }
+            )
+        )
+
+    def score(self, model: Path, device: str, say: Say | None = None, *, progress: Progress = silent) -> dict[str, Any]:
+        trained = FarspanForCausalLM.from_pretrained(model).eval().to(device)
+        length, texts = self.settings.length, self.material.held_out()
+        with as_trained(device):
+            row = perplexity(trained, texts, length=length, stride=max(1, length // 2))
+        return {key: row[key] for key in ("nll", "tokens", "texts", "ppl", "stride")}
+
+
+TASKS: dict[str, type[Task]] = {
+    task.name: task for task in (ListOpsTask, LanguageModelTask, TextTask, FinetuningTask, RecallTask, PathfinderTask)
+}
+
+
+def make_task(name: str, settings: TaskSettings, material: Material) -> Task:
+    """Make a task by its name."""
+    require_choice("task", name, TASKS)
+    return TASKS[name](parse(TaskSettings, asdict(settings), f"tasks.{name}."), material)

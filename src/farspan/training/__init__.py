@@ -1,8 +1,20 @@
-"""Training: one loop, the jobs it is given, their configuration, loss and checkpoints."""
+"""Training: settings, one loop, checkpoints, losses, and pre-training."""
 
+from farspan.training.checkpoint import TrainingStoppedError
 from farspan.training.config import TrainConfig
-from farspan.training.job import Job, Rows
-from farspan.training.loop import Progress, TrainingStoppedError, run
+from farspan.training.loop import Job, Rows, Status, run
 from farspan.training.pretraining import pretraining_job, train
 
-__all__ = ["Job", "Progress", "Rows", "TrainConfig", "TrainingStoppedError", "pretraining_job", "run", "train"]
+Progress = Status  # alias until merged
+
+__all__ = [
+    "Job",
+    "Progress",
+    "Rows",
+    "Status",
+    "TrainConfig",
+    "TrainingStoppedError",
+    "pretraining_job",
+    "run",
+    "train",
+]

@@ -1,18 +1,19 @@
-"""Checkpoints: written whole or not at all, tensors as safetensors only.
+"""Checkpoints: complete or absent, verified before they are read, tensors as safetensors only.
 
 A checkpoint is a folder ``checkpoint-00000500`` that `from_pretrained` can read: model.safetensors, config.json, the
-tokenizer, and beside them optimizer.safetensors and trainer.json. It is built under another name and renamed when
-complete, so a folder with the right name is always good.
+tokenizer, and beside them optimizer.safetensors and trainer.json. ``checksums.json``, written last, tells damage apart
+from intact files. All of it is synced to disk before the folder gets its name.
 """
 
 import json
-import os
-import shutil
+import logging
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
+import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
@@ -23,79 +24,144 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
+from farspan.errors import require
+from farspan.utils import atomic_path, remove, sha256
+
+logger = logging.getLogger(__name__)
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
-"""Sharded (FSDP), replicated (DDP) and plain modules give and take the same whole tensors."""
+"""Sharded (FSDP2), replicated (DDP) and plain modules give and take the same complete tensors."""
+NAME = re.compile(r"checkpoint-([0-9]+)")
+CHECKSUMS = "checksums.json"
+NEEDED = {"config.json", "optimizer.safetensors", "trainer.json"}
+
+
+class TrainingStoppedError(RuntimeError):
+    """The run cannot go on; its last good checkpoint is kept."""
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Complete checkpoints, oldest first."""
-    found = (p for p in folder.glob("checkpoint-*") if p.name.removeprefix("checkpoint-").isdigit())
-    return sorted(found, key=_step)
+    """Return the checkpoints of a run, oldest first, whether or not they are intact."""
+    return sorted((p for p in folder.glob("checkpoint-*") if NAME.fullmatch(p.name) and p.is_dir()), key=step_of)
 
 
-def last_step(folder: Path) -> int:
-    """The step of the newest complete checkpoint; 0 without one."""
-    found = checkpoints(folder)
-    return _step(found[-1]) if found else 0
-
-
-def _step(path: Path) -> int:
+def step_of(path: Path) -> int:
+    """Return the step in a checkpoint's name."""
     return int(path.name.removeprefix("checkpoint-"))
 
 
-def save(
+def last_step(folder: Path) -> int:
+    """Return the step of the newest checkpoint; 0 without one."""
+    return max(map(step_of, checkpoints(folder)), default=0)
+
+
+def kept(folder: Path) -> str:
+    """Say which checkpoint is the last one, for an error."""
+    found = checkpoints(folder)
+    return f"the last good checkpoint is {found[-1]}" if found else "there is no checkpoint yet"
+
+
+def newest_intact(folder: Path) -> Path | None:
+    """Return the newest intact checkpoint; None if there is no checkpoint at all.
+
+    Damaged ones that are newer are renamed to ``….damaged`` with a warning that says what is wrong with each. Raise
+    ValueError if all are damaged.
+    """
+    found, damaged = checkpoints(folder), dict[Path, str]()
+    while found and (problem := damage(found[-1])) is not None:
+        damaged[found.pop()] = problem
+    what = "; ".join(f"{path.name}: {problem}" for path, problem in damaged.items())
+    require(
+        bool(found) or not damaged, f"no checkpoint in {str(folder)!r} is intact ({what}); remove them to begin anew"
+    )
+    for path in damaged:
+        remove(aside := path.with_name(path.name + ".damaged"))
+        path.rename(aside)
+    if damaged:
+        logger.warning("skipped damaged checkpoints (%s); the run continues from %s", what, found[-1].name)
+    elif found and not (found[-1] / CHECKSUMS).is_file():
+        logger.warning("%s has no checksums, as those of version 0.1; it is used without verification", found[-1].name)
+    return found[-1] if found else None
+
+
+def damage(path: Path) -> str | None:
+    """Say what is wrong with a checkpoint; None if it is intact."""
+    try:
+        names = {file.name for file in path.iterdir()}
+        if CHECKSUMS in names:
+            listed = json.loads((path / CHECKSUMS).read_text())
+            names = set(listed)
+            for name, digest in listed.items():
+                if sha256(path / name) != digest:
+                    return f"{name} is not as it was written"
+        if missing := NEEDED - names:
+            return f"{min(missing)} is missing"
+        if names.isdisjoint({"model.safetensors", "model.safetensors.index.json"}):
+            return "model.safetensors is missing"
+        json.loads((path / "config.json").read_text())
+        state = json.loads((path / "trainer.json").read_text())
+        if state["step"] != step_of(path) or not isinstance(state["config"], dict) or "groups" not in state:
+            return f"trainer.json is of step {state['step']}"
+        for file in path.glob("*.safetensors"):
+            with safe_open(file, "pt"):  # raises for a header that does not fit the size
+                pass
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
+        return f"{Path(error.filename).name} is missing" if isinstance(error, FileNotFoundError) else f"{error!r}"
+    return None
+
+
+def gather(network: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Gather complete weights and moments on the main process; every process calls this."""
+    return get_model_state_dict(network, options=FULL), get_optimizer_state_dict(network, optimizer, options=FULL)
+
+
+def write(
     folder: Path,
     step: int,
-    network: nn.Module,
-    optimizer: Optimizer,
+    weights: dict[str, Tensor],
+    moments: dict[str, Any],
     state: dict[str, Any],
     *,
     write_model: Callable[[Path, dict[str, Tensor]], None],
-    is_main: bool,
     keep: int,
 ) -> Path:
-    """Write checkpoint `step`; every process calls it, the main one writes. Older ones beyond `keep` are removed."""
-    weights = get_model_state_dict(network, options=FULL)
-    moments = get_optimizer_state_dict(network, optimizer, options=FULL)
+    """Write checkpoint `step` and remove older ones beyond `keep`. Raise TrainingStoppedError for nan and inf."""
+    for name, weight in weights.items():
+        if not bool(torch.isfinite(weight).all()):
+            raise TrainingStoppedError(f"weight {name} is not finite after step {step - 1}; {kept(folder)}")
     path = folder / f"checkpoint-{step:08d}"
-    if not is_main:
-        return path
-    part = folder / f"{path.name}.part"
-    shutil.rmtree(part, ignore_errors=True)
     try:
-        part.mkdir(parents=True)
-        write_model(part, weights)  # type: ignore[arg-type]
-        tensors, groups = _flatten(moments)
-        save_file(tensors, part / "optimizer.safetensors")
-        (part / "trainer.json").write_text(json.dumps({"step": step, "groups": groups, **state}, indent=1))
-        if path.exists():
-            shutil.rmtree(path)
-        os.replace(part, path)
+        remove(path)
+        with atomic_path(path) as part:
+            part.mkdir()
+            write_model(part, weights)
+            save_file(_flatten(moments), part / "optimizer.safetensors")
+            trainer = part / "trainer.json"
+            trainer.write_text(json.dumps({"step": step, "groups": moments["param_groups"], **state}, indent=1))
+            for file in part.iterdir():
+                file.chmod(trainer.stat().st_mode)  # safetensors gives its files to their owner alone
+            sums = {file.name: sha256(file) for file in sorted(part.iterdir())}
+            (part / CHECKSUMS).write_text(json.dumps(sums, indent=1))
     except (OSError, SafetensorError) as error:
-        shutil.rmtree(part, ignore_errors=True)
-        last = checkpoints(folder)
-        kept = f"the last good one is {last[-1]}" if last else "there is none yet"
-        raise OSError(f"checkpoint {path.name} could not be written ({error}); {kept}; free some space") from error
+        raise OSError(f"{path.name} could not be written ({error}); {kept(folder)}; free some space") from error
     for old in checkpoints(folder)[:-keep]:
-        shutil.rmtree(old, ignore_errors=True)
+        remove(old)
     return path
 
 
 def load_optimizer(path: Path, network: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Restore the optimizer; return trainer.json."""
+    """Restore the optimizer's state; return trainer.json."""
     state: dict[str, Any] = json.loads((path / "trainer.json").read_text())
     moments = _unflatten(load_file(path / "optimizer.safetensors"), state.pop("groups"))
     set_optimizer_state_dict(network, optimizer, moments, options=FULL)
     return state
 
 
-def _flatten(moments: dict[str, Any]) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
-    tensors = {
+def _flatten(moments: dict[str, Any]) -> dict[str, Tensor]:
+    return {
         f"{name}/{kind}": tensor.contiguous()
         for name, entry in moments["state"].items()
         for kind, tensor in entry.items()
     }
-    return tensors, moments["param_groups"]
 
 
 def _unflatten(tensors: dict[str, Tensor], groups: list[dict[str, Any]]) -> dict[str, Any]:

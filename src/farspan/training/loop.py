@@ -8,103 +8,238 @@ for bit.
 import json
 import math
 import os
-import shutil
+import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
-from accelerate import Accelerator
-from torch import Tensor
+from accelerate import Accelerator, PartialState
+from accelerate.utils import broadcast_object_list
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from farspan.errors import require
-from farspan.files import check_folder
 from farspan.training import checkpoint
-from farspan.training.interruption import interruption
-from farspan.training.job import Job
-from farspan.training.metrics import Metrics
-from farspan.training.optimizer import compile_blocks, make_optimizer
-from farspan.training.schedule import learning_rate
-from farspan.training.speed import flops_per_token, matmul_peak
+from farspan.training.checkpoint import TrainingStoppedError
+from farspan.training.config import OptimizerSection, RunSection
+from farspan.utils import LOCK, Progress, atomic_path, check_folder, explain_write_errors, lock, remove, silent, sync
+from farspan.utils import differences as differences_of
 
+T = TypeVar("T")
 FLUSH_EVERY = 10
-"""Steps between looks at the loss: each look waits for the device."""
+"""Steps between readings of the loss: each reading waits for the device."""
+METRICS = "metrics.jsonl"
+"""The first file of a run, and the mark of its folder."""
 
 
-class TrainingStoppedError(RuntimeError):
-    """The run cannot go on; its last good checkpoint is kept."""
+class Rows(Protocol):
+    """Batches as a pure function of step and process: that is what makes a resumed run exact."""
+
+    def batch(self, step: int, rank: int = 0, world: int = 1) -> Tensor:
+        """Return the rows of one process at one step; rows come first."""
+        ...
 
 
 @dataclass(frozen=True)
-class Progress:
-    """Where a run stands, for a progress line."""
+class Job:
+    """What is trained, on what, and how a batch becomes a loss.
+
+    Functions rather than objects, so that a finished run opens neither data nor weights. Parameters that `start` and
+    `load` freeze (``requires_grad=False``) are left out of the optimizer, but belong to every checkpoint.
+    """
+
+    settings: dict[str, Any]
+    """What the folder belongs to, section by section; only the section "run" may change on resuming, but its seed."""
+    optimizer: OptimizerSection
+    run: RunSection
+    batch_size: int
+    """Rows per step, all processes together."""
+    tokens_per_row: int
+    start: Callable[[], PreTrainedModel]
+    """Make the model that training begins with."""
+    load: Callable[[Path], PreTrainedModel]
+    """Read a checkpoint of this job."""
+    batches: Callable[[], Rows]
+    objective: Callable[[Any], nn.Module]
+    """Model → module that keeps it as ``.model`` and whose forward is the loss of one batch. What must be neither saved
+    nor distributed, such as a teacher, it keeps out of its registered modules."""
+    write_beside: Callable[[Path], None]
+    """Write what a model folder needs beside weights and configuration, such as the tokenizer."""
+
+
+@dataclass(frozen=True)
+class Status:
+    """How far a run is, and how fast."""
 
     step: int
     steps: int
     loss: float
     tokens_per_second: float
-    """Since the first look, so that compilation does not count."""
+    """Since the first reading, so that compilation does not count."""
     mfu: float
     """Share of the matrix peak measured at the start."""
     seconds: float
     """All calls of the run together."""
 
+    def __str__(self) -> str:
+        """
+        >>> print(Status(10, 20, 0.00041234, 1500.0, 0.412, 3.0))
+        step 10, loss 0.00041, 1,500 tokens/s, MFU 41%
+        """
+        speed = f"{self.tokens_per_second:,.0f} tokens/s, MFU {self.mfu:.0%}"
+        return f"step {self.step:,}, loss {format_loss(self.loss)}, {speed}"
 
-def run(job: Job, out: str | os.PathLike[str], *, report: Callable[[Progress], None] | None = None) -> Path:
+
+def format_loss(value: float) -> str:
+    """Write a loss briefly; a distance from a teacher may be far below one.
+
+    >>> format_loss(2.7661), format_loss(0.000412)
+    ('2.766', '0.00041')
+    """
+    return f"{value:.3f}" if value >= 0.1 else f"{value:.2g}"
+
+
+def run(
+    job: Job,
+    out: str | os.PathLike[str],
+    *,
+    progress: Progress = silent,
+    report: Callable[[Status], None] | None = None,  # alias until merged: trainer.json holds the same
+) -> Path:
     """Do a job, or go on where an earlier call stopped; return the folder of the finished model.
 
     Args:
         job: what is trained.
         out: the folder of the run: checkpoints, ``metrics.jsonl``, TensorBoard events, and at the end ``model``.
-        report: called every few steps.
+        progress: called every few steps with steps done, all steps, and a line of loss and speed.
     """
     folder = Path(out)
-    _check_folder(folder)
-    if (folder / "model").is_dir():
-        _check_same_run(json.loads((folder / "model" / "trainer.json").read_text())["config"], job, folder)
-        _clean(folder)
-        return folder / "model"
-    disable_progress_bar()  # transformers would draw one for every checkpoint
-    accelerator = Accelerator(
-        mixed_precision="bf16" if _bf16(job.run.precision) else "no",
-        gradient_accumulation_steps=job.optimizer.accumulation,
-        cpu=not torch.cuda.is_available(),  # several processes on CPUs form a group only when told so
-    )
-    here, steps = _Run(job, folder, accelerator), job.optimizer.steps
-    with interruption(partial(checkpoint.last_step, folder), say=accelerator.is_main_process) as interrupted:
-        for step in range(here.step, steps):
-            here.advance(step)
-            last = step + 1 == steps
-            if last or (step + 1) % FLUSH_EVERY == 0:
-                progress = here.flush()
-                if report is not None and accelerator.is_main_process:
-                    report(progress)
-            stop = here.any_process(interrupted())
-            if last or stop or (step + 1) % job.run.checkpoint_every == 0:
-                here.flush()
-                here.save()
-            if stop:
-                raise KeyboardInterrupt(f"stopped at step {step + 1}; the same command continues")
-        if here.any_process(interrupted()):  # while the last checkpoint was saved: whatever comes next should not begin
-            raise KeyboardInterrupt(f"stopped at step {steps}; the same command continues")
-    return here.finish()
+    with working_in(folder, METRICS, "of a training run"):
+        if (folder / "model").is_dir():
+            _check_same_run(_trainer(folder / "model"), job, folder)
+            on_main(partial(_clean, folder))
+            return folder / "model"
+        disable_progress_bar()  # transformers would draw one for every checkpoint
+        accelerator = Accelerator(
+            mixed_precision="bf16" if _bf16(job.run.precision) else "no",
+            gradient_accumulation_steps=job.optimizer.accumulation,
+            cpu=not torch.cuda.is_available(),  # several processes on CPUs form a group only when told so
+        )
+        here, steps = _Run(job, folder, accelerator), job.optimizer.steps
+        with interruption(partial(checkpoint.last_step, folder), say=accelerator.is_main_process) as interrupted:
+            for step in range(here.step, steps):
+                here.advance(step)
+                last = step + 1 == steps
+                if last or (step + 1) % FLUSH_EVERY == 0:
+                    status = here.flush()
+                    if accelerator.is_main_process:
+                        progress(status.step, steps, str(status))
+                        if report is not None:
+                            report(status)
+                stop = here.any_process(interrupted())
+                if last or stop or (step + 1) % job.run.checkpoint_every == 0:
+                    here.flush()
+                    here.save()
+                if stop:
+                    raise KeyboardInterrupt(f"stopped at step {step + 1}; the same command continues")
+            if here.any_process(interrupted()):  # during the last save: a next stage should not begin
+                raise KeyboardInterrupt(f"stopped at step {steps}; the same command continues")
+        return here.finish()
 
 
-def _check_folder(folder: Path) -> None:
-    """Refuse the folder of a model, of tokens, or of a run of another command."""
-    check_folder(folder)
-    model = folder / "model"
-    strange = [name for name in ("config.json", "manifest.json") if (folder / name).exists()]
-    strange += ["model, which no training made"] if model.is_dir() and not (model / "trainer.json").exists() else []
-    require(
-        not strange,
-        f"out must be a new folder or one of a run, got {str(folder)!r} with {', '.join(strange)}; choose another",
-    )
+# Processes and folders
+
+
+def main_process() -> bool:
+    """Return whether this process writes; of several that were launched together one does."""
+    return bool(_processes().is_main_process)
+
+
+def on_main(function: Callable[[], T]) -> T:
+    """Call a function in the main process; return its value, or raise its error, in all of them."""
+    if _processes().num_processes == 1:
+        return function()
+    found: list[Any] = [None]
+    if main_process():
+        try:
+            found = [function()]
+        except (ValueError, OSError, TrainingStoppedError) as error:
+            found = [error]
+    broadcast_object_list(found)
+    if isinstance(found[0], Exception):
+        raise found[0]
+    return found[0]
+
+
+def _processes() -> PartialState:
+    return PartialState(cpu=not torch.cuda.is_available())
+
+
+@contextmanager
+def working_in(folder: Path, marker: str, what: str) -> Iterator[None]:
+    """Check and lock the folder of a command. Leave no new folder behind if nothing was written there.
+
+    Processes that were launched together share the lock of the main one.
+    """
+    with ExitStack() as held:
+        missing = on_main(partial(_enter, folder, marker, what, held))
+        try:
+            yield
+        finally:
+            with suppress(OSError):  # it holds something
+                if missing and main_process() and {path.name for path in folder.iterdir()} <= {LOCK}:
+                    (folder / LOCK).unlink(missing_ok=True)
+                    for path in missing:
+                        path.rmdir()
+
+
+def _enter(folder: Path, marker: str, what: str, held: ExitStack) -> list[Path]:
+    check_folder(folder, marker, what=what)
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    held.enter_context(lock(folder))
+    return missing
+
+
+@contextmanager
+def interruption(saved: Callable[[], int], *, say: bool = True) -> Iterator[Callable[[], bool]]:
+    """Make the first Ctrl-C a flag that the loop reads after each step; a second one raises KeyboardInterrupt.
+
+    Args:
+        saved: returns the step that the same command would continue from, should the run end now.
+        say: whether this process answers the user; of several one is enough.
+
+    >>> with interruption(lambda: 0) as interrupted:
+    ...     interrupted()
+    False
+    """
+    seen: list[int] = []
+
+    def remember(number: int, _: Any) -> None:
+        if seen:
+            raise KeyboardInterrupt(f"stopped at once; the same command continues from step {saved()}")
+        seen.append(number)
+        if say:  # not print: the signal may have come during one
+            line = f"stopping after this training step; Ctrl-C again stops sooner, back at step {saved()}\n"
+            os.write(2, line.encode())
+
+    try:
+        before = signal.signal(signal.SIGINT, remember)
+    except ValueError:  # not the main thread
+        yield lambda: False
+        return
+    try:
+        yield lambda: bool(seen)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+# The run
 
 
 class _Run:
@@ -118,9 +253,11 @@ class _Run:
             f"data.batch_size must be a multiple of accumulation × processes = {pieces}, got {job.batch_size}",
         )
         self.batches = job.batches()
-        earlier = checkpoint.checkpoints(folder)
+        earlier = on_main(partial(checkpoint.newest_intact, folder))
+        if earlier is not None:
+            _check_same_run(_trainer(earlier), job, folder)
         torch.manual_seed(job.run.seed)
-        model = job.load(earlier[-1]) if earlier else job.start()
+        model = job.start() if earlier is None else job.load(earlier)
         if job.run.gradient_checkpointing:
             model.gradient_checkpointing_enable()
         if job.run.compile:
@@ -132,22 +269,21 @@ class _Run:
         self.step, self.last_loss, self.earlier_seconds = 0, math.nan, 0.0
         self.losses: list[Tensor] = []
         self.norms: list[Tensor] = []
-        if earlier:
-            state = checkpoint.load_optimizer(earlier[-1], self.network, self._inner_optimizer())
-            _check_same_run(state["config"], job, folder)
+        if earlier is not None:
+            state = checkpoint.load_optimizer(earlier, self.network, self._inner_optimizer())
             self.step, self.earlier_seconds = state["step"], state.get("seconds", 0.0)
-        self.metrics = Metrics(folder, self.step, accelerator.is_main_process)
+        self.metrics = Metrics(folder, self.step) if accelerator.is_main_process else None
         dtype = torch.bfloat16 if accelerator.mixed_precision == "bf16" else torch.float32
         self.peak = matmul_peak(accelerator.device, dtype) * accelerator.num_processes
         self.started = time.perf_counter()
         self.clock = (self.step, self.started)
-        self.looks = 0
+        self.readings = 0
 
     def _inner_optimizer(self) -> torch.optim.Optimizer:
         return getattr(self.optimizer, "optimizer", self.optimizer)
 
     def advance(self, step: int) -> None:
-        """One optimizer step on the batch of this step."""
+        """Take one optimizer step on the batch of this step."""
         section, accelerator = self.job.optimizer, self.accelerator
         rows = self.batches.batch(step, accelerator.process_index, accelerator.num_processes)
         rows = rows.to(accelerator.device, non_blocking=True)
@@ -166,114 +302,254 @@ class _Run:
         self.losses.append(torch.stack(losses).mean())
         self.step = step + 1
 
-    def flush(self) -> Progress:
-        """Look at the losses since the last look; stop if one is not a number."""
+    def flush(self) -> Status:
+        """Read the losses since the last reading; stop if one, or a gradient's norm, is not finite."""
         if self.losses:
             losses = self.accelerator.reduce(torch.stack(self.losses), "mean").tolist()
             norms = [float(norm) for norm in self.norms]
-            self.metrics.add(self.step - len(losses), losses, norms, self.job.optimizer)
+            first = self.step - len(losses)
             self.losses, self.norms = [], []
-            for offset, (loss, norm) in enumerate(zip(losses, norms, strict=True)):
-                if not math.isfinite(loss) or not math.isfinite(
-                    norm
-                ):  # the step after a bad norm would save bad weights
-                    self._stop(self.step - len(losses) + offset, loss, norm)
+            if self.metrics is not None:
+                self.metrics.add(first, losses, norms, self.job.optimizer)
+            for step, (loss, norm) in enumerate(zip(losses, norms, strict=True), first):
+                if not math.isfinite(loss + norm):  # the step after a bad norm would save bad weights
+                    raise TrainingStoppedError(
+                        f"loss is {loss} and gradient norm {norm} at step {step}; {checkpoint.kept(self.folder)}; "
+                        "lower optimizer.peak_lr or use run.precision = 'fp32'"
+                    )
             self.last_loss = losses[-1]
         now, (first, began) = time.perf_counter(), self.clock
         tokens = (self.step - first) * self.job.batch_size * self.job.tokens_per_row
         speed = tokens / max(now - began, 1e-9)
-        self.looks += 1
-        if self.looks == 1:
+        self.readings += 1
+        if self.readings == 1:
             self.clock = (self.step, now)
-        mfu = speed * self.flops / self.peak
-        return Progress(self.step, self.job.optimizer.steps, self.last_loss, speed, mfu, self.seconds(now))
-
-    def seconds(self, now: float) -> float:
-        """What this run took, earlier calls included."""
-        return self.earlier_seconds + now - self.started
+        seconds = self.earlier_seconds + now - self.started
+        steps = self.job.optimizer.steps
+        self.status = Status(self.step, steps, self.last_loss, speed, speed * self.flops / self.peak, seconds)
+        return self.status
 
     def any_process(self, flag: bool) -> bool:
-        """Whether any process says so: all must take the same way."""
+        """Return whether the flag is set in any process: all must go on in the same way."""
         if self.accelerator.num_processes == 1:
             return flag
         return bool(self.accelerator.reduce(torch.tensor(float(flag), device=self.accelerator.device), "sum") > 0)
 
-    def _stop(self, step: int, loss: float, norm: float) -> None:
-        kept = checkpoint.checkpoints(self.folder)
-        where = f"the last good checkpoint is {kept[-1]}" if kept else "no checkpoint had been written yet"
-        raise TrainingStoppedError(
-            f"loss is {loss} and gradient norm {norm} at step {step}; {where}; "
-            "lower optimizer.peak_lr or use run.precision = 'fp32'"
-        )
+    def save(self) -> None:
+        """Save a checkpoint. Each process takes part in gathering; the main one writes."""
+        weights, moments = checkpoint.gather(self.network, self._inner_optimizer())
+        now = self.status
+        state = {
+            "config": self.job.settings,
+            "seconds": now.seconds,
+            "tokens_per_second": now.tokens_per_second,
+            "mfu": now.mfu,
+        }
 
-    def save(self) -> Path:
-        """A checkpoint of this moment."""
-        path = checkpoint.save(
-            self.folder,
-            self.step,
-            self.network,
-            self._inner_optimizer(),
-            {"config": self.job.settings, "seconds": self.seconds(time.perf_counter())},
-            write_model=self._write_model,
-            is_main=self.accelerator.is_main_process,
-            keep=self.job.run.keep_checkpoints,
-        )
-        self.accelerator.wait_for_everyone()
-        return path
+        def write() -> None:
+            keep = self.job.run.keep_checkpoints
+            checkpoint.write(self.folder, self.step, weights, moments, state, write_model=self._write_model, keep=keep)
+
+        on_main(write)
 
     def _write_model(self, folder: Path, weights: dict[str, Tensor]) -> None:
         write_model(self.model, folder, weights)
         self.job.write_beside(folder)
 
     def finish(self) -> Path:
-        """The last checkpoint becomes the model; what only resuming needed is dropped."""
+        """Make the last checkpoint the model; drop what only resuming needed."""
         final = self.folder / "model"
-        if self.accelerator.is_main_process:
+
+        def rename() -> None:
             os.replace(checkpoint.checkpoints(self.folder)[-1], final)  # from here on the run is finished
+            sync(self.folder)
             _clean(self.folder)
+
+        on_main(rename)
+        if self.metrics is not None:
             self.metrics.close()
-        self.accelerator.wait_for_everyone()
         return final
 
 
-def write_model(model: PreTrainedModel, folder: Path, weights: dict[str, Tensor]) -> None:
+def write_model(model: PreTrainedModel, folder: Path, weights: Mapping[str, Tensor]) -> None:
     """Save the model of an objective from the objective's gathered weights."""
     state = {name.removeprefix("model."): weight for name, weight in weights.items()}
-    if model.config.tie_word_embeddings:  # gathered from shards, it no longer is the embedding's own storage
+    if model.config.tie_word_embeddings:  # gathered from shards, it no longer shares the embedding's storage
         state.pop("lm_head.weight", None)
     model.save_pretrained(folder, state_dict=state)
 
 
 def _clean(folder: Path) -> None:
     """Drop what only resuming needed, also when an earlier call was killed before it could."""
-    (folder / "model" / "optimizer.safetensors").unlink(missing_ok=True)
-    for path in checkpoint.checkpoints(folder):
-        shutil.rmtree(path)
+    for name in (checkpoint.CHECKSUMS, "optimizer.safetensors"):
+        (folder / "model" / name).unlink(missing_ok=True)
+    for path in folder.glob("checkpoint-*"):
+        if checkpoint.NAME.fullmatch(path.name.removesuffix(".damaged").removesuffix(".part")):
+            remove(path)
+
+
+def _trainer(model: Path) -> dict[str, Any]:
+    """Read the settings that a checkpoint or a finished model was trained with."""
+    try:
+        found = json.loads((model / "trainer.json").read_text())["config"]
+        assert isinstance(found["run"], dict)
+    except (OSError, ValueError, KeyError, TypeError, AssertionError, RecursionError):
+        raise ValueError(
+            f"{str(model)!r} must hold the trainer.json of a run, got none or a damaged one; choose another --out"
+        ) from None
+    return found
 
 
 def _check_same_run(earlier: dict[str, Any], job: Job, folder: Path) -> None:
-    """A folder holds one run: only the `run` section may change between calls, but not its seed."""
-    now = json.loads(json.dumps(job.settings))
-    sections = sorted(now.keys() - {"run"})
-    found = [one for name in sections for one in _differences(now[name], earlier.get(name, {}), name)]
-    found += _differences(job.run.seed, earlier["run"]["seed"], "run.seed")
-    if found:
-        (name, value, was), *rest = found
-        more = "".join(f", {other} is {new!r} and was {old!r}" for other, new, old in rest)
+    """Raise unless a folder holds this run: only the `run` section may change between calls, but not its seed."""
+    now: dict[str, Any] = json.loads(json.dumps(job.settings)) | {"run": {"seed": job.run.seed}}
+    before = {key: value for key, value in earlier.items() if key in now} | {
+        "run": {"seed": earlier["run"].get("seed")}
+    }
+    if found := list(differences_of(before, now)):
+        (name, was, value), *rest = found
+        more = "".join(f", {other} is {new!r} and was {old!r}" for other, old, new in rest)
         raise ValueError(f"{name} is {value!r}, but {folder} was started with {was!r}{more}; choose another --out")
-
-
-def _differences(now: Any, before: Any, name: str) -> list[tuple[str, Any, Any]]:
-    """Each setting that is not what it was: its name, its value, and what it was.
-
-    >>> _differences({"lr": 1, "data": {"a": 2}}, {"lr": 1, "data": {"a": 3}}, "stage")
-    [('stage.data.a', 2, 3)]
-    """
-    if isinstance(now, dict) and isinstance(before, dict):
-        keys = sorted(now.keys() | before.keys())
-        return [one for key in keys for one in _differences(now.get(key), before.get(key), f"{name}.{key}")]
-    return [] if now == before else [(name, now, before)]
 
 
 def _bf16(precision: str) -> bool:
     return precision == "bf16" or (precision == "auto" and torch.cuda.is_available())
+
+
+# Optimizer, learning rate, speed
+
+
+def make_optimizer(model: PreTrainedModel, section: OptimizerSection, device: torch.device | str) -> torch.optim.AdamW:
+    """Make the paper's AdamW (Sec. 3.3); matrices decay, norms and biases do not."""
+    decayed = [p for p in model.parameters() if p.requires_grad and p.ndim >= 2]
+    others = [p for p in model.parameters() if p.requires_grad and p.ndim < 2]
+    return torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": section.weight_decay}, {"params": others, "weight_decay": 0.0}],
+        lr=section.peak_lr,
+        betas=section.betas,
+        fused=torch.device(device).type == "cuda",
+    )
+
+
+def compile_blocks(model: PreTrainedModel) -> None:
+    """Compile block by block: they share their code, so that one compilation serves them all."""
+    for block in model.model.layers:
+        block.compile()
+
+
+def learning_rate(step: int, section: OptimizerSection) -> float:
+    """Warm up linearly from start_lr to peak_lr over the first share of steps, then decay linearly to end_lr.
+
+    >>> section = OptimizerSection(steps=200, start_lr=0.0, peak_lr=1.0, end_lr=0.5, warmup_share=0.01)
+    >>> [learning_rate(step, section) for step in (0, 2, 101, 200)]
+    [0.0, 1.0, 0.75, 0.5]
+    """
+    warmup = max(1, round(section.steps * section.warmup_share))
+    if step < warmup:
+        return section.start_lr + (section.peak_lr - section.start_lr) * step / warmup
+    return section.peak_lr + (section.end_lr - section.peak_lr) * (step - warmup) / max(1, section.steps - warmup)
+
+
+def flops_per_token(model: PreTrainedModel, length: int) -> float:
+    """Count floating-point operations of forward and backward per token: 6 per weight, and the attention products.
+
+    A causal token sees length/2 others on average; a window layer sees its window. Recomputation does not count.
+    """
+    config = model.config
+    weights = sum(p.numel() for name, p in model.named_parameters() if ".embed_" not in name)
+    if config.tie_word_embeddings:  # the embedding works as the head
+        weights += config.vocab_size * config.hidden_size
+    seen = sum(min(length / 2, spec.window or length) for spec in config.attention_specs)
+    assert config.head_dim is not None
+    return 6 * weights + 12 * config.num_attention_heads * config.head_dim * seen
+
+
+def matmul_peak(device: torch.device, dtype: torch.dtype) -> float:
+    """Measure the operations per second of a large matrix product (best of several)."""
+    size = 8192 if device.type == "cuda" else 1024
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    best = 0.0
+    for _ in range(8):
+        _wait(device)
+        start = time.perf_counter()
+        a @ b
+        _wait(device)
+        best = max(best, 2 * size**3 / (time.perf_counter() - start))
+    return best
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+# Records
+
+
+class Metrics:
+    """Write metrics.jsonl and TensorBoard events. Rows from the resumed step on are dropped: they will come again."""
+
+    def __init__(self, folder: Path, step: int) -> None:
+        self.events: Any = None
+        path = folder / METRICS
+        lines = path.read_text().splitlines() if path.exists() else []
+        kept = [line for line in lines if line.endswith("}") and _row_step(line, path) < step]
+        with atomic_path(path) as part:
+            part.write_text("".join(f"{line}\n" for line in kept))
+        self.file = path.open("a")
+        with suppress(ImportError):
+            self.events = _Events(folder / "tensorboard", step)
+
+    def add(self, first: int, losses: list[float], norms: list[float], section: OptimizerSection) -> None:
+        """Write rows for steps first, first + 1, …"""
+        with explain_write_errors(Path(self.file.name)):
+            for step, (loss, norm) in enumerate(zip(losses, norms, strict=True), first):
+                row = {"step": step, "loss": loss, "lr": learning_rate(step, section), "grad_norm": norm}
+                self.file.write(json.dumps(row) + "\n")
+                if self.events is not None:
+                    self.events.add(row)
+            self.file.flush()
+
+    def close(self) -> None:
+        for handle in (self.file, self.events):
+            if handle is not None:
+                handle.close()
+
+
+class _Events:
+    """TensorBoard's own format, written here: its writer has a thread, whose errors nobody sees in time."""
+
+    def __init__(self, folder: Path, step: int) -> None:
+        from tensorboard.compat.proto import event_pb2, summary_pb2
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        folder.mkdir(exist_ok=True)
+        self.kinds, self.summaries = event_pb2, summary_pb2
+        file = open(folder / f"events.out.tfevents.{time.time():.6f}.{os.getpid()}", "wb")  # noqa: SIM115
+        self.writer = RecordWriter(file)
+        self._write(event_pb2.Event(file_version="brain.Event:2"))
+        started = event_pb2.SessionLog(status=event_pb2.SessionLog.START)  # drops later steps of earlier files
+        self._write(event_pb2.Event(step=step, session_log=started))
+
+    def _write(self, event: Any) -> None:
+        event.wall_time = time.time()
+        self.writer.write(event.SerializeToString())
+
+    def add(self, row: Mapping[str, float]) -> None:
+        values = [self.summaries.Summary.Value(tag=n, simple_value=row[n]) for n in ("loss", "lr", "grad_norm")]
+        self._write(self.kinds.Event(step=int(row["step"]), summary=self.summaries.Summary(value=values)))
+        self.writer.flush()
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+def _row_step(line: str, path: Path) -> int:
+    with suppress(ValueError, TypeError, RecursionError):
+        row = json.loads(line)
+        if row.keys() >= {"step", "loss", "lr", "grad_norm"}:
+            return int(row["step"])
+    raise ValueError(
+        f"out must be a new folder or one of a training run, got {str(path.parent)!r} with the metrics of something "
+        "else; choose another"
+    )

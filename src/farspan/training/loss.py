@@ -1,4 +1,4 @@
-"""Losses straight from hidden states: the logits of a whole batch never exist."""
+"""Losses straight from hidden states: the logits of a batch never exist all at once."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +10,7 @@ from torch import Tensor
 LOGITS_AT_ONCE = 2**26
 """Elements of the logits held at a time (256 MiB in float32)."""
 Judge = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
-"""Logits (rows, vocabulary), free to be overwritten, and their tokens' place → summed loss, its gradient by them."""
+"""Logits (rows, vocabulary), free to be overwritten, and which tokens they are → summed loss, its gradient by them."""
 
 
 class _FromLogits(torch.autograd.Function):

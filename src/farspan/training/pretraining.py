@@ -1,4 +1,4 @@
-"""Pre-training as a job: next-token prediction on token shards."""
+"""Pre-training as a job: next-token prediction on token shards, with positions that may skip far ahead."""
 
 import os
 from collections.abc import Callable
@@ -7,6 +7,7 @@ from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from farspan.configuration_farspan import FarspanConfig
@@ -15,19 +16,20 @@ from farspan.data.batches import PasskeyDocument
 from farspan.data.passkey import check_row, training_row
 from farspan.data.retrieval import TRAINED, retrieval_row
 from farspan.data.shards import read_manifest
+from farspan.errors import require
 from farspan.modeling_farspan import FarspanForCausalLM
 from farspan.ops.device import product_dtype
+from farspan.ops.masking import LIMIT
 from farspan.training.config import DataSection, TrainConfig
-from farspan.training.job import Job
-from farspan.training.loop import Progress, run
+from farspan.training.loop import Job, Status, run
 from farspan.training.loss import linear_cross_entropy
-from farspan.training.skipping import skipped_positions
+from farspan.utils import Progress, silent
 
 
 class NextToken(nn.Module):
     """The objective of pre-training: ids (b, n+1) → mean loss of predicting each token from those before it.
 
-    reach: positions go up to so many times the row (:mod:`farspan.training.skipping`); 1 = they count on.
+    reach: positions go up to so many times the row (:func:`skipped_positions`); 1 = they count on.
     """
 
     def __init__(self, model: FarspanForCausalLM, *, reach: int = 1) -> None:
@@ -41,14 +43,18 @@ class NextToken(nn.Module):
 
 
 def train(
-    config: TrainConfig, out: str | os.PathLike[str], *, report: Callable[[Progress], None] | None = None
+    config: TrainConfig,
+    out: str | os.PathLike[str],
+    *,
+    progress: Progress = silent,
+    report: Callable[[Status], None] | None = None,  # alias until merged
 ) -> Path:
     """Pre-train, or go on where an earlier call stopped; return the folder of the finished model.
 
     Args:
-        config: the whole run.
+        config: everything that defines the run.
         out: its folder: checkpoints, ``metrics.jsonl``, TensorBoard events, and at the end ``model``.
-        report: called every few steps.
+        progress: called every few steps.
 
     >>> from tempfile import TemporaryDirectory
     >>> from farspan.data import prepare
@@ -61,16 +67,17 @@ def train(
     ...     train(TrainConfig.parse(settings), f"{folder}/run").name
     'model'
     """
-    return run(pretraining_job(config), out, report=report)
+    config = TrainConfig.parse(asdict(config))  # one that was made in Python may hold anything
+    return run(pretraining_job(config), out, progress=progress, report=report)
 
 
 def pretraining_job(config: TrainConfig) -> Job:
-    """The job a configuration describes."""
+    """Make the job that a configuration describes."""
 
     @cache
     def tokenizer() -> TextTokenizer:
         first = next(iter(config.data.sources))
-        read_manifest(first)  # or its name would be looked for on the hub
+        read_manifest(first)  # or its name would be searched on the hub
         return load_tokenizer(first)
 
     def start() -> FarspanForCausalLM:
@@ -91,7 +98,7 @@ def pretraining_job(config: TrainConfig) -> Job:
 
 
 def model_config(config: TrainConfig, vocab_size: int, end: int) -> FarspanConfig:
-    """The model's configuration, its vocabulary and lengths taken from the data."""
+    """Make the model's configuration, with vocabulary and lengths from the data."""
     settings = {"vocab_size": vocab_size, "train_length": config.data.length, "eos_token_id": end}
     return FarspanConfig.preset(
         config.model.preset, attention=config.model.attention, **{**settings, **config.model.options}
@@ -115,3 +122,56 @@ def text_batches(data: DataSection, tokenizer: TextTokenizer, seed: int) -> Batc
         passkey_share=data.passkey_share or data.retrieval_share,
         passkey_document=make_row,
     )
+
+
+def check_reach(reach: int, length: int, where: str) -> None:
+    """Raise for a reach that :func:`skipped_positions` cannot draw."""
+    require(
+        reach >= 1 and reach.bit_count() == 1,
+        f"reach of {where} must be a power of two, times the length of a row, got {reach}; try 16",
+    )
+    require(
+        length * reach <= LIMIT,
+        f"reach of {where} must keep positions within {LIMIT}, got {reach} times {length}; lower it",
+    )
+    require(
+        reach == 1 or length % 2 == 0,
+        f"length of {where} must be even where reach > 1, to be halved, got {length}; try {length + 1}",
+    )
+
+
+def skipped_positions(ids: Tensor, reach: int) -> Tensor | None:
+    """Positions (b, n) for rows ids (b, n); None where reach is 1 and they simply count on.
+
+    For a batch a length L is drawn from n, 2n, 4n … reach·n. With n itself positions count on. Otherwise the second
+    half of each row is moved into L/2 … L-1, and the first before it: in half of the batches there as well, in the
+    others at 0 … n/2-1, so that all distances below L are met. Under `per_query` dynamic NTK, positions L/2 … L-1 have
+    their own frequencies if the row is a power of two times the training length: then the runs of queries that share
+    frequencies are one of two sets, and blocks are compiled twice, not for each batch. The draws are a function of the
+    tokens: there is no state to save, and no random number to share.
+
+    >>> near, far = skipped_positions(torch.tensor([[5, 6, 7, 8]]), 4)[0].view(2, 2)
+    >>> near.diff().item(), far.diff().item(), (far[0] - near[0]).item() >= 2, far[1].item() < 16
+    (1, 1, True, True)
+    """
+    if reach == 1:
+        return None
+    n = ids.shape[1]
+    half = n // 2
+    rows = _scattered((ids * torch.arange(1, n + 1, device=ids.device)).sum(-1))
+    batch = _scattered(rows.sum())
+    length = n << (batch // 2 % reach.bit_length())
+    free = (length // 2 - n).clamp(min=0)
+    one, other = rows % (free + 1), _scattered(rows + 1) % (free + 1)
+    beside = length // 2 + torch.minimum(one, other), length // 2 + half + torch.maximum(one, other)
+    apart = torch.zeros_like(rows), length // 2 + rows % (free + half + 1)
+    first, second = (torch.where(batch % 2 == 0, a, b)[:, None] for a, b in zip(beside, apart, strict=True))
+    count = torch.arange(n, device=ids.device)
+    moved = torch.cat((first + count[:half], second + count[:half]), dim=1)
+    return torch.where(length == n, count, moved)
+
+
+def _scattered(numbers: Tensor) -> Tensor:
+    """Whole numbers → others in 0 … 2³¹-1 that look drawn at random: a multiplication that wraps, and its high bits."""
+    mixed = numbers * 6364136223846793005 + 1442695040888963407
+    return (mixed ^ (mixed >> 29)) * 3202034522624059733 >> 33 & 0x7FFFFFFF

@@ -1,0 +1,151 @@
+"""Checkpoints: damage is found, the newest intact one is used, and a failed write leaves the last good one."""
+
+import json
+import os
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+
+import farspan.training.loop as loop
+from farspan.training import TrainingStoppedError, checkpoint, train
+from farspan.training.checkpoint import CHECKSUMS, checkpoints, damage, newest_intact
+from tests.processes import Started
+from tests.training.runs import config, run_out_of_space, tokens
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, bytes]:
+    """Tokens, a run that was cut at step 9 and has checkpoints 4 and 8, and the weights of an uninterrupted one."""
+    folder = tmp_path_factory.mktemp("runs")
+    source, advance = tokens(folder), loop._Run.advance
+
+    def cut(self: loop._Run, step: int) -> None:
+        if step == 9:
+            raise RuntimeError("power cut")
+        advance(self, step)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop._Run, "advance", cut)
+        with pytest.raises(RuntimeError, match="power cut"):
+            train(config(source), folder / "cut")
+    weights = (train(config(source), folder / "whole") / "model.safetensors").read_bytes()
+    return source, folder / "cut", weights
+
+
+@pytest.fixture
+def run(stopped: tuple[str, Path, bytes], tmp_path: Path) -> Path:
+    """A copy of the cut run."""
+    return Path(shutil.copytree(stopped[1], tmp_path / "run"))
+
+
+def truncate(path: Path, size: int) -> None:
+    with path.open("rb+") as file:
+        file.truncate(size)
+
+
+def set_step(path: Path) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), "step": 999}))
+
+
+DAMAGE = {
+    "truncated model": ("model.safetensors", lambda path: truncate(path, 3000)),
+    "empty model": ("model.safetensors", lambda path: truncate(path, 0)),
+    "truncated optimizer": ("optimizer.safetensors", lambda path: truncate(path, 5000)),
+    "no optimizer": ("optimizer.safetensors", Path.unlink),
+    "no config": ("config.json", Path.unlink),
+    "broken trainer": ("trainer.json", lambda path: path.write_text('{"step": 8, ')),
+    "deep trainer": ("trainer.json", lambda path: path.write_text("[" * 100_000)),
+    "another step": ("trainer.json", set_step),
+}
+
+
+@pytest.mark.parametrize("checksums", [True, False], ids=["now", "version 0.1"])
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_damaged_checkpoint_is_skipped_for_an_older_one(
+    name: str, checksums: bool, run: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    newest, older = run / "checkpoint-00000008", run / "checkpoint-00000004"
+    file, spoil = DAMAGE[name]
+    if not checksums:
+        (newest / CHECKSUMS).unlink()
+    spoil(newest / file)
+    assert newest_intact(run) == older
+    assert f"skipped damaged checkpoints (checkpoint-00000008: {file if checksums else ''}" in caplog.text
+    assert [path.name for path in checkpoints(run)] == [older.name]
+    truncate(older / "model.safetensors", 10)
+    with pytest.raises(ValueError, match=r"no checkpoint in .* is intact \(checkpoint-00000004: .*\); remove them"):
+        newest_intact(run)
+    assert older.is_dir()
+
+
+def test_every_flipped_bit_is_found(run: Path) -> None:
+    newest, draw = run / "checkpoint-00000008", random.Random(0)
+    files = sorted(path for path in newest.iterdir())
+    for _ in range(200):
+        path = draw.choice(files)
+        held = bytearray(path.read_bytes())
+        place = draw.randrange(len(held))
+        held[place] ^= 1 << draw.randrange(8)
+        intact = path.read_bytes()
+        path.write_bytes(held)
+        assert damage(newest) is not None, (path.name, place)
+        path.write_bytes(intact)
+    assert damage(newest) is None
+
+
+def test_a_run_goes_on_from_the_intact_checkpoint_to_the_same_weights(
+    stopped: tuple[str, Path, bytes], run: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    truncate(run / "checkpoint-00000008" / "model.safetensors", 3000)
+    model = train(config(stopped[0]), run)
+    assert "the run continues from checkpoint-00000004" in caplog.text
+    assert (model / "model.safetensors").read_bytes() == stopped[2]
+    assert not list(run.glob("checkpoint-*"))
+
+
+def test_a_run_of_version_0_1_goes_on_with_a_warning(
+    stopped: tuple[str, Path, bytes], run: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for path in run.glob(f"*/{CHECKSUMS}"):
+        path.unlink()
+    (run / "checkpoint-²").mkdir()  # a digit to Python, and no checkpoint
+    (run / "checkpoint-00000099").touch()
+    model = train(config(stopped[0]), run)
+    assert "checkpoint-00000008 has no checksums" in caplog.text
+    assert (model / "model.safetensors").read_bytes() == stopped[2]
+
+
+def test_others_may_read_what_is_trained(stopped: tuple[str, Path, bytes]) -> None:
+    umask = os.umask(0)
+    os.umask(umask)
+    for path in (stopped[1] / "checkpoint-00000008").iterdir():
+        assert path.stat().st_mode & 0o777 == 0o666 & ~umask, path.name
+
+
+def test_a_full_disk_keeps_the_last_checkpoint(stopped: tuple[str, Path, bytes], tmp_path: Path) -> None:
+    """A limit on file sizes stops safetensors itself, whose error is of its own kind."""
+    with Started(run_out_of_space, str(tmp_path), stopped[0]) as running:
+        done = running.wait()
+    assert done.returncode == 1
+    assert "checkpoint-00000008 could not be written" in done.stderr
+    assert "the last good checkpoint is" in done.stderr
+    assert [p.name for p in checkpoints(tmp_path)] == ["checkpoint-00000004"]
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_weights_that_are_not_finite_are_never_saved(
+    stopped: tuple[str, Path, bytes], run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gather = checkpoint.gather
+
+    def poisoned(*arguments):  # type: ignore[no-untyped-def]
+        weights, moments = gather(*arguments)
+        next(iter(weights.values()))[0] = float("nan")
+        return weights, moments
+
+    monkeypatch.setattr(checkpoint, "gather", poisoned)
+    with pytest.raises(TrainingStoppedError, match=r"weight \S+ is not finite after step 11; .*checkpoint-00000008"):
+        train(config(stopped[0]), run)
+    assert not list(run.glob("*.part"))
