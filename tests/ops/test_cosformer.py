@@ -244,6 +244,7 @@ def test_it_compiles_without_a_graph_break() -> None:
         ({"activation": "gelu"}, "activation must be one of 'relu', 'elu', got 'gelu'"),
         ({"backend": "chunkd"}, "did you mean 'chunked'"),
         ({"causal": False, "return_state": True}, "state needs causal=True"),
+        ({"window": 3}, "linear attention has no window, got window 3"),
         ({"backend": "reference", "return_state": True}, "backend='reference' has no state"),
         ({"positions": "proportional"}, "a tensor or a pair of tensors, got 'proportional'"),
         ({"documents": torch.tensor([[0, 1, 0, 1, 1]])}, "documents must be adjacent runs .* a split one in row 0"),
@@ -282,7 +283,7 @@ def test_a_ready_mask_replaces_its_arguments(name: str, shape: tuple[int, int]) 
     ("options", "message"),
     [
         ({"n": 4, "m": 5}, "mask is for 1 × 4 queries and 5 keys, got 1 × 5 and 5"),
-        ({"n": 5, "m": 5, "window": 3}, "linear attention has no window, got a mask with window 3"),
+        ({"n": 5, "m": 5, "window": 3}, "linear attention has no window, got window 3"),
         ({"n": 5, "m": 5, "documents": torch.tensor([[0, 1, 0, 1, 1]])}, "documents must be adjacent runs"),
     ],
 )

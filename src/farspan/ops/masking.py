@@ -15,7 +15,7 @@ In the first three the index of a key decides what comes before what. With a pai
 from collections.abc import Callable, Hashable
 from copy import copy
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +31,16 @@ Positions = int | Tensor | tuple[Tensor, Tensor] | None
 """What ops take as ``positions``."""
 
 T = TypeVar("T")
+
+
+class MaskOptions(TypedDict, total=False):
+    """The options of an op that make its mask, see :func:`make_mask`."""
+
+    positions: Positions
+    causal: bool
+    window: int | None
+    padding_mask: Tensor | None
+    documents: Tensor | None
 
 
 @dataclass(eq=False)
