@@ -125,7 +125,7 @@ def test_a_mask_of_another_batch_raises(name: str, kind: str) -> None:
 @pytest.mark.parametrize("name", ["cosformer", "linear coca"])
 def test_linear_attention_raises_for_a_window(name: str) -> None:
     op, options = OPS[name]
-    with pytest.raises(ValueError, match="linear attention has no window, got a mask with window 3"):
+    with pytest.raises(ValueError, match="linear attention has no window, got window 3"):
         op(*inputs(op, 5), **options, mask=make_mask(5, M, B, CPU, window=3))
 
 
