@@ -140,15 +140,7 @@ def cosformer_attention(
     (True, 1176)
     """
     call = _check_cosformer(
-        COSFORMER,
-        q,
-        k,
-        v,
-        max_length=max_length,
-        beyond=beyond,
-        activation=activation,
-        reweight=reweight,
-        **options,
+        COSFORMER, q, k, v, max_length=max_length, beyond=beyond, activation=activation, reweight=reweight, **options
     )
     return run_linear(COSFORMER, call)
 
