@@ -129,6 +129,15 @@ def test_linear_attention_raises_for_a_window(name: str) -> None:
         op(*inputs(op, 5), **options, mask=make_mask(5, M, B, CPU, window=3))
 
 
+@pytest.mark.parametrize("name", ["exact", "alibi", "cosformer", "linear coca"])
+def test_a_mask_and_what_it_replaces_raise(name: str) -> None:
+    op, options = OPS[name]
+    for given in ({"positions": 3}, {"causal": False}, {"padding_mask": torch.ones(B, M).bool()}, {"unknown": 3}):
+        with pytest.raises(ValueError, match=r"mask replaces positions, .* and documents, got both; give one"):
+            op(*inputs(op, 5), **options, mask=make_mask(5, M, B, CPU), **given)
+    op(*inputs(op, 5), **options, mask=make_mask(5, M, B, CPU), causal=True, positions=None)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("n", [M, 5, 1])
 def test_blocks_and_parts_are_those_of_the_whole_mask(kind: str, n: int) -> None:

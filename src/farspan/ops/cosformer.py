@@ -29,8 +29,8 @@ from farspan.ops.device import (
     why_not_triton,
     working_dtype,
 )
-from farspan.ops.dispatch import TABLES_BY_OP, Implementation, Table, check_mask, reference_twin, shows
-from farspan.ops.masking import AttentionMask, MaskOptions, Positions, check_tensors, make_mask
+from farspan.ops.dispatch import TABLES_BY_OP, Implementation, Table, mask_of, reference_twin, shows
+from farspan.ops.masking import AttentionMask, MaskOptions, Positions, check_tensors
 from farspan.ops.reference import ACTIVATIONS, MIN_DENOMINATOR, MIN_WEIGHT, cosformer_weights, seen_only, visible, weigh
 
 BEYOND = ("raise", "decoupled", "decay")
@@ -306,14 +306,11 @@ def check_linear_call(
     """Check the arguments that linear ops share; `masking` makes the mask if there is none."""
     require_choice("backend", backend, table.backends)
     check_tensors(q, k, v, table.key_name, q.shape[-1] // 2 if table.key_name == "t" else q.shape[-1])
-    n, m = q.shape[2], k.shape[2]
-    if mask is not None:
-        check_mask(mask, q, k)
-    else:
-        mask = make_mask(n, m, q.shape[0], q.device, **masking)
-        if state is not None and masking.get("positions") is None:  # continue after the state
-            keys = state.position.long() + 1 + torch.arange(m, device=q.device)
-            mask.first, mask.positions = None, (keys[:, m - n :], keys)
+    continues = mask is None and state is not None and masking.get("positions") is None
+    mask = mask_of(q, k, mask, masking)
+    if continues:  # at the position after the state
+        keys = state.position.long() + 1 + torch.arange(mask.m, device=q.device)  # type: ignore[union-attr]
+        mask.first, mask.positions = None, (keys[:, mask.m - mask.n :], keys)
     require(mask.window is None, lambda: f"linear attention has no window, got window {mask.window}; leave it out")
     call = LinearCall(q, k, v, mask, weighting, state, return_state, backend)
     _check_documents(mask)

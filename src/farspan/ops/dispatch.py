@@ -155,12 +155,7 @@ def check_call(
         if table.rotary_width == 2:
             wanted, remedy = f"{2 * width}, twice the width of q", "Rotary(2 * width)"
         raise ValueError(f"rotary must have dim {wanted}, got {rotary.dim}; build {remedy}")
-    if mask is None:
-        mask = make_mask(q.shape[2], k.shape[2], q.shape[0], q.device, **masking)
-    else:
-        check_mask(mask, q, k)
-        if masking and any(x is not DEFAULTS.get(name) for name, x in masking.items()):
-            raise ValueError("mask replaces positions, causal, window, padding_mask and documents, got both; give one")
+    mask = mask_of(q, k, mask, masking)
     return Call(q, k, v, mask, width**-0.5 if scale is None else scale, backend, rotary, form, slopes, phase)
 
 
@@ -175,13 +170,18 @@ def run(table: Table, call: Call) -> Tensor:
     return table.choose(call).run(call)
 
 
-def check_mask(mask: AttentionMask, q: Tensor, k: Tensor) -> None:
-    """Check that a ready mask is for queries q and keys k."""
+def mask_of(q: Tensor, k: Tensor, mask: AttentionMask | None, masking: MaskOptions) -> AttentionMask:
+    """Make the mask of queries q and keys k, or check the ready one that replaces its options."""
+    if mask is None:
+        return make_mask(q.shape[2], k.shape[2], q.shape[0], q.device, **masking)
+    if masking and any(x is not DEFAULTS.get(name) for name, x in masking.items()):
+        raise ValueError("mask replaces positions, causal, window, padding_mask and documents, got both; give one")
     if mask.n != q.shape[2] or mask.m != k.shape[2] or mask.batch not in (1, q.shape[0]):
         raise ValueError(
             f"mask is for {mask.batch} × {mask.n} queries and {mask.m} keys, got {q.shape[0]} × {q.shape[2]} and "
             f"{k.shape[2]}; make it for this call"
         )
+    return mask
 
 
 def _run_by_bucket(table: Table, call: Call) -> Tensor:
