@@ -384,18 +384,19 @@ class Attention(nn.Module):
         """Compute queries and keys whose plain dot product is this layer's score, for other attention code."""
         if self.log_length is not None:
             q = self.sharpen(q, mask)
-        angles = None if rotary is None else mask.angles(rotary)
         if self.polar:
-            tables = (None, None) if angles is None else (angles.query(q.dtype), angles.key(k.dtype))
-            return polar_features(q, tables[0], self._phases()), polar_features(k, tables[1])
+            query, key = mask.tables(rotary, q.dtype)
+            return polar_features(q, query, self._phases()), polar_features(k, key)
         if self.squares:
-            if angles is not None and self._prepares_by_kernel(q.dtype, q.device):
-                return kernel_features(q, k, angles, self.form)
-            tables = (None, None) if angles is None else (angles.query(q.dtype), angles.key(k.dtype))
-            q, k = coca_features(q, k, *tables, form=self.form)
+            if rotary is not None and self._prepares_by_kernel(q.dtype, q.device):
+                return kernel_features(q, k, mask.angles(rotary), self.form)
+            q, k = coca_features(q, k, *mask.tables(rotary, q.dtype), form=self.form)
             gap = self.head_dim - q.shape[-1]  # NoPE needs d/2, but other kernels want one width
             return (F.pad(q, (0, gap)), F.pad(k, (0, gap))) if gap else (q, k)
-        return (q, k) if angles is None else (angles.rotate_queries(q), angles.rotate_keys(k))
+        if rotary is None:
+            return q, k
+        angles = mask.angles(rotary)
+        return angles.rotate_queries(q), angles.rotate_keys(k)
 
     def _prepares_by_kernel(self, dtype: torch.dtype, device: torch.device) -> bool:
         return self.spec.form != "strict" and why_not_feature_kernel(dtype, self.head_dim, device) is None

@@ -151,17 +151,12 @@ def _why_not_fused(call: Call) -> str | None:
 def _fused(call: Call) -> Tensor:
     if call.rotary is None:
         return _sdpa(call)
-    q, k = kernel_features(call.q, call.k, call.mask.angles(call.rotary), call.form)
-    return softmax_attention(call, q, k)
+    return softmax_attention(call, *kernel_features(call.q, call.k, call.mask.angles(call.rotary), call.form))
 
 
 def _sdpa(call: Call) -> Tensor:
-    query = key = None
-    if call.rotary is not None:
-        angles = call.mask.angles(call.rotary)
-        query, key = angles.query(call.q.dtype), angles.key(call.q.dtype)
-    q, k = coca_features(call.q, call.k, query, key, form=call.form)
-    return softmax_attention(call, q, k)
+    tables = call.mask.tables(call.rotary, call.q.dtype)
+    return softmax_attention(call, *coca_features(call.q, call.k, *tables, form=call.form))
 
 
 def _reference(call: Call) -> Tensor:
@@ -261,10 +256,7 @@ def polar_features(x: Tensor, table: Tensor | None, phase: Tensor | None = None)
 
 
 def _polar_sdpa(call: Call) -> Tensor:
-    query = key = None
-    if call.rotary is not None:
-        angles = call.mask.angles(call.rotary)
-        query, key = angles.query(call.q.dtype), angles.key(call.q.dtype)
+    query, key = call.mask.tables(call.rotary, call.q.dtype)
     return softmax_attention(call, polar_features(call.q, query, call.phase), polar_features(call.k, key))
 
 

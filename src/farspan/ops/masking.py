@@ -131,6 +131,13 @@ class AttentionMask:
             found = self._shared[rotary] = Angles(rotary, self)
         return found
 
+    def tables(self, rotary: Rotary | None, dtype: torch.dtype) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        """Return cosines and sines of the angles of queries and of keys; None without rotation."""
+        if rotary is None:
+            return None, None
+        angles = self.angles(rotary)
+        return angles.query(dtype), angles.key(dtype)
+
     def part(self, start: int, stop: int) -> "AttentionMask":
         """Return the mask of queries start … stop-1 on the keys that they can see."""
         keys = self.offset + stop if self.causal and self.aligned else self.m
