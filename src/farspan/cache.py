@@ -20,11 +20,20 @@ CHEAP = 2**15
 """Up to this many numbers a copy is faster than a write into a buffer."""
 
 
-class _BatchRows:
-    """Change the batch of all tensors that a cache holds, for beam search and `num_return_sequences`."""
+class _CacheLayer:
+    """What all caches share: tensors whose batch may change, for beam search and `num_return_sequences`."""
+
+    is_compileable = is_croppable = is_sliding = supports_early_init = False
+    keys: Tensor | None
+    values: Tensor | None
 
     def _replace(self, change: Callable[[Tensor], Tensor]) -> None:
         raise NotImplementedError
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values."""
+        return sum(x.nbytes for x in (self.keys, self.values) if x is not None)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Replace the batch by the chosen rows."""
@@ -37,7 +46,7 @@ class _BatchRows:
         self._replace(lambda x: x.repeat_interleave(repeats, dim=0))
 
 
-class LayerCache(_BatchRows):
+class LayerCache(_CacheLayer):
     """Keys and values of one layer; with a window, only those that a later query can see.
 
     It keeps what the layer gives it: for CoCA the un-rotated t (d/2 numbers per head) and v, three quarters of what
@@ -50,9 +59,7 @@ class LayerCache(_BatchRows):
     ([2.0, 3.0, 4.0], 5)
     """
 
-    is_compileable = False
     is_croppable = True
-    supports_early_init = False
     record_past = False
 
     def __init__(self, window: int | None = None) -> None:
@@ -135,11 +142,6 @@ class LayerCache(_BatchRows):
         if self.keys is not None and self.values is not None:
             self.keys, self.values = change(self.keys), change(self.values)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of keys and values."""
-        return sum(x.nbytes for x in (self.keys, self.values) if x is not None)
-
 
 class _Storage:
     """Tokens (b, g, n, width) in a buffer with spare capacity, so that a new token copies none before it."""
@@ -181,7 +183,14 @@ def _may_write(buffer: Tensor) -> bool:
     return torch.compiler.is_compiling() or not buffer.is_inference() or torch.is_inference_mode_enabled()
 
 
-class StaticWindowCache(_BatchRows):
+def _keep_addresses(*storage: Tensor) -> None:
+    """Tell torch.compile that these tensors stay where they are, as CUDA graphs need."""
+    if not torch.compiler.is_compiling():
+        for fixed in storage:
+            torch._dynamo.mark_static_address(fixed)
+
+
+class StaticWindowCache(_CacheLayer):
     """The last window - 1 tokens of one layer in storage allocated once, for torch.compile and CUDA graphs.
 
     The newest token is always in the last slot: each call does the same, whether the window is full or not. Slots that
@@ -195,7 +204,6 @@ class StaticWindowCache(_BatchRows):
     """
 
     is_compileable = is_sliding = True
-    is_croppable = supports_early_init = False
 
     def __init__(self, window: int) -> None:
         self.window = self.sliding_window = self.max_cache_len = window
@@ -228,9 +236,7 @@ class StaticWindowCache(_BatchRows):
         if not fits or not _may_write(held):  # type: ignore[arg-type]
             self.keys, self.values = (x.new_empty(*x.shape[:2], self.window - 1, x.shape[3]) for x in (keys, values))
             self._seen = torch.tensor(0, device=keys.device)
-            if not torch.compiler.is_compiling():  # CUDA graphs need addresses that stay
-                for fixed in (self.keys, self.values, self._seen):
-                    torch._dynamo.mark_static_address(fixed)
+            _keep_addresses(self.keys, self.values, self._seen)
         self.is_initialized = True
         for kept, new in ((self.keys, keys), (self.values, values)):
             assert kept is not None
@@ -274,13 +280,8 @@ class StaticWindowCache(_BatchRows):
                 new = change(held)  # in place where it fits: a captured graph goes on reading the same storage
                 setattr(self, name, held.copy_(new) if new.shape == held.shape else new)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of keys and values."""
-        return sum(x.nbytes for x in (self.keys, self.values) if x is not None)
 
-
-class StateCache(_BatchRows):
+class StateCache(_CacheLayer):
     """The sums of a linear layer, of one size however many tokens were seen.
 
     `keys` is the numerator's sum, `values` the denominator's. With `max_length` the cache is static: sums are
@@ -290,10 +291,6 @@ class StateCache(_BatchRows):
     >>> cache.get_seq_length(), cache.nbytes
     (0, 0)
     """
-
-    is_sliding = False
-    is_croppable = False
-    supports_early_init = False
 
     def __init__(self, max_length: int | None = None) -> None:
         self.max_length = max_length
@@ -308,12 +305,12 @@ class StateCache(_BatchRows):
         return "StateCache()"
 
     @property
-    def keys(self) -> Tensor | None:
+    def keys(self) -> Tensor | None:  # type: ignore[override]
         """The sum of the numerator."""
         return self._held[0] if self.is_initialized else None
 
     @property
-    def values(self) -> Tensor | None:
+    def values(self) -> Tensor | None:  # type: ignore[override]
         """The sum of the denominator."""
         return self._held[1] if self.is_initialized else None
 
@@ -334,9 +331,7 @@ class StateCache(_BatchRows):
             self._held = new
             if isinstance(self._seen, Tensor):
                 self._seen = self._seen.to(state.numerator.device)
-                if not torch.compiler.is_compiling():  # CUDA graphs need addresses that stay
-                    for fixed in (*self._held, self._seen):
-                        torch._dynamo.mark_static_address(fixed)
+                _keep_addresses(*self._held, self._seen)
         else:
             for held, now in zip(self._held, new, strict=True):
                 held.copy_(now)

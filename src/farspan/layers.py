@@ -251,34 +251,34 @@ class Attention(nn.Module):
         self.log_length = log_length
         self.scaling = self.head_dim**-0.5
         self.form = "slack" if self.spec.form == "slack" else "exact"  # strict is exact with a tied query
-        self.collinear = collinear = self.spec.collinear
-        self.key_width = self.head_dim // 2 if collinear else self.head_dim
+        self.polar, self.collinear = self.spec.polar, self.spec.collinear
+        self.squares = self.spec.kind == "coca" and not self.polar  # scores are of second degree in the query
+        self.key_width = self.head_dim // 2 if self.collinear else self.head_dim
         self.query_width = self.head_dim // 2 if self.spec.form in ("strict", "polar") else self.head_dim
         self.q_proj = nn.Linear(hidden_size, num_heads * self.query_width, bias=qkv_bias)
         key_proj = nn.Linear(hidden_size, self.num_key_heads * self.key_width, bias=qkv_bias)
-        self.register_module("t_proj" if collinear else "k_proj", key_proj)
+        self.register_module("t_proj" if self.collinear else "k_proj", key_proj)
         self.v_proj = nn.Linear(hidden_size, self.num_key_heads * self.head_dim, bias=qkv_bias)
         self.o_proj = nn.Linear(num_heads * self.head_dim, hidden_size, bias=out_bias)
         self.phase: nn.Parameter | None = None
-        if self.spec.polar and self.spec.rotary:
+        if self.polar and self.spec.rotary:
             self.phase = nn.Parameter(torch.zeros(num_heads * self.key_width))
         self.qk_norm = qk_norm_eps is not None
         if qk_norm_eps is not None:
             self.q_norm = nn.RMSNorm(self.query_width, eps=qk_norm_eps)
-            self.register_module("t_norm" if collinear else "k_norm", nn.RMSNorm(self.key_width, eps=qk_norm_eps))
+            self.register_module("t_norm" if self.collinear else "k_norm", nn.RMSNorm(self.key_width, eps=qk_norm_eps))
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Project x (b, n, hidden) to q (b, h, n, d), k (b, g, n, d) or t (b, g, n, d/2), and v (b, g, n, d)."""
-        collinear = self.collinear
         shape = (*x.shape[:-1], -1)
         q = self.q_proj(x).view(*shape, self.query_width)
-        k = getattr(self, "t_proj" if collinear else "k_proj")(x).view(*shape, self.key_width)
+        k = getattr(self, "t_proj" if self.collinear else "k_proj")(x).view(*shape, self.key_width)
         v = self.v_proj(x).view(*shape, self.head_dim)
         if self.qk_norm:
-            q, k = self.q_norm(q), getattr(self, "t_norm" if collinear else "k_norm")(k)
-        if self.spec.polar:
+            q, k = self.q_norm(q), getattr(self, "t_norm" if self.collinear else "k_norm")(k)
+        if self.polar:
             q, k = F.softplus(q), F.softplus(k)  # magnitudes
-        elif collinear:
+        elif self.collinear:
             k = ACTIVATIONS[self.coca_activation](k)  # Eq. 6: one non-negative coefficient per pair
         if self.spec.form == "strict":
             q = torch.cat((q, q), dim=-1)  # Eq. 11
@@ -357,9 +357,9 @@ class Attention(nn.Module):
         """Call the layer's op: (b, h, n, d), (b, g, m, ·), (b, g, m, d) → (b, h, n, d)."""
         if self.log_length is not None:
             q = self.sharpen(q, mask)
-        if self.spec.polar:
+        if self.polar:
             return pope_attention(q, k, v, rotary=rotary, phase=self._phases(), mask=mask, scale=self.scaling)
-        if self.spec.kind == "coca":
+        if self.squares:
             plain = self.decode_backend == "auto" and self.spec.form != "strict"
             backend = "auto" if plain else self._backend(q, k, v, mask)
             return coca_attention(
@@ -384,18 +384,19 @@ class Attention(nn.Module):
         """Compute queries and keys whose plain dot product is this layer's score, for other attention code."""
         if self.log_length is not None:
             q = self.sharpen(q, mask)
-        angles = None if rotary is None else mask.angles(rotary)
-        if self.spec.polar:
-            tables = (None, None) if angles is None else (angles.query(q.dtype), angles.key(k.dtype))
-            return polar_features(q, tables[0], self._phases()), polar_features(k, tables[1])
-        if self.spec.kind == "coca":
-            if angles is not None and self._prepares_by_kernel(q.dtype, q.device):
-                return kernel_features(q, k, angles, self.form)
-            tables = (None, None) if angles is None else (angles.query(q.dtype), angles.key(k.dtype))
-            q, k = coca_features(q, k, *tables, form=self.form)
+        if self.polar:
+            query, key = mask.tables(rotary, q.dtype)
+            return polar_features(q, query, self._phases()), polar_features(k, key)
+        if self.squares:
+            if rotary is not None and self._prepares_by_kernel(q.dtype, q.device):
+                return kernel_features(q, k, mask.angles(rotary), self.form)
+            q, k = coca_features(q, k, *mask.tables(rotary, q.dtype), form=self.form)
             gap = self.head_dim - q.shape[-1]  # NoPE needs d/2, but other kernels want one width
             return (F.pad(q, (0, gap)), F.pad(k, (0, gap))) if gap else (q, k)
-        return (q, k) if angles is None else (angles.rotate_queries(q), angles.rotate_keys(k))
+        if rotary is None:
+            return q, k
+        angles = mask.angles(rotary)
+        return angles.rotate_queries(q), angles.rotate_keys(k)
 
     def _prepares_by_kernel(self, dtype: torch.dtype, device: torch.device) -> bool:
         return self.spec.form != "strict" and why_not_feature_kernel(dtype, self.head_dim, device) is None
@@ -410,7 +411,7 @@ class Attention(nn.Module):
             self._shared_gain(mask, dtype)
         if self.rotary is not None:
             angles = mask.angles(self.rotary)
-            if self.spec.kind == "coca" and not self.spec.polar and self._prepares_by_kernel(dtype, context.device):
+            if self.squares and self._prepares_by_kernel(dtype, context.device):
                 _ = angles.steps
             else:
                 angles.key(dtype)
@@ -433,8 +434,7 @@ class Attention(nn.Module):
             return None
         count = mask.query_positions + 1
         gain = log_length(count if window is None else count.clamp(max=window), trained)
-        squared = self.spec.kind == "coca" and not self.spec.polar  # scores are of second degree in the query
-        gain = gain.sqrt() if squared else gain
+        gain = gain.sqrt() if self.squares else gain
         return gain[:, None, :, None].to(working_dtype(dtype))
 
 
@@ -514,12 +514,14 @@ class LinearAttention(Attention):
 
         A model passes its `context`. Otherwise positions and masks are those of the n new tokens.
         """
-        options: dict[str, Any] = {"positions": positions, "padding_mask": padding_mask, "documents": documents}
         if context is not None:
-            options = {"mask": context.new_tokens(0 if cache is None else cache.get_seq_length())}
+            options: dict[str, Any] = {"mask": context.new_tokens(0 if cache is None else cache.get_seq_length())}
+        else:
+            options = {"positions": positions, "padding_mask": padding_mask, "documents": documents}
+            options["causal"] = self.causal
         state: LinearState | None = None if cache is None else cache.state
         q, k, v = self.project(x)
-        out = self.op(q, k, v, causal=self.causal, state=state, return_state=cache is not None, **options)
+        out = self.op(q, k, v, state=state, return_state=cache is not None, **options)
         if cache is not None:
             out, state = out
             cache.advance(state, x.shape[1])

@@ -16,15 +16,6 @@ def inputs(*shape: int, **options: int) -> tuple[torch.Tensor, ...]:
     return q, (t.detach() + 0.1).requires_grad_(), v
 
 
-@pytest.mark.parametrize("name", [name for name in masks(1, 1) if "window" not in name])
-@pytest.mark.parametrize("shape", [(5, 37), (65, 130)], ids=str)
-@pytest.mark.parametrize("scaling", [None, YaRN(4, 16)], ids=["plain", "yarn"])
-def test_chunked_equals_reference(name: str, shape: tuple[int, int], scaling: object) -> None:
-    options = {"rotary": Rotary(8, scaling=scaling), **masks(3, shape[1])[name]}
-    ops = linear_coca_attention, linear_coca_attention_reference
-    assert largest_difference(*ops, inputs(*shape, b=3), **options) <= 1e-12
-
-
 def test_the_weight_is_equation_17_and_the_denominator_its_value_without_angles() -> None:
     q, t, v = inputs(20, h=2, g=2)
     distance = (torch.arange(20)[:, None] - torch.arange(20)).double()

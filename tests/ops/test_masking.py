@@ -125,8 +125,17 @@ def test_a_mask_of_another_batch_raises(name: str, kind: str) -> None:
 @pytest.mark.parametrize("name", ["cosformer", "linear coca"])
 def test_linear_attention_raises_for_a_window(name: str) -> None:
     op, options = OPS[name]
-    with pytest.raises(ValueError, match="linear attention has no window, got a mask with window 3"):
+    with pytest.raises(ValueError, match="linear attention has no window, got window 3"):
         op(*inputs(op, 5), **options, mask=make_mask(5, M, B, CPU, window=3))
+
+
+@pytest.mark.parametrize("name", ["exact", "alibi", "cosformer", "linear coca"])
+def test_a_mask_and_what_it_replaces_raise(name: str) -> None:
+    op, options = OPS[name]
+    for given in ({"positions": 3}, {"causal": False}, {"padding_mask": torch.ones(B, M).bool()}, {"unknown": 3}):
+        with pytest.raises(ValueError, match=r"mask replaces positions, .* and documents, got both; give one"):
+            op(*inputs(op, 5), **options, mask=make_mask(5, M, B, CPU), **given)
+    op(*inputs(op, 5), **options, mask=make_mask(5, M, B, CPU), causal=True, positions=None)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -172,19 +172,6 @@ def test_layers_that_share_a_mask_share_its_angles() -> None:
     assert angles.key(torch.float64).dtype == torch.float64
 
 
-@pytest.mark.parametrize("mode", ["per_query", "per_request"])
-@pytest.mark.parametrize("form", ["exact", "slack"])
-@pytest.mark.parametrize("shape", [(40, 40), (13, 40), (1, 40)], ids=str)
-def test_dynamic_ntk_equals_its_definition(mode: str, form: str, shape: tuple[int, int]) -> None:
-    rotary = Rotary(8, scaling=DynamicNTK(4, 6, mode))
-    for options in ({}, {"causal": False}, {"window": 9}):
-        inputs = coca_inputs(*shape)
-        assert (
-            largest_difference(coca_attention, coca_attention_reference, inputs, rotary=rotary, form=form, **options)
-            <= 1e-12
-        )
-
-
 def test_per_query_buckets_follow_rows_that_cross_a_doubling_at_different_columns() -> None:
     """Left padding shifts the rows against each other, so one column holds queries of two frequencies."""
     rotary, inputs = Rotary(8, scaling=DynamicNTK(4, 6)), coca_inputs(30, b=3)

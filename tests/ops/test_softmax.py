@@ -4,83 +4,19 @@ import pytest
 import torch
 
 from farspan.ops import (
-    DynamicNTK,
     Rotary,
     alibi_attention,
     alibi_attention_reference,
     alibi_slopes,
-    coca_attention,
     rope_attention,
     rope_attention_reference,
     softmax,
 )
 from farspan.ops.masking import make_mask
 from farspan.ops.softmax import fix_layout
-from tests.helpers import coca_inputs, largest_difference, masks, softmax_inputs
+from tests.helpers import largest_difference, masks, softmax_inputs
 
 MASKS = list(masks(1, 1))
-
-
-@pytest.mark.parametrize("name", MASKS)
-@pytest.mark.parametrize(
-    ("rotary", "shape"),
-    [
-        (Rotary(8), (37, 37)),
-        (Rotary(8), (5, 37)),
-        (None, (5, 37)),
-        (Rotary(8, scaling=DynamicNTK(4, 10)), (25, 25)),
-        (Rotary(8, scaling=DynamicNTK(4, 10)), (1, 37)),
-    ],
-    ids=["rope", "rope, last", "nope, last", "ntk", "ntk, one"],
-)
-def test_rope_equals_reference(name: str, shape: tuple[int, int], rotary: Rotary | None) -> None:
-    options = masks(3, shape[1])[name]
-    inputs = softmax_inputs(*shape, b=3)
-    assert largest_difference(rope_attention, rope_attention_reference, inputs, rotary=rotary, **options) <= 1e-12
-
-
-@pytest.mark.parametrize("name", MASKS)
-@pytest.mark.parametrize("shape", [(37, 37), (5, 37)], ids=str)
-def test_alibi_equals_reference(name: str, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    options = masks(3, shape[1])[name]
-    inputs = softmax_inputs(*shape, b=3)
-    assert largest_difference(alibi_attention, alibi_attention_reference, inputs, **options) <= 1e-12
-    monkeypatch.setattr(softmax, "MASK_ELEMENTS", 1)  # sixteen rows per block
-    assert largest_difference(alibi_attention, alibi_attention_reference, inputs, **options) <= 1e-12
-
-
-@pytest.mark.parametrize("n", [1, 2, 63, 64, 65, 257])
-def test_equals_reference_at_hostile_lengths(n: int) -> None:
-    inputs = softmax_inputs(n, d=4)
-    assert largest_difference(alibi_attention, alibi_attention_reference, inputs) <= 1e-12
-    assert largest_difference(rope_attention, rope_attention_reference, inputs, rotary=Rotary(4)) <= 1e-12
-
-
-@pytest.mark.parametrize("name", ["rope", "alibi", "exact", "slack"])
-@pytest.mark.parametrize("scale", [0.0, -0.7, -300.0])
-def test_a_scale_of_zero_or_less_equals_reference(name: str, scale: float) -> None:
-    """SDPA on a CPU takes the largest score before it applies the scale: with a negative one it would overflow."""
-    op = {"rope": rope_attention, "alibi": alibi_attention}.get(name, coca_attention)
-    options: dict = {} if op is alibi_attention else {"rotary": Rotary(8)}
-    options |= {"form": name} if op is coca_attention else {}
-    for n, more in ((20, {}), (20, {"causal": False}), (5, {"window": 4}), (1, {}), (1, {"causal": False})):
-        given = (coca_inputs if op is coca_attention else softmax_inputs)(n, 20)
-        weights, found = torch.randn(1, 4, n, 8, dtype=torch.float64), []
-        for dtype, backend in (
-            (torch.float64, "reference"),
-            (torch.float64, "auto"),
-            (torch.float32, "reference"),
-            (torch.float32, "auto"),
-        ):
-            leaves = [x.detach().to(dtype).requires_grad_() for x in given]
-            out = op(*leaves, scale=scale, backend=backend, **options, **more)
-            with torch.no_grad():  # one query of CoCA is decoded
-                plain = op(*leaves, scale=scale, backend=backend, **options, **more)
-            found.append((out.detach(), plain, *torch.autograd.grad(out, leaves, weights.to(dtype))))
-        for truth, ours, narrow, ours_narrow in zip(*found, strict=True):
-            size = max(1.0, -scale, float(truth.abs().max()))
-            assert (ours - truth).abs().max() <= 1e-12 * size
-            assert (ours_narrow - truth).abs().max() <= 4 * (narrow - truth).abs().max() + 1e-5 * size
 
 
 def test_alibi_with_a_flat_head_stays_finite() -> None:
@@ -216,14 +152,15 @@ def test_a_gradient_arrives_laid_out_as_a_projection_gives_it(backend: str | Non
         return fix_layout(laid_out_op(x))
 
     weights = torch.randn(2, 3, 10, 4)
-    for run, weight in (
+    cases = [
         (joined, weights),
+        (alone, weights[:, :, 3:8]),
         (alone, weights[:, :, :5].contiguous()),
         (alone, weights[:, :, :5].transpose(1, 2).contiguous().transpose(1, 2)),
-        (alone, weights[:, :, 3:8]),
         (alone, torch.randn(4).expand(2, 3, 5, 4)),
         *([(alone, torch.randn(()).expand(2, 3, 5, 4))] if backend is None else []),
-    ):
+    ]
+    for run, weight in cases[:2] if backend == "inductor" else cases:  # which calls a C++ compiler for each
         SEEN.clear()
         if backend is not None:
             name, *dynamic = backend.split(", ")

@@ -64,19 +64,6 @@ def options_of(case: dict[str, Any], b: int, device: str = "cpu") -> dict[str, A
     return {key: x.to(device) if isinstance(x, Tensor) else x for key, x in found.items()}
 
 
-@pytest.mark.parametrize("kind", OPS)
-@settings(max_examples=25, deadline=None)
-@given(case=cases(400))
-def test_a_window_equals_the_definition_with_gradients(kind: str, case: dict[str, Any]) -> None:
-    torch.manual_seed(case["seed"])
-    op, reference, fixed = OPS[kind]
-    inputs = (coca_inputs if op is coca_attention else softmax_inputs)(case["n"], case["m"], b=2)
-    options = {**fixed, **options_of(case, 2)}
-    assert largest_difference(op, reference, inputs, **options) <= 1e-11
-    with torch.no_grad():
-        assert (op(*inputs, **options) - reference(*inputs, **options)).abs().max() <= 1e-11
-
-
 @pytest.mark.parametrize("width", [4, 12])
 def test_values_of_another_width(width: int) -> None:
     q, k, _ = softmax_inputs(150)
@@ -128,7 +115,7 @@ def by_kernel(op: Any, inputs: tuple[Tensor, ...], options: dict[str, Any]) -> l
 
 @pytest.mark.parametrize("kind", ["rope", "alibi", "exact", "pope"])
 @settings(max_examples=5, deadline=None)
-@given(case=cases(100))
+@given(case=cases(40))
 def test_the_kernel_equals_the_definition_with_gradients(kind: str, case: dict[str, Any]) -> None:
     pytest.importorskip("triton", reason="needs triton (pip install farspan[gpu])")
     torch.manual_seed(case["seed"])

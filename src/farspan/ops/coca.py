@@ -1,13 +1,24 @@
 """The collinear family: CoCA and its polar form, each with op, dispatch table and dot-product form (docs/math.md)."""
 
+from typing import Unpack
+
 import torch
 from torch import Tensor
 
 from farspan.errors import require
 from farspan.ops.coca_decode import decode_cpu, decode_triton, why_not_decode_cpu, why_not_decode_triton
 from farspan.ops.device import takes_forward_derivatives, why_not_triton, working_dtype
-from farspan.ops.dispatch import TABLES_BY_OP, Call, Implementation, Table, check_call, reference_twin, run
-from farspan.ops.masking import AttentionMask, Positions
+from farspan.ops.dispatch import (
+    TABLES_BY_OP,
+    Call,
+    Implementation,
+    SoftmaxOptions,
+    Table,
+    check_call,
+    reference_twin,
+    run,
+    shows,
+)
 from farspan.ops.reference import attend, rotations, scores_coca, scores_nope, scores_polar, visible
 from farspan.ops.rotary import Angles, Rotary
 from farspan.ops.softmax import DOT_PRODUCT, softmax_attention, why_never_by_kernel
@@ -16,21 +27,9 @@ WIDEST = 256
 """Widest head that the feature kernel takes."""
 
 
+@shows(SoftmaxOptions)
 def coca_attention(
-    q: Tensor,
-    t: Tensor,
-    v: Tensor,
-    *,
-    rotary: Rotary | None,
-    form: str = "exact",
-    positions: Positions = None,
-    causal: bool = True,
-    window: int | None = None,
-    padding_mask: Tensor | None = None,
-    documents: Tensor | None = None,
-    mask: AttentionMask | None = None,
-    scale: float | None = None,
-    backend: str = "auto",
+    q: Tensor, t: Tensor, v: Tensor, *, rotary: Rotary | None, form: str = "exact", **options: Unpack[SoftmaxOptions]
 ) -> Tensor:
     """Compute collinear constrained attention: query m sees key n as q_m∘t_n, so their initial angle is zero.
 
@@ -60,23 +59,7 @@ def coca_attention(
     >>> coca_attention(q, t, v, rotary=Rotary(8)).shape
     torch.Size([1, 4, 6, 8])
     """
-    call = check_call(
-        COCA,
-        q,
-        t,
-        v,
-        rotary=rotary,
-        form=form,
-        mask=mask,
-        positions=positions,
-        causal=causal,
-        window=window,
-        padding_mask=padding_mask,
-        documents=documents,
-        scale=scale,
-        backend=backend,
-    )
-    return run(COCA, call)
+    return run(COCA, check_call(COCA, q, t, v, rotary=rotary, form=form, **options))
 
 
 def coca_features(
@@ -168,17 +151,12 @@ def _why_not_fused(call: Call) -> str | None:
 def _fused(call: Call) -> Tensor:
     if call.rotary is None:
         return _sdpa(call)
-    q, k = kernel_features(call.q, call.k, call.mask.angles(call.rotary), call.form)
-    return softmax_attention(call, q, k)
+    return softmax_attention(call, *kernel_features(call.q, call.k, call.mask.angles(call.rotary), call.form))
 
 
 def _sdpa(call: Call) -> Tensor:
-    query = key = None
-    if call.rotary is not None:
-        angles = call.mask.angles(call.rotary)
-        query, key = angles.query(call.q.dtype), angles.key(call.q.dtype)
-    q, k = coca_features(call.q, call.k, query, key, form=call.form)
-    return softmax_attention(call, q, k)
+    tables = call.mask.tables(call.rotary, call.q.dtype)
+    return softmax_attention(call, *coca_features(call.q, call.k, *tables, form=call.form))
 
 
 def _reference(call: Call) -> Tensor:
@@ -206,6 +184,7 @@ coca_attention_reference = reference_twin(coca_attention)
 # head, `coca-polar` d/2.
 
 
+@shows(SoftmaxOptions)
 def pope_attention(
     q: Tensor,
     k: Tensor,
@@ -213,14 +192,7 @@ def pope_attention(
     *,
     rotary: Rotary | None,
     phase: Tensor | None = None,
-    positions: Positions = None,
-    causal: bool = True,
-    window: int | None = None,
-    padding_mask: Tensor | None = None,
-    documents: Tensor | None = None,
-    mask: AttentionMask | None = None,
-    scale: float | None = None,
-    backend: str = "auto",
+    **options: Unpack[SoftmaxOptions],
 ) -> Tensor:
     """Compute polar attention: score(m, n) = Σ_c q_c k_c cos((m-n)θ_c + δ_c).
 
@@ -243,36 +215,27 @@ def pope_attention(
     >>> pope_attention(q, k, v, rotary=Rotary(16), window=3).shape
     torch.Size([1, 4, 6, 8])
     """
-    call = _check_pope(
-        POPE,
-        q,
-        k,
-        v,
-        rotary=rotary,
-        phase=phase,
-        mask=mask,
-        positions=positions,
-        causal=causal,
-        window=window,
-        padding_mask=padding_mask,
-        documents=documents,
-        scale=scale,
-        backend=backend,
-    )
-    return run(POPE, call)
+    return run(POPE, _check_pope(POPE, q, k, v, rotary=rotary, phase=phase, **options))
 
 
 def _check_pope(
-    table: Table, q: Tensor, k: Tensor, v: Tensor, *, phase: Tensor | None = None, **options: object
+    table: Table,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    rotary: Rotary | None,
+    phase: Tensor | None = None,
+    **options: Unpack[SoftmaxOptions],
 ) -> Call:
     if phase is not None:
-        require(options.get("rotary") is not None, "phase needs angles, got rotary=None; leave the phase out")
+        require(rotary is not None, "phase needs angles, got rotary=None; leave the phase out")
         wanted = (q.shape[1], q.shape[-1])
         require(
             tuple(phase.shape) == wanted,
             lambda: f"phase must have shape {wanted}, one per head and frequency, got {tuple(phase.shape)}",
         )
-    return check_call(table, q, k, v, phase=phase, **options)  # type: ignore[arg-type]
+    return check_call(table, q, k, v, rotary=rotary, phase=phase, **options)
 
 
 def polar_features(x: Tensor, table: Tensor | None, phase: Tensor | None = None) -> Tensor:
@@ -293,10 +256,7 @@ def polar_features(x: Tensor, table: Tensor | None, phase: Tensor | None = None)
 
 
 def _polar_sdpa(call: Call) -> Tensor:
-    query = key = None
-    if call.rotary is not None:
-        angles = call.mask.angles(call.rotary)
-        query, key = angles.query(call.q.dtype), angles.key(call.q.dtype)
+    query, key = call.mask.tables(call.rotary, call.q.dtype)
     return softmax_attention(call, polar_features(call.q, query, call.phase), polar_features(call.k, key))
 
 

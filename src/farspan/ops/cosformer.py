@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -29,8 +29,8 @@ from farspan.ops.device import (
     why_not_triton,
     working_dtype,
 )
-from farspan.ops.dispatch import TABLES_BY_OP, Implementation, Table, check_mask, reference_twin
-from farspan.ops.masking import AttentionMask, Positions, check_tensors, make_mask
+from farspan.ops.dispatch import TABLES_BY_OP, Implementation, Table, mask_of, reference_twin, shows
+from farspan.ops.masking import AttentionMask, MaskOptions, Positions, check_tensors
 from farspan.ops.reference import ACTIVATIONS, MIN_DENOMINATOR, MIN_WEIGHT, cosformer_weights, seen_only, visible, weigh
 
 BEYOND = ("raise", "decoupled", "decay")
@@ -39,23 +39,61 @@ WIDEST = 128
 """Widest head that the kernels take."""
 
 
+class LinearState(NamedTuple):
+    """Running sums over a sequence, and its positions. The size depends on the layer alone.
+
+    The sums stay in the frame of the `anchor`: a query is rotated by its distance from there. Rotating the sums at each
+    token would drift: in float32, at M = 1000, a million rotations scale the oldest keys by 0.98. Only `decay` moves
+    the sums, to the `position` of the newest key.
+    """
+
+    numerator: Tensor
+    """Σ φ(k)⊗v, (b, g, F, dv), float32 or wider."""
+    denominator: Tensor
+    """Σ ψ(k), (b, g, F')."""
+    anchor: Tensor
+    """The position that angles are measured from, (b|1, 1), float64."""
+    position: Tensor
+    """The position of the newest key, padding included, (b|1, 1): the next call continues at position + 1."""
+    first: Tensor
+    """The position of the first key that is not padding, (b|1, 1); infinite if there is none."""
+    weighting: str
+    """The name of the weighting that made the sums; no other can continue them."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors."""
+        return sum(x.numel() * x.element_size() for x in self[:5])
+
+    def detach(self) -> "LinearState":
+        """Return the state without its autograd history, to train on one segment of a sequence after another."""
+        return self._replace(numerator=self.numerator.detach(), denominator=self.denominator.detach())
+
+
+class LinearOptions(TypedDict, total=False):
+    """What all linear ops take beside their own arguments, see :func:`cosformer_attention`."""
+
+    positions: Positions
+    causal: bool
+    padding_mask: Tensor | None
+    documents: Tensor | None
+    mask: AttentionMask | None
+    state: LinearState | None
+    return_state: bool
+    backend: str
+
+
+@shows(LinearOptions)
 def cosformer_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     *,
     max_length: int,
-    causal: bool = True,
-    positions: Positions = None,
-    padding_mask: Tensor | None = None,
-    documents: Tensor | None = None,
-    mask: AttentionMask | None = None,
     beyond: str = "raise",
     activation: str = "relu",
     reweight: bool = True,
-    state: "LinearState | None" = None,
-    return_state: bool = False,
-    backend: str = "auto",
+    **options: Unpack[LinearOptions],
 ) -> Any:
     """Compute cosFormer in O(N): weights ReLU(q_i)·ReLU(k_j)·cos(π(i-j)/2M), each row divided by its sum.
 
@@ -102,22 +140,7 @@ def cosformer_attention(
     (True, 1176)
     """
     call = _check_cosformer(
-        COSFORMER,
-        q,
-        k,
-        v,
-        max_length=max_length,
-        causal=causal,
-        positions=positions,
-        padding_mask=padding_mask,
-        documents=documents,
-        mask=mask,
-        beyond=beyond,
-        activation=activation,
-        reweight=reweight,
-        state=state,
-        return_state=return_state,
-        backend=backend,
+        COSFORMER, q, k, v, max_length=max_length, beyond=beyond, activation=activation, reweight=reweight, **options
     )
     return run_linear(COSFORMER, call)
 
@@ -132,7 +155,7 @@ def _check_cosformer(
     beyond: str = "raise",
     activation: str = "relu",
     reweight: bool = True,
-    **options: Any,
+    **options: Unpack[LinearOptions],
 ) -> "LinearCall":
     require(
         isinstance(max_length, int) and max_length >= 1,
@@ -162,38 +185,7 @@ def _check_cosformer(
     return call
 
 
-# State and weighting
-
-
-class LinearState(NamedTuple):
-    """Running sums over a sequence, and its positions. The size depends on the layer alone.
-
-    The sums stay in the frame of the `anchor`: a query is rotated by its distance from there. Rotating the sums at each
-    token would drift: in float32, at M = 1000, a million rotations scale the oldest keys by 0.98. Only `decay` moves
-    the sums, to the `position` of the newest key.
-    """
-
-    numerator: Tensor
-    """Σ φ(k)⊗v, (b, g, F, dv), float32 or wider."""
-    denominator: Tensor
-    """Σ ψ(k), (b, g, F')."""
-    anchor: Tensor
-    """The position that angles are measured from, (b|1, 1), float64."""
-    position: Tensor
-    """The position of the newest key, padding included, (b|1, 1): the next call continues at position + 1."""
-    first: Tensor
-    """The position of the first key that is not padding, (b|1, 1); infinite if there is none."""
-    weighting: str
-    """The name of the weighting that made the sums; no other can continue them."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tensors."""
-        return sum(x.numel() * x.element_size() for x in self[:5])
-
-    def detach(self) -> "LinearState":
-        """Return the state without its autograd history, to train on one segment of a sequence after another."""
-        return self._replace(numerator=self.numerator.detach(), denominator=self.denominator.detach())
+# Weighting
 
 
 Waves = tuple[Tensor, Tensor]
@@ -309,20 +301,17 @@ def check_linear_call(
     state: LinearState | None = None,
     return_state: bool = False,
     backend: str = "auto",
-    **options: Any,
+    **masking: Unpack[MaskOptions],
 ) -> LinearCall:
-    """Check the arguments that linear ops share; `options` make the mask if there is none."""
+    """Check the arguments that linear ops share; `masking` makes the mask if there is none."""
     require_choice("backend", backend, table.backends)
     check_tensors(q, k, v, table.key_name, q.shape[-1] // 2 if table.key_name == "t" else q.shape[-1])
-    n, m = q.shape[2], k.shape[2]
-    if mask is not None:
-        check_mask(mask, q, k)
-        require(mask.window is None, f"linear attention has no window, got a mask with window {mask.window}")
-    else:
-        mask = make_mask(n, m, q.shape[0], q.device, **options)
-        if state is not None and options.get("positions") is None:  # continue after the state
-            keys = state.position.long() + 1 + torch.arange(m, device=q.device)
-            mask.first, mask.positions = None, (keys[:, m - n :], keys)
+    continues = mask is None and state is not None and masking.get("positions") is None
+    mask = mask_of(q, k, mask, masking)
+    if continues:  # at the position after the state
+        keys = state.position.long() + 1 + torch.arange(mask.m, device=q.device)  # type: ignore[union-attr]
+        mask.first, mask.positions = None, (keys[:, mask.m - mask.n :], keys)
+    require(mask.window is None, lambda: f"linear attention has no window, got window {mask.window}; leave it out")
     call = LinearCall(q, k, v, mask, weighting, state, return_state, backend)
     _check_documents(mask)
     if call.streams:

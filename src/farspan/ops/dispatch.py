@@ -4,21 +4,55 @@ import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import wraps
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar, Unpack, get_type_hints
 
 import torch
 from torch import Tensor
 
 from farspan.errors import require, unknown
 from farspan.ops.device import wants_gradient
-from farspan.ops.masking import AttentionMask, Positions, check_tensors, make_mask
+from farspan.ops.masking import AttentionMask, MaskOptions, check_tensors, make_mask
 from farspan.ops.rotary import DynamicNTK, Rotary, odd_width
 
 P = ParamSpec("P")
 R = TypeVar("R")
+F = TypeVar("F", bound=Callable[..., Any])
 
 FORMS = ("exact", "slack")
 """Forms of CoCA."""
+DEFAULTS = {"causal": True, "backend": "auto", "return_state": False}
+"""Defaults of shared options; those of all others are None."""
+
+
+class SoftmaxOptions(MaskOptions, total=False):
+    """What all softmax ops take beside their own arguments, see :func:`farspan.ops.coca_attention`."""
+
+    mask: AttentionMask | None
+    scale: float | None
+    backend: str
+
+
+def shows(options: type[Any]) -> Callable[[F], F]:
+    """Write the names that `**options` of an op stands for into its signature, for `help` and `inspect`.
+
+    >>> @shows(SoftmaxOptions)
+    ... def op(q: Tensor, **options: Unpack[SoftmaxOptions]) -> None: ...
+    >>> list(inspect.signature(op).parameters)
+    ['q', 'positions', 'causal', 'window', 'padding_mask', 'documents', 'mask', 'scale', 'backend']
+    """
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    shared = [
+        inspect.Parameter(name, keyword, default=DEFAULTS.get(name), annotation=kind)
+        for name, kind in get_type_hints(options).items()
+    ]
+
+    def show(op: F) -> F:
+        signature = inspect.signature(op)
+        own = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
+        op.__signature__ = signature.replace(parameters=[*own, *shared])  # type: ignore[attr-defined]
+        return op
+
+    return show
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,13 +136,9 @@ def check_call(
     slopes: Tensor | None = None,
     phase: Tensor | None = None,
     mask: AttentionMask | None = None,
-    positions: Positions = None,
-    causal: bool = True,
-    window: int | None = None,
-    padding_mask: Tensor | None = None,
-    documents: Tensor | None = None,
     scale: float | None = None,
     backend: str = "auto",
+    **masking: Unpack[MaskOptions],
 ) -> Call:
     """Check the arguments of a softmax op; raise ValueError with argument, value and remedy."""
     width = q.shape[-1]
@@ -125,23 +155,7 @@ def check_call(
         if table.rotary_width == 2:
             wanted, remedy = f"{2 * width}, twice the width of q", "Rotary(2 * width)"
         raise ValueError(f"rotary must have dim {wanted}, got {rotary.dim}; build {remedy}")
-    if mask is None:
-        mask = make_mask(
-            q.shape[2],
-            k.shape[2],
-            q.shape[0],
-            q.device,
-            positions=positions,
-            causal=causal,
-            window=window,
-            padding_mask=padding_mask,
-            documents=documents,
-        )
-    else:
-        check_mask(mask, q, k)
-        given = (positions, window, padding_mask, documents)
-        if not causal or given != (None, None, None, None):
-            raise ValueError("mask replaces positions, causal, window, padding_mask and documents, got both; give one")
+    mask = mask_of(q, k, mask, masking)
     return Call(q, k, v, mask, width**-0.5 if scale is None else scale, backend, rotary, form, slopes, phase)
 
 
@@ -156,13 +170,18 @@ def run(table: Table, call: Call) -> Tensor:
     return table.choose(call).run(call)
 
 
-def check_mask(mask: AttentionMask, q: Tensor, k: Tensor) -> None:
-    """Check that a ready mask is for queries q and keys k."""
+def mask_of(q: Tensor, k: Tensor, mask: AttentionMask | None, masking: MaskOptions) -> AttentionMask:
+    """Make the mask of queries q and keys k, or check the ready one that replaces its options."""
+    if mask is None:
+        return make_mask(q.shape[2], k.shape[2], q.shape[0], q.device, **masking)
+    if masking and any(x is not DEFAULTS.get(name) for name, x in masking.items()):
+        raise ValueError("mask replaces positions, causal, window, padding_mask and documents, got both; give one")
     if mask.n != q.shape[2] or mask.m != k.shape[2] or mask.batch not in (1, q.shape[0]):
         raise ValueError(
             f"mask is for {mask.batch} × {mask.n} queries and {mask.m} keys, got {q.shape[0]} × {q.shape[2]} and "
             f"{k.shape[2]}; make it for this call"
         )
+    return mask
 
 
 def _run_by_bucket(table: Table, call: Call) -> Tensor:

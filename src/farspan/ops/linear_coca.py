@@ -1,7 +1,7 @@
 """Linear CoCA (experimental): exact CoCA's two non-negative factors as weights of a linear attention, not as logits."""
 
 from functools import partial
-from typing import Any
+from typing import Any, Unpack
 
 from torch import Tensor
 
@@ -12,32 +12,20 @@ from farspan.ops.cosformer import (
     ONE,
     REFERENCE,
     LinearCall,
-    LinearState,
+    LinearOptions,
     Weighting,
     check_linear_call,
     run_linear,
 )
 from farspan.ops.device import TABLES, constant
-from farspan.ops.dispatch import TABLES_BY_OP, Table, reference_twin
-from farspan.ops.masking import AttentionMask, Positions
+from farspan.ops.dispatch import TABLES_BY_OP, Table, reference_twin, shows
 from farspan.ops.reference import linear_coca_weights
 from farspan.ops.rotary import Rotary, odd_width
 
 
+@shows(LinearOptions)
 def linear_coca_attention(
-    q: Tensor,
-    t: Tensor,
-    v: Tensor,
-    *,
-    rotary: Rotary | None,
-    causal: bool = True,
-    positions: Positions = None,
-    padding_mask: Tensor | None = None,
-    documents: Tensor | None = None,
-    mask: AttentionMask | None = None,
-    state: LinearState | None = None,
-    return_state: bool = False,
-    backend: str = "auto",
+    q: Tensor, t: Tensor, v: Tensor, *, rotary: Rotary | None, **options: Unpack[LinearOptions]
 ) -> Any:
     """Compute exact CoCA without the softmax: weights Σ_j ‖q_j‖² t_j cos(Δθ_j) over Σ_j ‖q_j‖² t_j. Experimental.
 
@@ -59,26 +47,11 @@ def linear_coca_attention(
     >>> linear_coca_attention(q, t, v, rotary=Rotary(8)).shape
     torch.Size([1, 4, 6, 8])
     """
-    call = _check_linear_coca(
-        LINEAR_COCA,
-        q,
-        t,
-        v,
-        rotary=rotary,
-        causal=causal,
-        positions=positions,
-        padding_mask=padding_mask,
-        documents=documents,
-        mask=mask,
-        state=state,
-        return_state=return_state,
-        backend=backend,
-    )
-    return run_linear(LINEAR_COCA, call)
+    return run_linear(LINEAR_COCA, _check_linear_coca(LINEAR_COCA, q, t, v, rotary=rotary, **options))
 
 
 def _check_linear_coca(
-    table: Table, q: Tensor, t: Tensor, v: Tensor, *, rotary: Rotary | None, **options: Any
+    table: Table, q: Tensor, t: Tensor, v: Tensor, *, rotary: Rotary | None, **options: Unpack[LinearOptions]
 ) -> LinearCall:
     width, theta = q.shape[-1], None
     require(width % 2 == 0, lambda: odd_width(width))

@@ -15,7 +15,7 @@ In the first three the index of a key decides what comes before what. With a pai
 from collections.abc import Callable, Hashable
 from copy import copy
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +31,16 @@ Positions = int | Tensor | tuple[Tensor, Tensor] | None
 """What ops take as ``positions``."""
 
 T = TypeVar("T")
+
+
+class MaskOptions(TypedDict, total=False):
+    """The options of an op that make its mask, see :func:`make_mask`."""
+
+    positions: Positions
+    causal: bool
+    window: int | None
+    padding_mask: Tensor | None
+    documents: Tensor | None
 
 
 @dataclass(eq=False)
@@ -120,6 +130,13 @@ class AttentionMask:
         if found is None:
             found = self._shared[rotary] = Angles(rotary, self)
         return found
+
+    def tables(self, rotary: Rotary | None, dtype: torch.dtype) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        """Return cosines and sines of the angles of queries and of keys; None without rotation."""
+        if rotary is None:
+            return None, None
+        angles = self.angles(rotary)
+        return angles.query(dtype), angles.key(dtype)
 
     def part(self, start: int, stop: int) -> "AttentionMask":
         """Return the mask of queries start … stop-1 on the keys that they can see."""
@@ -551,34 +568,27 @@ class AttentionContext:
 
     def new_tokens(self, past: int | Tensor = 0) -> AttentionMask:
         """Return the mask of the new tokens among themselves, at their positions."""
-        counted = isinstance(past, int) and not (self.cached and torch.compiler.is_compiling())
-        key = ("new", past if counted else None)
-        if key not in self._masks:
-            first, positions, padding = None, None, self.new_padding(past)
-            if self.position_ids is None and self.padding is None:
-                if counted:
-                    first = past
-                else:
-                    positions = past + torch.arange(self.n, device=self.device)[None]
-            elif self.padding is None:
+        if isinstance(past, int) and not (self.cached and torch.compiler.is_compiling()):
+            return self.mask(past=past, offset=past)
+        if "new tokens" not in self._masks:
+            if self.padding is not None:
+                positions, _ = self._positions(past, self.padding.shape[1], 0, aligned=False)
+            elif self.position_ids is not None:
                 positions = self.position_ids
             else:
-                ranks = self._ranks(self.padding.shape[1])
-                positions = self._of_new(ranks + self._shift(ranks, past), past)
-                if self.is_fresh and self.position_ids is not None:
-                    positions = torch.where(self.padding[:, : self.n], self.position_ids, positions)
-            self._masks[key] = AttentionMask(
+                positions = past + torch.arange(self.n, device=self.device)[None]
+            self._masks["new tokens"] = AttentionMask(
                 n=self.n,
                 m=self.n,
                 device=self.device,
                 causal=self.causal,
-                first=first,  # type: ignore[arg-type]
-                positions=None if positions is None else (positions, positions),
-                padding=padding,
+                first=None,
+                positions=(positions, positions),
+                padding=self.new_padding(past),
                 documents=self.documents,
                 is_clean=True,
             )
-        return self._masks[key]
+        return self._masks["new tokens"]
 
     def new_padding(self, past: int | Tensor = 0) -> Tensor | None:
         """Return which of the new tokens are real, (b, n) bool; None if all are."""

@@ -5,7 +5,7 @@ windows are one call for all blocks of queries, and other masks one call per blo
 """
 
 from functools import partial
-from typing import Any
+from typing import Unpack
 
 import torch
 import torch.nn.functional as F
@@ -23,8 +23,18 @@ from farspan.ops.device import (
     why_not_compiled_triton,
     why_not_triton,
 )
-from farspan.ops.dispatch import TABLES_BY_OP, Call, Implementation, Table, check_call, reference_twin, run
-from farspan.ops.masking import AttentionMask, Positions
+from farspan.ops.dispatch import (
+    TABLES_BY_OP,
+    Call,
+    Implementation,
+    SoftmaxOptions,
+    Table,
+    check_call,
+    reference_twin,
+    run,
+    shows,
+)
+from farspan.ops.masking import AttentionMask
 from farspan.ops.reference import attend, rotations, scores_alibi, scores_nope, scores_rope, visible
 from farspan.ops.rotary import Rotary
 
@@ -40,20 +50,9 @@ GPU_TIMES = 64
 """A GPU needs larger blocks to be busy, and has the memory; its kernels copy a mask for every row and head."""
 
 
+@shows(SoftmaxOptions)
 def rope_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    rotary: Rotary | None,
-    positions: Positions = None,
-    causal: bool = True,
-    window: int | None = None,
-    padding_mask: Tensor | None = None,
-    documents: Tensor | None = None,
-    mask: AttentionMask | None = None,
-    scale: float | None = None,
-    backend: str = "auto",
+    q: Tensor, k: Tensor, v: Tensor, *, rotary: Rotary | None, **options: Unpack[SoftmaxOptions]
 ) -> Tensor:
     """Compute rotary attention (Eq. 2) from q (b, h, n, d), k (b, g, m, d) and v (b, g, m, dv).
 
@@ -64,22 +63,7 @@ def rope_attention(
     >>> rope_attention(q, k, k, rotary=Rotary(8)).shape
     torch.Size([1, 4, 1, 8])
     """
-    call = check_call(
-        ROPE,
-        q,
-        k,
-        v,
-        rotary=rotary,
-        mask=mask,
-        positions=positions,
-        causal=causal,
-        window=window,
-        padding_mask=padding_mask,
-        documents=documents,
-        scale=scale,
-        backend=backend,
-    )
-    return run(ROPE, call)
+    return run(ROPE, check_call(ROPE, q, k, v, rotary=rotary, **options))
 
 
 def _rope_reference(call: Call) -> Tensor:
@@ -99,20 +83,9 @@ def _rope_sdpa(call: Call) -> Tensor:
     return softmax_attention(call, q, k)
 
 
+@shows(SoftmaxOptions)
 def alibi_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    slopes: Tensor | None = None,
-    positions: Positions = None,
-    causal: bool = True,
-    window: int | None = None,
-    padding_mask: Tensor | None = None,
-    documents: Tensor | None = None,
-    mask: AttentionMask | None = None,
-    scale: float | None = None,
-    backend: str = "auto",
+    q: Tensor, k: Tensor, v: Tensor, *, slopes: Tensor | None = None, **options: Unpack[SoftmaxOptions]
 ) -> Tensor:
     """Compute attention with linear biases (Press et al. 2022): scores q·k - slope·|m-n|, one slope per head.
 
@@ -123,26 +96,11 @@ def alibi_attention(
     >>> alibi_attention(q, q, q).shape
     torch.Size([1, 2, 5, 8])
     """
-    call = _check_alibi(
-        ALIBI,
-        q,
-        k,
-        v,
-        slopes=slopes,
-        mask=mask,
-        positions=positions,
-        causal=causal,
-        window=window,
-        padding_mask=padding_mask,
-        documents=documents,
-        scale=scale,
-        backend=backend,
-    )
-    return run(ALIBI, call)
+    return run(ALIBI, _check_alibi(ALIBI, q, k, v, slopes=slopes, **options))
 
 
 def _check_alibi(
-    table: Table, q: Tensor, k: Tensor, v: Tensor, *, slopes: Tensor | None = None, **options: Any
+    table: Table, q: Tensor, k: Tensor, v: Tensor, *, slopes: Tensor | None = None, **options: Unpack[SoftmaxOptions]
 ) -> Call:
     if slopes is None:
         slopes = alibi_slopes(q.shape[1], device=q.device)
