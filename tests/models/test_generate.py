@@ -85,6 +85,18 @@ def test_per_request_generation_uses_the_base_of_the_whole_request(attention: st
 
 
 @torch.no_grad()
+def test_each_row_has_the_base_of_its_own_request() -> None:
+    """Padding on the left takes no part in a request; an assistant gets along with it."""
+    model, x, pads = make(MIXED, rope_parameters=PER_REQUEST), tokens(3, 14), [0, 3, 9]
+    mask = torch.stack([torch.arange(14) >= pad for pad in pads]).long()
+    out = model.generate(x, attention_mask=mask, max_new_tokens=12, **GREEDY)
+    for row, pad in enumerate(pads):
+        alone = model.generate(x[row : row + 1, pad:], max_new_tokens=12, **GREEDY)
+        assert torch.equal(alone, out[row : row + 1, pad:])
+    assert torch.equal(model.generate(x[:1], max_new_tokens=12, assistant_model=model, **GREEDY), out[:1])
+
+
+@torch.no_grad()
 def test_assisted_generation_rolls_the_cache_back() -> None:
     model, x = make(MIXED), tokens(1, 12)
     plain = model.generate(x, max_new_tokens=20, **GREEDY)
@@ -215,3 +227,20 @@ def test_peft_lora_trains_and_merges() -> None:
     touched = {name.split(".lora_")[0].split(".")[-1] for name, p in wrapped.named_parameters() if p.grad is not None}
     assert touched == set(names)
     assert torch.allclose(wrapped.merge_and_unload()(x).logits, before, atol=1e-5)
+
+
+def test_peft_prompts_train_and_generate() -> None:
+    """They come with a mask of floats; a prefix comes with a cache, whose keys CoCA cannot use."""
+    peft = pytest.importorskip("peft")
+    x, settings = tokens(2, 10), {"num_virtual_tokens": 4, "task_type": "CAUSAL_LM"}
+    mask = torch.ones_like(x)
+    for attention in (MIXED, ["rope", {"kind": "pope", "window": 4}, "alibi"]):
+        prefix = peft.get_peft_model(make(attention), peft.PrefixTuningConfig(**settings))
+        for model in (peft.get_peft_model(make(attention), peft.PromptTuningConfig(**settings)), prefix):
+            if model is prefix and attention is MIXED:
+                with pytest.raises(ValueError, match="must hold 4 numbers per key in layer 0, got 8; PEFT's prefix"):
+                    model(input_ids=x, attention_mask=mask)
+                continue
+            model(input_ids=x, attention_mask=mask, labels=x).loss.backward()
+            assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+            assert model.generate(input_ids=x, attention_mask=mask, max_new_tokens=3, **GREEDY).shape == (2, 13)

@@ -148,7 +148,7 @@ def test_save_and_load(tmp_path) -> None:
     [
         ({"cosformer_beyond": "clip"}, "cosformer_beyond must be one of 'raise'"),
         ({"cosformer_activation": "exp"}, "cosformer_activation must be one of 'relu', 'elu'"),
-        ({"cosformer_max_length": 0}, "cosformer_max_length must be at least 1 or None, got 0"),
+        ({"cosformer_max_length": 0}, "cosformer_max_length must be 1 … 2147483647, got 0"),
         ({"attention": [{"kind": "cosformer", "window": 3}] * 3}, "window cannot be combined"),
     ],
 )

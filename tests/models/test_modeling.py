@@ -142,6 +142,7 @@ def test_llama_weights_give_llama_logits() -> None:
     assert (ours(x).logits - llama(x).logits).abs().max() <= 1e-5
 
 
+NTK = {"rope_type": "ntk", "factor": 4.0, "rope_theta": 100.0}
 WEIGHTS = {
     "rope": {"q_proj": (32, 32), "k_proj": (16, 32), "v_proj": (16, 32), "o_proj": (32, 32)},
     "alibi": {"q_proj": (32, 32), "k_proj": (16, 32), "v_proj": (16, 32), "o_proj": (32, 32)},
@@ -215,6 +216,27 @@ def test_a_config_that_names_a_cache_layout_loads(
     assert ("cache_layout='rotated' is gone" in caplog.text) == (layout == "rotated")
     assert torch.equal(loaded(x).logits, model(x).logits)
     assert "cache_layout" not in loaded.config.to_dict()
+
+
+def test_a_config_may_repeat_what_attention_says_and_loads_in_silence(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Other tools write and set `layer_types` and `sliding_window`; static NTK is unknown to transformers."""
+    config = FarspanConfig.preset("tiny", attention="hybrid-rope", window=8, rope_parameters=NTK)
+    config.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"sliding_window": 4, "layer_types": None}))
+    with caplog.at_level(logging.WARNING):
+        loaded = AutoConfig.from_pretrained(tmp_path)
+    assert not caplog.text
+    assert loaded.sliding_window == 8
+    assert loaded.layer_types == ["sliding_attention"] * 3 + ["full_attention"]
+    assert loaded.rotary() == config.rotary()
+
+
+def test_weights_asked_for_where_there_are_none_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    make()(tokens(1, 4), output_attentions=True)
+    assert "output_attentions needs attn_implementation 'eager'" in caplog.text
 
 
 @pytest.mark.parametrize(
