@@ -11,7 +11,6 @@ import torch
 from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PreTrainedConfig
-from transformers.activations import ACT2FN
 
 from farspan.errors import require, require_choice, unknown
 from farspan.layers import ACTIVATIONS, DECODE_BACKENDS, LENGTH_FORMS, AttentionSpec, hybrid
@@ -301,7 +300,9 @@ class FarspanConfig(PreTrainedConfig):
         else:
             self.attention = _plain(self.attention)
         specs = self.attention_specs
-        for name, options in CHOICES.items():
+        from transformers.activations import ACT2FN  # imports models' code, which `import farspan` does without
+
+        for name, options in {**CHOICES, "hidden_act": ACT2FN}.items():
             require_choice(name, getattr(self, name), options)
         rotary = self.rotary()  # raises for odd head_dim and bad scaling
         found = rotary.at_length(4 * self.train_length).frequencies(device=torch.device("cpu")) * rotary.factor
@@ -336,7 +337,6 @@ CHOICES: dict[str, Iterable[Any]] = {
     "cosformer_activation": COSFORMER_ACTIVATIONS,
     "decode_backend": DECODE_BACKENDS,
     "log_length": (False, True, *LENGTH_FORMS[1:]),
-    "hidden_act": ACT2FN,
 }
 FIELDS = [field.name for field in fields(FarspanConfig)]
 

@@ -177,9 +177,12 @@ class FarspanAttention(nn.Module):
             query, key = layer.features(query, key, mask, rotary)
             attention_interface: Any = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention)
             kwargs["sliding_window"] = self.sliding_window
+            if key.shape[-1] > value.shape[-1]:  # PoPE's keys are wider
+                value = F.pad(value, (0, key.shape[-1] - value.shape[-1]))
             out, weights = attention_interface(self, query, key, value, attention_mask, scaling=self.scaling, **kwargs)
+            out = out.reshape(*hidden_states.shape[:-1], layer.num_heads, -1)  # vLLM returns one row per token
         del query, key, value  # they would double the peak of the output projection
-        return layer.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), weights  # vLLM returns one row per token
+        return layer.o_proj(out[..., : layer.head_dim].flatten(-2)), weights
 
 
 class FarspanMLP(nn.Module):
@@ -476,7 +479,6 @@ class FarspanModel(FarspanPreTrainedModel):
             "ALiBi": "alibi" in kinds,
             "cosFormer": "cosformer" in kinds,
             "linear CoCA": "linear-coca" in kinds,
-            "PoPE": any(layer.spec.kind == "pope" for layer in layers),  # queries are wider than values
             "per_query dynamic NTK": any(rotary.follows_query for rotary in rotaries),
             # vLLM keeps the cache and passes one step of many requests: nothing here tells how long each one is.
             "per_request dynamic NTK": implementation == "vllm" and any(rotary.follows_length for rotary in rotaries),
