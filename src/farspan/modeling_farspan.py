@@ -85,12 +85,16 @@ class FarspanCache(Cache):
             return StaticLayerCache(max_length) if spec.window is None else StaticWindowCache(spec.window)
 
         self.specs, self.max_length = config.attention_specs, max_length
-        self.max_cache_len = -1 if max_length is None else max_length  # PEFT's name for it
         super().__init__(layers=[layer(spec) for spec in self.specs])
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the number of tokens so far, dropped ones included."""
         return self.layers[layer_idx].get_seq_length()  # type: ignore[union-attr]
+
+    @property
+    def max_cache_len(self) -> int:
+        """`max_length` as PEFT asks for it: -1 for no limit."""
+        return -1 if self.max_length is None else self.max_length
 
     @property
     def nbytes(self) -> int:
@@ -107,12 +111,12 @@ class _LayerOf:
         self.is_compileable = cache.is_compileable
 
     def update(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        held = getattr(self.cache.layers[self.layer_idx], "keys", None) if self.get_seq_length() else None
+        layer: Any = self.cache.layers[self.layer_idx] if self.get_seq_length() else None
         require(
-            held is None or held.shape[-1] == keys.shape[-1],
+            layer is None or layer.keys.shape[-1] == keys.shape[-1],
             lambda: (
                 f"past_key_values must hold {keys.shape[-1]} numbers per key in layer {self.layer_idx}, got "
-                f"{held.shape[-1]}; PEFT's prefix tuning cannot be used with CoCA, but its prompt tuning can"
+                f"{layer.keys.shape[-1]}; PEFT's prefix tuning cannot be used with CoCA, but its prompt tuning can"
             ),
         )
         return self.cache.update(keys, values, self.layer_idx)
@@ -614,8 +618,7 @@ class FarspanForCausalLM(FarspanPreTrainedModel, GenerationMixin):
         length = max_cache_length + 1  # the last token is never cached, but it is part of the request
         if self.config.rotary().follows_length:
             mask = model_kwargs.get("attention_mask")
-            padded = mask is not None and not mask.all()
-            model_kwargs["rotary_length"] = length - (mask == 0).sum(-1) if padded else length
+            model_kwargs["rotary_length"] = length if mask is None or mask.all() else length - (mask == 0).sum(-1)
         kind = generation_config.cache_implementation
         ours = kind in (None, "dynamic", "static") and generation_config.use_cache is not False
         if not ours or model_kwargs.get("past_key_values") is not None:

@@ -33,7 +33,7 @@ def _register_head_sizes() -> None:
         ModelArchConfigConvertorBase,
     )
 
-    class Convertor(ModelArchConfigConvertorBase):  # type: ignore[misc]
+    class Convertor(ModelArchConfigConvertorBase):
         def get_per_layer_hf_configs(self) -> list[tuple[Any, Any]] | None:
             config = self.hf_config
             wide = copy(config)

@@ -54,7 +54,11 @@ SOFTMAX = [
     {"attention": [*MIXED[:2], "alibi"], "log_length": True},
     {"attention": "coca-slack", "log_length": True, "rope_parameters": PER_QUERY},
     {"attention": ["pope", "coca-exact", "coca-polar"], "log_length": "learned", "polar_activation": "relu"},
-    {"attention": [{"kind": "pope", "window": 8}, NOPE, NOPE], "log_length": "step", "kv_shift": True},
+    {
+        "attention": [{"kind": "pope", "window": 8}, {"kind": "coca", "form": "polar", "window": 8}, NOPE],
+        "log_length": "step",
+        "kv_shift": True,
+    },
 ]
 CONFIGURATIONS = [
     *SOFTMAX,

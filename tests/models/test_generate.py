@@ -7,7 +7,19 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from farspan import FarspanCache, FarspanForCausalLM
-from tests.models.small import CONFIGURATIONS, LINEAR, MIXED, PER_QUERY, PER_REQUEST, TIGHT, make, name_of, tokens
+from tests.models.small import (
+    CONFIGURATIONS,
+    LINEAR,
+    LOCAL,
+    MIXED,
+    NOPE,
+    PER_QUERY,
+    PER_REQUEST,
+    TIGHT,
+    make,
+    name_of,
+    tokens,
+)
 
 GREEDY = {"do_sample": False, "pad_token_id": 0}
 
@@ -40,9 +52,14 @@ def test_generate_with_left_padding_equals_each_row_alone(options: dict) -> None
             check_greedy(model, out[row : row + 1, pad:], 14 - pad)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"attention": MIXED, "rope_parameters": PER_QUERY}, {"attention": LINEAR, "cosformer_beyond": "decay"}],
+    ids=name_of,
+)
 @torch.no_grad()
-def test_beam_search_does_not_depend_on_the_cache() -> None:
-    model, x = make(MIXED, rope_parameters=PER_QUERY), tokens(2, 10)
+def test_beam_search_does_not_depend_on_the_cache(options: dict) -> None:
+    model, x = make(**options), tokens(2, 10)
     options = {"max_new_tokens": 12, "num_beams": 3, **GREEDY}
     want = model.generate(x, use_cache=False, **options)
     for cache in ("dynamic", "static"):
@@ -155,11 +172,8 @@ def test_a_kept_static_cache_follows_the_model_to_another_dtype_and_other_angles
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "options", [{"attention": MIXED, "log_length": True}, {"rope_parameters": PER_QUERY}], ids=name_of
-)
-def test_training_step_compiles_without_a_graph_break(options: dict) -> None:
-    model, x = make(**options).train(), tokens(2, 24)
+def test_training_step_compiles_without_a_graph_break() -> None:
+    model, x = make(MIXED, log_length=True, rope_parameters=PER_QUERY).train(), tokens(2, 24)
     eager = model(x, labels=x, use_cache=False).loss
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     loss = compiled(x, labels=x, use_cache=False).loss
@@ -172,10 +186,8 @@ def test_training_step_compiles_without_a_graph_break(options: dict) -> None:
 @pytest.mark.parametrize(
     ("options", "masked"),
     [
-        ({"rope_parameters": PER_QUERY}, True),
-        ({"attention": MIXED, "log_length": True}, False),
-        ({"attention": MIXED}, True),
-        ({"attention": "alibi"}, False),
+        ({"attention": MIXED, "rope_parameters": PER_QUERY}, True),
+        ({"attention": [LOCAL, "alibi", NOPE], "log_length": "learned", "kv_shift": True}, False),
         ({"attention": LINEAR, "cosformer_beyond": "decoupled"}, True),
     ],
     ids=lambda x: name_of(x) if isinstance(x, dict) else "padded" if x else "plain",
