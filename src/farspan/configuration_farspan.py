@@ -1,18 +1,21 @@
 """The configuration of a farspan model: a LLaMA-shaped decoder with one attention spec per layer."""
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import fields
 from difflib import get_close_matches
+from functools import wraps
 from typing import Any
 
+import torch
 from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PreTrainedConfig
 
 from farspan.errors import require, require_choice, unknown
-from farspan.layers import ACTIVATIONS, DECODE_BACKENDS, AttentionSpec, hybrid
+from farspan.layers import ACTIVATIONS, DECODE_BACKENDS, LENGTH_FORMS, AttentionSpec, hybrid
 from farspan.ops.cosformer import BEYOND
+from farspan.ops.masking import LIMIT
 from farspan.ops.reference import ACTIVATIONS as COSFORMER_ACTIVATIONS
 from farspan.ops.rotary import NTK, DynamicNTK, Linear, Llama3, Rotary, Scaling, YaRN
 
@@ -38,6 +41,37 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 HYBRID_OPTIONS = ("window", "global_every")
 ROPE_TYPES = ("default", "linear", "ntk", "dynamic", "yarn", "llama3")
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+LIMITS: dict[str, tuple[float, float]] = {
+    "vocab_size": (1, 2**24),
+    "hidden_size": (2, 2**20),
+    "intermediate_size": (1, 2**20),
+    "num_hidden_layers": (1, 2**12),
+    "num_attention_heads": (1, 2**12),
+    "num_key_value_heads": (1, 2**12),
+    "head_dim": (2, 2**12),
+    "cosformer_max_length": (1, LIMIT),
+    "learned_positions": (0, 2**24),
+    "train_length": (1, LIMIT),
+    "max_position_embeddings": (1, LIMIT),
+    "rms_norm_eps": (1e-30, 1.0),  # below, half precision divides by zero
+    "initializer_range": (0.0, 10.0),
+}
+"""The least and the largest value of a number."""
+
+
+def _in_one_line(init: Callable[..., None]) -> Callable[..., None]:
+    """Make a constructor raise ValueErrors of one line, whatever transformers raises for a value of the wrong type."""
+
+    @wraps(init)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            init(self, *args, **kwargs)
+        except (StrictDataclassError, TypeError, KeyError, AttributeError, ArithmeticError, RuntimeError) as error:
+            reason = " ".join(str(error.__cause__ or error).split())
+            raise ValueError(f"a model's configuration must have valid fields, got one that fails: {reason}") from error
+
+    return checked
 
 
 @strict
@@ -60,8 +94,13 @@ class FarspanConfig(PreTrainedConfig):
         train_length: length of training, against which dynamic NTK, YaRN and `log_length` measure.
         rope_parameters: as in transformers; for ``"rope_type": "dynamic"`` also ``"mode"``, "per_query" (default)
             or "per_request". Linear CoCA layers take every scaling except "dynamic".
-        log_length: multiply the scores of the n-th token, n > `train_length`, by ln n / ln train_length, in every
-            layer with a softmax (in a window, n is at most its width). Default: True for hybrids, else False.
+        log_length: a temperature for scores that follows n, the number of keys. True: ln n / ln train_length for
+            n > `train_length`, in every layer with a softmax (in a window, n is at most its width). "learned": s·ln n
+            with s learned per head. "step": 1 + 0.1·ln(1 + ⌊position / train_length⌋), which other engines run. The
+            last two are for layers without a window. Default: True for hybrids, else False.
+        polar_phase, polar_activation: of PoPE and polar CoCA: learn a phase per head and frequency (True), and what
+            keeps their magnitudes ≥ 0: "softplus" or "relu".
+        kv_shift: an experiment: mix keys and values of global layers without positions with those of the token before.
         causal: False makes a bidirectional encoder.
         learned_positions: for an encoder, the number of positions with an embedding of their own, added to the tokens';
             no sequence may be longer. 0 = none.
@@ -71,6 +110,7 @@ class FarspanConfig(PreTrainedConfig):
     """
 
     model_type = "farspan"
+    attribute_map = {"norm_eps": "rms_norm_eps"}  # noqa: RUF012
     keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
     ignore_keys_at_rope_validation = {"mode"}  # noqa: RUF012
 
@@ -92,7 +132,10 @@ class FarspanConfig(PreTrainedConfig):
     train_length: int = 512
     max_position_embeddings: int = 32_768
     rope_parameters: dict | None = None  # type: ignore[type-arg]
-    log_length: bool | None = None
+    log_length: bool | str | None = None
+    polar_phase: bool = True
+    polar_activation: str = "softplus"
+    kv_shift: bool = False
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
@@ -105,6 +148,8 @@ class FarspanConfig(PreTrainedConfig):
     pad_token_id: int | None = None
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
+
+    _validate_ntk_rope_parameters = PreTrainedConfig._validate_linear_rope_parameters  # or transformers logs a warning
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "FarspanConfig":
         """Import the models, which register themselves with the Auto classes.
@@ -119,6 +164,7 @@ class FarspanConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         if kwargs.pop("cache_layout", "half") == "rotated":
             logging.getLogger(__name__).warning("cache_layout='rotated' is gone; CoCA caches un-rotated t everywhere")
+        self._check_numbers(kwargs.get("torch_dtype"))
         self._expand_hybrid(**{name: kwargs.pop(name) for name in HYBRID_OPTIONS if name in kwargs})
         for key in _unknown_keys(kwargs):
             if near := get_close_matches(key, FIELDS, n=3, cutoff=0.8):  # the default would be used in its place
@@ -160,11 +206,7 @@ class FarspanConfig(PreTrainedConfig):
     def preset(cls, name: str, **overrides: Any) -> "FarspanConfig":
         """Make the configuration of a named size ("350m" of the paper, "33m", "tiny") with some fields replaced."""
         require_choice("preset", name, PRESETS)
-        try:
-            config = cls(**{**PRESETS[name], **overrides})
-        except (StrictDataclassError, TypeError, KeyError) as error:  # what transformers and its helpers raise
-            reason = " ".join(str(error).split())
-            raise ValueError(f"options of preset {name!r} must be a model's fields ({reason}); correct them") from error
+        config = cls(**{**PRESETS[name], **overrides})
         for key in _unknown_keys(overrides):  # transformers would keep them without a word
             hint = "see help(FarspanConfig)"
             if key in AttentionSpec.__dataclass_fields__:
@@ -181,14 +223,19 @@ class FarspanConfig(PreTrainedConfig):
 
     @property
     def layer_types(self) -> list[str]:
-        """What each layer caches, in transformers' words."""
+        """What each layer caches, in transformers' words. `attention` decides; a value that is set is ignored."""
         return ["full_attention" if spec.window is None else "sliding_attention" for spec in self.attention_specs]
+
+    @layer_types.setter
+    def layer_types(self, value: object) -> None: ...
 
     @property
     def sliding_window(self) -> int | None:
         """The widest window, for tools that know only one: they keep enough, and the layer masks the rest."""
-        windows = [spec.window for spec in self.attention_specs if spec.window is not None]
-        return max(windows, default=None)
+        return max((spec.window for spec in self.attention_specs if spec.window is not None), default=None)
+
+    @sliding_window.setter
+    def sliding_window(self, value: object) -> None: ...
 
     def rotary(self) -> Rotary:
         """Make the rotary that `rope_parameters` describe."""
@@ -196,6 +243,11 @@ class FarspanConfig(PreTrainedConfig):
         kind, factor = rope.get("rope_type", "default"), rope.get("factor", 1.0)
         length = rope.get("original_max_position_embeddings", self.train_length)
         require_choice("rope_parameters['rope_type']", kind, ROPE_TYPES, "choose one of these")
+        require(
+            type(length) is int and 1 <= length <= LIMIT and not any(isinstance(x, dict) for x in rope.values()),
+            "rope_parameters must be one mapping for all layers, with original_max_position_embeddings ≥ 1, "
+            f"got {rope}; correct it",
+        )
         require(
             rope.get("partial_rotary_factor", 1.0) == 1.0,
             f"partial_rotary_factor must be 1, got {rope.get('partial_rotary_factor')}; every pair is rotated here",
@@ -221,6 +273,21 @@ class FarspanConfig(PreTrainedConfig):
         del values["decode_backend"]
         return values
 
+    def _check_numbers(self, torch_dtype: Any) -> None:
+        """Raise for numbers outside of their limits, and for a dtype that no weight can have."""
+        tokens = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), (0, self.vocab_size - 1))
+        for name, (low, high) in (LIMITS | tokens).items():
+            values = getattr(self, name)
+            for value in values if isinstance(values, list) else [values]:
+                good = value is None or low <= value <= high
+                require(good, f"{name} must be {low} … {high}, got {value!r}; correct it")
+        dtype = torch_dtype if self.dtype is None else self.dtype
+        found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+        require(
+            dtype is None or found in DTYPES,
+            f"dtype must be one of {', '.join(str(x).removeprefix('torch.') for x in DTYPES)}, got {dtype!r}",
+        )
+
     def _check(self) -> None:
         """Raise for values that no model can have, and bring `attention` into a form that JSON can hold."""
         if isinstance(self.attention, list):
@@ -233,19 +300,13 @@ class FarspanConfig(PreTrainedConfig):
         else:
             self.attention = _plain(self.attention)
         specs = self.attention_specs
-        require_choice("coca_activation", self.coca_activation, ACTIVATIONS)
-        require_choice("cosformer_beyond", self.cosformer_beyond, BEYOND)
-        require_choice("cosformer_activation", self.cosformer_activation, COSFORMER_ACTIVATIONS)
-        require_choice("decode_backend", self.decode_backend, DECODE_BACKENDS)
-        require(
-            self.cosformer_max_length is None or self.cosformer_max_length >= 1,
-            f"cosformer_max_length must be at least 1 or None, got {self.cosformer_max_length}; None is train_length",
-        )
-        require(
-            self.learned_positions >= 0,
-            f"learned_positions must be at least 0, got {self.learned_positions}; 0 is none",
-        )
+        from transformers.activations import ACT2FN  # imports models' code, which `import farspan` does without
+
+        for name, options in {**CHOICES, "hidden_act": ACT2FN}.items():
+            require_choice(name, getattr(self, name), options)
         rotary = self.rotary()  # raises for odd head_dim and bad scaling
+        found = rotary.at_length(4 * self.train_length).frequencies(device=torch.device("cpu")) * rotary.factor
+        require(bool(found.isfinite().all()), f"rope_parameters must give finite angles, got {self.rope_parameters}")
         assert self.num_key_value_heads is not None
         require(
             self.num_attention_heads % self.num_key_value_heads == 0,
@@ -262,8 +323,21 @@ class FarspanConfig(PreTrainedConfig):
             "log_length needs a causal model with a softmax and train_length ≥ 2, got "
             f"causal={self.causal}, attention={self.attention!r}, train_length={self.train_length}; leave it out",
         )
+        require(
+            not self.kv_shift or any(spec.shiftable for spec in specs),
+            f"kv_shift needs a global layer without positions, got attention {self.attention!r}; use a hybrid",
+        )
 
 
+FarspanConfig.__init__ = _in_one_line(FarspanConfig.__init__)  # type: ignore[method-assign]
+CHOICES: dict[str, Iterable[Any]] = {
+    "coca_activation": ACTIVATIONS,
+    "polar_activation": ACTIVATIONS,
+    "cosformer_beyond": BEYOND,
+    "cosformer_activation": COSFORMER_ACTIVATIONS,
+    "decode_backend": DECODE_BACKENDS,
+    "log_length": (False, True, *LENGTH_FORMS[1:]),
+}
 FIELDS = [field.name for field in fields(FarspanConfig)]
 
 
@@ -278,7 +352,8 @@ def _unknown_keys(keys: Iterable[str]) -> list[str]:
     return [
         key
         for key in keys
-        if key not in (*FIELDS, *HYBRID_OPTIONS, "attn_implementation") and not hasattr(PreTrainedConfig, key)
+        if key not in (*FIELDS, *HYBRID_OPTIONS, *FarspanConfig.attribute_map, "attn_implementation")
+        and not hasattr(PreTrainedConfig, key)
     ]
 
 

@@ -23,7 +23,7 @@ def unknown(argument: str, value: object, options: Iterable[str], remedy: str | 
     attention must be one of 'rope', 'coca-exact', got 'coca-exat'; did you mean 'coca-exact'?
     """
     names = list(options)
-    near = get_close_matches(str(value), names, n=1, cutoff=0.4)
+    near = get_close_matches(str(value), map(str, names), n=1, cutoff=0.4)
     hint = remedy or (f"did you mean {near[0]!r}?" if near else "choose one of these")
     return ValueError(f"{argument} must be one of {', '.join(map(repr, names))}, got {value!r}; {hint}")
 

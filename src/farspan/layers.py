@@ -1,5 +1,6 @@
 """Attention layers as plain nn.Modules, usable in anyone's transformer."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Protocol
@@ -21,9 +22,9 @@ from farspan.ops.coca import (
 from farspan.ops.coca_decode import is_decoding_step
 from farspan.ops.cosformer import BEYOND, LinearState, cosformer_attention
 from farspan.ops.device import wants_gradient, working_dtype
-from farspan.ops.masking import AttentionContext, AttentionMask, Positions, make_mask
+from farspan.ops.masking import LIMIT, AttentionContext, AttentionMask, Positions, make_mask
 from farspan.ops.reference import ACTIVATIONS as COSFORMER_ACTIVATIONS
-from farspan.ops.rotary import Rotary, log_length, odd_width
+from farspan.ops.rotary import Rotary, log_length, odd_width, step_length
 from farspan.ops.softmax import alibi_attention, rope_attention
 
 __all__ = [
@@ -44,6 +45,9 @@ KINDS = ("rope", "alibi", "coca", "pope", "cosformer", "linear-coca")
 COCA_FORMS = ("exact", "strict", "slack", "polar")
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "softplus": F.softplus}
 DECODE_BACKENDS = ("auto", "sdpa", "triton")
+LENGTH_FORMS = ("log", "learned", "step")
+"""How scores follow the number n of keys past the training length L0: ln n / ln L0, s·ln n with s learned per head,
+or 1 + 0.1·ln(1 + ⌊position / L0⌋)."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,7 @@ class AttentionSpec:
             f"window cannot be combined with kind {self.kind!r}, got {self.window!r}; its sums hold the whole sequence",
         )
         require(
-            self.window is None or (isinstance(self.window, int) and self.window >= 1),
+            self.window is None or (isinstance(self.window, int) and 1 <= self.window <= LIMIT),
             f"window must be a whole number of keys ≥ 1 or None, got {self.window!r}; None sees everything",
         )
 
@@ -102,6 +106,11 @@ class AttentionSpec:
     def polar(self) -> bool:
         """Whether queries and keys are magnitudes: PoPE, and CoCA's polar form."""
         return self.kind == "pope" or self.form == "polar"
+
+    @property
+    def shiftable(self) -> bool:
+        """Whether keys of neighbours can be mixed: all are kept, and none is rotated."""
+        return self.kind == "rope" and not self.rotary and self.window is None
 
     @classmethod
     def parse(cls, value: "str | Mapping[str, Any] | AttentionSpec") -> "AttentionSpec":
@@ -200,6 +209,10 @@ class Attention(nn.Module):
         decode_backend: the op's backend for steps of few tokens without gradients: "auto", "sdpa" or "triton".
         log_length: length of training, past which scores grow with the logarithm of a query's position
             (:func:`farspan.ops.rotary.log_length`); None = never.
+        length_form: how they grow, one of :data:`LENGTH_FORMS`. "learned" gives the layer a `length_scale` per head.
+        polar_phase, polar_activation: learn phases, and "softplus" or "relu" for magnitudes, in PoPE and polar CoCA.
+        kv_shift: give the layer a `shift` per key head, for keys and for values, by which those of the token before
+            are mixed in; zero at first. For layers without window and positions.
     """
 
     def __init__(
@@ -218,9 +231,15 @@ class Attention(nn.Module):
         causal: bool = True,
         decode_backend: str = "auto",
         log_length: int | None = None,
+        length_form: str = "log",
+        polar_phase: bool = True,
+        polar_activation: str = "softplus",
+        kv_shift: bool = False,
     ) -> None:
         super().__init__()
         require_choice("coca_activation", coca_activation, ACTIVATIONS)
+        require_choice("polar_activation", polar_activation, ACTIVATIONS)
+        require_choice("length_form", length_form, LENGTH_FORMS)
         require_choice("decode_backend", decode_backend, DECODE_BACKENDS)
         self.spec = AttentionSpec.parse(spec)
         require(
@@ -248,7 +267,7 @@ class Attention(nn.Module):
         if self.spec.kind == "pope" and self.rotary is not None:
             self.rotary = replace(self.rotary, dim=2 * self.head_dim)  # d frequencies
         self.causal, self.coca_activation, self.decode_backend = causal, coca_activation, decode_backend
-        self.log_length = log_length
+        self.log_length, self.length_form, self.polar_activation = log_length, length_form, polar_activation
         self.scaling = self.head_dim**-0.5
         self.form = "slack" if self.spec.form == "slack" else "exact"  # strict is exact with a tied query
         self.polar, self.collinear = self.spec.polar, self.spec.collinear
@@ -261,12 +280,24 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(hidden_size, self.num_key_heads * self.head_dim, bias=qkv_bias)
         self.o_proj = nn.Linear(num_heads * self.head_dim, hidden_size, bias=out_bias)
         self.phase: nn.Parameter | None = None
-        if self.polar and self.spec.rotary:
+        if self.polar and self.spec.rotary and polar_phase:
             self.phase = nn.Parameter(torch.zeros(num_heads * self.key_width))
+        self.length_scale: nn.Parameter | None = None
+        if log_length is not None and length_form == "learned":
+            self.length_scale = nn.Parameter(torch.full((num_heads,), self.first_length_scale))
+        self.shift: nn.Parameter | None = None
+        if kv_shift:
+            require(self.spec.shiftable, f"kv_shift needs a layer without window and positions, got {self.spec}")
+            self.shift = nn.Parameter(torch.zeros(2 * self.num_key_heads))
         self.qk_norm = qk_norm_eps is not None
         if qk_norm_eps is not None:
             self.q_norm = nn.RMSNorm(self.query_width, eps=qk_norm_eps)
             self.register_module("t_norm" if self.collinear else "k_norm", nn.RMSNorm(self.key_width, eps=qk_norm_eps))
+
+    @property
+    def first_length_scale(self) -> float:
+        """The value of `length_scale` before training: no change at the length of training."""
+        return math.log(self.log_length or math.e) ** (-0.5 if self.squares else -1.0)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Project x (b, n, hidden) to q (b, h, n, d), k (b, g, n, d) or t (b, g, n, d/2), and v (b, g, n, d)."""
@@ -277,7 +308,7 @@ class Attention(nn.Module):
         if self.qk_norm:
             q, k = self.q_norm(q), getattr(self, "t_norm" if self.collinear else "k_norm")(k)
         if self.polar:
-            q, k = F.softplus(q), F.softplus(k)  # magnitudes
+            q, k = ACTIVATIONS[self.polar_activation](q), ACTIVATIONS[self.polar_activation](k)  # magnitudes
         elif self.collinear:
             k = ACTIVATIONS[self.coca_activation](k)  # Eq. 6: one non-negative coefficient per pair
         if self.spec.form == "strict":
@@ -338,11 +369,9 @@ class Attention(nn.Module):
         RoPE with fixed frequencies caches rotated keys, as LLaMA does; all else is cached un-rotated.
         """
         rotary = self.rotary
-        if rotary is not None and context.rotary_length is not None and rotary.follows_length:
-            rotary = rotary.at_length(context.rotary_length)
         if cache is None:
             return q, k, v, context.mask(self.spec.window), rotary
-        if self.spec.kind == "rope" and rotary is not None and self.rotary is not None and not self.rotary.is_dynamic:
+        if self.spec.kind == "rope" and rotary is not None and not rotary.is_dynamic:
             angles = context.new_tokens(cache.get_seq_length()).angles(rotary)
             q, k, rotary = angles.rotate_keys(q), angles.rotate_keys(k), None
         past, (length, offset) = cache.get_seq_length(), cache.get_mask_sizes(q.shape[2])
@@ -357,6 +386,9 @@ class Attention(nn.Module):
         """Call the layer's op: (b, h, n, d), (b, g, m, ·), (b, g, m, d) → (b, h, n, d)."""
         if self.log_length is not None:
             q = self.sharpen(q, mask)
+        if self.shift is not None:
+            shares = self.shift.view(2, -1, 1, 1).to(k.dtype)
+            k, v = mask.mix_neighbours(k, shares[0]), mask.mix_neighbours(v, shares[1])
         if self.polar:
             return pope_attention(q, k, v, rotary=rotary, phase=self._phases(), mask=mask, scale=self.scaling)
         if self.squares:
@@ -419,23 +451,30 @@ class Attention(nn.Module):
     def sharpen(self, q: Tensor, mask: AttentionMask) -> Tensor:
         """Multiply queries by the length temperature of `log_length`."""
         gain = self._shared_gain(mask, q.dtype)
+        if gain is not None and self.length_scale is not None:
+            gain = gain * self.length_scale[:, None, None]
         return q if gain is None else (q * gain).to(q.dtype)
 
     def _shared_gain(self, mask: AttentionMask, dtype: torch.dtype) -> Tensor | None:
-        return mask.share(("log_length", self.log_length, self.spec.name, dtype), lambda: self._gain(mask, dtype))
+        key = ("log_length", self.log_length, self.length_form, self.squares, dtype)
+        return mask.share(key, lambda: self._gain(mask, dtype))
 
     def _gain(self, mask: AttentionMask, dtype: torch.dtype) -> Tensor | None:
         """Compute what `log_length` multiplies queries by, (b|1, 1, n, 1); None if it is 1 for all."""
         trained, window = self.log_length, mask.window
         assert trained is not None
-        if window is not None and window <= trained:
-            return None
-        if mask.first is not None and mask.first + mask.m <= trained:
-            return None
+        if self.length_form != "learned":
+            if window is not None and window <= trained:
+                return None
+            if mask.first is not None and mask.first + mask.m <= trained:
+                return None
         count = mask.query_positions + 1
-        gain = log_length(count if window is None else count.clamp(max=window), trained)
-        gain = gain.sqrt() if self.squares else gain
-        return gain[:, None, :, None].to(working_dtype(dtype))
+        count = count if window is None else count.clamp(max=window)
+        if self.length_form == "learned":
+            gain = count.double().clamp(min=1.0).log()
+        else:
+            gain = (log_length if self.length_form == "log" else step_length)(count, trained)
+        return (gain.sqrt() if self.squares else gain)[:, None, :, None].to(working_dtype(dtype))
 
 
 class CocaAttention(Attention):

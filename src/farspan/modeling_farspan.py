@@ -4,6 +4,7 @@ Read top to bottom: cache, attention adapter, block, decoder, language-model hea
 are in :mod:`farspan.layers`, the formulas in :mod:`farspan.ops`.
 """
 
+import logging
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
@@ -36,6 +37,8 @@ from farspan.ops.device import product_dtype, working_dtype
 from farspan.ops.masking import AttentionContext, is_consecutive
 from farspan.ops.reference import repeat_heads
 from farspan.ops.rotary import Rotary
+
+LOG = logging.getLogger(__name__)
 
 
 class StaticLayerCache(StaticLayer):
@@ -89,6 +92,11 @@ class FarspanCache(Cache):
         return self.layers[layer_idx].get_seq_length()  # type: ignore[union-attr]
 
     @property
+    def max_cache_len(self) -> int:
+        """`max_length` as PEFT asks for it: -1 for no limit."""
+        return -1 if self.max_length is None else self.max_length
+
+    @property
     def nbytes(self) -> int:
         """Bytes of keys and values held by all layers."""
         held = (x for layer in self.layers for x in (layer.keys, layer.values))  # type: ignore[union-attr]
@@ -103,6 +111,14 @@ class _LayerOf:
         self.is_compileable = cache.is_compileable
 
     def update(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        layer: Any = self.cache.layers[self.layer_idx] if self.get_seq_length() else None
+        require(
+            layer is None or layer.keys.shape[-1] == keys.shape[-1],
+            lambda: (
+                f"past_key_values must hold {keys.shape[-1]} numbers per key in layer {self.layer_idx}, got "
+                f"{layer.keys.shape[-1]}; PEFT's prefix tuning cannot be used with CoCA, but its prompt tuning can"
+            ),
+        )
         return self.cache.update(keys, values, self.layer_idx)
 
     def get_seq_length(self) -> int:
@@ -165,9 +181,12 @@ class FarspanAttention(nn.Module):
             query, key = layer.features(query, key, mask, rotary)
             attention_interface: Any = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention)
             kwargs["sliding_window"] = self.sliding_window
+            if key.shape[-1] > value.shape[-1]:  # PoPE's keys are wider
+                value = F.pad(value, (0, key.shape[-1] - value.shape[-1]))
             out, weights = attention_interface(self, query, key, value, attention_mask, scaling=self.scaling, **kwargs)
+            out = out.reshape(*hidden_states.shape[:-1], layer.num_heads, -1)  # vLLM returns one row per token
         del query, key, value  # they would double the peak of the output projection
-        return layer.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), weights  # vLLM returns one row per token
+        return layer.o_proj(out[..., : layer.head_dim].flatten(-2)), weights
 
 
 class FarspanMLP(nn.Module):
@@ -208,8 +227,16 @@ def make_attention(config: FarspanConfig, spec: AttentionSpec) -> Attention:
     options |= {"rotary": config.rotary(), "coca_activation": config.coca_activation}
     if spec.kind == "linear-coca":
         return LinearCocaAttention(width, heads, nope=not spec.rotary, **options)
-    options["log_length"] = config.train_length if config.log_length else None
+    options |= {"polar_phase": config.polar_phase, "polar_activation": config.polar_activation}
+    options |= {"kv_shift": config.kv_shift and spec.shiftable, **_length_options(config, spec)}
     return Attention(width, heads, spec, decode_backend=config.decode_backend, **options)
+
+
+def _length_options(config: FarspanConfig, spec: AttentionSpec) -> dict[str, Any]:
+    """Return what `log_length` says about a layer with a softmax."""
+    form = "log" if config.log_length is True else config.log_length or "log"
+    applies = config.log_length and (form == "log" or spec.window is None)
+    return {"log_length": config.train_length if applies else None, "length_form": form}
 
 
 class FarspanBlock(GradientCheckpointingLayer):
@@ -276,8 +303,21 @@ class FarspanPreTrainedModel(PreTrainedModel):
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        if isinstance(module, Attention) and module.phase is not None:
-            init.zeros_(module.phase)
+        if isinstance(module, Attention):
+            for learned in (module.phase, module.shift):
+                if learned is not None:
+                    init.zeros_(learned)
+            if module.length_scale is not None:
+                init.constant_(module.length_scale, module.first_length_scale)
+
+    def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *args: Any, **kwargs: Any) -> str:
+        try:
+            return super()._check_and_adjust_attn_implementation(attn_implementation, *args, **kwargs)
+        except (ImportError, ValueError, AttributeError) as error:
+            reason = " ".join(str(error).split())
+            raise ValueError(
+                f"attn_implementation must be one that is installed, got {attn_implementation!r}: {reason}"
+            ) from error
 
     def set_rope_parameters(self, **rope_parameters: Any) -> None:
         """Change the scaling of a finished model's angles; the weights stay. Drop caches that are in use.
@@ -300,19 +340,24 @@ class FarspanPreTrainedModel(PreTrainedModel):
             if isinstance(module, Attention) and module.rotary is not None:
                 module.rotary = wide if module.spec.kind == "pope" else rotary
 
-    def set_log_length(self, on: bool) -> None:
-        """Switch the length temperature of a finished model on or off; see `log_length` of the configuration.
+    def set_log_length(self, on: bool | str) -> None:
+        """Set `log_length` of a finished model, see its configuration; "learned" needs training and stays.
 
         >>> model = FarspanForCausalLM(FarspanConfig.preset("tiny"))
         >>> model.set_log_length(True)
         >>> model.model.layers[0].self_attn.log_length
         64
         """
-        FarspanConfig.from_dict({**self.config.to_dict(), "log_length": on})  # raises for bad values
+        changed = FarspanConfig.from_dict({**self.config.to_dict(), "log_length": on})  # raises for bad values
+        require(
+            on == self.config.log_length or "learned" not in (on, self.config.log_length),
+            f"log_length 'learned' belongs to the weights, so {self.config.log_length!r} cannot become {on!r}; "
+            "train a model with it",
+        )
         self.config.log_length = on
         for module in self.modules():
             if isinstance(module, Attention) and not module.spec.linear:
-                module.log_length = self.config.train_length if on else None
+                vars(module).update(_length_options(changed, module.spec))
 
 
 class FarspanModel(FarspanPreTrainedModel):
@@ -345,7 +390,7 @@ class FarspanModel(FarspanPreTrainedModel):
         past_key_values: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
-        rotary_length: int | None = None,
+        rotary_length: int | Tensor | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         """Run n tokens after those in the cache.
@@ -353,13 +398,15 @@ class FarspanModel(FarspanPreTrainedModel):
         Args:
             attention_mask: (b, tokens so far) 1 = real, 0 = padding, on either side.
             position_ids: (b, n); positions that restart mark packed documents. Learned positions follow them too.
-            rotary_length: for `per_request` dynamic NTK, the length whose base to use for this whole request
-                (`generate` sets it to prompt + new tokens). Default: the tokens so far.
+            rotary_length: for `per_request` dynamic NTK, the length whose base to use for this whole request, or
+                (b) lengths (`generate` sets it to prompt + new tokens, without padding). Default: the tokens so far.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds, not both")
         hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         require(hidden.shape[1] > 0, "input_ids must hold at least one token, got length 0; skip the call")
+        if kwargs.get("output_attentions") and self.config._attn_implementation == "farspan":
+            LOG.warning("output_attentions needs attn_implementation 'eager'; 'farspan' computes no weights")
         if use_cache and past_key_values is None and self._can_be_continued(attention_mask, position_ids):
             past_key_values = FarspanCache(self.config)
         compiled = self.layers[0]._compiled_call_impl is not None
@@ -383,7 +430,7 @@ class FarspanModel(FarspanPreTrainedModel):
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         past_key_values: Cache | None = None,
-        rotary_length: int | None = None,
+        rotary_length: int | Tensor | None = None,
         *,
         prepare: bool = False,
     ) -> AttentionContext:
@@ -436,12 +483,12 @@ class FarspanModel(FarspanPreTrainedModel):
             "ALiBi": "alibi" in kinds,
             "cosFormer": "cosformer" in kinds,
             "linear CoCA": "linear-coca" in kinds,
-            "PoPE": any(layer.spec.kind == "pope" for layer in layers),  # queries are wider than values
             "per_query dynamic NTK": any(rotary.follows_query for rotary in rotaries),
             # vLLM keeps the cache and passes one step of many requests: nothing here tells how long each one is.
             "per_request dynamic NTK": implementation == "vllm" and any(rotary.follows_length for rotary in rotaries),
             "several window sizes": len(windows - {None}) > 1,
             "bidirectional attention": not self.config.causal,
+            "kv_shift": self.config.kv_shift,
         }
         for what, present in impossible.items():
             require(not present, f"attn_implementation {implementation!r} cannot run {what}; use 'farspan'")
@@ -522,12 +569,12 @@ class FarspanForCausalLM(FarspanPreTrainedModel, GenerationMixin):
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
+        rotary_length: int | Tensor | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Compute logits (b, n, vocabulary), of the last `logits_to_keep` tokens if given, and with labels the loss."""
-        out = self.model(
-            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache=use_cache, **kwargs
-        )
+        given = input_ids, attention_mask, position_ids, past_key_values, inputs_embeds
+        out = self.model(*given, use_cache=use_cache, rotary_length=rotary_length, **kwargs)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(out.last_hidden_state[:, kept])
         loss = None
@@ -570,7 +617,8 @@ class FarspanForCausalLM(FarspanPreTrainedModel, GenerationMixin):
         """
         length = max_cache_length + 1  # the last token is never cached, but it is part of the request
         if self.config.rotary().follows_length:
-            model_kwargs["rotary_length"] = length
+            mask = model_kwargs.get("attention_mask")
+            model_kwargs["rotary_length"] = length if mask is None or mask.all() else length - (mask == 0).sum(-1)
         kind = generation_config.cache_implementation
         ours = kind in (None, "dynamic", "static") and generation_config.use_cache is not False
         if not ours or model_kwargs.get("past_key_values") is not None:

@@ -7,6 +7,7 @@ from farspan import FarspanConfig, FarspanForCausalLM
 NAMES = ["rope", "alibi", "coca-exact", "coca-strict", "coca-slack"]
 LOCAL = {"kind": "coca", "form": "exact", "window": 8}
 MIXED = [LOCAL, "rope", {"kind": "coca", "form": "slack", "rotary": False}]
+NOPE = {"kind": "rope", "rotary": False}
 LINEAR = ["cosformer", LOCAL, "linear-coca"]
 """To be used with cosformer_beyond="decay"."""
 PER_QUERY = {"rope_type": "dynamic", "factor": 4.0, "mode": "per_query"}
@@ -29,7 +30,11 @@ def make(
         # Strong enough that a wrong mask or angle moves the logits; float32 would show its rounding at 0.3.
         "initializer_range": 0.3 if dtype == torch.float64 else 0.1,
     }
-    return FarspanForCausalLM(FarspanConfig(attention=attention, **(settings | options))).to(dtype).eval()
+    model = FarspanForCausalLM(FarspanConfig(attention=attention, **(settings | options))).to(dtype).eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith(("phase", "shift", "length_scale")):  # they start where they change nothing
+            torch.nn.init.normal_(parameter)
+    return model
 
 
 def tokens(*shape: int) -> torch.Tensor:
@@ -48,6 +53,12 @@ SOFTMAX = [
     {"attention": [{"kind": "alibi", "window": 1}, {"kind": "coca", "window": 2}, {"kind": "rope", "window": 1}]},
     {"attention": [*MIXED[:2], "alibi"], "log_length": True},
     {"attention": "coca-slack", "log_length": True, "rope_parameters": PER_QUERY},
+    {"attention": ["pope", "coca-exact", "coca-polar"], "log_length": "learned", "polar_activation": "relu"},
+    {
+        "attention": [{"kind": "pope", "window": 8}, {"kind": "coca", "form": "polar", "window": 8}, NOPE],
+        "log_length": "step",
+        "kv_shift": True,
+    },
 ]
 CONFIGURATIONS = [
     *SOFTMAX,

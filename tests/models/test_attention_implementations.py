@@ -11,7 +11,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from farspan import FarspanCache
-from tests.models.small import MIXED, PER_QUERY, PER_REQUEST, TIGHT, make, name_of, tokens
+from tests.models.small import MIXED, NOPE, PER_QUERY, PER_REQUEST, TIGHT, make, name_of, tokens
 
 
 def test_attention_reads_as_vllm_wants_it() -> None:
@@ -40,6 +40,7 @@ def test_attention_reads_as_vllm_wants_it() -> None:
         ("sdpa", {"attention": "rope"}),
         ("sdpa", {"attention": "coca-exact", "rope_parameters": {"rope_type": "yarn", "factor": 4.0}}),
         ("sdpa", {"attention": "coca-strict"}),
+        ("eager", {"attention": [{"kind": "pope", "window": 8}, "pope", NOPE], "log_length": "learned"}),
         ("sdpa", {"attention": MIXED, "log_length": True}),
     ],
     ids=lambda x: x if isinstance(x, str) else name_of(x),

@@ -1,5 +1,6 @@
 """Configurations, masks and positions that make no sense raise with one line that says which and why."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -19,8 +20,11 @@ from tests.models.small import make, tokens
             r"attention_mask must have shape \(1, 10\).* got \(1, 7\)",
         ),
         ({"attention_mask": torch.ones(2, 10, dtype=torch.long)}, r"attention_mask must have shape \(1, 10\)"),
-        ({"attention_mask": torch.zeros(1, 10)}, "as integers or bool, got torch.float32"),
-        ({"attention_mask": torch.ones(1, 1, 10, 10, dtype=torch.bool)}, r"must have shape \(batch, tokens so far\)"),
+        (
+            {"attention_mask": torch.full((1, 10), 0.5)},
+            "1 for real tokens and 0 for padding, got torch.float32 of other",
+        ),
+        ({"attention_mask": torch.ones(1, 1, 10, 10)}, r"got \(1, 1, 10, 10\); position_ids .* keep packed documents"),
         ({"position_ids": torch.arange(10)}, r"position_ids must have shape \(1, 10\).* got \(10,\)"),
         ({"position_ids": torch.arange(9)[None]}, r"position_ids must have shape \(1, 10\)"),
     ],
@@ -73,11 +77,50 @@ def test_an_encoder_is_no_language_model(tmp_path: Path) -> None:
             "log_length needs a causal model with a softmax .*'cosformer'",
         ),
         ({"train_length": 1, "log_length": True}, "train_length ≥ 2, got .*train_length=1; leave it out"),
+        ({"cosformer_beyond": "clip"}, "cosformer_beyond must be one of 'raise'"),
+        ({"cosformer_activation": "exp"}, "cosformer_activation must be one of 'relu', 'elu'"),
+        ({"cosformer_max_length": 0}, "cosformer_max_length must be 1 … 2147483647, got 0"),
+        ({"attention": [{"kind": "cosformer", "window": 3}] * 3}, "window cannot be combined"),
+        ({"learned_positions": -1}, "learned_positions must be 0 … 16777216, got -1"),
+        ({"train_length": 0}, "train_length must be 1 … 2147483647, got 0"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers must be 1 … 4096, got 0"),
+        ({"rms_norm_eps": math.inf}, "rms_norm_eps must be 1e-30 … 1.0, got inf"),
+        ({"rms_norm_eps": -1e-6}, "rms_norm_eps must be"),
+        ({"rms_norm_eps": math.nan}, "rms_norm_eps must be .* got nan"),
+        ({"vocab_size": -5}, "vocab_size must be 1 … 16777216, got -5"),
+        ({"vocab_size": 10**11}, "vocab_size must be"),
+        ({"vocab_size": 1e11}, "Field 'vocab_size' expected int, got float"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads must be 1 … 4096, got 0"),
+        ({"num_attention_heads": True}, "Field 'num_attention_heads' expected int, got bool"),
+        ({"initializer_range": math.nan}, "initializer_range must be 0.0 … 10.0, got nan"),
+        ({"hidden_act": "swigloo"}, "hidden_act must be one of .*'silu'"),
+        ({"torch_dtype": "float33"}, "dtype must be one of float16, bfloat16, float32, float64, got 'float33'"),
+        ({"torch_dtype": "int8"}, "dtype must be one of"),
+        ({"pad_token_id": 97}, "pad_token_id must be 0 … 96, got 97"),
+        ({"bos_token_id": -1}, "bos_token_id must be 0 … 96, got -1"),
+        ({"eos_token_id": [3, 97]}, "eos_token_id must be 0 … 96, got 97"),
+        (
+            {"attn_implementation": "flash_attention_2"},
+            "must be one that is installed, got 'flash_attention_2'",
+        ),
+        ({"attn_implementation": "flsh"}, "attn_implementation must be one that is installed, got 'flsh'"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "Missing required keys"),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "attention_factor": math.nan}},
+            "rope_parameters must give finite angles",
+        ),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 5.0}}}, "must be one mapping for all layers"),
+        ({"log_length": "lerned"}, "log_length must be one of False, True, 'learned', 'step', got 'lerned'"),
+        (
+            {"kv_shift": True},
+            "kv_shift needs a global layer without positions, got attention 'coca-exact'; use a hybrid",
+        ),
     ],
 )
-def test_bad_configurations_raise(options: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_bad_configurations_raise_in_one_line(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as raised:
         make(**options)
+    assert "\n" not in str(raised.value)
 
 
 def test_empty_input_raises() -> None:

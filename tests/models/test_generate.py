@@ -7,7 +7,19 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from farspan import FarspanCache, FarspanForCausalLM
-from tests.models.small import CONFIGURATIONS, LINEAR, MIXED, PER_QUERY, PER_REQUEST, TIGHT, make, name_of, tokens
+from tests.models.small import (
+    CONFIGURATIONS,
+    LINEAR,
+    LOCAL,
+    MIXED,
+    NOPE,
+    PER_QUERY,
+    PER_REQUEST,
+    TIGHT,
+    make,
+    name_of,
+    tokens,
+)
 
 GREEDY = {"do_sample": False, "pad_token_id": 0}
 
@@ -40,9 +52,14 @@ def test_generate_with_left_padding_equals_each_row_alone(options: dict) -> None
             check_greedy(model, out[row : row + 1, pad:], 14 - pad)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"attention": MIXED, "rope_parameters": PER_QUERY}, {"attention": LINEAR, "cosformer_beyond": "decay"}],
+    ids=name_of,
+)
 @torch.no_grad()
-def test_beam_search_does_not_depend_on_the_cache() -> None:
-    model, x = make(MIXED, rope_parameters=PER_QUERY), tokens(2, 10)
+def test_beam_search_does_not_depend_on_the_cache(options: dict) -> None:
+    model, x = make(**options), tokens(2, 10)
     options = {"max_new_tokens": 12, "num_beams": 3, **GREEDY}
     want = model.generate(x, use_cache=False, **options)
     for cache in ("dynamic", "static"):
@@ -82,6 +99,18 @@ def test_per_request_generation_uses_the_base_of_the_whole_request(attention: st
     out = model.generate(x, max_new_tokens=20, cache_implementation=cache, **GREEDY)
     logits = model(out[:, :-1], rotary_length=30).logits
     assert torch.equal(logits[0, 9:].argmax(-1), out[0, 10:])
+
+
+@torch.no_grad()
+def test_each_row_has_the_base_of_its_own_request() -> None:
+    """Padding on the left takes no part in a request; an assistant gets along with it."""
+    model, x, pads = make(MIXED, rope_parameters=PER_REQUEST), tokens(3, 14), [0, 3, 9]
+    mask = torch.stack([torch.arange(14) >= pad for pad in pads]).long()
+    out = model.generate(x, attention_mask=mask, max_new_tokens=12, **GREEDY)
+    for row, pad in enumerate(pads):
+        alone = model.generate(x[row : row + 1, pad:], max_new_tokens=12, **GREEDY)
+        assert torch.equal(alone, out[row : row + 1, pad:])
+    assert torch.equal(model.generate(x[:1], max_new_tokens=12, assistant_model=model, **GREEDY), out[:1])
 
 
 @torch.no_grad()
@@ -143,11 +172,8 @@ def test_a_kept_static_cache_follows_the_model_to_another_dtype_and_other_angles
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "options", [{"attention": MIXED, "log_length": True}, {"rope_parameters": PER_QUERY}], ids=name_of
-)
-def test_training_step_compiles_without_a_graph_break(options: dict) -> None:
-    model, x = make(**options).train(), tokens(2, 24)
+def test_training_step_compiles_without_a_graph_break() -> None:
+    model, x = make(MIXED, log_length=True, rope_parameters=PER_QUERY).train(), tokens(2, 24)
     eager = model(x, labels=x, use_cache=False).loss
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     loss = compiled(x, labels=x, use_cache=False).loss
@@ -160,10 +186,8 @@ def test_training_step_compiles_without_a_graph_break(options: dict) -> None:
 @pytest.mark.parametrize(
     ("options", "masked"),
     [
-        ({"rope_parameters": PER_QUERY}, True),
-        ({"attention": MIXED, "log_length": True}, False),
-        ({"attention": MIXED}, True),
-        ({"attention": "alibi"}, False),
+        ({"attention": MIXED, "rope_parameters": PER_QUERY}, True),
+        ({"attention": [LOCAL, "alibi", NOPE], "log_length": "learned", "kv_shift": True}, False),
         ({"attention": LINEAR, "cosformer_beyond": "decoupled"}, True),
     ],
     ids=lambda x: name_of(x) if isinstance(x, dict) else "padded" if x else "plain",
@@ -215,3 +239,20 @@ def test_peft_lora_trains_and_merges() -> None:
     touched = {name.split(".lora_")[0].split(".")[-1] for name, p in wrapped.named_parameters() if p.grad is not None}
     assert touched == set(names)
     assert torch.allclose(wrapped.merge_and_unload()(x).logits, before, atol=1e-5)
+
+
+def test_peft_prompts_train_and_generate() -> None:
+    """They come with a mask of floats; a prefix comes with a cache, whose keys CoCA cannot use."""
+    peft = pytest.importorskip("peft")
+    x, settings = tokens(2, 10), {"num_virtual_tokens": 4, "task_type": "CAUSAL_LM"}
+    mask = torch.ones_like(x)
+    for attention in (MIXED, ["rope", {"kind": "pope", "window": 4}, "alibi"]):
+        prefix = peft.get_peft_model(make(attention), peft.PrefixTuningConfig(**settings))
+        for model in (peft.get_peft_model(make(attention), peft.PromptTuningConfig(**settings)), prefix):
+            if model is prefix and attention is MIXED:
+                with pytest.raises(ValueError, match="must hold 4 numbers per key in layer 0, got 8; PEFT's prefix"):
+                    model(input_ids=x, attention_mask=mask)
+                continue
+            model(input_ids=x, attention_mask=mask, labels=x).loss.backward()
+            assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+            assert model.generate(input_ids=x, attention_mask=mask, max_new_tokens=3, **GREEDY).shape == (2, 13)

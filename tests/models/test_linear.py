@@ -4,10 +4,9 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import DynamicCache
 
 from farspan import FarspanCache
-from farspan.layers import LinearCocaAttention
 from farspan.ops import NTK, Linear
 from tests.models.small import LOCAL, PER_QUERY, PER_REQUEST, TIGHT, make, tokens
 
@@ -40,16 +39,6 @@ def test_generation_holds_the_same_bytes_however_far_it_has_come(
     assert set(held) == {8 * 3 * 2 * (parts * 8 * 8 + sums * 8)}  # float64, layers, key heads, Σ φ⊗v and Σ ψ
 
 
-@pytest.mark.parametrize(("attention", "options"), [("cosformer", {"cosformer_beyond": "decay"}), ("linear-coca", {})])
-@torch.no_grad()
-def test_beam_search_does_not_depend_on_the_cache(attention: str, options: dict[str, Any]) -> None:
-    model, x = make([attention, LOCAL, attention], **options), tokens(2, 10)
-    search = {"max_new_tokens": 12, "num_beams": 3, "do_sample": False, "pad_token_id": 0}
-    plain = model.generate(x, use_cache=False, **search)
-    for cache in ("dynamic", "static"):
-        assert torch.equal(model.generate(x, cache_implementation=cache, **search), plain)
-
-
 @torch.no_grad()
 def test_a_compiled_model_continues_a_padded_sequence_in_a_growing_cache() -> None:
     """While it is traced, positions are tensors as for a static cache; the mask is of the new tokens all the same."""
@@ -62,17 +51,6 @@ def test_a_compiled_model_continues_a_padded_sequence_in_a_growing_cache() -> No
         parts.append(compiled(piece, attention_mask=mask[:, :seen], past_key_values=cache).logits)
     difference = torch.cat(parts, dim=1) - model(x, attention_mask=mask).logits
     assert difference[mask.bool()].abs().max() <= TIGHT
-
-
-@pytest.mark.parametrize(("attention", "options"), NEAR)
-def test_autocast_trains(attention: str, options: dict[str, Any]) -> None:
-    model, x = make(attention, dtype=torch.float32, **options).train(), tokens(2, 24)
-    exact = model(x, labels=x).loss
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = model(x, labels=x).loss
-    loss.backward()
-    assert (loss - exact).abs() < 0.05
-    assert all(p.grad.isfinite().all() for p in model.parameters())
 
 
 @torch.no_grad()
@@ -133,25 +111,3 @@ def test_dynamic_ntk_raises_before_anything_changes(scaling: dict) -> None:
         model.set_rope_parameters(**scaling)
     assert model.config.rotary().scaling is None
     make([LOCAL, LOCAL, {"kind": "linear-coca", "rotary": False}], rope_parameters=scaling)  # has no angles
-
-
-def test_save_and_load(tmp_path) -> None:
-    model, x = make("linear-coca", rope_parameters={"rope_type": "yarn", "factor": 4.0}), tokens(2, 20)
-    model.save_pretrained(tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).double().eval()
-    assert isinstance(loaded.model.layers[0].self_attn, LinearCocaAttention)
-    assert torch.allclose(loaded(x).logits, model(x).logits, atol=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"cosformer_beyond": "clip"}, "cosformer_beyond must be one of 'raise'"),
-        ({"cosformer_activation": "exp"}, "cosformer_activation must be one of 'relu', 'elu'"),
-        ({"cosformer_max_length": 0}, "cosformer_max_length must be at least 1 or None, got 0"),
-        ({"attention": [{"kind": "cosformer", "window": 3}] * 3}, "window cannot be combined"),
-    ],
-)
-def test_bad_configurations_raise(options: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make(**{"attention": "cosformer", **options})

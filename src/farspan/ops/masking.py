@@ -78,6 +78,8 @@ class AttentionMask:
     """Find the position of slot 0, for all rows or (b), where slots are consecutive: a kernel needs no more."""
     is_clean: bool = False
     """Padded keys and values are known to be finite."""
+    rotary_length: int | Tensor | None = None
+    """The length that sets `per_request` dynamic NTK, for all rows or (b); None = that of the queries."""
     _shared: dict[Hashable, Any] = field(default_factory=dict, repr=False)
     is_plain: bool = field(init=False)
     """Whether index, window and causality are all that matters."""
@@ -188,6 +190,15 @@ class AttentionMask:
         if self.padding is not None:
             seen = seen & self.padding[:, None, low:high]
         return seen[:, None]
+
+    def mix_neighbours(self, x: Tensor, share: Tensor) -> Tensor:
+        """Return x (b, g, m, ·) with a share of the token before, in its document and past padding, in each token."""
+        before = F.pad(x, (0, 0, 1, 0))[:, :, :-1]
+        for rows in (self.padding, self.documents):
+            if rows is not None:  # padding has nothing to give, and gives nothing
+                apart = F.pad(rows[:, 1:] != rows[:, :-1], (1, 0), value=True)
+                before = before.masked_fill(apart[:, None, :, None], 0.0)
+        return torch.lerp(x, before, share)
 
     def clean(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Zero what padded keys and values (b, g, m, ·) hold: a weight of zero times NaN is not zero."""
@@ -353,7 +364,7 @@ class AttentionContext:
         static: the cache is static, so the attention mask may be wider than the tokens so far.
         whole_cache: attention reads every slot of a static cache, with a mask of that width.
         has_windows: some layers cache only a window.
-        rotary_length: the length that sets `per_request` dynamic NTK for the whole request.
+        rotary_length: the length that sets `per_request` dynamic NTK for the whole request, for all rows or (b).
     """
 
     def __init__(
@@ -368,7 +379,7 @@ class AttentionContext:
         static: bool = False,
         whole_cache: bool = False,
         has_windows: bool = False,
-        rotary_length: int | None = None,
+        rotary_length: int | Tensor | None = None,
     ) -> None:
         self.batch, self.n = hidden.shape[:2]
         self.device, self.causal, self.cached, self.whole_cache = hidden.device, causal, cached, whole_cache
@@ -389,11 +400,16 @@ class AttentionContext:
 
     def _read_padding(self, mask: Tensor, past: int | Tensor, static: bool) -> Tensor | None:
         """Return the mask as bool, or None if it hides nothing (not looked up while tracing)."""
-        require(mask.ndim == 2, f"attention_mask must have shape (batch, tokens so far), got {tuple(mask.shape)}")
         require(
-            not mask.is_floating_point(),
-            f"attention_mask must hold 1 for real tokens and 0 for padding as integers or bool, got {mask.dtype}",
+            mask.ndim == 2,
+            f"attention_mask must have shape (batch, tokens so far), got {tuple(mask.shape)}; position_ids that start "
+            "again keep packed documents apart",
         )
+        if mask.is_floating_point() and not torch.compiler.is_compiling():  # PEFT's are
+            require(
+                bool(((mask == 0) | (mask == 1)).all()),
+                f"attention_mask must hold 1 for real tokens and 0 for padding, got {mask.dtype} of other values",
+            )
         if isinstance(past, int):
             wanted = past + self.n
             fits = mask.shape[1] >= wanted if static else mask.shape[1] == wanted
@@ -485,6 +501,7 @@ class AttentionContext:
             lengths=lengths,
             firsts=(lambda: self._first_slot(past, length, offset)) if self.cached else None,
             is_clean=True,
+            rotary_length=self.rotary_length,
         )
 
     def _make_window_mask(self, window: int | None, past: int | Tensor, length: int, offset: Tensor) -> AttentionMask:
@@ -510,6 +527,7 @@ class AttentionContext:
             padding=padding,
             firsts=lambda: first,
             is_clean=True,  # empty slots hold zeros
+            rotary_length=self.rotary_length,
         )
 
     def _positions(self, past: int | Tensor, length: int, offset: int, aligned: bool) -> tuple[Tensor, Tensor]:
