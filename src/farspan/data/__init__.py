@@ -2,8 +2,8 @@
 
 from farspan.data.batches import Batches
 from farspan.data.prepare import prepare
-from farspan.data.readers import Document, documents
 from farspan.data.shards import Shards, verify
+from farspan.data.sources import Document, documents
 from farspan.data.tokenizer import TextTokenizer, load_tokenizer, train_bpe
 
 __all__ = [
