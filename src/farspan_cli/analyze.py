@@ -56,7 +56,7 @@ def analyze(
             chosen = tuple(int(part) for part in layers.split(","))
         except ValueError:
             fail(f"--layers must be whole numbers separated by commas, got {layers!r}; try --layers 0,1")
-    methods = tuple(OLD_NAMES.get(name, name) for name in scalings.split(","))
+    methods = tuple(dict.fromkeys(OLD_NAMES.get(name, name) for name in scalings.split(",")))
     settings = Settings(methods, factor, queries, layers=chosen, seed=seed)
     console = Console()
     with progress(console) as show:

@@ -138,6 +138,7 @@ def test_rows_hold_what_the_sums_say() -> None:
         (lambda: small("linear-coca"), 40, {}, "must have rotary layers with a softmax to analyze, got linear-coca"),
         (lambda: small(["rope", "linear-coca"]), 40, {}, "must not have 'dynamic_ntk' with linear-coca"),
         (lambda: small(["rope", "linear-coca"]), 40, {"scalings": ("none",), "layers": (1,)}, "got 1"),
+        (lambda: small("rope", vocab_size=9), 40, {}, "must be below the vocabulary of the model, 9, got"),
         (lambda: small("rope"), 31, {}, "two windows = 32 tokens, got 31"),
         (lambda: small("rope"), 40, {"layers": (0, 2)}, r"rotary layers of this model \(0, 1\), got 2"),
         (lambda: small(["alibi", "rope"]), 40, {"layers": (0,)}, "got 0"),

@@ -101,6 +101,11 @@ def analyze(
             text.shape[0] >= 2 * train_length,
             f"a text must have two windows = {2 * train_length} tokens, got {text.shape[0]}; use a longer text",
         )
+        require(
+            int(text.max()) < model.config.vocab_size,
+            f"tokens must be below the vocabulary of the model, {model.config.vocab_size}, got {int(text.max())}; "
+            "use the model's own tokenizer",
+        )
     reach, rotary = max(text.shape[0] for text in texts), model.config.rotary()
     theta = [
         frequencies_at(scaled(rotary, method, settings.factor, train_length), reach) for method in settings.scalings
