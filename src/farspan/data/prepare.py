@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from farspan.data.shards import MANIFEST, SCHEMA, ShardWriter, read_manifest, token_dtype
 from farspan.data.sources import Source, located, resolve
-from farspan.data.tokenizer import BYTES_VOCABULARY, TextTokenizer, check_vocabulary, load_tokenizer, train_bpe
+from farspan.data.tokenizer import TextTokenizer, check_vocabulary, load_tokenizer, train_bpe
 from farspan.errors import require
 from farspan.utils import Progress, check_folder, check_unchanged, lock, read_settings, remove, silent, write_json
 
@@ -147,12 +147,12 @@ class _Job:
 
     def _tokenizer(self, tokenizer: TextTokenizer | int) -> TextTokenizer:
         """Return the tokenizer to use, saved in the folder; train it if it is given as a size."""
-        if not isinstance(tokenizer, int):
-            tokenizer.save(self.out)
-            return tokenizer
-        if (self.out / "tokenizer.json").exists():
-            return load_tokenizer(self.out)
-        return train_bpe(self._training_texts() if tokenizer != BYTES_VOCABULARY else (), tokenizer, self.out)
+        if isinstance(tokenizer, int):
+            if (self.out / "tokenizer.json").exists():
+                return load_tokenizer(self.out)
+            return train_bpe(self._training_texts(), tokenizer, self.out)
+        tokenizer.save(self.out)
+        return tokenizer
 
     def _training_texts(self) -> Iterator[str]:
         before = 0

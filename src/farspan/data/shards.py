@@ -43,13 +43,6 @@ def read_manifest(path: str | os.PathLike[str]) -> dict[str, Any]:
     return manifest
 
 
-def verify(path: str | os.PathLike[str]) -> None:
-    """Check size and sha256 of every shard; raise ValueError for the first that differs."""
-    for split, found in read_manifest(path)["splits"].items():
-        if found["shards"]:
-            Shards(path, split, verify=True)
-
-
 class Shards:
     """One split of prepared data: the concatenated tokens of its documents, each followed by the end token.
 

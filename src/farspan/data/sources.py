@@ -166,18 +166,15 @@ def _lines(path: Path, name: str, field: str) -> Located:
         for number, line in enumerate(stream, 1):
             where = f"{name}:{number}"
             if line.strip():
-                record = _record(_decode(line, where, offset), where)
+                text, record, reason = _decode(line, where, offset), None, "another JSON value"
+                try:
+                    record = json.loads(text)
+                except (ValueError, RecursionError) as error:
+                    reason = str(error)
+                got = f"got {text[:40]!r} ({reason}); repair it"
+                require(isinstance(record, dict), f"{where} must be one JSON object per line, {got}")
                 yield Document(_checked(_pick(record, where, field), where), where), raw.tell()
             offset += len(line)
-
-
-def _record(line: str, where: str) -> dict[str, Any]:
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where} must be one JSON object per line, got {line[:40]!r} ({error}); repair it") from error
-    require(isinstance(record, dict), f"{where} must be one JSON object per line, got {line[:40]!r}; repair it")
-    return dict(record)
 
 
 def _parquet(path: Path, name: str, field: str) -> Located:
@@ -211,7 +208,7 @@ def _hub(name: str, field: str) -> Located:
             yield Document(_checked(text, where), where), 0
 
 
-def _pick(record: dict[str, Any], where: str, field: str) -> str:
+def _pick(record: Any, where: str, field: str) -> str:
     if field not in record:
         raise ValueError(f"{where}: {unknown('field', field, record)}")
     value = record[field]

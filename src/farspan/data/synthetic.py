@@ -36,9 +36,6 @@ class Expression(NamedTuple):
     tokens: list[int]
     value: int
 
-    def __str__(self) -> str:
-        return " ".join(TOKENS[token] for token in self.tokens)
-
 
 @dataclass(frozen=True)
 class ListOps:
@@ -162,8 +159,6 @@ class MQAR:
     """Keys are 1 … half-1, values half … end."""
     power: float = 0.01
     """Gaps g = 1, 2, … have weight g^(power-1): the smaller, the sooner most keys come back."""
-    random_filler: bool = True
-    """Fill the other positions with random tokens, keys and values among them, instead of zeros."""
 
     def __post_init__(self) -> None:
         half = self.vocabulary // 2
@@ -191,9 +186,8 @@ class MQAR:
             asked = shown + 2 * random.choice(space, self.pairs, replace=False, p=weights)
             tokens[row, 0:shown:2], tokens[row, 1:shown:2] = keys, values
             tokens[row, asked], labels[row, asked] = keys, values
-        if self.random_filler:
-            empty = tokens == 0
-            tokens[empty] = random.integers(self.vocabulary, size=int(empty.sum()))
+        empty = tokens == 0
+        tokens[empty] = random.integers(self.vocabulary, size=int(empty.sum()))
         return Recall(tokens, labels)
 
 

@@ -117,29 +117,26 @@ def train_bpe(texts: Iterable[str], vocab_size: int, out_path: str | os.PathLike
         texts: training text only, never held-out documents. Not read for a vocabulary of 257: bytes without merges.
         out_path: a folder to save it in.
     """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
     check_vocabulary(vocab_size)
-    backend = _bytes_backend() if vocab_size == BYTES_VOCABULARY else _trained(texts, vocab_size)
+    backend = _bytes_backend()
+    if vocab_size > BYTES_VOCABULARY:
+        backend = Tokenizer(models.BPE())
+        backend.pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        )
+        backend.decoder = decoders.ByteLevel()
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocab_size, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
+        )
+        # The trainer collects 256 texts at a time: pieces, so that 256 whole books never lie in memory.
+        backend.train_from_iterator((piece for text in texts for piece in cut(text)), trainer)
     tokenizer = TextTokenizer(backend, 0)
     if out_path is not None:
         tokenizer.save(out_path)
     return tokenizer
-
-
-def _trained(texts: Iterable[str], vocab_size: int) -> "Tokenizer":
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-    backend.decoder = decoders.ByteLevel()
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
-    )
-    # The trainer collects 256 texts at a time: pieces, so that 256 whole books never lie in memory.
-    backend.train_from_iterator((piece for text in texts for piece in cut(text)), trainer)
-    return backend
 
 
 def _bytes_backend() -> "Tokenizer":
