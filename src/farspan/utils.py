@@ -294,6 +294,11 @@ def check_same(path: Path, settings: Mapping[str, Any], what: str) -> None:
         before = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:
         raise ValueError(f"{str(path)!r} is damaged; remove it or choose another folder") from None
+    check_unchanged(before, now, what)
+
+
+def check_unchanged(before: Any, now: Any, what: str) -> None:
+    """Raise for the first setting that differs from what it was when `what` began."""
     for key, old, new in differences(before, now):
         raise ValueError(f"this {what} began with {key} = {old!r}, got {new!r}; keep it or use another folder")
 

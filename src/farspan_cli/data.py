@@ -16,13 +16,15 @@ def data(
         list[str], typer.Argument(help="Files, directories, `stdlib`, `hf:NAME[:CONFIG][:SPLIT]`.", show_default=False)
     ],
     out: Annotated[Path, typer.Option(help="Folder for the token shards.", show_default=False)],
-    tokenizer: Annotated[str, typer.Option(help="`bytes`, a tokenizer.json, a folder, or a hub name.")] = "bytes",
-    train_tokenizer: Annotated[int | None, typer.Option(help="Train a BPE of this size instead.", min=257)] = None,
+    tokenizer: Annotated[str, typer.Option(help="`bytes`, a tokenizer.json, a folder, or OWNER/NAME.")] = "bytes",
+    train_tokenizer: Annotated[
+        int | None, typer.Option(help="Train a BPE of this size instead.", min=257, max=2**20)
+    ] = None,
     valid_share: Annotated[float, typer.Option(help="Share of documents held out.", min=0, max=1)] = 0.01,
     field: Annotated[str, typer.Option(help="JSON key or parquet column with the text.")] = "text",
-    workers: Annotated[int | None, typer.Option(help="Processes; one per core if left out.", min=1)] = None,
+    workers: Annotated[int | None, typer.Option(help="Threads; one per core if left out.", min=1)] = None,
 ) -> None:
-    """Text, JSONL (.gz .xz .zst) or parquet → token shards. Interrupted, the same command continues.
+    """Tokenize text, JSONL (.gz .xz .zst) or parquet into shards. Interrupted, the same command continues.
 
     Example: `farspan data books.jsonl.xz --train-tokenizer 8192 --out data/books`
 
@@ -32,16 +34,15 @@ def data(
         fail(f"--tokenizer must be left out with --train-tokenizer, got {tokenizer!r}; choose one of them")
     from farspan.data import prepare
 
-    console = Console()
+    console, chosen = Console(), tokenizer if train_tokenizer is None else train_tokenizer
     with progress(console) as show:
 
-        def tell(what: str, done: int, total: int) -> None:
-            show(done, total or None, what, phase=what)
+        def tell(done: float, total: float | None, text: str = "", *, phase: str = "") -> None:
+            show(done, total, text, phase=phase)
 
-        chosen = tokenizer if train_tokenizer is None else train_tokenizer
         manifest = prepare(
             text, out, tokenizer=chosen, field=field, valid_share=valid_share, workers=workers, progress=tell
         )
     for split, found in manifest["splits"].items():
         console.print(f"{split}: {found['tokens']:,} tokens, {found['documents']:,} documents")
-    console.print(f"written: {out}")
+    console.print(f"written: {out}", markup=False)

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from farspan import FarspanConfig, FarspanForCausalLM
-from farspan.analysis.capture import walk
-from farspan.analysis.factors import Factors
+from farspan.analysis.factors import Factors, walk
 
 SIZES = {
     "vocab_size": 64,

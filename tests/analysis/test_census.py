@@ -8,10 +8,8 @@ import torch
 from torch import Tensor
 
 from farspan.analysis import census as census_module
-from farspan.analysis.borders import crossings, reach_grid
-from farspan.analysis.census import BINS, TURN, Census, share
-from farspan.analysis.factors import Factors
-from farspan.analysis.laws import LAWS, frequencies_at, scaled, widening
+from farspan.analysis.census import BINS, TURN, Census, crossings, share
+from farspan.analysis.factors import SCALINGS, Factors, frequencies_at, scaled
 from farspan.ops.rotary import Rotary
 from tests.analysis.reference import count_crossings, initial_angles, probabilities, scores
 from tests.analysis.small import seen, small, text
@@ -20,14 +18,12 @@ N, L0 = 45, 16
 KINDS: list[Any] = ["rope", "coca-exact", "coca-strict", "coca-slack", {"kind": "rope", "window": 7}]
 
 
-def laws(rotary: Rotary) -> Tensor:
-    return torch.stack([frequencies_at(scaled(rotary, law, 4.0, L0), N) for law in LAWS])
+def thetas(rotary: Rotary) -> Tensor:
+    return torch.stack([frequencies_at(scaled(rotary, method, 4.0, L0), N) for method in SCALINGS])
 
 
 def census_of(made: Factors, queries: Tensor) -> Census:
-    theta = laws(made.rotary)
-    grid = reach_grid(theta, (L0 - 1, N - 1), made.query.real.dtype)
-    census = Census(grid, theta, L0, made.query.shape[0])
+    census = Census(thetas(made.rotary), (L0 - 1, N - 1), L0, made.query.shape[0], made.query.real.dtype)
     census.add(made, queries)
     return census
 
@@ -74,11 +70,11 @@ def test_census_equals_brute_force(attention: Any, at_once: int, monkeypatch: py
         for b in range(BINS):
             bin_ = (angle * (BINS / TURN)).floor() == b
             close(census.histogram[w, ..., b], (picked * bin_[:, queries]).sum((1, 2)))
-        for law in range(len(LAWS)):
+        for law in range(len(SCALINGS)):
             inside = ((distance < tau[law]) & (angle > math.pi))[:, queries]
             close(census.zone[law, w], (picked * inside).sum((1, 2)))
     plain = weights[0][:, queries]
-    for law in range(len(LAWS)):
+    for law in range(len(SCALINGS)):
         close(census.damped[law], (plain * tau[law].ceil().clamp(max=L0)[:, queries]).sum((1, 2)))
         anomalous = (plain * (angle > math.pi)[:, queries]).sum((1, 2))
         close(census.mean_tau()[law], share((plain * tau[law][:, queries]).sum((1, 2)), anomalous, [0]))
@@ -94,7 +90,7 @@ def test_crossings_equal_a_walk_along_the_circle(reach: int) -> None:
     layer: Any = small("rope").model.layers[1].self_attn
     angle, _ = initial_angles(layer, q, k)
     for law in (0, 1, 2):
-        got = crossings(census, law, reach)
+        mean, ever = crossings(census, law, reach)
         for head in (0, 3):
             for pair in range(4):
                 found = [
@@ -103,8 +99,8 @@ def test_crossings_equal_a_walk_along_the_circle(reach: int) -> None:
                     for n in range(m + 1)
                 ]
                 counted = torch.tensor(found, dtype=torch.float64)
-                close(got.mean[:, head, pair], counted.mean(0))
-                close(got.ever[:, head, pair], (counted > 0).double().mean(0))
+                close(mean[:, head, pair], counted.mean(0))
+                close(ever[:, head, pair], (counted > 0).double().mean(0))
 
 
 @pytest.mark.parametrize("attention", ["coca-exact", "coca-strict", "coca-slack"])
@@ -143,16 +139,16 @@ def test_planted_angles_come_back() -> None:
 
 
 def test_widening_is_one_k_and_powers_of_lambda() -> None:
-    """App. D.2: PI makes every zone k times wider, NTK the j-th λ^(2j/d) times, λ what the base is multiplied by."""
+    """App. D.2: linear scaling makes every zone k times wider, NTK the j-th λ^(2j/d) times."""
     rotary, d, k = Rotary(8), 8, 4.0
-    theta = laws(rotary)
-    close(widening(theta[0], theta[LAWS.index("none")]), torch.ones(4))
-    close(widening(theta[0], theta[LAWS.index("pi")]), torch.full((4,), k))
-    for law, stretch in (("ntk", k), ("dynamic", k * 64 / L0 - (k - 1))):  # 45 tokens: the bucket of 64
+    theta = thetas(rotary)
+    wide = dict(zip(SCALINGS, theta[0] / theta, strict=True))
+    close(wide["none"], torch.ones(4))
+    close(wide["linear"], torch.full((4,), k))
+    for method, stretch in (("ntk", k), ("dynamic_ntk", k * 64 / L0 - (k - 1))):  # 45 tokens: the bucket of 64
         lam = stretch ** (d / (d - 2))
-        close(widening(theta[0], theta[LAWS.index(law)]), lam ** (2 * torch.arange(4, dtype=torch.float64) / d))
-    yarn = widening(theta[0], theta[LAWS.index("yarn")])
-    assert bool((yarn >= 1).all() and (yarn <= k).all())
+        close(wide[method], lam ** (2 * torch.arange(4, dtype=torch.float64) / d))
+    assert bool((wide["yarn"] >= 1).all() and (wide["yarn"] <= k).all())
 
 
 def close(got: Tensor, wanted: Tensor) -> None:

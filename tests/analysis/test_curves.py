@@ -6,12 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from farspan.analysis import decay as decay_module
-from farspan.analysis import drift as drift_module
-from farspan.analysis.decay import QUANTILES, Decay, distances
-from farspan.analysis.drift import FIRST, Drift
+from farspan.analysis import curves as module
+from farspan.analysis.curves import FIRST, QUANTILES, Decay, Drift, Microscope, distances
 from farspan.analysis.factors import Factors, factors
-from farspan.analysis.slack import Microscope
 from farspan.layers import CocaAttention
 from farspan.ops.masking import make_mask
 from farspan.ops.reference import rotations, scores_exact
@@ -26,7 +23,7 @@ KINDS: list[Any] = ["rope", "coca-exact", "coca-strict", "coca-slack", {"kind": 
 @pytest.mark.parametrize("attention", KINDS, ids=str)
 @pytest.mark.parametrize("at_once", [2**21, 50])
 def test_curves_equal_brute_force(attention: Any, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decay_module, "AT_ONCE", at_once)
+    monkeypatch.setattr(module, "PRODUCTS_AT_ONCE", at_once)
     model = small(attention)
     made, q, k = seen(model, text(N))
     layer: Any = model.model.layers[1].self_attn
@@ -98,7 +95,7 @@ def test_a_long_text_is_sampled_evenly() -> None:
 @pytest.mark.parametrize("attention", KINDS, ids=str)
 @pytest.mark.parametrize("at_once", [2**23, 1])
 def test_drift_equals_brute_force(attention: Any, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drift_module, "LOGITS_AT_ONCE", at_once)
+    monkeypatch.setattr(module, "LOGITS_AT_ONCE", at_once)
     model = small(attention)
     made, q, k = seen(model, text(N))
     layer: Any = model.model.layers[1].self_attn
@@ -153,9 +150,9 @@ def test_the_microscope_sees_what_was_split_and_moved() -> None:
     slack.add(made, queries)
     relative, absolute = (made.logits(queries, part=part) for part in ("relative", "absolute"))
     squares = [x.masked_fill(x.isinf(), 0.0).square().sum((1, 2)) for x in (relative, absolute)]
-    same(slack.absolute_share(), squares[1] / (squares[0] + squares[1]))
+    same(slack.per_head()["absolute_share"], squares[1] / (squares[0] + squares[1]))
     here, there = (made.logits(queries, shift=shift).softmax(-1) for shift in (0, 16))
-    same(slack.moved_share(), (here - there).abs().sum(-1).mean(-1) / 2)
+    same(slack.per_head()["moved_share"], (here - there).abs().sum(-1).mean(-1) / 2)
     size, rising, turned = torch.zeros(3, 4, dtype=torch.float64)
     for m in queries.tolist():
         for n in range(m + 1):
@@ -163,9 +160,9 @@ def test_the_microscope_sees_what_was_split_and_moved() -> None:
             size += h.abs().sum(-1)
             rising += (h.abs() * (h.imag < 0)).sum(-1)
             turned += (h.abs() * h.angle().abs()).sum(-1)
-    same(slack.rising_share(), rising / size)
-    same(slack.mean_angle(), turned / size)
-    assert float(slack.absolute_share().min()) > 0.01
+    same(slack.per_head()["rising_share"], rising / size)
+    same(slack.per_head()["mean_angle"], turned / size)
+    assert float(slack.per_head()["absolute_share"].min()) > 0.01
 
 
 def test_a_tied_query_leaves_slack_nothing_absolute() -> None:
@@ -178,8 +175,8 @@ def test_a_tied_query_leaves_slack_nothing_absolute() -> None:
     made = factors(layer, 0, q.detach(), t.detach())
     slack = Microscope(4, 16)
     slack.add(made, torch.arange(20))
-    assert float(slack.absolute_share().max()) < 1e-25
-    assert float(slack.mean_angle().max()) < 1e-15
+    assert float(slack.per_head()["absolute_share"].max()) < 1e-25
+    assert float(slack.per_head()["mean_angle"].max()) < 1e-15
     query, key = rotations(layer.rotary, make_mask(20, 20, 1, q.device), 8, q.dtype)
     mask = made.logits(torch.arange(20)).isfinite()
     wanted = scores_exact(q, t, query, key)[0].detach() * layer.scaling

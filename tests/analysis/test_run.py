@@ -9,10 +9,10 @@ import torch
 from farspan import FarspanConfig, FarspanForCausalLM
 from farspan.analysis import Settings, analyze, head_worth, rows, study_rows
 from farspan.analysis import census as census_module
-from farspan.analysis import drift as drift_module
+from farspan.analysis import curves as curves_module
 from farspan.analysis.census import Census
-from farspan.analysis.drift import band
-from farspan.analysis.laws import LAWS, under
+from farspan.analysis.curves import band
+from farspan.analysis.factors import SCALINGS, under
 from farspan.analysis.run import REGIONS
 from farspan.benchmark.measure import in_fresh_process, measure
 from farspan.evaluation.perplexity import token_losses
@@ -22,15 +22,16 @@ from tests.analysis.small import seen, small, text
 def test_every_layer_law_and_length_is_there_and_the_model_is_left_as_it_was() -> None:
     model, tokens = small("rope"), [text(70), text(33)]
     before = model(tokens[0][None]).logits
-    steps: list[tuple[int, int, str]] = []
-    found = analyze(model, tokens, Settings(queries=10, drift_queries=3), lambda *step: steps.append(step))
+    steps: list[tuple[float, float | None]] = []
+    settings = Settings(queries=10, drift_queries=3)
+    found = analyze(model, tokens, settings, lambda done, total, text="", **_: steps.append((done, total)))
     assert set(found.census) == {(layer, region) for layer in (0, 1) for region in REGIONS}
     assert found.lengths == [16, 32, 64]
-    assert set(found.drift) == {(law, length, layer) for law in LAWS for length in (16, 32, 64) for layer in (0, 1)}
-    assert found.drift["pi", 32, 0].queries == 6
-    assert found.drift["pi", 64, 0].queries == 3  # one of the two texts is that long
+    assert set(found.drift) == {(law, length, layer) for law in SCALINGS for length in (16, 32, 64) for layer in (0, 1)}
+    assert found.drift["linear", 32, 0].queries == 6
+    assert found.drift["linear", 64, 0].queries == 3  # one of the two texts is that long
     assert found.census[1, "inside"].queries == found.census[1, "past"].queries == 10
-    assert [step[:2] for step in steps] == [(i + 1, 20) for i in range(20)]
+    assert steps == [(i + 1, 20) for i in range(20)]
     assert torch.equal(model(tokens[0][None]).logits, before)
     assert not model.model.layers[0].self_attn._forward_pre_hooks
 
@@ -38,7 +39,7 @@ def test_every_layer_law_and_length_is_there_and_the_model_is_left_as_it_was() -
 def test_losses_are_those_of_the_bands_under_each_law() -> None:
     model, tokens = small("rope"), text(70)
     found = analyze(model, [tokens], Settings(queries=2, drift_queries=1))
-    for law in LAWS:
+    for law in SCALINGS:
         with under(model, law, 4.0), torch.no_grad():
             logits = model(tokens[None]).logits[0]
         first, last = band(32, 16)
@@ -52,7 +53,7 @@ def test_losses_are_those_of_the_bands_under_each_law() -> None:
 
 def test_texts_add_up() -> None:
     model, first, second = small("rope"), text(40), text(40)
-    settings = Settings(laws=("none",), queries=50, drift_queries=8)  # all there are
+    settings = Settings(scalings=("none",), queries=50, drift_queries=8)  # all there are
     apart = [analyze(model, [tokens], settings) for tokens in (first, second)]
     both = analyze(model, [first, second], settings)
     for region in REGIONS:
@@ -64,12 +65,12 @@ def test_texts_add_up() -> None:
 
 def test_spaced_keys_leave_attention_untouched_and_estimate_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     made, _, _ = seen(small("rope"), text(400))
-    settings = Settings(laws=("none",), queries=32)
+    settings = Settings(scalings=("none",), queries=32)
     whole = analyze(small("rope"), [text(400)], settings).census[0, "past"]
 
     def census(keys: int) -> Census:
         monkeypatch.setattr(census_module, "KEYS", keys)
-        made_census = Census(whole.grid, whole.theta, 16, 4)
+        made_census = Census(whole.theta, (15, 399), 16, 4, torch.float64)
         made_census.add(made, torch.arange(300, 400, 7))
         return made_census
 
@@ -96,7 +97,7 @@ def test_the_worth_of_a_head_is_what_the_loss_loses() -> None:
 
 
 def test_study_relates_heads_and_has_nothing_to_say_of_coca() -> None:
-    settings = Settings(laws=("none",), queries=6, drift_queries=2)
+    settings = Settings(scalings=("none",), queries=6, drift_queries=2)
     found = analyze(small("rope", num_hidden_layers=4), [text(40)], settings)
     made = study_rows(found, torch.randn(4, 4, 2))
     assert len(made) == 2 * 4 * 4
@@ -106,7 +107,7 @@ def test_study_relates_heads_and_has_nothing_to_say_of_coca() -> None:
 
 
 def test_study_says_nothing_of_few_layers() -> None:
-    settings = Settings(laws=("none",), queries=6, drift_queries=2)
+    settings = Settings(scalings=("none",), queries=6, drift_queries=2)
     assert study_rows(analyze(small("rope", num_hidden_layers=3), [text(40)], settings)) == []
 
 
@@ -114,7 +115,7 @@ def test_nothing_is_written_about_activations_that_are_not_finite() -> None:
     model = small("rope")
     model.model.layers[1].mlp.down_proj.weight.data.fill_(math.nan)  # after the last attention
     with pytest.raises(ValueError, match="activations must be finite, got NaN or inf after the last layer"):
-        analyze(model, [text(40)], Settings(laws=("none",), queries=6, drift_queries=2))
+        analyze(model, [text(40)], Settings(scalings=("none",), queries=6, drift_queries=2))
 
 
 def test_rows_hold_what_the_sums_say() -> None:
@@ -126,7 +127,7 @@ def test_rows_hold_what_the_sums_say() -> None:
     }
     assert all(value == 0 for row in made if row["kind"] == "census" for value in row["past_pi"].values())
     slack = next(row for row in made if row["kind"] == "slack")
-    assert slack["absolute_share"] == pytest.approx(found.slack[0].absolute_share().tolist(), rel=1e-5)
+    assert slack["absolute_share"] == pytest.approx(found.slack[0].per_head()["absolute_share"].tolist(), rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -134,9 +135,10 @@ def test_rows_hold_what_the_sums_say() -> None:
     [
         (lambda: small("alibi"), 40, {}, "must have rotary layers .* got alibi"),
         (lambda: small([{"kind": "rope", "rotary": False}] * 2), 40, {}, "must have rotary layers"),
-        (lambda: small("linear-coca"), 40, {}, "must have rotary layers with a softmax to look at, got linear-coca"),
-        (lambda: small(["rope", "linear-coca"]), 40, {}, "must leave 'dynamic' out where there are linear-coca"),
-        (lambda: small(["rope", "linear-coca"]), 40, {"laws": ("none",), "layers": (1,)}, "got 1"),
+        (lambda: small("linear-coca"), 40, {}, "must have rotary layers with a softmax to analyze, got linear-coca"),
+        (lambda: small(["rope", "linear-coca"]), 40, {}, "must not have 'dynamic_ntk' with linear-coca"),
+        (lambda: small(["rope", "linear-coca"]), 40, {"scalings": ("none",), "layers": (1,)}, "got 1"),
+        (lambda: small("rope", vocab_size=9), 40, {}, "must be below the vocabulary of the model, 9, got"),
         (lambda: small("rope"), 31, {}, "two windows = 32 tokens, got 31"),
         (lambda: small("rope"), 40, {"layers": (0, 2)}, r"rotary layers of this model \(0, 1\), got 2"),
         (lambda: small(["alibi", "rope"]), 40, {"layers": (0,)}, "got 0"),
@@ -155,7 +157,17 @@ def poisoned() -> FarspanForCausalLM:
     return model
 
 
-@pytest.mark.parametrize("bad", [{"laws": ("pi",)}, {"laws": ("none", "nkt")}, {"factor": 0.5}, {"queries": 1}])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"scalings": ("linear",)},
+        {"scalings": ("none", "nkt")},
+        {"factor": 0.5},
+        {"factor": 1e300},
+        {"queries": 1},
+        {"seed": -1},
+    ],
+)
 def test_settings_that_cannot_be_meant_are_refused(bad: Any) -> None:
     with pytest.raises(ValueError, match="must"):
         Settings(**bad)
@@ -164,10 +176,10 @@ def test_settings_that_cannot_be_meant_are_refused(bad: Any) -> None:
 def peak(length: int) -> int:
     """Bytes beyond the model that an analysis takes, with small blocks so that what grows is seen."""
     torch.set_num_threads(1)
-    census_module.LOGITS_AT_ONCE = drift_module.LOGITS_AT_ONCE = 2**17
+    census_module.LOGITS_AT_ONCE = curves_module.LOGITS_AT_ONCE = 2**17
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = FarspanForCausalLM(FarspanConfig(attention="rope", vocab_size=64, train_length=512, **sizes)).eval()
-    settings = Settings(laws=("none",), queries=4, drift_queries=2)
+    settings = Settings(scalings=("none",), queries=4, drift_queries=2)
     analyze(model, [text(1024)], settings)  # warm up: libraries, thread pools
     return measure(lambda: analyze(model, [text(length)], settings), repeats=0, device="cpu").peak_bytes
 

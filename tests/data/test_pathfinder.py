@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from farspan.data.pathfinder import Pathfinder, Scene
+from farspan.data.synthetic import Pathfinder, Scene
 
 TASK = Pathfinder()
 IMAGES = 240
@@ -114,8 +114,8 @@ def test_an_image_depends_on_its_seed_and_index_alone() -> None:
     assert (TASK.draw(seed=3, index=8)[0] != pixels).any()
 
 
-def test_an_image_without_room_is_refused_instead_of_tried_for_ever() -> None:
-    with pytest.raises(ValueError, match=r"size must leave room for two paths of 14 dashes .* got 8, where 300 tries"):
+def test_paths_that_do_not_fit_are_an_error_instead_of_tried_for_ever() -> None:
+    with pytest.raises(ValueError, match=r"size must fit two paths of 14 dashes .* got 8, where 300 tries"):
         Pathfinder(size=8).draw(seed=0, index=0)
 
 

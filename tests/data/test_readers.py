@@ -110,8 +110,12 @@ BAD = {
     "latin.txt": ("né".encode("latin-1"), "must be UTF-8 text, got the byte 0xe9 at offset 1; convert"),
     "empty.jsonl": (b"", r"at least one document, got '.*empty\.jsonl'"),
     "hole.jsonl": (f'{GOOD}\n{{"text": ""}}\n'.encode(), r"hole\.jsonl:2 must hold text"),
-    "broken.jsonl": (f'{GOOD}\n{{"text": "a\n'.encode(), r"broken\.jsonl:2 must be one JSON object a line"),
-    "list.json": (b"[1, 2]\n", r"list\.json:1 must be one JSON object a line, got '\[1, 2\]"),
+    "broken.jsonl": (f'{GOOD}\n{{"text": "a\n'.encode(), r"broken\.jsonl:2 must be one JSON object per line"),
+    "deep.jsonl": (
+        b'{"text": "a", "n": ' + b"[" * 10**5 + b"]" * 10**5 + b"}",
+        r"deep\.jsonl:1 must be one JSON object",
+    ),
+    "list.json": (b"[1, 2]\n", r"list\.json:1 must be one JSON object per line, got '\[1, 2\]"),
     "latin.jsonl": (f"{GOOD}\n".encode() + b'{"text": "\xe9"}', r"latin\.jsonl:2 must be UTF-8 .* offset 27"),
     "half.jsonl": (b'{"text": "a\\ud800"}\n', r"half\.jsonl:1 must be valid Unicode, .*character 1; repair"),
     "field.jsonl": (b'{"texts": "a"}\n', r"field\.jsonl:1: field must be one of 'texts', got 'text'; did you mean"),
@@ -137,6 +141,9 @@ def test_missing_files_empty_directories_and_wrong_columns_are_refused(tmp_path:
         read(tmp_path / "gone.txt")
     with pytest.raises(ValueError, match="must hold text files"):
         read(tmp_path)
+    for name in ("hf:", "hf::test", "hf:a:b:c:d"):
+        with pytest.raises(ValueError, match=r"source must be hf:NAME\[:CONFIG\]\[:SPLIT\], got 'hf:"):
+            list(documents(name))
     pq.write_table(pa.table({"body": ["a"], "n": [1]}), tmp_path / "a.parquet")
     with pytest.raises(ValueError, match=r"a\.parquet: field must be one of 'body', 'n', got 'bodi'; did you mean"):
         read(tmp_path / "a.parquet", "bodi")

@@ -8,13 +8,14 @@ import resource
 import signal
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from farspan.data import Shards, encoding, prepare
+from farspan.data import Shards, prepare
+from farspan.data.shards import ShardWriter
+from farspan.utils import lock
 from tests.data.corpora import SMALL, TEXTS, all_texts, contents
 
 prepare_module = sys.modules[prepare.__module__]  # the package's name for it is the function
@@ -23,7 +24,7 @@ prepare_module = sys.modules[prepare.__module__]  # the package's name for it is
 @pytest.fixture(autouse=True)
 def _small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many chunks and a saved state after each, as in a long run."""
-    monkeypatch.setattr(encoding, "CHUNK", 5000)
+    monkeypatch.setattr(prepare_module, "CHUNK", 5000)
     monkeypatch.setattr(prepare_module, "SAVE_SECONDS", 0.0)
 
 
@@ -104,24 +105,19 @@ def _interrupted(sources: list[str], out: Path) -> None:
         sys.exit(7)  # a normal end: it waits for processes that the pool forgot
 
 
-@pytest.mark.parametrize("moment", ["starting", "working"])
-def test_ctrl_c_ends_every_process_and_the_rest_continues(
-    moment: str, sources: list[str], expected: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_ctrl_c_ends_at_once_and_the_rest_continues(
+    sources: list[str], expected: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pool, calls = ProcessPoolExecutor, 0
-    # Right after the processes exist and before they have a manager: the moment at which nobody would end them.
-    method, when = {"starting": ("_launch_processes", 1), "working": ("submit", 6)}[moment]
-    whole = getattr(pool, method)
+    append, calls = ShardWriter.append, 0
 
-    def interrupted(self: Any, *arguments: Any) -> Any:
+    def interrupted(self: ShardWriter, *arguments: Any) -> None:
         nonlocal calls
         calls += 1
-        result = whole(self, *arguments)
-        if calls == when:
+        append(self, *arguments)
+        if calls == 6:
             os.kill(os.getpid(), signal.SIGINT)
-        return result
 
-    monkeypatch.setattr(pool, method, interrupted)
+    monkeypatch.setattr(ShardWriter, "append", interrupted)
     child = multiprocessing.get_context("fork").Process(target=_interrupted, args=(sources, tmp_path / "out"))
     child.start()
     child.join(20)
@@ -136,45 +132,28 @@ def test_ctrl_c_ends_every_process_and_the_rest_continues(
 def test_continuing_does_not_repeat_finished_work(
     sources: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[str] = []
+    encode, written = ShardWriter.append, 0
 
-    class StoppedError(Exception):
-        pass
+    def append(self: ShardWriter, tokens: Any, lengths: Any) -> None:
+        nonlocal written
+        if written > 110:
+            raise KeyboardInterrupt
+        written += len(lengths)
+        encode(self, tokens, lengths)
 
-    class Counting(encoding.Encoder):
-        def __call__(self, texts: list[str]) -> Any:
-            if len(seen) > 110:
-                raise StoppedError
-            seen.extend(texts)
-            return super().__call__(texts)
-
-    monkeypatch.setattr(prepare_module, "Encoder", Counting)
-    total = len(all_texts(sources))
-    with pytest.raises(StoppedError):
-        prepare(sources, tmp_path / "out", workers=1, **SMALL)
-    first, seen = len(seen), []
-    with pytest.raises(StoppedError):
-        prepare(sources, tmp_path / "out", workers=1, **SMALL)
-    assert seen == all_texts(sources)[first : first + len(seen)]
-    first += len(seen)
-    seen = []
-    prepare(sources, tmp_path / "out", workers=1, **SMALL)
-    assert first + len(seen) == total
-
-
-def test_a_worker_that_dies_is_one_sentence_and_the_rest_continues(
-    sources: list[str], expected: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Dying(encoding.Encoder):
-        def __call__(self, texts: list[str]) -> Any:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(prepare_module, "Encoder", Dying)
-        with pytest.raises(OSError, match=r"got one of 2 that ended by itself, .* again with fewer: it continues"):
-            prepare(sources, tmp_path / "out", workers=2, **SMALL)
-    prepare(sources, tmp_path / "out", workers=1, **SMALL)
-    assert contents(tmp_path / "out") == contents(expected)
+    total, first = len(all_texts(sources)), 0
+    monkeypatch.setattr(ShardWriter, "append", append)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            prepare(sources, tmp_path / "out", workers=1, **SMALL)
+        state = json.loads((tmp_path / "out" / ".unfinished.json").read_text())["splits"].values()
+        kept = sum(split["documents"] + sum(one["documents"] for one in split["finished"]) for split in state)
+        assert first < kept <= first + written  # the chunk in which it stopped is repeated
+        assert kept > first + 60
+        first, written = kept, 0
+    monkeypatch.undo()
+    manifest = prepare(sources, tmp_path / "out", workers=1, **SMALL)
+    assert sum(split["documents"] for split in manifest["splits"].values()) == total
 
 
 def _limited(sources: list[str], out: Path) -> None:
@@ -196,29 +175,34 @@ def test_a_full_disk_says_so_and_loses_nothing(sources: list[str], tmp_path: Pat
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
-def _refused(sources: list[str], out: Path) -> None:
-    try:
-        prepare(sources, out, workers=1)
-    except ValueError as error:
-        os._exit(7 if "another process is filling" in str(error) else 8)
+def test_a_folder_in_use_is_an_error(sources: list[str], tmp_path: Path) -> None:
+    with lock(tmp_path / "out"), pytest.raises(ValueError, match="another process works in"):
+        prepare(sources, tmp_path / "out", workers=1)
 
 
-def test_a_folder_in_use_is_refused(sources: list[str], tmp_path: Path) -> None:
-    with prepare_module._working_in(tmp_path / "out" / ".unfinished"):
-        child = multiprocessing.get_context("fork").Process(target=_refused, args=(sources, tmp_path / "out"))
-        child.start()
-        child.join()
-    assert child.exitcode == 7
-
-
-def test_unfinished_work_is_not_continued_with_other_settings_but_a_failed_start_is_forgotten(
-    sources: list[str], tmp_path: Path
+def test_unfinished_work_is_not_continued_with_other_settings(
+    sources: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ValueError, match="field must be one of"):
-        prepare(sources, tmp_path / "out", workers=1, field="txt", tokenizer="bytes")
+    def stop(self: ShardWriter, *_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ShardWriter, "append", stop)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(sources, tmp_path / "out", workers=1, **SMALL)
+    with pytest.raises(ValueError, match=r"this folder began with valid_share = 0.2, got 0.5; keep it or use another"):
+        prepare(sources, tmp_path / "out", workers=1, **(SMALL | {"valid_share": 0.5}))
+    assert (tmp_path / "out" / ".unfinished.json").exists()
+
+
+@pytest.mark.parametrize("field", ["text", "txt"])
+def test_input_that_cannot_be_read_leaves_nothing_behind(field: str, tmp_path: Path) -> None:
+    """Whatever was tokenized before it: the mended input has another hash, so it would not be continued."""
     bad = tmp_path / "bad.jsonl"
-    bad.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS[:50]) + "{\n")
-    with pytest.raises(ValueError, match=r"bad\.jsonl:51 must be one JSON"):
-        prepare([str(bad)], tmp_path / "out", workers=1)
-    with pytest.raises(ValueError, match=r"continued with what it was begun, .* of another valid_share .* start over"):
-        prepare([str(bad)], tmp_path / "out", workers=1, valid_share=0.5)
+    bad.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS) + "{\n")
+    for tokenizer in ("bytes", 300):
+        with pytest.raises(ValueError, match=r"bad\.jsonl:301 must be one JSON|field must be one of"):
+            prepare([str(bad)], tmp_path / "new" / "out", workers=1, field=field, tokenizer=tokenizer)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="bad"):
+        prepare([str(bad)], tmp_path / "empty", workers=1, field=field)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["bad.jsonl", "empty"]

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from farspan.data import Shards, load_tokenizer, prepare, verify
-from farspan.data.encoding import split_of
+from farspan.data import Shards, load_tokenizer, prepare
+from farspan.data.prepare import split_of
 from tests.data.corpora import SMALL, TEXTS, all_texts, contents, jsonl
 
 
@@ -34,7 +34,7 @@ def test_a_folder_of_something_else_is_refused_and_kept(sources: list[str], tmp_
     """Such as a model's, whose tokenizer would be replaced."""
     (tmp_path / "tokenizer.json").write_text("mine")
     with pytest.raises(
-        ValueError, match=r"out must be a new or empty folder, or one of tokens, got .* tokenizer.json;"
+        ValueError, match=r"out must be a new folder or one of the same tokens, got .* with 'tokenizer.json';"
     ):
         prepare(sources, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["tokenizer.json"]
@@ -52,7 +52,7 @@ def test_the_manifest_tells_where_every_token_came_from(sources: list[str], expe
     names = {
         shard[key] for split in manifest["splits"].values() for shard in split["shards"] for key in ("file", "index")
     }
-    assert set(contents(expected)) == names | {"manifest.json", "tokenizer.json", "tokenizer_config.json"}
+    assert set(contents(expected)) == names | {"manifest.json", "tokenizer.json", "tokenizer_config.json", ".lock"}
 
 
 def test_the_same_text_is_never_in_both_splits(tmp_path: Path) -> None:
@@ -88,9 +88,9 @@ def test_finished_shards_are_returned_at_once_and_never_overwritten(sources: lis
     before = {path: path.stat().st_mtime_ns for path in expected.rglob("*")}
     assert prepare(sources, expected, workers=1, **SMALL) == json.loads((expected / "manifest.json").read_text())
     for change, key in (({"valid_share": 0.3}, "valid_share"), ({"tokenizer": "bytes"}, "tokenizer")):
-        with pytest.raises(ValueError, match=rf"must be a new folder, got .* of another {key} .*; choose another out"):
+        with pytest.raises(ValueError, match=rf"this folder began with {key} = .*, got .*; keep it or use another"):
             prepare(sources, expected, workers=1, **(SMALL | change))
-    with pytest.raises(ValueError, match="of another sources"):
+    with pytest.raises(ValueError, match="this folder began with sources = "):
         prepare(sources[:1], expected, workers=1, **SMALL)
     assert before == {path: path.stat().st_mtime_ns for path in expected.rglob("*")}
 
@@ -99,15 +99,14 @@ def test_finished_shards_are_returned_at_once_and_never_overwritten(sources: lis
 def test_damaged_shards_are_refused_by_name(suffix: str, sources: list[str], tmp_path: Path) -> None:
     out = tmp_path / "out"
     prepare(sources, out, workers=1, **SMALL)
-    verify(out)
+    Shards(out, verify=True)
     shard = out / f"train-00001.{suffix}"
     data = bytearray(shard.read_bytes())
     data[len(data) // 2] ^= 1
     shard.write_bytes(data)
     Shards(out)
-    for check in (verify, lambda path: Shards(path, verify=True)):
-        with pytest.raises(ValueError, match=rf"train-00001\.{suffix} must have sha256 .*; delete the folder"):
-            check(out)
+    with pytest.raises(ValueError, match=rf"train-00001\.{suffix} must have sha256 .*; delete the folder"):
+        Shards(out, verify=True)
     shard.write_bytes(data[:-1])
     with pytest.raises(ValueError, match=rf"train-00001\.{suffix} must have {len(data)} bytes, got {len(data) - 1};"):
         Shards(out)
@@ -141,12 +140,24 @@ def test_windows_cross_shards(expected: Path) -> None:
         ({"shard_tokens": 0}, "shard_tokens must be ≥ 1, got 0"),
         ({"workers": 0}, "workers must be ≥ 1, got 0"),
         ({"tokenizer": 3}, "vocab_size must be ≥ 257"),
+        ({"tokenizer": 99999999999}, "vocab_size must be ≥ 257 .* ≤ 1048576, got 99999999999"),
+        ({"tokenizer": "nosuch"}, "tokenizer must be 'bytes', .* got 'nosuch'"),
     ],
 )
 def test_bad_arguments_are_refused(change: dict[str, Any], message: str, sources: list[str], tmp_path: Path) -> None:
     arguments = {"sources": sources, "workers": 1} | change
     with pytest.raises(ValueError, match=message):
-        prepare(arguments.pop("sources"), tmp_path / "out", **arguments)
+        prepare(arguments.pop("sources"), tmp_path / "new" / "out", **arguments)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "damage", ["{", "[" * 10**5, '{"schema": 1}', '{"schema": 1, "tokenizer": 3, "splits": {"train": 0}}']
+)
+def test_a_damaged_manifest_is_one_line(damage: str, tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text(damage)
+    with pytest.raises(ValueError, match=r"manifest\.json"):
+        Shards(tmp_path)
 
 
 def test_splits_without_documents_are_refused(tmp_path: Path) -> None:

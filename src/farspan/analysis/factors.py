@@ -1,41 +1,51 @@
-"""What a rotary layer multiplies: a(m, n) = Re Σ_j h_j e^{i(m-n)θ_j}, with h_j = A_j(m)·conj B_j(n), for every kind.
+"""What a rotary layer multiplies, under each scaling: a(m, n) = Re Σ_j h_j e^{i(m-n)θ_j}, h_j = A_j(m)·conj B_j(n).
 
 =========== ======================= ======= ===================================================================
 layer       A_j                     B_j
 =========== ======================= ======= ===================================================================
 RoPE        q_j                     k_j     complex pairs: Θ_j = arg h_j may be anything (Eq. 3)
 exact CoCA  ‖q_j‖²                  t_j     real and ≥ 0: Θ_j = 0 (Eq. 17)
-slack CoCA  (a+b)(1-i) q_j / 2      t_j     q_j = a + ib; and beside it the echo (a-b)(1+i) q_j / 2, which turns with
-                                            m+n instead of m-n (docs/math.md, "Why slack is not relative")
+slack CoCA  (a+b)(1-i) q_j / 2      t_j     q_j = a + ib; and beside it the echo (a-b)(1+i) q_j / 2, which rotates
+                                            with m+n instead of m-n (docs/math.md, "Why slack is not relative")
 =========== ======================= ======= ===================================================================
 """
 
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from farspan.errors import require
 from farspan.layers import Attention
+from farspan.modeling_farspan import FarspanForCausalLM
 from farspan.ops.device import working_dtype
 from farspan.ops.masking import make_mask
 from farspan.ops.reference import governing_length, pairs
-from farspan.ops.rotary import Rotary
+from farspan.ops.rotary import NTK, DynamicNTK, Linear, Rotary, Scaling, YaRN
+
+ROPE_TYPES = {"linear": "linear", "ntk": "ntk", "dynamic_ntk": "dynamic", "yarn": "yarn"}
+"""Names of scaling methods, and transformers' names for them."""
+SCALINGS = ("none", *ROPE_TYPES)
+""" "none" is the model as it was loaded."""
 
 
 @dataclass(frozen=True)
 class Factors:
-    """One layer on one text of m tokens: A (h, m, d/2), B (g, m, d/2), both complex and un-rotated."""
+    """One layer on one sequence of m tokens: A (h, m, d/2), B (g, m, d/2), both complex and before rotation."""
 
     layer: int
     name: str
-    """The layer's attention, e.g. "rope"."""
+    """The attention of the layer, such as "rope"."""
     query: Tensor
     key: Tensor
     initial: Tensor
     """A of Eq. 3, where CoCA's key is q∘t: Θ_j = arg(initial·conj B). It differs from `query` in slack only."""
     echo: Tensor | None
-    """Slack CoCA's part that depends on absolute positions, shaped like `query`; None elsewhere."""
+    """The part of slack CoCA that depends on absolute positions, shaped like `query`; None elsewhere."""
     rotary: Rotary
     scale: float
     """What the softmax multiplies scores by: 1/√d, and YaRN's temperature squared."""
@@ -47,64 +57,60 @@ class Factors:
 
     @property
     def groups(self) -> int:
-        """Query heads a key head."""
+        """Query heads per key head."""
         return self.query.shape[0] // self.key.shape[0]
 
     def theta(self, queries: Tensor) -> Tensor:
-        """Frequencies under which each query looks: (queries, d/2) float64."""
+        """Return the frequencies of each query: (queries, d/2) float64."""
         lengths = governing_length(self.rotary, make_mask(self.length, self.length, 1, queries.device))
         theta = self.rotary.frequencies(lengths, queries.device)
         return theta.expand(queries.shape[0], -1) if theta.ndim == 1 else theta[0, queries]
 
     def first_key(self, query: int) -> int:
-        """The first key in a query's sight."""
+        """Return the first key that a query sees."""
         return 0 if self.window is None else max(0, query - self.window + 1)
 
     def logits(self, queries: Tensor, *, shift: int = 0, part: str = "all") -> Tensor:
-        """What the softmax sees: (h, queries, m), -inf where a query cannot look.
+        """Compute what the softmax sees: (h, queries, m), -inf at masked keys.
 
         Args:
             queries: positions (n), rising.
-            shift: moves the whole text to another start, which matters to slack only.
+            shift: moves the sequence to another start, which matters to slack only.
             part: "all", or of slack's score "relative" or "absolute" alone.
         """
-        theta = self.theta(queries)
+        theta, places = self.theta(queries), torch.arange(self.length, device=queries.device)
         out = self.query.real.new_empty(self.query.shape[0], queries.shape[0], self.length)
         starts = [0, *((theta[1:] != theta[:-1]).any(-1).nonzero().flatten() + 1).tolist(), queries.shape[0]]
-        for start, stop in pairwise(starts):  # dynamic NTK: one run of queries a base
+        for start, stop in pairwise(starts):  # dynamic NTK: one run of queries per base
             query = self._queries(queries[start:stop], shift, theta[start], part)
-            key = self._keys(shift, theta[start])
-            grouped = query.unflatten(0, (-1, self.groups)).flatten(1, 2) @ key  # no copy of a key for each query head
+            key = _real(self.key * rotation(places + shift, theta[start], self.key.dtype)).mT
+            grouped = query.unflatten(0, (-1, self.groups)).flatten(1, 2) @ key  # no copy of a key per query head
             out[:, start:stop] = grouped.unflatten(1, (self.groups, -1)).flatten(0, 1)
-        distance = queries[:, None] - torch.arange(self.length, device=queries.device)
-        unseen = distance < 0
-        if self.window is not None:
-            unseen |= distance >= self.window
-        return (out * self.scale).masked_fill_(unseen, -torch.inf)
+        distance = queries[:, None] - places
+        masked = distance < 0 if self.window is None else (distance < 0) | (distance >= self.window)
+        return (out * self.scale).masked_fill_(masked, -torch.inf)
 
     def _queries(self, queries: Tensor, shift: int, theta: Tensor, part: str) -> Tensor:
-        """Rotated queries as real vectors: (h, queries, d)."""
-        turns = turn(queries + shift, theta, self.query.dtype)
-        rotated = self.query[:, queries] * turns
+        rotations = rotation(queries + shift, theta, self.query.dtype)
+        rotated = self.query[:, queries] * rotations
         if self.echo is not None:  # Re(X·K) = Re(conj X · conj K): the echo meets the same keys mirrored
-            echo = (self.echo[:, queries] * turns).conj()
+            echo = (self.echo[:, queries] * rotations).conj()
             rotated = {"all": rotated + echo, "relative": rotated, "absolute": echo}[part]
-        return torch.view_as_real(rotated.resolve_conj()).flatten(-2)
-
-    def _keys(self, shift: int, theta: Tensor) -> Tensor:
-        """Rotated keys as real vectors: (g, d, m)."""
-        places = torch.arange(self.length, device=self.key.device) + shift
-        return torch.view_as_real(self.key * turn(places, theta, self.key.dtype)).flatten(-2).mT
+        return _real(rotated.resolve_conj())
 
 
-def turn(positions: Tensor, theta: Tensor, dtype: torch.dtype) -> Tensor:
-    """e^{inθ_j} for positions (n): (n, d/2), the angle in float64 whatever the dtype."""
+def _real(x: Tensor) -> Tensor:
+    return torch.view_as_real(x).flatten(-2)
+
+
+def rotation(positions: Tensor, theta: Tensor, dtype: torch.dtype) -> Tensor:
+    """Compute e^{inθ_j} for positions (n): (n, d/2), the angle in float64 whatever the dtype."""
     angle = positions[:, None].to(theta.dtype) * theta
     return torch.polar(torch.ones_like(angle), angle).to(dtype)
 
 
 def factors(attention: Attention, index: int, q: Tensor, k: Tensor) -> Factors:
-    """The factors of a rotary layer from its own projections of one text: q (1, h, m, d), k (1, g, m, d) or t (…, d/2).
+    """Make factors from what a layer projects from one sequence: q (1, h, m, d), k (1, g, m, d) or t (…, d/2).
 
     >>> from farspan.layers import CocaAttention
     >>> layer = CocaAttention(32, 4)
@@ -114,8 +120,8 @@ def factors(attention: Attention, index: int, q: Tensor, k: Tensor) -> Factors:
     (torch.Size([4, 5, 4]), False)
     """
     assert attention.rotary is not None
-    law = attention.rotary.scaling
-    scale = attention.scaling * (1.0 if law is None else law.attention_factor**2)
+    scaling = attention.rotary.scaling
+    scale = attention.scaling * (1.0 if scaling is None else scaling.attention_factor**2)
     z, echo = pairs(q[0]), None
     if attention.spec.kind == "coca":
         t = k[0].to(working_dtype(k.dtype))
@@ -128,5 +134,94 @@ def factors(attention: Attention, index: int, q: Tensor, k: Tensor) -> Factors:
             echo = (a - b) * z * (1 + 1j) / 2
     else:
         initial, query, key = z, z, pairs(k[0])
-    name, rotary, window = attention.spec.name, attention.rotary, attention.spec.window
-    return Factors(index, name, query, key, initial, echo, rotary, scale, window)
+    name, window = attention.spec.name, attention.spec.window
+    return Factors(index, name, query, key, initial, echo, attention.rotary, scale, window)
+
+
+def rotary_layers(model: FarspanForCausalLM, wanted: Collection[int] | None = None) -> list[int]:
+    """List the layers whose scores rotate with position, or those of them that were asked for."""
+    require(model.config.causal, "model must be causal, got a bidirectional encoder")
+    specs = model.config.attention_specs
+    found = [i for i, spec in enumerate(specs) if spec.rotary and spec.kind in ("rope", "coca")]
+    kinds = ", ".join(dict.fromkeys(spec.name for spec in specs))
+    require(bool(found), f"model must have rotary layers with a softmax to analyze, got {kinds}; choose RoPE or CoCA")
+    for layer in wanted or ():
+        require(layer in found, f"layers must be rotary layers of this model ({_ranges(found)}), got {layer}")
+    return found if wanted is None else sorted(set(wanted))
+
+
+def _ranges(numbers: list[int]) -> str:
+    whole = numbers == list(range(numbers[0], numbers[-1] + 1))
+    return f"{numbers[0]} to {numbers[-1]}" if whole and len(numbers) > 2 else ", ".join(map(str, numbers))
+
+
+@torch.no_grad()
+def walk(
+    model: FarspanForCausalLM, tokens: Tensor, layers: Collection[int], visit: Callable[[Factors, Tensor], None]
+) -> Tensor:
+    """Run a model over one sequence (m) and return the last hidden states.
+
+    `visit` gets the factors of each chosen layer and the norms of the residual that enters it (m): the queries and keys
+    of one layer exist at a time.
+
+    >>> from farspan import FarspanConfig
+    >>> model = FarspanForCausalLM(FarspanConfig.preset("tiny", attention="rope"))
+    >>> out = walk(model, torch.arange(9), [0, 3], lambda made, _: print(made.layer, tuple(made.query.shape)))
+    0 (4, 9, 16)
+    3 (4, 9, 16)
+    """
+    hidden = model.model.embed_tokens(tokens[None].to(model.device))
+    context = model.model.context(hidden, rotary_length=tokens.shape[0])
+    for index, block in enumerate(model.model.layers):
+        if index in layers:
+            q, k, _ = block.self_attn.project(block.input_layernorm(hidden))
+            _check_finite(hidden, f"before layer {index}")
+            _check_finite(q, f"in layer {index}")
+            _check_finite(k, f"in layer {index}")
+            visit(factors(block.self_attn, index, q, k), torch.linalg.vector_norm(hidden[0], dim=-1))
+        hidden = block(hidden, context)
+    hidden = model.model.norm(hidden)
+    _check_finite(hidden, "after the last layer")
+    return hidden
+
+
+def _check_finite(x: Tensor, where: str) -> None:
+    finite = bool(x.isfinite().all())
+    require(finite, f"activations must be finite, got NaN or inf {where}; check the checkpoint and its dtype")
+
+
+def scaled(rotary: Rotary, method: str, factor: float, train_length: int) -> Rotary:
+    """Return the rotary under a scaling method; "none" leaves it as it is.
+
+    >>> scaled(Rotary(4), "linear", 2.0, 64).frequencies()
+    tensor([0.5000, 0.0050], dtype=torch.float64)
+    """
+    made: dict[str, Scaling] = {
+        "linear": Linear(factor),
+        "ntk": NTK(factor),
+        "dynamic_ntk": DynamicNTK(factor, train_length),
+        "yarn": YaRN(factor, train_length),
+    }
+    return rotary if method == "none" else Rotary(rotary.dim, rotary.base, made[method])
+
+
+def frequencies_at(rotary: Rotary, length: int) -> Tensor:
+    """Return θ_j for the last token of a sequence: (d/2) float64; only dynamic NTK depends on the length."""
+    scaling = rotary.scaling
+    if not isinstance(scaling, DynamicNTK):
+        return rotary.frequencies()
+    return rotary.frequencies(scaling.bucket(length - 1) if scaling.mode == "per_query" else length)
+
+
+@contextmanager
+def under(model: FarspanForCausalLM, method: str, factor: float) -> Iterator[None]:
+    """Scale the angles of a model, and restore afterwards those that it was loaded with."""
+    if method == "none":
+        yield
+        return
+    kept: dict[str, Any] = dict(model.config.rope_parameters or {})
+    model.set_rope_parameters(rope_type=ROPE_TYPES[method], factor=factor)
+    try:
+        yield
+    finally:
+        model.set_rope_parameters(**{"rope_type": "default", **kept})

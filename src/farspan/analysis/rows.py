@@ -1,54 +1,196 @@
-"""An analysis → rows of a result file: shares and means, with what they were counted over."""
+"""From a checkpoint to files: rows in results/analysis-LABEL.json, and the complete census as .npz beside it."""
 
 import math
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from farspan.analysis.borders import BORDERS, crossings
-from farspan.analysis.census import WEIGHTS, Census, share
-from farspan.analysis.decay import QUANTILES
-from farspan.analysis.laws import widening
-from farspan.analysis.run import Analysis
+from farspan.analysis.census import BORDERS, WEIGHTS, crossings, share
+from farspan.analysis.curves import LARGEST, QUANTILES
+from farspan.analysis.factors import rotary_layers, under
+from farspan.analysis.run import Analysis, Settings, analyze
+from farspan.analysis.study import effective_window, head_worth, study_rows
+from farspan.convert import from_pretrained
+from farspan.convert.text import text_tokenizer
+from farspan.data import TextTokenizer, documents, load_tokenizer
+from farspan.data.passkey import make_case
+from farspan.data.sources import needs
+from farspan.errors import require
+from farspan.evaluation import passkey
+from farspan.modeling_farspan import FarspanForCausalLM
+from farspan.results import check_out, write_result
+from farspan.utils import Progress, atomic_path, read_settings, silent
 
+LONGEST = 32_768
+"""Tokens read of a text unless more are asked for."""
 DIGITS = 6
-"""Significant digits of what a file keeps; the analysis itself holds all."""
+"""Significant digits in a file; the analysis itself holds all."""
 
 
-def plain(value: Tensor | float) -> Any:
-    """Numbers as JSON holds them: lists of any depth, rounded, None for what is not a number.
+def analyze_checkpoint(
+    model: str | os.PathLike[str],
+    text: Sequence[str],
+    out: Path,
+    settings: Settings | None = None,
+    *,
+    label: str | None = None,
+    tokenizer: str | None = None,
+    texts: int = 4,
+    text_tokens: int | None = None,
+    passkey_cases: int = 0,
+    ablate: bool = False,
+    force: bool = False,
+    progress: Progress = silent,
+) -> tuple[list[dict[str, Any]], Path]:
+    """Analyze a model and write `out`/results/analysis-LABEL.json and .npz; return the rows and the first file.
 
-    >>> plain(torch.tensor([[1.23456789, torch.nan]]))
-    [[1.23457, None]]
+    Args:
+        model: folder of a farspan or LLaMA-family model, or a GGUF file.
+        text: sources of documents; at most `texts` of two windows or more are used, each cut to `text_tokens`.
+        label: by default the attention of a farspan model, and the name of any other checkpoint.
+        passkey_cases: per length and scaling, for the effective window (App. B.1).
+        ablate: also measure the loss without each head.
+        force: replace an earlier result.
+    """
+    needs("scipy", "scipy", "farspan analyze")
+    settings = settings or Settings()
+    loaded = load_model(model)
+    layers, train_length = rotary_layers(loaded, settings.layers), loaded.config.train_length
+    label = label or _default_label(Path(model), loaded)
+    require(
+        re.fullmatch(r"[\w.-]{1,100}", label) is not None,
+        f"label must be up to 100 letters, digits, dots or dashes, got {label!r}; it names a file",
+    )
+    path = out / "results" / f"analysis-{label}.json"
+    check_out(path, force)
+    reader = text_tokenizer(model) if tokenizer is None else load_tokenizer(tokenizer)
+    if passkey_cases:
+        make_case(reader, train_length, 10_000, 0.5)  # raises if the prompt does not fit into the window
+    cut = text_tokens or max(2 * train_length, min(LONGEST, LARGEST * train_length))
+    tokens = load_texts(text, reader, train_length=train_length, text_tokens=cut, texts=texts)
+    found = analyze(loaded, tokens, settings, progress)
+    worth = None
+    if ablate:
+        ends = [found.lengths[0], found.lengths[-1]]
+        long = [one for one in tokens if one.shape[0] >= ends[1]]
+        worth = torch.stack([head_worth(loaded, one, layers, ends, progress) for one in long]).mean(0)
+    made = rows(found, label) + plain(study_rows(found, worth))
+    if passkey_cases:
+        made += _window_rows(loaded, reader, found, passkey_cases, progress)
+    write_result(path, made, device=loaded.device.type, seed=settings.seed, kind="analysis")
+    import numpy as np
+
+    with atomic_path(path.with_suffix(".npz")) as temporary, temporary.open("wb") as file:
+        numbers: dict[str, Any] = {name: values.cpu().numpy() for name, values in arrays(found).items()}
+        np.savez_compressed(file, **numbers)
+    return made, path
+
+
+def load_model(path: str | os.PathLike[str]) -> FarspanForCausalLM:
+    """Load a farspan model, or a LLaMA-family folder or GGUF file with its own rotary attention, in float32."""
+    require(Path(path).exists(), f"MODEL must be a folder or a GGUF file, got {str(path)!r}, which does not exist")
+    model = from_pretrained(path, attention=None)
+    require(
+        not model.config.log_length,
+        f"MODEL must be without log_length to be analyzed, got {str(path)!r} with it: the factors of its scores are "
+        "those of plain ones; set it to false in its config.json",
+    )
+    return model.float().eval().to("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def load_texts(
+    sources: Sequence[str], tokenizer: TextTokenizer, *, train_length: int, text_tokens: int, texts: int
+) -> list[Tensor]:
+    """Read documents of at least two windows, each cut to `text_tokens`, at most so many."""
+    needed, found, longest = 2 * train_length, list[Tensor](), 0
+    for document in (document for source in sources for document in documents(source)):
+        if len(found) == texts:
+            break
+        ids = tokenizer.encode(document.text)[:text_tokens]
+        longest = max(longest, len(ids))
+        if len(ids) >= needed:
+            found.append(torch.tensor(ids))
+    require(
+        bool(found),
+        f"text must hold a document of two windows = {needed} tokens, got {longest} at most in {', '.join(sources)}; "
+        + ("raise text_tokens" if longest == text_tokens else "use a longer text"),
+    )
+    return found
+
+
+def _default_label(path: Path, model: FarspanForCausalLM) -> str:
+    names, config = {spec.name for spec in model.config.attention_specs}, path / "config.json"
+    ours = config.is_file() and read_settings(config, "MODEL").get("model_type") == "farspan"
+    return names.pop() if ours and len(names) == 1 else re.sub(r"[^\w.-]", "-", path.resolve().stem)
+
+
+def _window_rows(
+    model: FarspanForCausalLM, tokenizer: TextTokenizer, found: Analysis, cases: int, progress: Progress
+) -> list[dict[str, Any]]:
+    """Find the effective window under each scaling, from passkeys at every length (App. B.1)."""
+    made, done, total = list[dict[str, Any]](), 0, len(found.settings.scalings) * len(found.lengths)
+    for method in found.settings.scalings:
+        outcomes: list[tuple[int, bool]] = []
+        with under(model, method, found.settings.factor):
+            for length in found.lengths:
+                row = passkey(model, tokenizer, length=length, cases=cases, seed=found.settings.seed)
+                outcomes += [(case["distance"], case["right"]) for case in row["outcomes"]]
+                done += 1
+                progress(done, total, f"passkey, {method}, {length} tokens", phase="passkeys")
+        window = effective_window(outcomes, [found.lengths[0] // 2, *found.lengths])
+        made.append({"kind": "window", "law": method, **asdict(window)})
+    return made
+
+
+def plain(value: Any) -> Any:
+    """Return numbers as JSON holds them: tensors as lists, rounded, None for what is not a number.
+
+    >>> plain({"a": torch.tensor([[1.23456789, torch.nan]])})
+    {'a': [[1.23457, None]]}
     """
     if isinstance(value, Tensor):
-        return plain_list(value.double().tolist())
-    return plain_list(value)
-
-
-def plain_list(value: Any) -> Any:
+        value = value.double().tolist()
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [plain_list(item) for item in value]
-    return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
+        return [plain(item) for item in value]
+    if isinstance(value, float):
+        return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
+    return value
 
 
 def rows(found: Analysis, label: str) -> list[dict[str, Any]]:
-    """Every row: ``kind`` says which of model, census, borders, curve, slack, drift, loss it is."""
-    made = [model_row(found, label)]
-    made += [census_row(found, layer, region) for layer, region in found.census]
-    made += border_rows(found)
-    made += [curve_row(found, layer) for layer in found.decay]
-    made += [slack_row(found, layer) for layer in found.slack]
-    made += drift_rows(found)
-    return made + loss_rows(found)
+    """Make the rows: ``kind`` says which of model, census, borders, curve, slack, drift, loss each is."""
+    made = [_model_row(found, label)]
+    made += [_census_row(found, layer, region) for layer, region in found.census]
+    made += _border_rows(found)
+    for layer, decay in found.decay.items():
+        quantiles = {f"{q:g}": row for q, row in zip(QUANTILES, decay.quantiles(), strict=True)}
+        bounds = dict(zip(("bound_eq19", "bound_eq20"), decay.mean_bounds(), strict=True))
+        numbers = {"samples": decay.samples, "mean": decay.mean(), "quantiles": quantiles, **bounds}
+        made.append({"kind": "curve", "layer": layer, "distance": decay.at, **numbers, "broken": decay.broken})
+    for layer, slack in found.slack.items():
+        made.append(
+            {"kind": "slack", "layer": layer, "queries": slack.queries, "shift": slack.shift, **slack.per_head()}
+        )
+    for (method, length, layer), drift in found.drift.items():
+        where = {"law": method, "length": length, "layer": layer, "queries": drift.queries}
+        made.append({"kind": "drift", **where, **drift.per_head(), **drift.per_layer()})
+    for (method, length), (nll, tokens) in found.losses.items():
+        if method != "control":
+            losses = {"loss": nll / tokens, "control": found.losses["control", length][0] / tokens}
+            made.append({"kind": "loss", "law": method, "length": length, **losses, "tokens": tokens})
+    return [plain(row) for row in made]
 
 
-def model_row(found: Analysis, label: str) -> dict[str, Any]:
-    """What was looked at, and how."""
-    settings, layers = found.settings, sorted({layer for layer, _ in found.census})
-    census = next(iter(found.census.values()))
-    wide = [widening(found.theta[0], theta) for theta in found.theta]
+def _model_row(found: Analysis, label: str) -> dict[str, Any]:
+    settings, census = found.settings, next(iter(found.census.values()))
     return {
         "kind": "model",
         "label": label,
@@ -57,133 +199,62 @@ def model_row(found: Analysis, label: str) -> dict[str, Any]:
         "longest": found.reach,
         "texts": found.texts,
         "tokens": found.tokens,
-        "layers": layers,
+        "layers": sorted({layer for layer, _ in found.census}),
         "heads": census.heads,
         "pairs": found.theta.shape[1],
-        "laws": list(settings.laws),
+        "laws": list(settings.scalings),
         "factor": settings.factor,
         "lengths": found.lengths,
-        "theta": plain(found.theta),
-        "widening": {law: plain(row) for law, row in zip(settings.laws, wide, strict=True)},
+        "theta": found.theta,
+        # How many times more tokens the zone of each pair holds: k for linear scaling, λ^(2j/d) for NTK (App. D.2).
+        "widening": dict(zip(settings.scalings, found.theta[0] / found.theta, strict=True)),
     }
 
 
-def census_row(found: Analysis, layer: int, region: str) -> dict[str, Any]:
-    """One layer's initial angles: shares in all, by head, by pair and by both."""
-    census, laws = found.census[layer, region], found.settings.laws
-    past, totals, histogram = census.past, census.totals, census.histogram.sum((1, 2))
+def _census_row(found: Analysis, layer: int, region: str) -> dict[str, Any]:
+    """Take shares of one layer's initial angles in all, by head, by pair and by both."""
+    census, methods = found.census[layer, region], list(enumerate(found.settings.scalings))
+    past, zone, damped, totals = census.past, census.zone, census.damped, census.totals
+    weights = list(enumerate(WEIGHTS))
     return {
         "kind": "census",
         "layer": layer,
         "region": region,
         "queries": census.queries,
         "pairs": census.pairs,
-        "histogram": {w: plain(share(histogram[i], totals[i].sum())) for i, w in enumerate(WEIGHTS)},
-        "past_pi": {w: plain(share(past[i].sum(), totals[i].sum()).item()) for i, w in enumerate(WEIGHTS)},
-        "past_pi_head": {w: plain(share(past[i], totals[i], [1])) for i, w in enumerate(WEIGHTS)},
-        "past_pi_pair": {w: plain(share(past[i], totals[i], [0])) for i, w in enumerate(WEIGHTS)},
-        "past_pi_head_pair": plain(share(past[0], totals[0])),
-        "tau_pair": plain(census.mean_tau()[0]),
-        "zone": {law: _zone(census, k) for k, law in enumerate(laws)},
-        "zone_head": {law: plain(share(census.zone[k, 2], totals[2], [1])) for k, law in enumerate(laws)},
-        "damped": {law: plain(share(census.damped[k].sum(), totals[0].sum()).item()) for k, law in enumerate(laws)},
-        "damped_pair": {law: plain(share(census.damped[k], totals[0], [0])) for k, law in enumerate(laws)},
+        "histogram": {w: share(census.histogram[i].sum((0, 1)), totals[i].sum()) for i, w in weights},
+        "past_pi": {w: share(past[i].sum(), totals[i].sum()) for i, w in weights},
+        "past_pi_head": {w: share(past[i], totals[i], [1]) for i, w in weights},
+        "past_pi_pair": {w: share(past[i], totals[i], [0]) for i, w in weights},
+        "past_pi_head_pair": share(past[0], totals[0]),
+        "tau_pair": census.mean_tau()[0],
+        "zone": {name: {w: share(zone[k, i].sum(), totals[i].sum()) for i, w in weights} for k, name in methods},
+        "zone_head": {name: share(zone[k, 2], totals[2], [1]) for k, name in methods},
+        "damped": {name: share(damped[k].sum(), totals[0].sum()) for k, name in methods},
+        "damped_pair": {name: share(damped[k], totals[0], [0]) for k, name in methods},
     }
 
 
-def _zone(census: Census, law: int) -> dict[str, Any]:
-    zone, totals = census.zone[law], census.totals
-    return {w: plain(share(zone[i].sum(), totals[i].sum()).item()) for i, w in enumerate(WEIGHTS)}
-
-
-def border_rows(found: Analysis) -> list[dict[str, Any]]:
-    """By law and border, for each frequency, over all layers and heads: crossings inside and past the training length.
+def _border_rows(found: Analysis) -> list[dict[str, Any]]:
+    """Count crossings by scaling, border and frequency, over all layers and heads, inside and past the training length.
 
     `first_past`: share of pairs of query and key that cross this border for the first time past the training length.
     """
     made, seen = [], [census for (_, region), census in found.census.items() if region == "inside"]
-    for k, law in enumerate(found.settings.laws):
-        near = [crossings(census, k, found.train_length - 1) for census in seen]
-        far = [crossings(census, k, found.reach - 1) for census in seen]
-        inside, total = (torch.stack([c.mean for c in each]).mean((0, 2)) for each in (near, far))
-        ever, ever_far = (torch.stack([c.ever for c in each]).mean((0, 2)) for each in (near, far))
+    for k, method in enumerate(found.settings.scalings):
+        near, far = ([crossings(census, k, n - 1) for census in seen] for n in (found.train_length, found.reach))
+        inside, total = (torch.stack([mean for mean, _ in each]).mean((0, 2)) for each in (near, far))
+        ever, ever_far = (torch.stack([once for _, once in each]).mean((0, 2)) for each in (near, far))
         for i, border in enumerate(BORDERS):
+            means = {"inside": inside[i], "past": total[i] - inside[i], "ever_inside": ever[i]}
             made.append(
-                {
-                    "kind": "borders",
-                    "law": law,
-                    "border": border,
-                    "inside": plain(inside[i]),
-                    "past": plain(total[i] - inside[i]),
-                    "ever_inside": plain(ever[i]),
-                    "first_past": plain(ever_far[i] - ever[i]),
-                }
-            )
-    return made
-
-
-def curve_row(found: Analysis, layer: int) -> dict[str, Any]:
-    """One layer's logits against distance, and how often a bound failed."""
-    decay = found.decay[layer]
-    bounds = decay.mean_bounds()
-    return {
-        "kind": "curve",
-        "layer": layer,
-        "distance": decay.at,
-        "samples": decay.samples,
-        "mean": plain(decay.mean()),
-        "quantiles": {f"{q:g}": plain(row) for q, row in zip(QUANTILES, decay.quantiles(), strict=True)},
-        "bound_eq19": plain(bounds[0]),
-        "bound_eq20": plain(bounds[1]),
-        "broken": decay.broken,
-    }
-
-
-def slack_row(found: Analysis, layer: int) -> dict[str, Any]:
-    """One slack layer under the microscope, by head."""
-    slack = found.slack[layer]
-    return {
-        "kind": "slack",
-        "layer": layer,
-        "queries": slack.queries,
-        "shift": slack.shift,
-        "absolute_share": plain(slack.absolute_share()),
-        "rising_share": plain(slack.rising_share()),
-        "mean_angle": plain(slack.mean_angle()),
-        "moved_share": plain(slack.moved_share()),
-    }
-
-
-def drift_rows(found: Analysis) -> list[dict[str, Any]]:
-    """By law, length and layer: attention by head, scores and norms."""
-    return [
-        {
-            "kind": "drift",
-            "law": law,
-            "length": length,
-            "layer": layer,
-            "queries": drift.queries,
-            **{name: plain(values) for name, values in drift.per_head().items()},
-            **{name: plain(value) for name, value in drift.per_layer().items()},
-        }
-        for (law, length, layer), drift in found.drift.items()
-    ]
-
-
-def loss_rows(found: Analysis) -> list[dict[str, Any]]:
-    """By law and length: the loss of the band's tokens, and with the context cut to one window."""
-    made = []
-    for (law, length), (nll, tokens) in found.losses.items():
-        if law != "control":
-            loss, control = plain(nll / tokens), plain(found.losses["control", length][0] / tokens)
-            made.append(
-                {"kind": "loss", "law": law, "length": length, "loss": loss, "control": control, "tokens": tokens}
+                {"kind": "borders", "law": method, "border": border, **means, "first_past": ever_far[i] - ever[i]}
             )
     return made
 
 
 def arrays(found: Analysis) -> dict[str, Tensor]:
-    """The whole census, layer by layer with heads and pairs, for those who want to go on from it."""
+    """Return the complete census, layer by layer with heads and pairs, for those who want to go on from it."""
     made = {"theta": found.theta}
     for (layer, region), census in found.census.items():
         for name in ("histogram", "past", "zone", "damped", "gap"):

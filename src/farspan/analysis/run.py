@@ -1,42 +1,35 @@
-"""A model and some texts → every number of the analysis, in one pass a text and scaling law."""
+"""Measure a model on some sequences: every number of the analysis, in one pass per sequence and scaling."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from farspan.analysis.borders import reach_grid
-from farspan.analysis.capture import rotary_layers, walk
 from farspan.analysis.census import Census
-from farspan.analysis.decay import QUERIES as DECAY_QUERIES
-from farspan.analysis.decay import Decay, distances
-from farspan.analysis.drift import Drift, band, lengths
-from farspan.analysis.factors import Factors
-from farspan.analysis.laws import LAWS, frequencies_at, sample, scaled, under
-from farspan.analysis.slack import Microscope
+from farspan.analysis.curves import QUERIES, Decay, Drift, Microscope, band, distances, lengths
+from farspan.analysis.factors import SCALINGS, Factors, frequencies_at, rotary_layers, scaled, under, walk
 from farspan.errors import require, require_choice
 from farspan.evaluation.perplexity import token_losses
 from farspan.modeling_farspan import FarspanForCausalLM
 from farspan.ops.device import working_dtype
-from farspan.ops.rotary import Rotary
+from farspan.utils import Progress, silent
 
 REGIONS = ("inside", "past")
 """Queries within the training length, and beyond it."""
-Report = Callable[[int, int, str], None]
-"""Called with layers read, layers in all, and what is being read."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How to look.
+    """How to measure.
 
-    queries: sampled a text for the census, half inside and half past the training length.
-    drift_queries: sampled a text and length for attention past the window.
-    factor: of PI, NTK, dynamic NTK and YaRN.
+    Args:
+        factor: of linear, NTK, dynamic NTK and YaRN scaling.
+        queries: sampled per sequence for the census, half inside and half past the training length.
+        drift_queries: sampled per sequence and length for attention past the window.
     """
 
-    laws: tuple[str, ...] = LAWS
+    scalings: tuple[str, ...] = SCALINGS
     factor: float = 4.0
     queries: int = 64
     drift_queries: int = 16
@@ -44,58 +37,63 @@ class Settings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for law in self.laws:
-            require_choice("laws", law, LAWS)
+        for method in self.scalings:
+            require_choice("scalings", method, SCALINGS)
         require(
-            len(self.laws) > 0 and self.laws[0] == "none",
-            f"laws must begin with 'none', which the others are compared with, got {', '.join(self.laws)!r}; add it",
+            self.scalings[:1] == ("none",),
+            f"scalings must begin with 'none', which the others are compared with, got {', '.join(self.scalings)!r}",
         )
-        require(self.factor >= 1, f"factor must be at least 1, got {self.factor}; the paper uses 4")
-        require(self.queries >= 2, f"queries must be at least 2, one a region, got {self.queries}; try 64")
+        require(1 <= self.factor < 1e6, f"factor must lie between 1 and a million, got {self.factor}; the paper uses 4")
+        require(self.queries >= 2, f"queries must be at least 2, one per region, got {self.queries}; try 64")
         require(self.drift_queries >= 1, f"drift_queries must be at least 1, got {self.drift_queries}; try 16")
+        require(0 <= self.seed < 2**63, f"seed must lie between 0 and 2^63 - 1, got {self.seed}; try 0")
 
 
 @dataclass
 class Analysis:
-    """All sums, by layer; see the classes for their meaning."""
+    """All sums; see the classes for their meaning."""
 
     settings: Settings
     attention: str
     train_length: int
     reach: int
-    """Tokens of the longest text."""
+    """Tokens of the longest sequence."""
     texts: int
     tokens: int
     theta: Tensor
-    """(laws, d/2): frequencies at the longest text's last token."""
+    """(scalings, d/2): frequencies at the last token of the longest sequence."""
     lengths: list[int]
     census: dict[tuple[int, str], Census] = field(default_factory=dict)
+    """By layer and region."""
     decay: dict[int, Decay] = field(default_factory=dict)
     slack: dict[int, Microscope] = field(default_factory=dict)
     drift: dict[tuple[str, int, int], Drift] = field(default_factory=dict)
-    """By law, length and layer."""
+    """By scaling, length and layer."""
     losses: dict[tuple[str, int], tuple[float, int]] = field(default_factory=dict)
-    """By law and length: summed loss of the band's tokens, and how many. Law "control": the same tokens with the
+    """By scaling and length: summed loss of the band's tokens, and how many. "control": the same tokens with the
     context cut to one window, unscaled."""
 
 
 def analyze(
-    model: FarspanForCausalLM, texts: Sequence[Tensor], settings: Settings | None = None, report: Report | None = None
+    model: FarspanForCausalLM,
+    texts: Sequence[Tensor],
+    settings: Settings | None = None,
+    progress: Progress = silent,
 ) -> Analysis:
-    """Look at a model on texts of token ids (n,), each at least two training lengths long.
+    """Measure a model on sequences of token ids (n,), each at least two training lengths long.
 
     >>> from farspan import FarspanConfig
     >>> model = FarspanForCausalLM(FarspanConfig.preset("tiny", attention="coca-exact", num_hidden_layers=1))
-    >>> found = analyze(model, [torch.arange(128)], Settings(laws=("none",), queries=4))
+    >>> found = analyze(model, [torch.arange(128)], Settings(scalings=("none",), queries=4))
     >>> float(found.census[0, "past"].past.sum()), found.lengths
     (0.0, [64, 128])
     """
     settings, train_length = settings or Settings(), model.config.train_length
-    layers = chosen_layers(model, settings.layers)
+    layers, specs = rotary_layers(model, settings.layers), model.config.attention_specs
     require(
-        "dynamic" not in settings.laws or all(spec.kind != "linear-coca" for spec in model.config.attention_specs),
-        f"laws must leave 'dynamic' out where there are linear-coca layers, got {', '.join(settings.laws)}; "
-        "their sums cannot be turned again",
+        "dynamic_ntk" not in settings.scalings or all(spec.kind != "linear-coca" for spec in specs),
+        f"scalings must not have 'dynamic_ntk' with linear-coca layers, got {', '.join(settings.scalings)}; "
+        "their sums cannot be rotated again",
     )
     require(len(texts) > 0, "texts must hold at least one token sequence, got none")
     for text in texts:
@@ -103,65 +101,61 @@ def analyze(
             text.shape[0] >= 2 * train_length,
             f"a text must have two windows = {2 * train_length} tokens, got {text.shape[0]}; use a longer text",
         )
-    reach = max(text.shape[0] for text in texts)
-    rotary = model.config.rotary()
-    theta = torch.stack([_frequencies(rotary, law, settings, train_length, reach) for law in settings.laws])
+        require(
+            int(text.max()) < model.config.vocab_size,
+            f"tokens must be below the vocabulary of the model, {model.config.vocab_size}, got {int(text.max())}; "
+            "use the model's own tokenizer",
+        )
+    reach, rotary = max(text.shape[0] for text in texts), model.config.rotary()
+    theta = [
+        frequencies_at(scaled(rotary, method, settings.factor, train_length), reach) for method in settings.scalings
+    ]
     found = Analysis(
         settings,
-        ", ".join(dict.fromkeys(model.config.attention_specs[i].name for i in layers)),
+        ", ".join(dict.fromkeys(specs[i].name for i in layers)),
         train_length,
         reach,
         len(texts),
         sum(text.shape[0] for text in texts),
-        theta.to(model.device),
+        torch.stack(theta).to(model.device),
         lengths(train_length, reach),
     )
-    total, done = len(settings.laws) * len(texts) * len(layers), 0
-    for law in settings.laws:
-        with under(model, law, settings.factor):
+    total, done = len(settings.scalings) * len(texts) * len(layers), 0
+    for method in settings.scalings:
+        with under(model, method, settings.factor):
             for number, text in enumerate(texts):
-                look = _Look(found, law, text, settings.seed + number)
+                one = _Pass(found, method, text, settings.seed + number)
 
-                def visit(made: Factors, norms: Tensor, look: "_Look" = look, number: int = number) -> None:
+                def visit(made: Factors, norms: Tensor, one: "_Pass" = one, number: int = number) -> None:
                     nonlocal done
-                    look.visit(made, norms)
+                    one.visit(made, norms)
                     done += 1
-                    if report is not None:
-                        report(done, total, f"{look.law}, text {number + 1}, layer {made.layer}")
+                    progress(done, total, f"{one.method}, text {number + 1}, layer {made.layer}", phase="layers")
 
-                hidden = walk(model, text, layers, visit)
-                look.losses(model, hidden)
-                if law == "none":
-                    look.controls(model)
+                one.losses(model, walk(model, text, layers, visit))
     return found
 
 
-def chosen_layers(model: FarspanForCausalLM, wanted: tuple[int, ...] | None) -> list[int]:
-    """The rotary layers, or those of them that were asked for."""
-    have = rotary_layers(model)
-    for layer in wanted or ():
-        require(
-            layer in have,
-            f"layers must be rotary layers of this model ({_ranges(have)}), got {layer}; choose among these",
-        )
-    return have if wanted is None else sorted(set(wanted))
+def sample(low: int, high: int, count: int, generator: torch.Generator) -> Tensor:
+    """Draw `count` positions (or all, if there are no more) in low … high-1, rising, one from each equal part.
+
+    >>> sample(0, 4, 9, torch.Generator()).tolist()
+    [0, 1, 2, 3]
+    """
+    require(high > low, f"positions must not be empty, got {low} … {high - 1}; use a longer text")
+    if high - low <= count:
+        return torch.arange(low, high)
+    edges = low + (high - low) * torch.arange(count + 1, dtype=torch.float64) / count
+    places = edges[:-1] + torch.rand(count, generator=generator, dtype=torch.float64) * edges.diff()
+    return places.long().unique()
 
 
-def _ranges(numbers: list[int]) -> str:
-    whole = numbers == list(range(numbers[0], numbers[-1] + 1))
-    return f"{numbers[0]} to {numbers[-1]}" if whole and len(numbers) > 2 else ", ".join(map(str, numbers))
+class _Pass:
+    """One sequence under one scaling: which queries are sampled, and where their sums go."""
 
-
-def _frequencies(rotary: Rotary, law: str, settings: Settings, train_length: int, reach: int) -> Tensor:
-    return frequencies_at(scaled(rotary, law, settings.factor, train_length), reach)
-
-
-class _Look:
-    """One text under one law: which queries are sampled, and where their sums go."""
-
-    def __init__(self, found: Analysis, law: str, text: Tensor, seed: int) -> None:
-        self.found, self.law, self.text = found, law, text
-        generator = torch.Generator().manual_seed(seed)  # every law is looked at through the same queries
+    def __init__(self, found: Analysis, method: str, text: Tensor, seed: int) -> None:
+        self.found, self.method, self.text = found, method, text
+        generator = torch.Generator().manual_seed(seed)  # every scaling is measured through the same queries
         half, inside = max(1, found.settings.queries // 2), found.train_length
         self.queries = {
             "inside": sample(0, inside, half, generator),
@@ -174,46 +168,39 @@ class _Look:
         }
 
     def visit(self, made: Factors, norms: Tensor) -> None:
-        """Add one layer to the sums; the census, curves and slack's microscope look at the model as it is."""
+        """Add one layer to the sums; the census, curves and slack's microscope read the model as it is."""
         found, heads, device = self.found, made.query.shape[0], made.query.device
         for length, queries in self.bands.items():
-            drift = found.drift.setdefault((self.law, length, made.layer), Drift(heads, found.train_length))
+            drift = found.drift.setdefault((self.method, length, made.layer), Drift(heads, found.train_length))
             first, last = band(length, found.train_length)
             drift.add(made, queries.to(device), norms[first:last])
-        if self.law != "none":
+        if self.method != "none":
             return
+        reaches, dtype = (found.train_length - 1, found.reach - 1), working_dtype(made.query.real.dtype)
         for region in REGIONS:
-            if (made.layer, region) not in found.census:
-                found.census[made.layer, region] = self._census(heads, working_dtype(made.query.real.dtype))
-            found.census[made.layer, region].add(made, self.queries[region].to(device))
+            census = found.census.get((made.layer, region))
+            census = census or Census(found.theta, reaches, found.train_length, heads, dtype)
+            census.add(made, self.queries[region].to(device))
+            found.census[made.layer, region] = census
         decay = found.decay.setdefault(made.layer, Decay(distances(found.reach)))
-        decay.add(made, max(1, DECAY_QUERIES // found.texts))
+        decay.add(made, max(1, QUERIES // found.texts))
         if made.echo is not None:
             slack = found.slack.setdefault(made.layer, Microscope(heads, found.train_length))
             slack.add(made, torch.cat([self.queries[region] for region in REGIONS]).to(device))
 
-    def _census(self, heads: int, dtype: torch.dtype) -> Census:
-        found = self.found
-        grid = reach_grid(found.theta, (found.train_length - 1, found.reach - 1), dtype)
-        return Census(grid, found.theta, found.train_length, heads)
-
+    @torch.no_grad()
     def losses(self, model: FarspanForCausalLM, hidden: Tensor) -> None:
-        """Loss of the tokens in each length's band."""
+        """Add the loss of the tokens in each band; unscaled, also that with one window of context: content alone."""
         for length in self.bands:
-            self._add_loss(model, hidden, self.law, length, 0)
+            self._add_loss(model, hidden, self.method, length, 0)
+            if self.method == "none":
+                start = length - self.found.train_length
+                window = self.text[None, start:length].to(model.device)
+                control = model.model(window, use_cache=False).last_hidden_state
+                self._add_loss(model, control, "control", length, start)
 
-    @torch.no_grad()
-    def controls(self, model: FarspanForCausalLM) -> None:
-        """The loss of the same tokens when the model sees one window only: what content alone would give."""
-        for length in self.bands:
-            start = length - self.found.train_length
-            window = self.text[None, start:length].to(model.device)
-            hidden = model.model(window, use_cache=False).last_hidden_state
-            self._add_loss(model, hidden, "control", length, start)
-
-    @torch.no_grad()
     def _add_loss(self, model: FarspanForCausalLM, hidden: Tensor, name: str, length: int, start: int) -> None:
-        """Add a band's loss; hidden begins at token `start` of the text."""
+        """Add the loss of a band; hidden begins at token `start` of the sequence."""
         first, last = band(length, self.found.train_length)
         last = min(last, self.text.shape[0] - 1)
         targets = self.text[None, first + 1 : last + 1].to(hidden.device)

@@ -1,87 +1,209 @@
-"""Is one property of heads related to another? Spearman's rank correlation with a bootstrap interval."""
+"""Do heads with more anomalous pairs behave worse past the window? What a head is worth, and how far keys are found."""
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from farspan.analysis.census import WEIGHTS, share
+from farspan.analysis.curves import band
+from farspan.analysis.run import Analysis
+from farspan.data.sources import needs
 from farspan.errors import require
+from farspan.evaluation.perplexity import token_losses
+from farspan.modeling_farspan import FarspanForCausalLM
+from farspan.utils import Progress, silent
+
+CAUSES = {**{f"past_pi_{w}": f"share of Θ past π, {w}" for w in WEIGHTS}, "zone": "attention on damped tokens"}
+EFFECTS = {
+    "even": "rise of attention's evenness",
+    "first": "rise of the mass on the first tokens",
+    "far": "mass beyond the training length",
+    "harm": "loss that the head costs past the window, less what it costs inside",
+}
+FEWEST = 4
+"""Layers below which nothing is said: bootstrapped, three points show a relation in one draw of three without one."""
+PRIMARY = ("past_pi_energy", "even", "head")
+"""The comparison named before looking; the others are there to be weighed with their number in mind."""
+
+
+def study_rows(found: Analysis, worth: Tensor | None = None) -> list[dict[str, Any]]:
+    """Correlate each cause inside the window with each effect past it, over heads and over layers.
+
+    Heads whose cause does not vary (CoCA: always 0) give no row, nor do fewer than :data:`FEWEST` layers. Heads of one
+    layer are not independent, so layers are the honest unit; but a handful of layers cannot show how far they vary.
+    The interval is the wider of those from resampling layers and from resampling heads.
+
+    Args:
+        worth: (layers, h, 2) of :func:`head_worth` at the training length and at the longest, if it was measured.
+    """
+    layers = sorted({layer for layer, _ in found.census})
+    seen = [found.census[layer, "inside"] for layer in layers]
+    causes = {
+        f"past_pi_{w}": torch.stack([share(census.past[i], census.totals[i], [1]) for census in seen]).cpu()
+        for i, w in enumerate(WEIGHTS)
+    }
+    causes["zone"] = torch.stack([share(census.zone[0, 2], census.totals[2], [1]) for census in seen]).cpu()
+
+    def at(length: int, name: str) -> Tensor:
+        return torch.stack([found.drift["none", length, layer].per_head()[name] for layer in layers])
+
+    effects = {name: at(found.lengths[-1], name) - at(found.lengths[0], name) for name in ("even", "first", "far")}
+    if worth is not None:
+        effects["harm"] = worth[..., 0] - worth[..., 1]
+    made = []
+    for cause, effect, unit in ((c, e, u) for c in causes for e in effects for u in ("head", "layer")):
+        x, y = causes[cause], effects[effect]
+        if unit == "layer":
+            x, y = x.mean(1, keepdim=True), y.mean(1, keepdim=True)
+        if len(layers) >= FEWEST and all(bool((values != values[0, 0]).any()) for values in (x, y)):
+            units = [rank_correlation(a, b, seed=found.settings.seed) for a, b in ((x, y), (_flat(x), _flat(y)))]
+            names = {"cause": cause, "effect": effect, "unit": unit, "primary": (cause, effect, unit) == PRIMARY}
+            widest = max(units, key=lambda row: row["ci95"][1] - row["ci95"][0])
+            made.append({"kind": "study", **names, **widest, "x": x, "y": y})
+    return made
+
+
+def _flat(x: Tensor) -> Tensor:
+    return x.reshape(-1, 1)
+
+
+def rank_correlation(x: Tensor, y: Tensor, *, resamples: int = 2000, seed: int = 0) -> dict[str, Any]:
+    """Compute Spearman's ρ of paired values (units, values per unit) with a percentile bootstrap over the units.
+
+    Returns:
+        rho, ci95, n, resampled (units) and null: whether the interval includes no relation at all. Values that do not
+        vary have no correlation: ρ is NaN, and the result counts as null.
+
+    >>> round(rank_correlation(torch.arange(6.0)[:, None], torch.arange(6.0)[:, None] ** 2)["rho"], 6)
+    1.0
+    """
+    stats: Any = needs("scipy.stats", "scipy", "farspan analyze")
+    import numpy as np
+
+    require(x.shape == y.shape, f"x and y must be paired, got {tuple(x.shape)} and {tuple(y.shape)}")
+    require(x.numel() >= 3, f"x must hold at least 3 points for a correlation, got {x.numel()}; measure more heads")
+    a, b = x.double().numpy(), y.double().numpy()
+    require(bool(np.isfinite(a).all() and np.isfinite(b).all()), "x and y must be finite, got NaN or inf")
+
+    def spearman(units: Any, axis: int = -1) -> Any:
+        """(…, units) of indices → (…)."""
+        ranks = [stats.rankdata(values[units].reshape(*units.shape[:-1], -1), axis=-1) for values in (a, b)]
+        return stats.pearsonr(*ranks, axis=-1).statistic
+
+    units, low, high = np.arange(len(a)), np.nan, np.nan
+    with np.errstate(all="ignore"), _quiet():
+        rho = float(spearman(units))
+        if np.isfinite(rho):  # a draw of one unit many times over has no correlation
+            options = {"n_resamples": resamples, "method": "percentile", "vectorized": True, "rng": seed}
+            draws = stats.bootstrap((units,), spearman, **options).bootstrap_distribution
+            low, high = np.nanquantile(draws, (0.025, 0.975))
+    found = {"rho": rho, "ci95": [float(low), float(high)], "n": a.size, "resampled": len(a)}
+    return {**found, "null": not (low > 0 or high < 0)}
+
+
+def _quiet() -> Any:
+    import warnings
+
+    return warnings.catch_warnings(action="ignore")
 
 
 @dataclass(frozen=True)
-class Correlation:
-    """ρ between -1 and 1, its 95% interval, and what it was counted over."""
+class EffectiveWindow:
+    """Bounds in tokens from the end of the sequence (App. B.1)."""
 
-    rho: float
-    low: float
-    high: float
-    n: int
-    groups: int
-    """Independent units that were resampled: layers where given, otherwise the n points."""
-
-    @property
-    def null(self) -> bool:
-        """Whether the interval includes no relation at all, or cannot be told."""
-        return not (self.low > 0 or self.high < 0)
-
-    def __str__(self) -> str:
-        sign = "positive" if self.rho > 0 else "negative"
-        found = "no relation told from chance" if self.null else f"a {sign} relation"
-        return f"ρ = {self.rho:.2f} (95% {self.low:.2f} to {self.high:.2f}, n = {self.n}): {found}"
+    at_least: int
+    """Up to here at least half of the keys are found in every range of distances; 0 if not even the nearest are."""
+    at_most: int | None
+    """Keys farther than this were never found; None if the farthest range still has some."""
+    cases: int
 
 
-def rank_correlation(
-    x: Sequence[float], y: Sequence[float], *, groups: Sequence[int] | None = None, resamples: int = 2000, seed: int = 0
-) -> Correlation:
-    """Spearman's ρ of paired values, ties sharing their mean rank, with a percentile bootstrap interval.
+def effective_window(outcomes: Sequence[tuple[int, bool]], edges: Sequence[int]) -> EffectiveWindow:
+    """Compute bounds from (distance of the key, found) and the ranges' upper edges; ranges without a case are skipped.
 
-    groups: the unit each point belongs to (its layer): heads of one layer are not independent, so whole layers are
-        resampled. Values that do not vary have no correlation: ρ is NaN, and the result counts as null.
-
-    >>> str(rank_correlation([1, 2, 3, 4, 5, 6], [1, 4, 9, 16, 25, 36]))
-    'ρ = 1.00 (95% 1.00 to 1.00, n = 6): a positive relation'
+    >>> outcomes = [(10, True), (20, True), (90, True), (95, False), (150, False), (300, False)]
+    >>> effective_window(outcomes, [50, 100, 200, 400])
+    EffectiveWindow(at_least=100, at_most=100, cases=6)
     """
-    require(len(x) == len(y), f"x and y must be paired, got {len(x)} and {len(y)} values; give one of each a head")
-    require(len(x) >= 3, f"x must hold at least 3 points for a correlation, got {len(x)}; measure more heads")
-    a, b = torch.tensor(list(x), dtype=torch.float64), torch.tensor(list(y), dtype=torch.float64)
-    require(bool(a.isfinite().all() and b.isfinite().all()), "x and y must be finite, got NaN or inf; drop those heads")
-    require(groups is None or len(groups) == len(x), "groups must name one unit for each point")
-    unit = torch.arange(len(x)) if groups is None else torch.tensor(list(groups)).unique(return_inverse=True)[1]
-    members = [(unit == k).nonzero().flatten().tolist() for k in range(int(unit.max()) + 1)]
-    rho, found = float(spearman(a, b)), _resampled(a, b, members, resamples, seed)
-    if math.isnan(rho) or not len(found):
-        return Correlation(math.nan, math.nan, math.nan, len(x), len(members))
-    ends = found.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64))
-    return Correlation(rho, float(ends[0]), float(ends[1]), len(x), len(members))
+    require(len(outcomes) > 0, "outcomes must hold at least one passkey case, got none; run `farspan eval passkey`")
+    require(list(edges) == sorted(set(edges)) and len(edges) > 0, f"edges must rise, got {list(edges)}")
+    ranges = []
+    for low, high in zip([-1, *edges], edges, strict=False):
+        found = [right for distance, right in outcomes if low < distance <= high]
+        if found:
+            ranges.append((high, sum(found), len(found)))
+    at_least = 0
+    for high, right, cases in ranges:
+        if 2 * right < cases:
+            break
+        at_least = high
+    hits = [high for high, right, _ in ranges if right]
+    at_most = None if ranges[-1][1] else max(hits, default=0)
+    return EffectiveWindow(at_least, at_most, sum(cases for _, _, cases in ranges))
 
 
-def _resampled(a: Tensor, b: Tensor, members: list[list[int]], resamples: int, seed: int) -> Tensor:
-    """ρ of each draw of whole units that has one (a draw of one point many times over has none)."""
-    generator = torch.Generator().manual_seed(seed)
-    draws = torch.randint(len(members), (resamples, len(members)), generator=generator)
-    by_size: dict[int, list[list[int]]] = {}
-    for draw in draws.tolist():
-        rows = [row for unit in draw for row in members[unit]]
-        by_size.setdefault(len(rows), []).append(rows)
-    found = torch.cat([spearman(a[rows], b[rows]) for rows in map(torch.tensor, by_size.values())])
-    return found[found.isfinite()]
+@torch.no_grad()
+def head_worth(
+    model: FarspanForCausalLM,
+    text: Tensor,
+    layers: Sequence[int],
+    lengths: Sequence[int],
+    progress: Progress = silent,
+) -> Tensor:
+    """Measure how much the loss rises when one head alone is silenced: (layers, h, lengths), in nats per token.
 
+    A negative value is a head that the model does better without. One pass over the sequence (n,) per head, from its
+    layer on: what comes before is the same for all heads of the layer. `layers` must rise.
 
-def spearman(x: Tensor, y: Tensor) -> Tensor:
-    """Pearson's correlation of the ranks along the last axis, (…, n) → (…); NaN where either does not vary."""
-    a, b = ranks(x), ranks(y)
-    a, b = a - a.mean(-1, keepdim=True), b - b.mean(-1, keepdim=True)
-    return (a * b).sum(-1) / (a.square().sum(-1) * b.square().sum(-1)).sqrt()
-
-
-def ranks(x: Tensor) -> Tensor:
-    """Ranks from 1 along the last axis, equal values sharing the mean of theirs.
-
-    >>> ranks(torch.tensor([3.0, 1.0, 3.0])).tolist()
-    [2.5, 1.0, 2.5]
+    >>> from farspan import FarspanConfig
+    >>> model = FarspanForCausalLM(FarspanConfig.preset("tiny", attention="rope", num_hidden_layers=1))
+    >>> head_worth(model, torch.arange(128), [0], [64, 128]).shape
+    torch.Size([1, 4, 2])
     """
-    ordered = x.sort(-1).values
-    below, upto = (torch.searchsorted(ordered, x.contiguous(), right=right) for right in (False, True))
-    return (below + upto + 1).double() / 2
+    ids = text[: min(max(lengths), text.shape[0] - 1) + 1].to(model.device)
+    blocks, heads = model.model.layers, model.config.num_attention_heads
+    entering = model.model.embed_tokens(ids[None, :-1])
+    whole = _losses(model, ids, _through(model, blocks, entering), lengths)
+    found = torch.zeros(len(layers), heads, len(lengths), dtype=torch.float64)
+    reached = 0
+    for i, layer in enumerate(layers):
+        entering, reached = _through(model, blocks[reached:layer], entering), layer
+        attention: Any = blocks[layer].self_attn
+        for head in range(heads):
+            hook = attention.o_proj.register_forward_pre_hook(_silence(head, attention.head_dim))
+            try:
+                found[i, head] = _losses(model, ids, _through(model, blocks[layer:], entering), lengths) - whole
+            finally:
+                hook.remove()
+            progress(i * heads + head + 1, len(layers) * heads, f"without layer {layer}, head {head}", phase="heads")
+    return found
+
+
+def _through(model: FarspanForCausalLM, blocks: nn.ModuleList, hidden: Tensor) -> Tensor:
+    """Run hidden states (1, n, width) through some blocks."""
+    context = model.model.context(hidden, rotary_length=hidden.shape[1] + 1)
+    for block in blocks:
+        hidden = block(hidden, context)
+    return hidden
+
+
+def _silence(head: int, width: int) -> Callable[[nn.Module, tuple[Tensor, ...]], tuple[Tensor, ...]]:
+    def hook(_: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        mixed = arguments[0].clone()
+        mixed[..., head * width : (head + 1) * width] = 0.0
+        return (mixed, *arguments[1:])
+
+    return hook
+
+
+def _losses(model: FarspanForCausalLM, ids: Tensor, hidden: Tensor, lengths: Sequence[int]) -> Tensor:
+    """Return the mean loss of each length's band, (lengths) float64, from the last block's output."""
+    hidden, means = model.model.norm(hidden), []
+    for length in lengths:
+        first, end = band(length, model.config.train_length)
+        end = min(end, hidden.shape[1])
+        means.append(token_losses(model, hidden[:, first:end], ids[None, first + 1 : end + 1]).double().mean())
+    return torch.stack(means).cpu()

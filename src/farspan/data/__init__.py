@@ -2,8 +2,8 @@
 
 from farspan.data.batches import Batches
 from farspan.data.prepare import prepare
-from farspan.data.readers import Document, documents
-from farspan.data.shards import Shards, verify
+from farspan.data.shards import Shards
+from farspan.data.sources import Document, documents
 from farspan.data.tokenizer import TextTokenizer, load_tokenizer, train_bpe
 
 __all__ = [
@@ -15,5 +15,4 @@ __all__ = [
     "load_tokenizer",
     "prepare",
     "train_bpe",
-    "verify",
 ]

@@ -18,11 +18,12 @@ PasskeyDocument = Callable[[np.random.Generator, int], npt.NDArray[Any]]
 class Batches:
     """Random windows of token shards, mixed by weight.
 
-    sources: (shards, weight) pairs; weights need not sum to 1, e.g. ``[(books, 0.75), (code, 0.25)]``.
-    length: tokens a model sees; a row has one more, as inputs are ``row[:-1]`` and targets ``row[1:]``.
-    batch_size: rows of the whole step, over all processes.
-    passkey_share: probability that a row is ``passkey_document(random, length + 1)`` instead of text. All other rows
-        stay what they are without it.
+    Args:
+        sources: (shards, weight) pairs; weights need not sum to 1, e.g. ``[(books, 0.75), (code, 0.25)]``.
+        length: tokens that a model reads; a row has one more, as inputs are ``row[:-1]`` and targets ``row[1:]``.
+        batch_size: rows of one step, over all processes.
+        passkey_share: probability that a row is ``passkey_document(random, length + 1)`` instead of text. All other
+            rows stay what they are without it.
 
     Row r of step s is drawn from a Philox counter generator keyed by (seed, s, r), hence the same in a resumed run
     and for any number of processes.
@@ -47,7 +48,10 @@ class Batches:
         passkey_share: float = 0.0,
         passkey_document: PasskeyDocument | None = None,
     ) -> None:
-        _check_sources(sources, length)
+        require(len(sources) > 0, "sources must hold at least one (shards, weight) pair, got none; add one")
+        require(length >= 1, f"length must be ≥ 1, got {length}; try 512")
+        for shards, weight in sources:
+            _check_source(shards, weight, length, sources[0][0])
         require(batch_size >= 1, f"batch_size must be ≥ 1, got {batch_size}; try 8")
         require(0 <= seed < 2**64, f"seed must be between 0 and 2**64 - 1, got {seed}; try 0")
         require(0 <= passkey_share <= 1, f"passkey_share must be between 0 and 1, got {passkey_share}; try 0.05")
@@ -63,7 +67,7 @@ class Batches:
         self._passkey_share, self._passkey_document = passkey_share, passkey_document
 
     def batch(self, step: int, rank: int = 0, world: int = 1) -> torch.Tensor:
-        """Rows of one process at one step (batch_size / world, length + 1), int64.
+        """Return the rows of one process at one step (batch_size / world, length + 1), int64.
 
         Process `rank` of `world` gets rows rank · batch_size / world and the following.
         """
@@ -79,7 +83,7 @@ class Batches:
         return torch.from_numpy(np.stack(rows))
 
     def row(self, step: int, row: int) -> npt.NDArray[np.int64]:
-        """Row `row` of step `step` (length + 1,)."""
+        """Return row `row` of step `step` (length + 1,)."""
         # Step and row are the high words of the counter: no draw of one row can reach the numbers of another.
         # Raw numbers, since numpy may change how `Generator.integers` uses them from one release to the next.
         numbers = np.random.Philox(key=np.array([self.seed, 0], np.uint64), counter=[0, 0, row, step])
@@ -107,19 +111,15 @@ class Batches:
         return tokens.astype(np.int64)
 
 
-def _check_sources(sources: Sequence[tuple[Shards, float]], length: int) -> None:
-    require(len(sources) > 0, "sources must hold at least one (shards, weight) pair, got none; add one")
-    require(length >= 1, f"length must be ≥ 1, got {length}; try 512")
-    first = sources[0][0]
-    for shards, weight in sources:
-        require(weight > 0 and math.isfinite(weight), f"weight must be > 0, got {weight} for {shards.path}; try 1")
-        require(
-            shards.tokenizer_fingerprint == first.tokenizer_fingerprint,
-            f"tokenizer must be the same for all sources, got {first.tokenizer_fingerprint[:12]} in {first.path} and "
-            f"{shards.tokenizer_fingerprint[:12]} in {shards.path}; prepare both with --tokenizer {first.path}",
-        )
-        require(
-            length + 1 <= shards.tokens_total,
-            f"length must be below the tokens available, got {length} for {shards.tokens_total} in {shards.path}; "
-            "choose a shorter length or prepare more text",
-        )
+def _check_source(shards: Shards, weight: float, length: int, first: Shards) -> None:
+    require(weight > 0 and math.isfinite(weight), f"weight must be > 0, got {weight} for {shards.path}; try 1")
+    require(
+        shards.tokenizer_fingerprint == first.tokenizer_fingerprint,
+        f"tokenizer must be the same for all sources, got {first.tokenizer_fingerprint[:12]} in {first.path} and "
+        f"{shards.tokenizer_fingerprint[:12]} in {shards.path}; prepare both with --tokenizer {first.path}",
+    )
+    require(
+        length < shards.tokens_total,
+        f"length must be below the tokens available, got {length} for {shards.tokens_total} in {shards.path}; "
+        "choose a shorter length or prepare more text",
+    )

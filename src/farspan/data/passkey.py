@@ -1,4 +1,4 @@
-"""Passkey texts: a five-digit number hidden in filler, asked for at the end (CoCA paper, App. B)."""
+"""Passkey documents: a five-digit number hidden in filler, asked for at the end (CoCA paper, App. B)."""
 
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -17,12 +17,12 @@ KEY = "The passkey is {key}. Remeber it. {key} is the passkey.\n"
 QUESTION = "What is the passkey?"
 ANSWER = " The passkey is {key}."
 
-ONE_TEXT = 1024
-"""A training row of at most so many tokens is one passkey text."""
+ONE_DOCUMENT = 1024
+"""A training row of at most so many tokens is one passkey document."""
 
 
 class Tokenizer(Protocol):
-    """What the task asks of a tokenizer."""
+    """The methods of a tokenizer that the task uses."""
 
     def encode(self, text: str) -> list[int]: ...
 
@@ -31,7 +31,7 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True)
 class Case:
-    """A prompt of exactly the wanted length, the number hidden in it, and how far from the end it stands."""
+    """A prompt of exactly the wanted length, the number hidden in it, and its distance from the end."""
 
     prompt: list[int]
     key: int
@@ -40,27 +40,27 @@ class Case:
 
 
 def make_case(tokenizer: Tokenizer, length: int, key: int, depth: float, *, beside: int = 0) -> Case:
-    """A prompt of `length` tokens with the key at `depth` of the filler (0 = first, 1 = last).
+    """Make a prompt of `length` tokens with the key at `depth` of the filler (0 = first, 1 = last).
 
-    Filler is cut to the token, so that prompts of one length need no padding. `beside`: tokens that stand in the same
-    text, of which an error about its length should speak.
+    Filler is cut to the token, so that prompts of one length need no padding. `beside`: further tokens of the same
+    document, which an error about its length counts.
     """
     head, question = tokenizer.encode(INTRODUCTION), tokenizer.encode(QUESTION)
     hidden, filler = tokenizer.encode(KEY.format(key=key)), tokenizer.encode(FILLER)
-    room = length - len(head) - len(hidden) - len(question)
+    spare = length - len(head) - len(hidden) - len(question)
     require(
-        room >= 0,
-        f"length must be at least {length - room + beside} tokens for the passkey prompt with this tokenizer, "
+        spare >= 0,
+        f"length must be at least {length - spare + beside} tokens for the passkey prompt with this tokenizer, "
         f"got {length + beside}; use a longer one",
     )
-    before = round(room * depth)
-    stream = filler * (room // len(filler) + 1)
-    prompt = head + stream[:before] + hidden + stream[: room - before] + question
-    return Case(prompt, key, room - before + len(question))
+    before = round(spare * depth)
+    stream = filler * (spare // len(filler) + 1)
+    prompt = head + stream[:before] + hidden + stream[: spare - before] + question
+    return Case(prompt, key, spare - before + len(question))
 
 
 def make_cases(tokenizer: Tokenizer, length: int, cases: int, seed: int) -> list[Case]:
-    """Keys and depths spread evenly over the filler, in an order that depends on the seed alone."""
+    """Make prompts with depths spread evenly over the filler, in an order that depends on the seed alone."""
     generator = np.random.default_rng([seed, length])
     keys = generator.integers(10_000, 100_000, cases)
     depths = (generator.permutation(cases) + generator.random(cases)) / cases
@@ -68,7 +68,7 @@ def make_cases(tokenizer: Tokenizer, length: int, cases: int, seed: int) -> list
 
 
 def training_document(tokenizer: Tokenizer, generator: np.random.Generator, length: int) -> np.ndarray[Any, Any]:
-    """A passkey text of `length` tokens with its answer: small models learn retrieval from nothing less."""
+    """Make a passkey document of `length` tokens with its answer: small models learn retrieval from nothing less."""
     key = int(generator.integers(10_000, 100_000))
     answer = tokenizer.encode(ANSWER.format(key=key))
     case = make_case(tokenizer, length - len(answer), key, float(generator.random()), beside=len(answer))
@@ -76,7 +76,7 @@ def training_document(tokenizer: Tokenizer, generator: np.random.Generator, leng
 
 
 def check_prompt(tokenizer: Tokenizer, length: int, name: str) -> None:
-    """Refuse a prompt length that some key would not fit into; `name` is what the user calls it."""
+    """Raise if some key would not fit into a prompt of this length; `name` is what the user calls it."""
     fewest = _bare(tokenizer, INTRODUCTION, KEY, QUESTION)
     require(
         length >= fewest,
@@ -86,7 +86,7 @@ def check_prompt(tokenizer: Tokenizer, length: int, name: str) -> None:
 
 
 def check_row(tokenizer: Tokenizer, length: int, name: str) -> None:
-    """Refuse training rows (`length` tokens and the one after) that a passkey text would not fit into."""
+    """Raise if a passkey document would not fit into training rows (`length` tokens and the one after)."""
     fewest = _bare(tokenizer, INTRODUCTION, KEY, QUESTION, ANSWER) - 1
     require(
         length >= fewest,
@@ -96,21 +96,21 @@ def check_row(tokenizer: Tokenizer, length: int, name: str) -> None:
 
 
 def _bare(tokenizer: Tokenizer, *parts: str) -> int:
-    """Tokens without filler: the most over keys spread evenly, as their digits may be one token or five."""
+    """Count tokens without filler: the most over keys spread evenly, as their digits may be one token or five."""
     keys = range(10_000, 100_000, 997)
     return max(sum(len(tokenizer.encode(part.format(key=key))) for part in parts) for key in keys)
 
 
 def training_row(tokenizer: Tokenizer, generator: np.random.Generator, length: int) -> np.ndarray[Any, Any]:
-    """A training row of `length` tokens: one passkey text, or in half of the long rows several shorter ones.
+    """Make a training row of `length` tokens: one passkey document, or in half of the long rows several shorter ones.
 
-    Only the answers teach anything, and one in 8192 tokens teaches slowly: the rows of several texts give many answers,
-    about keys at hand, and the others few, about keys far away.
+    Only the answers teach anything, and one in 8192 tokens teaches slowly: rows of several documents give many answers,
+    about near keys, and the others few, about far ones.
     """
     pieces, left = [], length
     bare = sum(len(tokenizer.encode(part.format(key=10_000))) for part in (INTRODUCTION, KEY, QUESTION, ANSWER))
     shortest = 2 * bare
-    several = length > ONE_TEXT and generator.random() < 0.5
+    several = length > ONE_DOCUMENT and generator.random() < 0.5
     while several and left > shortest:
         size = round(shortest * (left / shortest) ** generator.random())
         if left - size < shortest:

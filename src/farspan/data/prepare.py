@@ -1,31 +1,33 @@
-"""Corpora → token shards: parallel, in bounded memory, and resumable from any interruption."""
+"""Tokenize documents into shards: in parallel, in bounded memory, and resumable at any moment."""
 
-import json
+import hashlib
 import os
-import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from farspan.data.encoding import SPLITS, Encoder, Place, chunks, encoded, split_of
-from farspan.data.readers import located
-from farspan.data.shards import MANIFEST, SCHEMA, read_manifest
-from farspan.data.sources import Source, describe, resolve
-from farspan.data.tokenizer import BYTES_VOCABULARY, TextTokenizer, load_tokenizer, train_bpe
-from farspan.data.writer import SplitWriter, token_dtype
-from farspan.errors import require
-from farspan.files import check_folder, room_for, write_whole
+import numpy as np
+import numpy.typing as npt
 
-WORK = ".unfinished"
-"""Folder below `out` for everything until the manifest is written."""
+from farspan.data.shards import MANIFEST, SCHEMA, ShardWriter, read_manifest, token_dtype
+from farspan.data.sources import Source, located, resolve
+from farspan.data.tokenizer import TextTokenizer, check_vocabulary, load_tokenizer, train_bpe
+from farspan.errors import require
+from farspan.utils import Progress, check_folder, check_unchanged, lock, read_settings, remove, silent, write_json
+
+SPLITS = ("train", "valid")
+STATE = ".unfinished.json"
+"""What a killed run has done so far; the last file to go."""
 SAVE_SECONDS = 1.0
 """A killed run repeats at most about this much work."""
-
-Progress = Callable[[str, int, int], None]
-"""Called with what is being done, and how many bytes of how many are done."""
+CHUNK = 2**20
+"""Characters that a thread tokenizes at once."""
+Tokens = tuple[npt.NDArray[Any], npt.NDArray[np.int64]]
+"""Concatenated tokens of documents (sum of lengths,), and the length of each (documents,)."""
 
 
 def prepare(
@@ -37,19 +39,19 @@ def prepare(
     valid_share: float = 0.01,
     shard_tokens: int = 2**26,
     workers: int | None = None,
-    progress: Progress | None = None,
+    progress: Progress = silent,
 ) -> dict[str, Any]:
-    """Tokenize sources into memory-mapped shards; returns the manifest.
+    """Tokenize sources into memory-mapped shards (:mod:`farspan.data.shards`) and return the manifest.
 
-    sources: as :func:`farspan.data.documents` takes them.
-    tokenizer: one, its name or path, or a vocabulary size: train a BPE of that size on the training documents.
-    valid_share: share of the documents held out, by a hash of their text: equal texts are never in both splits.
-    shard_tokens: a shard ends with the document that reaches this many tokens.
-    workers: processes; None = one per core. The result is the same for any number.
+    Args:
+        sources: as :func:`farspan.data.documents` takes them.
+        tokenizer: one, its name or path, or a vocabulary size: train a BPE of that size on the training documents.
+        valid_share: share of the documents held out, by a hash of their text: equal texts are never in both splits.
+        shard_tokens: a shard ends with the document that reaches this many tokens.
+        workers: threads that tokenize; None = one per core. The result is the same for any number.
 
-    `out` gets manifest.json (last), tokenizer.json and, for each split, train-00000.bin (token ids, little-endian
-    uint16 or uint32, every document followed by the end token) and train-00000.idx (uint64 start of each document).
-    Interrupted at any moment, the same call continues; called again after the end, it returns at once.
+    Interrupted at any moment, the same call continues; called again after the end, it returns at once. Input that
+    cannot be read leaves nothing behind.
 
     >>> from tempfile import TemporaryDirectory
     >>> with TemporaryDirectory() as folder:
@@ -57,207 +59,194 @@ def prepare(
     ...     prepare([f"{folder}/a.txt"], f"{folder}/tokens", valid_share=0, workers=1)["splits"]["train"]["tokens"]
     20
     """
-    workers = workers if workers is not None else os.cpu_count() or 1
-    _check(sources, valid_share, shard_tokens, workers)
-    report = progress or (lambda what, done, total: None)
-    out = Path(out)
-    _check_folder(out)
+    require(not isinstance(sources, str), f"sources must be a list, got {sources!r}; write [{sources!r}]")
+    require(len(sources) > 0, "sources must name at least one text, got none; try 'stdlib'")
+    require(0 <= valid_share <= 1, f"valid_share must be between 0 and 1, got {valid_share}; try 0.01")
+    require(shard_tokens >= 1, f"shard_tokens must be ≥ 1, got {shard_tokens}; try {2**26}")
+    require(workers is None or workers >= 1, f"workers must be ≥ 1, got {workers}; leave it out for one per core")
+    out, cores = Path(out), os.cpu_count() or 1
+    finished = (out / MANIFEST).is_file()
+    check_folder(out, MANIFEST if finished else STATE, what="of the same tokens")
     resolved = [resolve(source) for source in sources]
-    if not isinstance(tokenizer, int):
+    if isinstance(tokenizer, int):
+        check_vocabulary(tokenizer)
+    else:
         tokenizer = tokenizer if isinstance(tokenizer, TextTokenizer) else load_tokenizer(tokenizer)
     plan = {
-        "sources": _describe(resolved, report),
+        "sources": _describe(resolved, progress),
         "tokenizer": f"bpe-{tokenizer}" if isinstance(tokenizer, int) else tokenizer.fingerprint,
         "field": field,
         "valid_share": valid_share,
         "shard_tokens": shard_tokens,
     }
-    if (out / MANIFEST).exists():
+    if finished:
         manifest = read_manifest(out)
-        _same(manifest["plan"], plan, f"out must be a new folder, got {str(out)!r} with finished shards", "another out")
-        shutil.rmtree(out / WORK, ignore_errors=True)
+        check_unchanged(manifest.get("plan"), plan, "folder")
+        remove(out / STATE)
         return manifest
-    with _working_in(out / WORK):
-        state = _continue(out / WORK, plan)
-        trained = _tokenizer(out / WORK, tokenizer, resolved, plan, report)
-        if not state.get("complete"):
-            state = _encode(out / WORK, state, resolved, trained, plan, workers, report)
-        manifest = _publish(out, state, trained, plan)
-    shutil.rmtree(out / WORK, ignore_errors=True)
-    return manifest
+    job = _Job(out, resolved, plan, progress)
+    return job.run(tokenizer, min(workers or cores, cores))
 
 
-def _check(sources: Sequence[str], valid_share: float, shard_tokens: int, workers: int) -> None:
-    require(not isinstance(sources, str), f"sources must be a list, got {sources!r}; write [{sources!r}]")
-    require(len(sources) > 0, "sources must name at least one text, got none; try 'stdlib'")
-    require(0 <= valid_share <= 1, f"valid_share must be between 0 and 1, got {valid_share}; try 0.01")
-    require(shard_tokens >= 1, f"shard_tokens must be ≥ 1, got {shard_tokens}; try {2**26}")
-    require(workers >= 1, f"workers must be ≥ 1, got {workers}; leave it out for one per core")
-
-
-def _describe(sources: list[Source], report: Progress) -> list[dict[str, Any]]:
-    described, done, total = [], 0, sum(source.bytes for source in sources)
+def _describe(sources: list[Source], progress: Progress) -> list[dict[str, Any]]:
+    described, done, total = list[dict[str, Any]](), 0, sum(source.bytes for source in sources)
     for source in sources:
-        report("hashing sources", done, total)
-        described.append(describe(source))
+        progress(done, total or None, "hashing sources", phase="hashing sources")
+        described.append(source.describe())
         done += source.bytes
-    report("hashing sources", done, total)
     return described
 
 
-def _same(old: dict[str, Any], new: dict[str, Any], what: str, remedy: str) -> None:
-    for key in new:
-        require(old.get(key) == new[key], f"{what} of another {key} ({_short(old.get(key))}); choose {remedy}")
+def split_of(text: str, valid_share: float) -> str:
+    """Return "valid" for the given share of all texts, by a hash: equal texts always fall on the same side.
+
+    >>> [split_of(text, 0.5) for text in ("a", "b", "a")]
+    ['train', 'valid', 'train']
+    """
+    number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
+    return "valid" if number < valid_share * 2**64 else "train"
 
 
-def _short(value: object) -> str:
-    text = ", ".join(str(part["source"]) for part in value) if isinstance(value, list) else str(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+@dataclass(frozen=True)
+class Place:
+    """How far the sources have been read: documents of the current source, and bytes of all of them."""
+
+    source: int = 0
+    documents: int = 0
+    bytes: int = 0
 
 
-def _check_folder(out: Path) -> None:
-    """Refuse a folder that holds anything but tokens, done or not: a model's tokenizer would be replaced by theirs."""
-    check_folder(out)
-    if out.is_dir() and not any((out / name).exists() for name in (MANIFEST, WORK)):
-        held = sorted(path.name for path in out.iterdir())
-        require(
-            not held,
-            f"out must be a new or empty folder, or one of tokens, got {str(out)!r} with {', '.join(held[:3])}; "
-            "choose another",
-        )
+class _Job:
+    """Fill one folder of shards."""
 
+    def __init__(self, out: Path, sources: list[Source], plan: dict[str, Any], progress: Progress) -> None:
+        self.out, self.sources, self.plan, self.progress = out, sources, plan, progress
+        self.total = sum(source.bytes for source in sources) or None
 
-@contextmanager
-def _working_in(work: Path) -> Iterator[None]:
-    """Hold the work folder for this process alone; a killed process lets go of it."""
-    with room_for(work):
-        work.mkdir(parents=True, exist_ok=True)
-        lock = os.open(work / "lock", os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        try:
-            import fcntl
+    def run(self, tokenizer: TextTokenizer | int, workers: int) -> dict[str, Any]:
+        missing = [folder for folder in (self.out, *self.out.parents) if not folder.exists()]
+        with lock(self.out):
+            begun = (self.out / STATE).is_file()
+            state = read_settings(self.out / STATE, "out") if begun else {"plan": self.plan}
+            check_unchanged(state.get("plan"), self.plan, "folder")
+            try:
+                if not begun:
+                    write_json(self.out / STATE, state)
+                trained = self._tokenizer(tokenizer)
+                splits = self._tokenize(trained, state, workers)
+                return self._finish(trained, splits)
+            except (ValueError, OSError) as error:
+                # A mended input has another plan, so nothing of this folder could be continued.
+                fresh = not begun and "splits" not in read_settings(self.out / STATE)
+                if fresh or isinstance(error, ValueError):
+                    for path in [*self.out.iterdir()]:
+                        remove(path)
+                    for folder in missing:
+                        folder.rmdir()
+                raise
 
-            # Not flock: that would stay with the pool's processes for a moment after their parent was killed.
-            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except ImportError:  # not a Unix system: nobody to ask
-            pass
-        except OSError as error:
-            raise ValueError(
-                f"out must not be in use, got {str(work.parent)!r}, which another process is filling; wait for it"
-            ) from error
-        yield
-    finally:
-        os.close(lock)
-
-
-def _continue(work: Path, plan: dict[str, Any]) -> dict[str, Any]:
-    """The state an earlier call with the same plan left behind; a fresh one otherwise."""
-    try:
-        saved = json.loads((work / "state.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        saved = None
-    if saved is not None:
-        remedy = f"another out, or delete {work} to start over"
-        _same(saved["plan"], plan, f"out must be continued with what it was begun, got {str(work.parent)!r}", remedy)
-        return dict(saved)
-    for left in work.iterdir():  # nothing was tokenized under whatever plan this was
-        if left.name != "lock":
-            left.unlink()
-    return {"plan": plan}
-
-
-def _tokenizer(
-    work: Path, tokenizer: TextTokenizer | int, sources: list[Source], plan: dict[str, Any], report: Progress
-) -> TextTokenizer:
-    """The tokenizer to use, trained on the training documents if it is given as a size; saved in the work folder."""
-    if not isinstance(tokenizer, int):
-        tokenizer.save(work)
+    def _tokenizer(self, tokenizer: TextTokenizer | int) -> TextTokenizer:
+        """Return the tokenizer to use, saved in the folder; train it if it is given as a size."""
+        if isinstance(tokenizer, int):
+            if (self.out / "tokenizer.json").exists():
+                return load_tokenizer(self.out)
+            return train_bpe(self._training_texts(), tokenizer, self.out)
+        tokenizer.save(self.out)
         return tokenizer
-    if (work / "tokenizer.json").exists():
-        return load_tokenizer(work)
-    texts = _training_texts(sources, plan, report) if tokenizer != BYTES_VOCABULARY else iter(())
-    trained = train_bpe(texts, tokenizer, work)
-    # From here on the plan must not change: the tokenizer belongs to these sources.
-    _save(work, {"plan": plan})
-    return trained
+
+    def _training_texts(self) -> Iterator[str]:
+        before = 0
+        for source in self.sources:
+            for document, position in located(source, self.plan["field"]):
+                self.progress(before + position, self.total, "training the tokenizer", phase="training the tokenizer")
+                if split_of(document.text, self.plan["valid_share"]) == "train":
+                    yield document.text
+            before += source.bytes
+
+    def _tokenize(self, tokenizer: TextTokenizer, state: dict[str, Any], workers: int) -> dict[str, Any]:
+        """Tokenize what is left and return the finished shards of each split."""
+        dtype, kept = token_dtype(tokenizer.vocab_size), state.get("splits", {})
+        size: int = self.plan["shard_tokens"]
+        writers = {name: ShardWriter(self.out, name, dtype, size, kept.get(name, {})) for name in SPLITS}
+        begin, saved = Place(**state.get("place", {})), time.monotonic()
+        try:
+            for place, tokens in self._encoded(begin, tokenizer, workers):
+                for name, writer in writers.items():
+                    writer.append(*tokens[name])
+                self.progress(place.bytes, self.total, "tokenizing", phase="tokenizing")
+                if time.monotonic() - saved >= SAVE_SECONDS:
+                    splits = {name: writer.state() for name, writer in writers.items()}
+                    write_json(self.out / STATE, {"plan": self.plan, "place": asdict(place), "splits": splits})
+                    saved = time.monotonic()
+            for writer in writers.values():
+                writer.finish()
+        finally:
+            for writer in writers.values():
+                writer.close()
+        return {name: writer.finished for name, writer in writers.items()}
+
+    def _encoded(
+        self, after: Place, tokenizer: TextTokenizer, workers: int
+    ) -> Iterator[tuple[Place, dict[str, Tokens]]]:
+        """Tokenize chunks in threads and yield them in order; at most 2 × workers chunks are in memory."""
+        waiting = deque[tuple[Place, Future[dict[str, Tokens]]]]()
+        pool = ThreadPoolExecutor(workers)
+        try:
+            for place, texts in self._chunks(after):
+                waiting.append((place, pool.submit(encode, texts, tokenizer, self.plan["valid_share"])))
+                if len(waiting) == 2 * workers:
+                    place, tokens = waiting.popleft()
+                    yield place, tokens.result()
+            for place, tokens in waiting:
+                yield place, tokens.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    def _chunks(self, after: Place) -> Iterator[tuple[Place, list[str]]]:
+        """Yield the documents after a place, about CHUNK characters at a time, and the place after them."""
+        before = 0
+        for number, source in enumerate(self.sources):
+            skip = after.documents if number == after.source else 0
+            if number >= after.source:
+                texts, size, place = list[str](), 0, Place(number)
+                for count, (document, position) in enumerate(located(source, self.plan["field"]), 1):
+                    if count > skip:
+                        texts.append(document.text)
+                        size += len(document.text)
+                        place = Place(number, count, before + position)
+                    if size >= CHUNK:
+                        yield place, texts
+                        texts, size = [], 0
+                if texts:
+                    yield place, texts
+            before += source.bytes
+
+    def _finish(self, tokenizer: TextTokenizer, splits: dict[str, Any]) -> dict[str, Any]:
+        """Write the manifest: with it the data exist, without it they do not."""
+        identity = {"fingerprint": tokenizer.fingerprint, "vocab_size": tokenizer.vocab_size, "end": tokenizer.end}
+        manifest = {
+            "schema": SCHEMA,
+            "dtype": token_dtype(tokenizer.vocab_size).name,
+            "tokenizer": identity,
+            "plan": self.plan,
+            "splits": {
+                name: {key: sum(shard[key] for shard in shards) for key in ("tokens", "documents")} | {"shards": shards}
+                for name, shards in splits.items()
+            },
+        }
+        write_json(self.out / MANIFEST, manifest)
+        remove(self.out / STATE)
+        return manifest
 
 
-def _training_texts(sources: list[Source], plan: dict[str, Any], report: Progress) -> Iterator[str]:
-    before, total = 0, sum(source.bytes for source in sources)
-    for source in sources:
-        for document, position in located(source, plan["field"]):
-            report("training the tokenizer", before + position, total)
-            if split_of(document.text, plan["valid_share"]) == "train":
-                yield document.text
-        before += source.bytes
-
-
-def _encode(
-    work: Path,
-    state: dict[str, Any],
-    sources: list[Source],
-    tokenizer: TextTokenizer,
-    plan: dict[str, Any],
-    workers: int,
-    report: Progress,
-) -> dict[str, Any]:
-    """Tokenize what is left and return the complete state."""
-    dtype, kept = token_dtype(tokenizer.vocab_size), state.get("splits", {})
-    writers = {name: SplitWriter(work, name, dtype, plan["shard_tokens"], kept.get(name)) for name in SPLITS}
-    place, total = Place(**state.get("place", {})), sum(source.bytes for source in sources)
-    report("tokenizing", place.bytes, total)
-
-    def now(complete: bool) -> dict[str, Any]:
-        splits = {name: writer.state() for name, writer in writers.items()}
-        return {"plan": plan, "place": asdict(place), "splits": splits, "complete": complete}
-
-    stream = encoded(chunks(sources, plan["field"], place), Encoder(tokenizer, plan["valid_share"]), workers)
-    saved = time.monotonic()
-    try:
-        for place, tokens in stream:
-            for name, (ids, lengths) in tokens.items():
-                writers[name].append(ids, lengths)
-            report("tokenizing", place.bytes, total)
-            if time.monotonic() - saved >= SAVE_SECONDS:
-                _save(work, now(False))
-                saved = time.monotonic()
-        for writer in writers.values():
-            writer.finish_shard()
-        state = now(True)
-        _save(work, state)
-        return state
-    finally:
-        for writer in writers.values():
-            writer.close()
-
-
-def _save(work: Path, state: dict[str, Any]) -> None:
-    write_whole(work / "state.json", json.dumps(state))
-
-
-def _publish(out: Path, state: dict[str, Any], tokenizer: TextTokenizer, plan: dict[str, Any]) -> dict[str, Any]:
-    """Move the finished shards into place, then write the manifest: with it the data exist, without it they do not."""
-    splits = {name: state["splits"][name]["finished"] for name in SPLITS}
-    for shards in splits.values():
-        for name in [name for shard in shards for name in (shard["file"], shard["index"])]:
-            if (out / WORK / name).exists():  # else moved before an interruption
-                os.replace(out / WORK / name, out / name)
-    tokenizer.save(out)
-    manifest = {
-        "schema": SCHEMA,
-        "dtype": token_dtype(tokenizer.vocab_size).name,
-        "tokenizer": {
-            "fingerprint": tokenizer.fingerprint,
-            "vocab_size": tokenizer.vocab_size,
-            "end": tokenizer.end,
-        },
-        "plan": plan,
-        "splits": {name: _totals(shards) for name, shards in splits.items()},
+def encode(texts: list[str], tokenizer: TextTokenizer, valid_share: float) -> dict[str, Tokens]:
+    """Tokenize documents by split, each followed by the end token."""
+    dtype = token_dtype(tokenizer.vocab_size)
+    found: dict[str, list[npt.NDArray[Any]]] = {split: [] for split in SPLITS}
+    for text in texts:
+        ids = np.append(tokenizer.ids(text), tokenizer.end)
+        found[split_of(text, valid_share)].append(ids.astype(dtype))
+    return {
+        split: (np.concatenate([np.empty(0, dtype), *rows]), np.array([len(row) for row in rows], np.int64))
+        for split, rows in found.items()
     }
-    write_whole(out / MANIFEST, json.dumps(manifest, indent=1) + "\n")
-    return manifest
-
-
-def _totals(shards: list[dict[str, Any]]) -> dict[str, Any]:
-    tokens, documents = (sum(shard[key] for shard in shards) for key in ("tokens", "documents"))
-    return {"tokens": tokens, "documents": documents, "shards": shards}

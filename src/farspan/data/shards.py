@@ -1,65 +1,52 @@
-"""Token shards as one long memory-mapped text."""
+"""Token shards: the file format, its writer, and one split of it as one long memory-mapped sequence.
 
-import json
+A folder holds manifest.json (written last), tokenizer.json and, per split, train-00000.bin (token ids, little-endian
+uint16 or uint32, every document followed by the end token) and train-00000.idx (uint64 start of each document).
+"""
+
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 
-from farspan.data.sources import sha256
-from farspan.data.writer import START
 from farspan.errors import require, require_choice
+from farspan.utils import explain_write_errors, read_settings, sha256
 
 MANIFEST = "manifest.json"
 SCHEMA = 1
+START = np.dtype("<u8")
+"""The type of a document's start in an .idx file."""
 REMEDY = "delete the folder and run farspan data again"
 
 
+def token_dtype(vocab_size: int) -> np.dtype[Any]:
+    """Return the narrowest of uint16 and uint32, little-endian, that holds every id.
+
+    >>> token_dtype(65536).name, token_dtype(65537).name
+    ('uint16', 'uint32')
+    """
+    return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
+
+
 def read_manifest(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The manifest of a folder of shards."""
+    """Read the manifest of a folder of shards."""
     file = Path(path) / MANIFEST
     require(
         file.is_file(),
         f"data must be a folder with {MANIFEST}, got {os.fspath(path)!r}; make it with farspan data TEXT --out FOLDER",
     )
-    try:
-        manifest = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file} must be JSON, got {error}; {REMEDY}") from error
-    schema = manifest.get("schema") if isinstance(manifest, dict) else None
+    manifest = read_settings(file, "data")
+    schema = manifest.get("schema")
     require(schema == SCHEMA, f"{file} must have schema {SCHEMA}, got {schema!r}; {REMEDY}")
-    return dict(manifest)
-
-
-def verify(path: str | os.PathLike[str]) -> None:
-    """Check size and sha256 of every shard; raises ValueError for the first that differs."""
-    manifest = read_manifest(path)
-    for split in manifest["splits"].values():
-        for shard in split["shards"]:
-            _check_shard(Path(path), shard, np.dtype(manifest["dtype"]), hashes=True)
-
-
-def _check_shard(folder: Path, shard: dict[str, Any], dtype: np.dtype[Any], hashes: bool) -> None:
-    wanted = (
-        (shard["file"], shard["tokens"] * dtype.itemsize, shard["sha256"]),
-        (shard["index"], shard["documents"] * START.itemsize, shard["index_sha256"]),
-    )
-    for name, size, digest in wanted:
-        file = folder / name
-        require(file.is_file(), f"shard {file} must exist, got no such file; {REMEDY}")
-        found = file.stat().st_size
-        require(found == size, f"shard {file} must have {size} bytes, got {found}; {REMEDY}")
-        if hashes:
-            actual = sha256(file)
-            require(actual == digest, f"shard {file} must have sha256 {digest}, got {actual}; {REMEDY}")
+    return manifest
 
 
 class Shards:
     """One split of prepared data: the concatenated tokens of its documents, each followed by the end token.
 
-    Nothing is read before it is asked for; sizes are checked on opening, hashes with ``verify=True``.
+    Opening checks sizes, and hashes with ``verify=True``; tokens are read when they are asked for.
 
     >>> from tempfile import TemporaryDirectory
     >>> from farspan.data import prepare
@@ -71,50 +58,59 @@ class Shards:
     """
 
     def __init__(self, path: str | os.PathLike[str], split: str = "train", verify: bool = False) -> None:
-        manifest = read_manifest(path)
-        require_choice("split", split, manifest["splits"])
         self.path, self.split = Path(path), split
-        self.vocab_size: int = manifest["tokenizer"]["vocab_size"]
-        self.end: int = manifest["tokenizer"]["end"]
-        self.tokenizer_fingerprint: str = manifest["tokenizer"]["fingerprint"]
-        self._dtype = np.dtype(manifest["dtype"]).newbyteorder("<")
-        shards = manifest["splits"][split]["shards"]
-        require(
-            bool(shards),
-            f"split {split!r} must hold documents, got none in {os.fspath(path)!r}; prepare more documents"
-            + (" or a larger valid_share" if split == "valid" else " or a smaller valid_share"),
-        )
-        for shard in shards:
-            _check_shard(self.path, shard, self._dtype, hashes=verify)
-        self._tokens = [np.memmap(self.path / shard["file"], self._dtype, "r") for shard in shards]
-        self._starts = [np.memmap(self.path / shard["index"], START, "r") for shard in shards]
-        self._token_ends = np.cumsum([shard["tokens"] for shard in shards])
-        self._document_ends = np.cumsum([shard["documents"] for shard in shards])
+        manifest = read_manifest(path)
+        try:
+            require_choice("split", split, manifest["splits"])
+            self.vocab_size: int = manifest["tokenizer"]["vocab_size"]
+            self.end: int = manifest["tokenizer"]["end"]
+            self.tokenizer_fingerprint: str = manifest["tokenizer"]["fingerprint"]
+            self._dtype = np.dtype(manifest["dtype"]).newbyteorder("<")
+            shards = manifest["splits"][split]["shards"]
+            require(
+                bool(shards),
+                f"split {split!r} must hold documents, got none in {os.fspath(path)!r}; prepare more documents"
+                + (" or a larger valid_share" if split == "valid" else " or a smaller valid_share"),
+            )
+            self._tokens = [self._open(shard, "file", self._dtype, verify) for shard in shards]
+            self._starts = [self._open(shard, "index", START, verify) for shard in shards]
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{self.path / MANIFEST} is damaged ({error!r}); {REMEDY}") from error
+        self._token_ends = np.cumsum([len(tokens) for tokens in self._tokens])
+        self._document_ends = np.cumsum([len(starts) for starts in self._starts])
+
+    def _open(self, shard: dict[str, Any], key: str, dtype: np.dtype[Any], verify: bool) -> npt.NDArray[Any]:
+        count, digest = ("tokens", "sha256") if key == "file" else ("documents", "index_sha256")
+        file, size = self.path / Path(shard[key]).name, shard[count] * dtype.itemsize
+        require(file.is_file(), f"shard {file} must exist, got no such file; {REMEDY}")
+        found = file.stat().st_size
+        require(found == size, f"shard {file} must have {size} bytes, got {found}; {REMEDY}")
+        if verify:
+            actual, digest = sha256(file), shard[digest]
+            require(actual == digest, f"shard {file} must have sha256 {digest}, got {actual}; {REMEDY}")
+        return np.memmap(file, dtype, "r")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Shards, (self.path, self.split)  # another process maps the files again, instead of receiving a copy
 
     @property
     def tokens_total(self) -> int:
-        """All tokens, end tokens included."""
+        """Number of tokens, end tokens included."""
         return int(self._token_ends[-1])
 
     @property
     def documents_total(self) -> int:
-        """All documents."""
+        """Number of documents."""
         return int(self._document_ends[-1])
 
     @property
     def document_lengths(self) -> npt.NDArray[np.int64]:
         """Tokens of each document (documents_total,), its end token included."""
-        lengths = [
-            np.diff(np.asarray(starts, np.int64), append=len(tokens))
-            for starts, tokens in zip(self._starts, self._tokens, strict=True)
-        ]
-        return np.concatenate(lengths)
+        pairs = zip(self._starts, self._tokens, strict=True)
+        return np.concatenate([np.diff(np.asarray(starts, np.int64), append=len(tokens)) for starts, tokens in pairs])
 
     def window(self, start: int, length: int) -> npt.NDArray[Any]:
-        """Tokens start … start + length − 1 of the concatenated text (length,), a copy."""
+        """Copy tokens start … start + length − 1 of the concatenated documents (length,)."""
         require(
             length >= 0 and 0 <= start <= self.tokens_total - length,
             f"window must lie within the {self.tokens_total} tokens of {self.path}, got start {start} and length "
@@ -132,7 +128,7 @@ class Shards:
         return result
 
     def document(self, i: int) -> npt.NDArray[Any]:
-        """Tokens of document i (document_lengths[i],), its end token included; a view of the file."""
+        """Return a view of document i (document_lengths[i],), its end token included."""
         require(
             0 <= i < self.documents_total,
             f"document must be between 0 and {self.documents_total - 1}, got {i}; see documents_total",
@@ -142,3 +138,82 @@ class Shards:
         row = i - (int(self._document_ends[shard]) - len(starts))
         stop = int(starts[row + 1]) if row + 1 < len(starts) else len(tokens)
         return tokens[int(starts[row]) : stop]
+
+
+class ShardWriter:
+    """Append documents to the shards of one split.
+
+    :meth:`state` is all that a later process needs: its writer cuts the open files back to that point and goes on.
+    What was written after it does not count, so a process may be killed at any moment.
+    """
+
+    def __init__(
+        self, folder: Path, split: str, dtype: np.dtype[Any], shard_tokens: int, state: dict[str, Any]
+    ) -> None:
+        self._folder, self._split, self._dtype, self._shard_tokens = folder, split, dtype, shard_tokens
+        self.finished: list[dict[str, Any]] = list(state.get("finished", []))
+        self._tokens, self._documents = int(state.get("tokens", 0)), int(state.get("documents", 0))
+        self._files: list[BinaryIO] = []
+
+    def append(self, tokens: npt.NDArray[Any], lengths: npt.NDArray[np.int64]) -> None:
+        """Add documents: their concatenated tokens (sum of lengths,), and the length of each (documents,)."""
+        ends = np.cumsum(lengths)
+        starts = ends - lengths
+        first = 0
+        while first < len(lengths):
+            base = int(starts[first])
+            # A shard ends with the first document that reaches shard_tokens; no document is split.
+            last = min(int(np.searchsorted(ends, base + self._shard_tokens - self._tokens)) + 1, len(lengths))
+            stop = int(ends[last - 1])
+            self._write(tokens[base:stop].astype(self._dtype, copy=False), starts[first:last] - base + self._tokens)
+            self._tokens += stop - base
+            self._documents += last - first
+            first = last
+            if self._tokens >= self._shard_tokens:
+                self.finish()
+
+    def _paths(self) -> tuple[Path, Path]:
+        name = f"{self._split}-{len(self.finished):05d}"
+        return self._folder / f"{name}.bin", self._folder / f"{name}.idx"
+
+    def _write(self, *arrays: npt.NDArray[Any]) -> None:
+        with explain_write_errors(self._folder):
+            if not self._files:
+                self._open()
+            for file, array in zip(self._files, (arrays[0], arrays[1].astype(START)), strict=True):
+                data = array.data.cast("B")
+                while data:  # the system may take only a part when the disk is nearly full
+                    data = data[file.write(data) :]
+
+    def _open(self) -> None:
+        """Open the two files of the current shard, cut back to what is known to be good."""
+        sizes = self._tokens * self._dtype.itemsize, self._documents * START.itemsize
+        for path, size in zip(self._paths(), sizes, strict=True):
+            path.touch()
+            require(path.stat().st_size >= size, f"{path} lost data, so it cannot be continued; {REMEDY}")
+            os.truncate(path, size)
+            self._files.append(open(path, "ab", buffering=0))  # noqa: SIM115 - closed by close()
+
+    def finish(self) -> None:
+        """Close the current shard, if it holds anything, and note its hashes."""
+        if not self._tokens:
+            return
+        self.state()
+        self.close()
+        tokens, index = self._paths()
+        entry = {"file": tokens.name, "tokens": self._tokens, "documents": self._documents, "sha256": sha256(tokens)}
+        self.finished.append(entry | {"index": index.name, "index_sha256": sha256(index)})
+        self._tokens = self._documents = 0
+
+    def state(self) -> dict[str, Any]:
+        """Sync the files to disk and return what has been written."""
+        with explain_write_errors(self._folder):
+            for file in self._files:
+                os.fsync(file.fileno())
+        return {"finished": list(self.finished), "tokens": self._tokens, "documents": self._documents}
+
+    def close(self) -> None:
+        """Close the open files; what they hold stays."""
+        for file in self._files:
+            file.close()
+        self._files = []

@@ -1,67 +1,87 @@
-"""What the user names as text: a file, a directory, the standard library, or a dataset on the Hugging Face hub."""
+"""Read documents from files, directories, the standard library or the Hugging Face hub, one at a time."""
 
 import hashlib
+import importlib
+import io
+import json
+import lzma
 import os
 import sysconfig
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from farspan.data.streams import COMPRESSED
-from farspan.errors import require
+from farspan.errors import require, unknown
+from farspan.utils import sha256
 
-TEXT = (".txt", ".md", ".rst", ".py")
-LINES = (".jsonl", ".json", ".ndjson")
-PARQUET = (".parquet",)
+COMPRESSED = (".gz", ".xz", ".zst")
+"""Endings that are decompressed while reading."""
+KINDS = {".txt": "text", ".md": "text", ".rst": "text", ".py": "text"} | dict.fromkeys(
+    (".jsonl", ".json", ".ndjson"), "lines"
+)
 NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 FORMATS = "a file .txt .md .rst .py .jsonl (or these .gz .xz .zst) .parquet, a directory, 'stdlib' or 'hf:NAME'"
+BLOCK = 2**16
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text and its origin: a file, `file:line` or `file:row`."""
+
+    text: str
+    name: str
+
+
+Located = Iterator[tuple[Document, int]]
+"""Documents, each with the bytes of its source read so far."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """One source as the user wrote it, and the files it stands for."""
+    """A source as the user wrote it, and its files."""
 
     name: str
     files: tuple[Path, ...]
     root: Path | None = None
-    """Where a directory of files begins; None for a single file and for the hub."""
-
-    def label(self, path: Path) -> str:
-        """What to call a file of this source: the same on every machine for 'stdlib'."""
-        return str(path) if self.root is None else f"{self.name}:{path.relative_to(self.root).as_posix()}"
+    """The directory that holds the files; None for a single file and for the hub."""
 
     @property
     def bytes(self) -> int:
         """Size on disk of all files; 0 for the hub."""
         return sum(path.stat().st_size for path in self.files)
 
+    def describe(self) -> dict[str, Any]:
+        """Return name, number of files, bytes and sha256, as the manifest keeps them.
 
-def kind(path: Path) -> str | None:
-    """'text', 'lines' or 'parquet' by the file's ending; None if it is none of these.
-
-    >>> kind(Path("a.jsonl.xz")), kind(Path("b.py")), kind(Path("c.png"))
-    ('lines', 'text', None)
-    """
-    suffixes = [suffix.lower() for suffix in path.suffixes]
-    if suffixes and suffixes[-1] in PARQUET:
-        return "parquet"
-    if suffixes and suffixes[-1] in COMPRESSED:
-        suffixes.pop()
-    last = suffixes[-1] if suffixes else ""
-    return "text" if last in TEXT else "lines" if last in LINES else None
+        The hash of a directory is that of the lines ``<sha256>  <path below it>``, as sha256sum prints them.
+        """
+        if not self.files:
+            return {"source": self.name, "files": 0, "bytes": None, "sha256": None}
+        hashes = [sha256(path) for path in self.files]
+        total = hashes[0]
+        if self.root is not None:
+            names = [path.relative_to(self.root).as_posix() for path in self.files]
+            lines = "".join(f"{digest}  {name}\n" for digest, name in zip(hashes, names, strict=True))
+            total = hashlib.sha256(lines.encode()).hexdigest()
+        return {"source": self.name, "files": len(hashes), "bytes": self.bytes, "sha256": total}
 
 
 def resolve(name: str) -> Source:
-    """The files behind a source, in an order that does not depend on the machine.
+    """Find the files of a source, in an order that does not depend on the machine.
 
     >>> resolve("stdlib").name
     'stdlib'
     """
     if name.startswith("hf:"):
-        require(bool(name[3:].split(":")[0]), f"source must be hf:NAME[:CONFIG][:SPLIT], got {name!r}; add the name")
+        dataset, *rest = name[3:].split(":")
+        require(bool(dataset) and len(rest) <= 2, f"source must be hf:NAME[:CONFIG][:SPLIT], got {name!r}; write it so")
         return Source(name, ())
     if name == "stdlib":
-        return _library()
+        root = Path(sysconfig.get_paths()["stdlib"])
+        return Source(name, _walk(root, lambda file: file.suffix == ".py", skip=NOT_LIBRARY), root)
     path = Path(name)
     require(path.exists(), f"source must exist, got {name!r}; give {FORMATS}")
     if path.is_dir():
@@ -72,15 +92,8 @@ def resolve(name: str) -> Source:
     return Source(name, (path,))
 
 
-def _library() -> Source:
-    root = Path(sysconfig.get_paths()["stdlib"])
-    files = _walk(root, lambda file: file.suffix == ".py", skip=NOT_LIBRARY)
-    require(bool(files), "source 'stdlib' found no Python sources on this machine; name a text file instead")
-    return Source("stdlib", files, root)
-
-
-def _walk(root: Path, keep: Any, skip: set[str] | frozenset[str] = frozenset()) -> tuple[Path, ...]:
-    """Files under root that are kept, sorted by their path below it; hidden ones are left out."""
+def _walk(root: Path, keep: Callable[[Path], bool], skip: set[str] | frozenset[str] = frozenset()) -> tuple[Path, ...]:
+    """List the files under `root` to keep, sorted by their path below it, without hidden ones."""
     found = []
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if not name.startswith(".") and name not in skip]
@@ -88,24 +101,202 @@ def _walk(root: Path, keep: Any, skip: set[str] | frozenset[str] = frozenset()) 
     return tuple(sorted(found, key=lambda path: path.relative_to(root).as_posix()))
 
 
-def describe(source: Source) -> dict[str, Any]:
-    """Name, number of files, bytes and sha256, as the manifest keeps them.
+def kind(path: Path) -> str | None:
+    """Tell 'text', 'lines' or 'parquet' by the ending of a file; None for any other.
 
-    The hash of several files is that of the lines ``<sha256>  <path below the directory>``, as sha256sum prints them.
+    >>> kind(Path("a.jsonl.xz")), kind(Path("b.py")), kind(Path("c.png"))
+    ('lines', 'text', None)
     """
+    name = path.name.lower()
+    if name.endswith(".parquet"):
+        return "parquet"
+    return KINDS.get(Path(Path(name).stem if name.endswith(COMPRESSED) else name).suffix)
+
+
+def documents(source: str, field: str = "text") -> Iterator[Document]:
+    """Yield every document of a source, in an order that does not depend on the machine.
+
+    Args:
+        source: a file .txt .md .rst .py (one document) or .jsonl (one per line), each plain or .gz .xz .zst; .parquet;
+            a directory (all such files, sorted); 'stdlib' (the sources of Python's standard library); or a dataset
+            'hf:NAME[:CONFIG][:SPLIT]' (split "train" by default; 'hf:NAME::test' leaves the configuration out).
+        field: the key or column that holds the text.
+
+    Empty files in a directory and empty rows of a hub dataset are skipped; any other empty text is an error.
+
+    >>> next(documents("stdlib")).name
+    'stdlib:__future__.py'
+    """
+    for document, _ in located(resolve(source), field):
+        yield document
+
+
+def located(source: Source, field: str) -> Located:
+    """Yield the documents of a resolved source with the bytes read so far, for progress."""
     if not source.files:
-        return {"source": source.name, "files": 0, "bytes": None, "sha256": None}
-    hashes = [sha256(path) for path in source.files]
-    if source.root is None:
-        total = hashes[0]
-    else:
-        names = [path.relative_to(source.root).as_posix() for path in source.files]
-        lines = "".join(f"{digest}  {name}\n" for digest, name in zip(hashes, names, strict=True))
-        total = hashlib.sha256(lines.encode()).hexdigest()
-    return {"source": source.name, "files": len(hashes), "bytes": source.bytes, "sha256": total}
+        yield from _hub(source.name, field)
+        return
+    read = {"text": _text, "lines": _lines, "parquet": _parquet}
+    before, count = 0, 0
+    for path in source.files:
+        label = str(path)
+        if source.root is not None:  # the same name on every machine for 'stdlib'
+            label = f"{source.name}:{path.relative_to(source.root).as_posix()}"
+        size = path.stat().st_size
+        # An empty __init__.py is ordinary in a directory; an empty file that the user named is a mistake.
+        if size or source.root is None:
+            for document, position in read[str(kind(path))](path, label, field):
+                count += 1
+                yield document, before + position
+        before += size
+    require(count > 0, f"source must hold at least one document, got {source.name!r} with none; name another")
 
 
-def sha256(path: Path) -> str:
-    """The sha256 of a file, read in pieces."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _text(path: Path, name: str, field: str) -> Located:
+    with opened(path) as (stream, raw):
+        data, position = stream.read(), raw.tell()
+    zero = data.find(b"\0")
+    require(zero < 0, f"{name} must be text, got binary data (a zero byte at offset {zero}); name UTF-8 text files")
+    yield Document(_checked(_decode(data, name, 0), name), name), position
+
+
+def _lines(path: Path, name: str, field: str) -> Located:
+    with opened(path) as (stream, raw):
+        offset = 0
+        for number, line in enumerate(stream, 1):
+            where = f"{name}:{number}"
+            if line.strip():
+                text, record, reason = _decode(line, where, offset), None, "another JSON value"
+                try:
+                    record = json.loads(text)
+                except (ValueError, RecursionError) as error:
+                    reason = str(error)
+                got = f"got {text[:40]!r} ({reason}); repair it"
+                require(isinstance(record, dict), f"{where} must be one JSON object per line, {got}")
+                yield Document(_checked(_pick(record, where, field), where), where), raw.tell()
+            offset += len(line)
+
+
+def _parquet(path: Path, name: str, field: str) -> Located:
+    parquet = needs("pyarrow.parquet", "pyarrow", f"reading {name}")
+    row = 0
+    try:
+        with parquet.ParquetFile(path) as file:
+            columns, total, size = file.schema_arrow.names, file.metadata.num_rows, path.stat().st_size
+            if field not in columns:
+                raise ValueError(f"{name}: {unknown('field', field, columns)}")
+            for batch in file.iter_batches(batch_size=64, columns=[field]):
+                for value in batch.column(0).to_pylist():
+                    row += 1
+                    where = f"{name}:{row}"
+                    text = _checked(_pick({field: value}, where, field), where)
+                    yield Document(text, where), size * row // total
+    except (OSError, importlib.import_module("pyarrow").ArrowException) as error:
+        raise ValueError(
+            f"{name} must be a complete .parquet file, got {error} after row {row}; download it again"
+        ) from error
+
+
+def _hub(name: str, field: str) -> Located:
+    datasets = needs("datasets", "datasets", f"reading {name}")
+    dataset, config, split = [*name[3:].split(":"), "", ""][:3]
+    rows = datasets.load_dataset(dataset, config or None, split=split or "train", streaming=True)
+    for number, row in enumerate(rows, 1):
+        where = f"{name}:{number}"
+        text = _pick(row, where, field)
+        if text.strip():  # nobody can repair a row on the hub, and many sets keep empty ones
+            yield Document(_checked(text, where), where), 0
+
+
+def _pick(record: Any, where: str, field: str) -> str:
+    if field not in record:
+        raise ValueError(f"{where}: {unknown('field', field, record)}")
+    value = record[field]
+    if not isinstance(value, str):
+        raise ValueError(f"{where}: field {field!r} must hold text, got {value!r:.40}; choose another field")
+    return value
+
+
+def _decode(data: bytes, where: str, offset: int) -> str:
+    try:
+        return data.decode().removeprefix("\ufeff")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{where} must be UTF-8 text, got the byte {data[error.start]:#04x} at offset {offset + error.start}; "
+            "convert it to UTF-8 or leave it out"
+        ) from error
+
+
+def _checked(text: str, where: str) -> str:
+    require(bool(text.strip()), f"{where} must hold text, got nothing but white space; remove it or fill it")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{where} must be valid Unicode, got half a surrogate pair at character {error.start}; repair it"
+        ) from error
+    return text
+
+
+def needs(module: str, package: str, what: str) -> Any:
+    """Import a module that only some inputs need, or say which package to install."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ValueError(f"{what} needs the package {package!r}, which is missing; pip install {package}") from error
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[tuple[Any, Any]]:
+    """Yield (decompressed stream, file); the position of the file shows how much of it has been read."""
+    from fsspec.compression import compr
+    from fsspec.core import get_compression
+
+    suffix = path.suffix.lower()
+    damaged: list[type[Exception]] = [EOFError, lzma.LZMAError, zlib.error]
+    with open(path, "rb") as raw:
+        stream: Any = raw
+        if suffix == ".zst":
+            zstandard = needs("zstandard", "zstandard", f"reading {path}")
+            damaged.append(zstandard.ZstdError)
+            stream = io.BufferedReader(_Zstandard(raw, zstandard), BLOCK)
+        elif suffix in COMPRESSED:
+            damaged.append(OSError)  # gzip.BadGzipFile
+            stream = compr[get_compression(str(path), "infer")](raw)
+        try:
+            yield stream, raw
+        except tuple(damaged) as error:
+            raise ValueError(
+                f"{path} must be a complete {suffix} file, got one truncated or damaged before byte {raw.tell()} "
+                f"of {path.stat().st_size} ({error}); download or compress it again"
+            ) from error
+
+
+class _Zstandard(io.RawIOBase):
+    """Read frames one after the other. The library's reader ends silently inside a truncated frame; this one raises."""
+
+    def __init__(self, raw: io.BufferedReader, zstandard: Any) -> None:
+        self._raw = raw
+        # 2 GiB: files compressed with `zstd --long=31`, as large public corpora are.
+        self._new = zstandard.ZstdDecompressor(max_window_size=2**31).decompressobj
+        self._frame: Any = None
+        self._ready = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._ready:
+            block = self._raw.read(BLOCK)
+            if not block:
+                if self._frame is not None:
+                    raise EOFError("the last frame has no end")
+                return 0
+            self._frame = self._frame or self._new()
+            self._ready = self._frame.decompress(block)
+            if self._frame.eof:
+                self._raw.seek(-len(self._frame.unused_data), io.SEEK_CUR)  # the next frame begins there
+                self._frame = None
+        count = min(len(buffer), len(self._ready))
+        buffer[:count], self._ready = self._ready[:count], self._ready[count:]
+        return count

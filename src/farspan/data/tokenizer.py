@@ -1,16 +1,16 @@
 """Text ↔ token ids: a byte-level BPE trained here, plain bytes, or any tokenizer of the transformers library."""
 
 import hashlib
-import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from farspan.errors import require
-from farspan.files import write_whole
+from farspan.utils import read_settings, write_json, write_text
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 END = "<|endoftext|>"
 BYTES_VOCABULARY = 257
 """The end token and every byte."""
+LARGEST = 2**20
+"""Largest vocabulary that is trained: the trainer reserves memory for all of it at once."""
 USUAL_ENDS = (END, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
 PIECE = 2**18
 """Characters tokenized at once: an encoding takes a hundred times the memory of its text."""
@@ -48,33 +50,38 @@ class TextTokenizer:
         self._cuttable = self._ids("".join(probe)) == self._ids(probe[0]) + self._ids(probe[1])
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text, without an end token."""
+        """Return the token ids of a text, without an end token."""
+        ids: list[int] = self.ids(text).tolist()
+        return ids
+
+    def ids(self, text: str) -> npt.NDArray[np.int64]:
+        """Return the ids as an array; other threads run meanwhile."""
         if self._plain_bytes:
-            ids: list[int] = (np.frombuffer(text.encode(), np.uint8).astype(np.int64) + 1).tolist()
-            return ids
+            return np.frombuffer(text.encode(), np.uint8).astype(np.int64) + 1
         pieces = cut(text) if self._cuttable else [text]
-        return [token for piece in pieces for token in self._ids(piece)]
+        return np.concatenate([np.array(self._ids(piece), np.int64) for piece in pieces])
 
     def _ids(self, text: str) -> list[int]:
-        return list(self._backend.encode(text, add_special_tokens=False).ids)
+        # Unlike `encode`, it lets other threads run, and does not compute offsets.
+        return list(self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of token ids; bytes that are not UTF-8 become replacement characters."""
+        """Return the text of token ids; bytes that are not UTF-8 become replacement characters."""
         return str(self._backend.decode([int(token) for token in ids], skip_special_tokens=False))
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write tokenizer.json and what transformers' AutoTokenizer needs beside it."""
         end = self._backend.id_to_token(self.end)
         config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, "clean_up_tokenization_spaces": False}
-        write_whole(Path(folder) / "tokenizer_config.json", json.dumps(config, indent=1) + "\n")
-        write_whole(Path(folder) / "tokenizer.json", self._json)
+        write_json(Path(folder) / "tokenizer_config.json", config)
+        write_text(Path(folder) / "tokenizer.json", self._json)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _from_json, (self._json, self.end)
 
 
 def cut(text: str) -> Iterator[str]:
-    """Pieces of about :data:`PIECE` characters that join to the text, cut before a new line where words end anyway.
+    """Cut a text into pieces of about PIECE characters, before a new line where words end anyway.
 
     >>> len(list(cut("some words\\n" * 100_000)))
     5
@@ -92,61 +99,60 @@ def cut(text: str) -> Iterator[str]:
     yield text[start:]
 
 
+def check_vocabulary(size: int) -> None:
+    """Raise unless a BPE of this size can be trained."""
+    require(
+        BYTES_VOCABULARY <= size <= LARGEST,
+        f"vocab_size must be ≥ {BYTES_VOCABULARY} (every byte and the end token) and ≤ {LARGEST}, got {size}; try 8192",
+    )
+
+
 def train_bpe(texts: Iterable[str], vocab_size: int, out_path: str | os.PathLike[str] | None = None) -> TextTokenizer:
     """Train a byte-level BPE; the end token has id 0. Small texts may give fewer tokens than asked for.
 
     Every digit is a token of its own, as in LLaMA: a model then copies a number digit by digit instead of learning
     thousands of rare ones.
 
-    texts: training text only, never held-out documents. Not read when vocab_size is 257 = bytes without merges.
-    out_path: a folder to save it in; None = nowhere.
+    Args:
+        texts: training text only, never held-out documents. Not read for a vocabulary of 257: bytes without merges.
+        out_path: a folder to save it in.
     """
-    require(
-        vocab_size >= BYTES_VOCABULARY,
-        f"vocab_size must be ≥ {BYTES_VOCABULARY} (every byte and the end token), got {vocab_size}; try 8192",
-    )
-    backend = _bytes_backend() if vocab_size == BYTES_VOCABULARY else _trained(texts, vocab_size)
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    check_vocabulary(vocab_size)
+    backend = _bytes_backend()
+    if vocab_size > BYTES_VOCABULARY:
+        backend = Tokenizer(models.BPE())
+        backend.pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        )
+        backend.decoder = decoders.ByteLevel()
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocab_size, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
+        )
+        # The trainer collects 256 texts at a time: pieces, so that 256 whole books never lie in memory.
+        backend.train_from_iterator((piece for text in texts for piece in cut(text)), trainer)
     tokenizer = TextTokenizer(backend, 0)
     if out_path is not None:
         tokenizer.save(out_path)
     return tokenizer
 
 
-def _trained(texts: Iterable[str], vocab_size: int) -> "Tokenizer":
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-    backend.decoder = decoders.ByteLevel()
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
-    )
-    # The trainer collects 256 texts at a time: pieces, so that 256 whole books never lie in memory.
-    backend.train_from_iterator((piece for text in texts for piece in cut(text)), trainer)
-    return backend
-
-
 def _bytes_backend() -> "Tokenizer":
-    """Byte b has id b + 1."""
+    """Make the tokenizer that gives byte b the id b + 1."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-    vocabulary = {END: 0} | {_letter(byte): byte + 1 for byte in range(256)}
+    # GPT-2's printable character for each byte.
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    letters = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+    vocabulary = {END: 0} | {letters[byte]: byte + 1 for byte in range(256)}
     backend = Tokenizer(models.BPE(vocabulary, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(END, special=True, normalized=False)])
     return backend
-
-
-def _letter(byte: int) -> str:
-    """The printable character that byte-level BPE writes for a byte (GPT-2's table)."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    if byte in printable:
-        return chr(byte)
-    return chr(256 + sum(other not in printable for other in range(byte)))
 
 
 def _from_json(text: str, end: int) -> TextTokenizer:
@@ -156,14 +162,17 @@ def _from_json(text: str, end: int) -> TextTokenizer:
 
 
 def load_tokenizer(name_or_path: str | os.PathLike[str]) -> TextTokenizer:
-    """ "bytes", a tokenizer.json or a folder that has one, otherwise a name for transformers' AutoTokenizer."""
+    """Load "bytes", a tokenizer.json or a folder that has one, else OWNER/NAME from the Hugging Face hub.
+
+    A name without an owner is looked for among downloaded tokenizers only: the hub is not asked for a mistyped folder.
+    """
     name = os.fspath(name_or_path)
     if name == "bytes":
         return TextTokenizer(_bytes_backend(), 0)
     path = Path(name) / "tokenizer.json" if Path(name).is_dir() else Path(name)
     if path.is_file():
         return _from_file(path)
-    require(path.suffix != ".json", f"tokenizer must exist, got {name!r}; give 'bytes', a tokenizer.json or a hub name")
+    require(path.suffix != ".json", f"tokenizer must exist, got {name!r}; give 'bytes', a tokenizer.json or OWNER/NAME")
     return _from_transformers(name)
 
 
@@ -175,9 +184,9 @@ def _from_file(path: Path) -> TextTokenizer:
     except Exception as error:  # the library raises plain Exception
         raise ValueError(f"tokenizer must be a tokenizer.json, got {str(path)!r} ({error}); save it again") from error
     config = path.with_name("tokenizer_config.json")
-    named = json.loads(config.read_text(encoding="utf-8")).get("eos_token") if config.is_file() else None
+    named = read_settings(config, "tokenizer").get("eos_token") if config.is_file() else None
     named = named.get("content") if isinstance(named, dict) else named
-    ends = [backend.token_to_id(token) for token in ((named,) if named else USUAL_ENDS)]
+    ends = [backend.token_to_id(str(token)) for token in ((named,) if named else USUAL_ENDS)]
     found = [token for token in ends if token is not None]
     require(
         bool(found),
@@ -191,10 +200,10 @@ def _from_transformers(name: str) -> TextTokenizer:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=name.count("/") != 1)
     except (OSError, ValueError, ImportError) as error:
         raise ValueError(
-            f"tokenizer must be 'bytes', a tokenizer.json, a folder with one, or a name on the Hugging Face hub, "
+            f"tokenizer must be 'bytes', a tokenizer.json, a folder with one, or OWNER/NAME on the Hugging Face hub, "
             f"got {name!r} ({str(error).splitlines()[0]}); check the name and the network"
         ) from error
     backend = getattr(tokenizer, "backend_tokenizer", None)

@@ -260,7 +260,7 @@ def _result(path: Path, sources: list[Source]) -> list[Any]:
     """The rows of a result file; its provenance is noted among the sources."""
     data = _load(path)
     require(
-        isinstance(data, dict) and data.get("schema") == 1 and isinstance(data.get("rows"), list),
+        isinstance(data, dict) and data.get("schema") in (1, 2) and isinstance(data.get("rows"), list),
         f"{path} must be a result file of schema 1 with rows, got another JSON; write it with `farspan`",
     )
     with _errors_name(path):

@@ -24,6 +24,7 @@ LAW_STYLES = {
     "dynamic": ("dynamic NTK", "#009E73", "D"),
     "yarn": ("YaRN", "#CC79A7", "v"),
 }
+LAW_STYLES |= {"linear": LAW_STYLES["pi"], "dynamic_ntk": LAW_STYLES["dynamic"]}
 """The scaling laws that `farspan analyze` compares."""
 LAWS = {"ntk": "dynamic NTK", "static-ntk": "static NTK", "pi": "PI", "yarn": "YaRN", "llama3": "Llama 3's law"}
 """What rows of results call a law (:mod:`farspan.evaluation.laws`), in words. A plain "ntk" is dynamic there."""

@@ -56,16 +56,19 @@ class Work:
         corpus, made = self.preset.corpus, self._vocabulary()
         for i, source in enumerate(corpus.train):
             share = 0.0 if corpus.held_out else 0.05
-            prepare([source], self._tokens(i), tokenizer=made, valid_share=share, progress=self._preparing)
+            prepare([source], self._tokens(i), tokenizer=made, valid_share=share, progress=self._tokenizing)
             made = load_tokenizer(self._tokens(0))  # the first source sets the vocabulary for all
         if corpus.held_out:
             held_out = self.folder / "data" / "held-out"
-            prepare(corpus.held_out, held_out, tokenizer=made, valid_share=0.0, progress=self._preparing)
+            prepare(corpus.held_out, held_out, tokenizer=made, valid_share=0.0, progress=self._tokenizing)
 
     def _vocabulary(self) -> int | str | TextTokenizer:
         """A tokenizer, its name, or the size of one to make."""
         tokenizer = self.preset.corpus.tokenizer
         return int(tokenizer) if tokenizer.isdigit() else tokenizer
+
+    def _tokenizing(self, done: float, total: float | None, text: str = "", *, phase: str = "") -> None:
+        self.say(text, done / (total or 1))
 
     def _preparing(self, what: str, done: int, total: int) -> None:
         self.say(what, done / max(total, 1))

@@ -1,0 +1,346 @@
+"""Generated tasks: ListOps and Pathfinder of the Long Range Arena, and multi-query associative recall (MQAR).
+
+Each is a distribution with the published numbers as defaults, and gives the same examples for the same seed.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from random import Random
+from statistics import median
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from farspan.errors import require
+
+Points = NDArray[np.float64]
+
+
+# ListOps: nested list operations, answered by one digit
+
+OPERATORS = ("[MIN", "[MAX", "[MED", "[SM")
+"""Least, greatest, median (rounded down), and sum modulo 10."""
+TOKENS = ("<pad>", *OPERATORS, "]", *(str(digit) for digit in range(10)))
+"""The id of a token is its index here."""
+END = TOKENS.index("]")
+ZERO = TOKENS.index("0")
+TRIES = 200_000
+"""Proposals without a new expression before the generator gives up. Of the published ones, one in twelve is kept."""
+
+
+class Expression(NamedTuple):
+    """Token ids, and the digit they evaluate to."""
+
+    tokens: list[int]
+    value: int
+
+
+@dataclass(frozen=True)
+class ListOps:
+    """The distribution of expressions.
+
+    A node is an operator with probability 1/4, with 2 to 10 arguments, unless nine operators are already around it;
+    otherwise a digit. Expressions whose length is not strictly between the bounds are dropped, and none is given twice.
+    The round brackets of the published files carry nothing, and their reader drops them.
+
+    >>> expression = next(ListOps(min_length=5, max_length=20).stream(seed=3))
+    >>> evaluate(expression.tokens) == expression.value
+    True
+    """
+
+    max_depth: int = 10
+    max_args: int = 10
+    min_length: int = 500
+    max_length: int = 2000
+    operator_share: float = 0.25
+
+    def __post_init__(self) -> None:
+        require(
+            self.max_depth >= 2 and self.max_args >= 2,
+            f"max_depth and max_args must be at least 2, got {self.max_depth} and {self.max_args}",
+        )
+        require(
+            self.min_length >= 0 and self.min_length + 1 < self.max_length,
+            f"lengths lie strictly between min_length and max_length, got {self.min_length} and {self.max_length}",
+        )
+
+    def stream(self, seed: int) -> Iterator[Expression]:
+        """Yield distinct accepted expressions, as many as there are to find; the same for the same seed."""
+        random, seen, tries = Random(seed), set[bytes](), 0
+        while True:
+            tries += 1
+            require(
+                tries <= TRIES,
+                f"lengths between min_length and max_length must leave more expressions, got {self.min_length} and "
+                f"{self.max_length}, where {TRIES:,} tries after {len(seen)} found no other; widen them",
+            )
+            tokens = self.propose(random)
+            if tokens is not None and len(tokens) > self.min_length and bytes(tokens) not in seen:
+                seen.add(bytes(tokens))
+                tries = 0
+                yield Expression(tokens, evaluate(tokens))
+
+    def propose(self, random: Random) -> list[int] | None:
+        """Draw one expression of any length below `max_length`; None if it would be longer."""
+        tokens = list[int]()
+        return tokens if self._grow(tokens, 1, random) else None
+
+    def _grow(self, tokens: list[int], depth: int, random: Random) -> bool:
+        """Append the tokens of one node; False once there are too many."""
+        if len(tokens) >= self.max_length - 1:
+            return False
+        if depth >= self.max_depth or random.random() > self.operator_share:
+            tokens.append(ZERO + random.randrange(10))
+            return True
+        tokens.append(TOKENS.index(random.choice(OPERATORS)))
+        arguments = random.randint(2, self.max_args)
+        complete = all(self._grow(tokens, depth + 1, random) for _ in range(arguments))
+        tokens.append(END)
+        return complete and len(tokens) < self.max_length
+
+
+def evaluate(tokens: list[int]) -> int:
+    """Compute the value of an expression.
+
+    >>> evaluate([TOKENS.index(word) for word in "[MAX 2 [SM 7 8 ] 4 ]".split()])
+    5
+    """
+    results = {"[MIN": min, "[MAX": max, "[MED": lambda x: int(median(x)), "[SM": lambda x: sum(x) % 10}
+    operators, stack = list[str](), [list[int]()]
+    for token in tokens:
+        if TOKENS[token] in OPERATORS:
+            operators.append(TOKENS[token])
+            stack.append([])
+        elif token == END and operators:
+            values = stack.pop()
+            stack[-1].append(results[operators.pop()](values))  # type: ignore[operator]
+        else:
+            stack[-1].append(token - ZERO)
+    complete = not operators and len(stack[0]) == 1
+    require(complete, "tokens must be one complete expression; a bracket is missing or too many")
+    return stack[0][0]
+
+
+# Multi-query associative recall (Arora et al. 2023): the hard case for a memory of constant size
+
+IGNORED = -100
+"""The label where nothing is asked, as in torch's cross entropy."""
+
+
+class Recall(NamedTuple):
+    """Token ids and labels, both (examples, length): where a key is asked, the label at its own position is its value.
+
+    The value does not follow in the tokens. A loss that shifts labels itself, as causal models of transformers do,
+    needs them one position later.
+    """
+
+    tokens: NDArray[np.int64]
+    labels: NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class MQAR:
+    """The task; defaults are the published setting at length 64 with 4 pairs.
+
+    A sequence begins with key-value pairs. Later each key is asked once, at a position drawn from a power law, and its
+    value is the label there. Filler elsewhere may happen to be a key too: labels tell them apart.
+
+    >>> task = MQAR(length=16, pairs=2, vocabulary=20)
+    >>> tokens, labels = task.draw(1, seed=0)
+    >>> int((labels != IGNORED).sum())
+    2
+    """
+
+    length: int = 64
+    pairs: int = 4
+    vocabulary: int = 8192
+    """Keys are 1 … half-1, values half … end."""
+    power: float = 0.01
+    """Gaps g = 1, 2, … have weight g^(power-1): the smaller, the sooner most keys come back."""
+
+    def __post_init__(self) -> None:
+        half = self.vocabulary // 2
+        require(
+            1 <= self.pairs < half,
+            f"pairs must be between 1 and the {half - 1} keys of a vocabulary of {self.vocabulary}, got {self.pairs}",
+        )
+        require(
+            self.length % 2 == 0 and 4 * self.pairs <= self.length,
+            f"length must be even and at least 4 × pairs = {4 * self.pairs}, got {self.length}; "
+            "each pair is shown and asked",
+        )
+
+    def draw(self, examples: int, seed: int) -> Recall:
+        """Draw sequences, the same for the same seed."""
+        random, half = np.random.default_rng(seed), self.vocabulary // 2
+        shown, space = 2 * self.pairs, (self.length - 2 * self.pairs) // 2
+        weights = np.arange(1, space + 1, dtype=np.float64) ** (self.power - 1)
+        weights /= weights.sum()
+        tokens = np.zeros((examples, self.length), dtype=np.int64)
+        labels = np.full_like(tokens, IGNORED)
+        for row in range(examples):
+            keys = random.choice(np.arange(1, half), self.pairs, replace=False)
+            values = random.choice(np.arange(half, self.vocabulary), self.pairs, replace=False)
+            asked = shown + 2 * random.choice(space, self.pairs, replace=False, p=weights)
+            tokens[row, 0:shown:2], tokens[row, 1:shown:2] = keys, values
+            tokens[row, asked], labels[row, asked] = keys, values
+        empty = tokens == 0
+        tokens[empty] = random.integers(self.vocabulary, size=int(empty.sum()))
+        return Recall(tokens, labels)
+
+
+# Pathfinder
+
+LEVELS = 256
+"""Grey levels; a pixel's level is its token."""
+DIRECTIONS = 12
+"""Directions tried for a dash before its path is dropped."""
+SCENES = 300
+"""Scenes begun before the paths are said not to fit."""
+
+
+class Scene(NamedTuple):
+    """The dashes of each path (k, 2 ends, x and y), the two long paths first; the two dots (2, 2); the label."""
+
+    paths: list[Points]
+    dots: Points
+    label: int
+
+
+@dataclass(frozen=True)
+class Pathfinder:
+    """The distribution of images of 32 × 32 grey pixels: are the two dots ends of one dashed path?
+
+    An image has two long paths, shorter distractors, and two dots, each on an end of a long path: both on the same path
+    (label 1), or one on each (label 0). Numbers are those published for the hardest level; bend and clearance are ours.
+
+    Little but the paths tells the label. A scene is fixed before it, with one pair of ends that belongs together and
+    one that does not, equally far apart. A fair coin then says which pair gets the dots. The dots still say a little:
+    logistic regression on them was right in 53.1 ± 0.8%, since the pairs may differ in distance from the border.
+
+    >>> pixels, label = Pathfinder().draw(seed=0, index=5)
+    >>> pixels.shape, int(pixels.max()), label in (0, 1)
+    ((32, 32), 255, True)
+    """
+
+    size: int = 32
+    dashes: int = 14
+    distractors: int = 5
+    distractor_dashes: int = 4
+    dash: float = 2.0
+    gap: float = 1.0
+    width: float = 0.5
+    dot_radius: float = 1.5
+    contrast: float = 0.75
+    """Brightness of a dash beside that of a dot."""
+    bend: float = math.pi / 3
+    """The largest turn from one dash to the next."""
+    clearance: float = 2.5
+    """Dashes that are not neighbours on a path are at least so far apart: further than a gap."""
+    tolerance: float = 1.0
+    """How much the two candidate pairs of ends may differ in distance."""
+
+    def __post_init__(self) -> None:
+        require(
+            self.dashes >= 2 and self.distractor_dashes >= 1 and self.distractors >= 0,
+            f"dashes must be at least 2, got {self.dashes}; try 14",
+        )
+        reach = self.dash + self.gap
+        require(
+            self.clearance > self.gap and self.size >= 2 * reach,
+            f"clearance must exceed gap = {self.gap} and size two dashes, got {self.clearance} and {self.size}; "
+            "a path could not be told from its neighbours",
+        )
+
+    def draw(self, seed: int, index: int) -> tuple[NDArray[np.uint8], int]:
+        """Image `index` of the set `seed`: grey levels (size, size) and its label, the same for ever."""
+        scene = self.scene(seed, index)
+        return self.render(scene), scene.label
+
+    def scene(self, seed: int, index: int) -> Scene:
+        """The geometry of image `index`."""
+        random = np.random.Generator(np.random.Philox(key=np.array([seed, 0], np.uint64), counter=[0, 0, 0, index]))
+        for _ in range(SCENES):
+            paths: list[Points] = []
+            for _ in range(2):
+                path = self._path(paths, self.dashes, random)
+                if path is None:
+                    break
+                paths.append(path)
+            pairs = self._pairs(paths) if len(paths) == 2 else None
+            if pairs is None:
+                continue
+            for _ in range(self.distractors):
+                path = self._path(paths, self.distractor_dashes, random)
+                if path is None:
+                    break
+                paths.append(path)
+            if len(paths) == 2 + self.distractors:
+                label = int(random.integers(2))
+                return Scene(paths, pairs[label], label)
+        raise ValueError(
+            f"size must fit two paths of {self.dashes} dashes and {self.distractors} distractors, got "
+            f"{self.size}, where {SCENES} tries found no such image; enlarge it or take fewer dashes"
+        )
+
+    def _pairs(self, paths: list[Points]) -> tuple[Points, Points] | None:
+        """Two ends on different paths and two on the same, as far apart from each other; None where there are none."""
+        (a, b), (c, d) = ((path[0, 0], path[-1, 1]) for path in paths)
+        same = [np.stack(pair) for pair in ((a, b), (c, d))]
+        different = [np.stack(pair) for pair in ((a, c), (a, d), (b, c), (b, d))]
+        spread = np.subtract.outer([_span(pair) for pair in different], [_span(pair) for pair in same])
+        i, j = np.unravel_index(np.abs(spread).argmin(), spread.shape)
+        return (different[i], same[j]) if abs(spread[i, j]) <= self.tolerance else None
+
+    def _path(self, others: list[Points], dashes: int, random: np.random.Generator, tries: int = 20) -> Points | None:
+        """A path of so many dashes that keeps clear of all others and of itself; None where it does not fit."""
+        before = sum(map(len, others))
+        taken = np.empty((before + dashes, 3, 2))
+        taken[:before] = _along(np.concatenate(others)) if others else 0.0
+        for _ in range(tries):
+            tip, heading, bend = random.uniform(1, self.size - 1, 2), random.uniform(0, 2 * math.pi), math.pi
+            for made in range(dashes):
+                headings = heading + random.uniform(-bend, bend, DIRECTIONS)
+                ways = np.stack([np.cos(headings), np.sin(headings)], axis=-1)
+                starts = tip + ways * self.gap if made else np.broadcast_to(tip, ways.shape)
+                candidates = _along(np.stack([starts, starts + ways * self.dash], axis=1))
+                # The last dash of one's own path is a gap away, hence the only one that may be near.
+                free = self._free(candidates, taken[: before + max(0, made - 1)])
+                if not free.any():
+                    break
+                first = int(free.argmax())
+                taken[before + made] = candidates[first]
+                tip, heading, bend = candidates[first, 1], headings[first], self.bend
+            else:
+                return taken[before:, :2]
+        return None
+
+    def _free(self, candidates: Points, taken: Points) -> NDArray[np.bool_]:
+        """Which dashes (c, 3, 2) lie in the image and clear of all dashes taken (k, 3, 2)."""
+        inside = ((candidates >= 1) & (candidates <= self.size - 1)).all((1, 2))
+        x, y = (np.subtract.outer(candidates[..., axis], taken[..., axis].ravel()) for axis in (0, 1))
+        return inside & (x * x + y * y >= self.clearance**2).all((1, 2))
+
+    def render(self, scene: Scene) -> NDArray[np.uint8]:
+        """Grey levels (size, size): a pixel is as bright as the nearest ink covers its centre."""
+        middle = np.arange(self.size) + 0.5
+        pixels = np.stack(np.meshgrid(middle, middle), axis=-1).reshape(-1, 1, 2)
+        dashes = np.concatenate(scene.paths)
+        start, way = dashes[:, 0], dashes[:, 1] - dashes[:, 0]
+        along = (((pixels - start) * way).sum(-1) / self.dash**2).clip(0, 1)
+        from_dash = np.linalg.norm(pixels - start - along[..., None] * way, axis=-1).min(1)
+        from_dot = np.linalg.norm(pixels - scene.dots, axis=-1).min(1)
+        ink = (self.width / 2 + 0.5 - from_dash).clip(0, 1) * self.contrast
+        dots = (self.dot_radius + 0.5 - from_dot).clip(0, 1)
+        return (np.maximum(ink, dots) * (LEVELS - 1)).round().astype(np.uint8).reshape(self.size, self.size)
+
+
+def _along(dashes: Points) -> Points:
+    """Both ends and the middle of dashes: (k, 2, 2) → (k, 3, 2)."""
+    return np.concatenate([dashes, dashes.mean(1, keepdims=True)], axis=1)
+
+
+def _span(pair: Points) -> float:
+    return float(np.linalg.norm(pair[0] - pair[1]))
