@@ -1,6 +1,6 @@
 """Calibration needs memory for the model, a layer and a batch, whatever the number of tokens."""
 
-import resource
+import sys
 import threading
 from pathlib import Path
 
@@ -9,13 +9,12 @@ import torch
 
 from farspan import FarspanConfig, FarspanForCausalLM
 from farspan.benchmark.measure import in_fresh_process
-from farspan.convert import CalibrationConfig, calibrate
-from farspan.convert import streams as streams_module
-from farspan.convert.streams import Streams, fits, mapped
-from farspan.convert.target import replace_attention
+from farspan.checkpoints import CalibrationConfig, calibrate, replace_attention
+from farspan.checkpoints.calibrate import Streams, fits
 from farspan.layers import AttentionSpec
 
 WINDOW, HIDDEN, BATCH = 64, 128, 4
+streams_module = sys.modules[Streams.__module__]
 
 
 def _anonymous() -> int:
@@ -95,23 +94,3 @@ def test_a_device_keeps_streams_where_there_is_room(monkeypatch: pytest.MonkeyPa
     assert fits(100, torch.device("cuda"))
     assert not fits(101, torch.device("cuda"))
     assert not fits(1, torch.device("cpu"))
-
-
-def test_a_temporary_folder_without_room_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A real refusal by the system: for a moment this process may not make files of more than 4 kB."""
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
-    try:
-        with pytest.raises(OSError, match=f"needs 16 MiB for hidden states in '{tmp_path}'.*in TMPDIR"):
-            mapped((4, 1 << 20), torch.float32)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_mapped_tensor_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    x = mapped((3, 4), torch.float32).copy_(torch.arange(12.0).view(3, 4))
-    assert not list(tmp_path.iterdir())
-    assert x.sum() == 66
