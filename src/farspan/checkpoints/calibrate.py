@@ -35,7 +35,7 @@ from farspan.ops.reference import repeat_heads, visible
 from farspan.utils import DISK_FULL, Progress, silent
 
 PASS = 8192
-"""Tokens that go through a block together where the device keeps the streams: fewer leave a GPU idle."""
+"""Tokens that go through a block together on a GPU: fewer leave it idle."""
 FITTED = ("q_proj", "k_proj", "t_proj", "t_norm", "phase")
 Batches = Sequence[tuple[Tensor, Tensor]]
 """Inputs of the teacher and of the student for the same tokens, (b, n, hidden) each."""
@@ -116,8 +116,7 @@ def calibrate(
 
     Layers are done from below, each on what the layers before it now give. RoPE layers that only get a window keep
     their weights. Memory is for the model, a few copies of one layer's attention and a batch of sequences; the hidden
-    states of all sequences, two times ids.numel() · hidden_size numbers of the model's dtype, lie on a GPU with enough
-    memory, else in a temporary file.
+    states of all sequences, two times ids.numel() · hidden_size numbers of the model's dtype, lie in temporary files.
 
     >>> from farspan import FarspanConfig
     >>> teacher = FarspanForCausalLM(FarspanConfig.preset("tiny", attention="rope"))
@@ -335,11 +334,6 @@ def descend(student: Attention, teacher: Attention, batches: Batches, *, steps: 
 # Hidden states of all sequences on their way up through a model
 
 
-def fits(size: int, device: torch.device) -> bool:
-    """Whether a device can keep so many bytes: a GPU with twice as many free."""
-    return device.type == "cuda" and 2 * size <= torch.cuda.mem_get_info(device)[0]
-
-
 def mapped(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Make a CPU tensor whose memory is a nameless file in the temporary folder: the system frees it when we end.
 
@@ -368,22 +362,17 @@ def mapped(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 class Streams:
     """What the original gives each layer, and what the new model gives it: (sequences, length, hidden) each.
 
-    In the model's dtype, once as long as both agree: on a GPU with enough memory, else in a temporary file, from where
-    they pass through memory `batch` sequences at a time.
+    In the model's dtype, once as long as both agree. They lie in temporary files, from where they pass through memory
+    `batch` sequences at a time.
     """
 
     def __init__(self, model: FarspanForCausalLM, ids: Tensor, batch: int) -> None:
         embed = model.model.embed_tokens
         self._batch, self._device = batch, model.device
-        shape = torch.Size((*ids.shape, embed.embedding_dim))
-        self._kept = fits(2 * shape.numel() * model.dtype.itemsize, model.device)
-        self._teacher = self._student = self._empty(shape, model.dtype)
+        self._teacher = self._student = mapped((*ids.shape, embed.embedding_dim), model.dtype)
         with torch.no_grad():
             for place, rows in zip(self._teacher.split(batch), ids.split(batch), strict=True):
                 place.copy_(embed(rows.to(self._device)))
-
-    def _empty(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=self._device) if self._kept else mapped(shape, dtype)
 
     def inputs(self, block: FarspanBlock, part: slice) -> "Inputs":
         """Return what the attention of a block gets, for some of the sequences."""
@@ -399,8 +388,8 @@ class Streams:
         """Send both through a block, each with its own attention; once, as long as they agree."""
         parted = self._student is self._teacher and student is not teacher
         if parted:
-            self._student = self._empty(self._teacher.shape, self._teacher.dtype)
-        step = max(self._batch, PASS // self._teacher.shape[1]) if self._kept else self._batch
+            self._student = mapped(self._teacher.shape, self._teacher.dtype)
+        step = self._batch if self._device.type == "cpu" else max(self._batch, PASS // self._teacher.shape[1])
         for start in range(0, len(self._teacher), step):
             part = slice(start, start + step)
             theirs = self._teacher[part].to(self._device)
