@@ -10,6 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[1] / "src" / "farspan"
 FLOORS = {
     "errors": 0,
+    "utils": 0,
     "files": 0,
     "intervals": 0,
     "pool": 0,
@@ -31,6 +32,7 @@ FLOORS = {
     "tasks": 6,
     "benchmark": 6,
     "finetune": 6,
+    "checkpoints": 4,
     "export": 6,
     "lm_eval_tasks": 5,
     "vllm_plugin": 4,

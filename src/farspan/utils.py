@@ -71,6 +71,7 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
     """
     path = Path(path)
     temporary = path.with_name(path.name + ".part")
+    missing = [x for x in path.parents if not x.exists()]
     with explain_write_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         remove(temporary)
@@ -84,6 +85,9 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
             sync(path.parent)
         except BaseException:
             remove(temporary)
+            for folder in missing:  # the innermost first
+                with suppress(OSError):
+                    folder.rmdir()
             raise
 
 

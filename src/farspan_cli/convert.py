@@ -12,7 +12,7 @@ from farspan_cli.app import app, fail, making
 from farspan_cli.progress import progress
 
 if TYPE_CHECKING:
-    from farspan.convert import CalibrationReport
+    from farspan.checkpoints import CalibrationReport
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -26,69 +26,64 @@ def convert(
     attention: Annotated[
         str | None,
         typer.Option(
-            help="rope (the source's logits), coca-exact, coca-slack, coca-strict; or one a layer: rope,… "
+            help="rope (the source's logits), hybrid-rope, hybrid-coca-exact, hybrid-coca-polar, hybrid-pope (windows "
+            "and global layers without positions), coca-exact, coca-slack, coca-strict …; or one per layer: rope,… "
             "Default: rope, or what a farspan folder has."
         ),
     ] = None,
     to: Annotated[str | None, typer.Option(help="Write for transformers instead: llama, mistral, qwen2 …")] = None,
+    window: Annotated[
+        int | None, typer.Option(help="Of a hybrid: keys that a window layer sees. Default: 512.", min=1)
+    ] = None,
+    global_every: Annotated[
+        int | None, typer.Option(help="Of a hybrid: layers per global layer. Default: 4.", min=1)
+    ] = None,
+    global_layers: Annotated[
+        str | None,
+        typer.Option(
+            help="Of a hybrid: the global layers, as 3,7,11; or auto: those whose attention reaches furthest on the "
+            "text of --calibrate (without it, the Python library's sources)."
+        ),
+    ] = None,
     calibrate: Annotated[
         list[str] | None,
         typer.Option(
-            help="Text to fit CoCA layers on, as `farspan data` takes it. Without it they start from copied weights "
+            help="Text to fit new layers on, as `farspan data` takes it. Without it they start from copied weights "
             "and write noise until `farspan finetune` has trained them."
         ),
     ] = None,
     calibrate_tokens: Annotated[
         int,
-        typer.Option(
-            help="So many tokens of it. Their hidden states lie in the temporary folder (TMPDIR): at most 2 × tokens × "
-            "hidden size numbers; memory does not grow with them.",
-            min=1024,
-        ),
+        typer.Option(help="Tokens of it. The temporary folder holds 2 × tokens × hidden size numbers.", min=1024),
     ] = 262_144,
     calibrate_length: Annotated[
-        int, typer.Option(help="In windows of so many; longer ones fit farther keys, and cost their square.", min=2)
+        int, typer.Option(help="Tokens per sequence; longer ones fit farther keys, and cost their square.", min=2)
     ] = 512,
-    calibrate_steps: Annotated[int, typer.Option(help="Adam steps a layer; 0 = the closed form alone.", min=0)] = 100,
-    fit: Annotated[str, typer.Option(help="What is fitted: t, or tq for W_Q as well; also v, o.")] = "tq",
-    keep_rope: Annotated[
-        int,
-        typer.Option(
-            help="Leave so many layers as they were, those with the largest error of the stream, as the table has it.",
-            min=0,
-        ),
-    ] = 0,
-    window: Annotated[int | None, typer.Option(help="Let each layer see only so many keys.", min=1)] = None,
-    global_every: Annotated[
-        int, typer.Option(help="But the last of so many layers all of them, without positions; 0 = none.", min=0)
-    ] = 0,
+    calibrate_steps: Annotated[int, typer.Option(help="Adam steps per layer; 0 = the closed form.", min=0)] = 100,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16. Default: the source's.")] = None,
 ) -> None:
-    """A LLaMA, Mistral, Qwen2, Qwen3 or SmolLM checkpoint → a farspan model, or back.
+    """Convert a LLaMA, Mistral, Qwen2, Qwen3 or SmolLM checkpoint to a farspan model, or back.
 
     Example: `farspan convert SmolLM2-135M-Instruct.Q4_1.gguf --attention rope --out models/smollm2-rope`
 
-    Example: `farspan convert SmolLM2.gguf --attention coca-exact --calibrate books.jsonl.xz --out models/smollm2-coca`
+    Example: `farspan convert SmolLM2.gguf --attention hybrid-rope --window 512 --global-layers auto --out models/local`
 
-    Example: `farspan convert SmolLM2.gguf --attention coca-exact --window 512 --global-every 4 --out models/local`
+    Example: `farspan convert SmolLM2.gguf --attention coca-exact --calibrate books.jsonl.xz --out models/smollm2-coca`
 
     Example: `farspan convert models/smollm2-rope --to llama --out models/smollm2-llama`
     """
     import torch
 
-    from farspan.convert import CalibrationConfig, convert_folder
+    from farspan.checkpoints import CalibrationConfig, convert_folder
 
     if dtype is not None and dtype not in DTYPES:
         fail(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}; choose one of these")
     if calibrate and attention is None:
         fail(f"--calibrate needs --attention, the one to fit, got {calibrate[0]} without; add --attention coca-exact")
+    layers = global_layers if global_layers in (None, "auto") else _layers(str(global_layers))
     console = Console()
     with making(out):
         with progress(console) as show:
-
-            def tell(what: str, done: int, total: int) -> None:
-                show(done, total, what, phase=what)
-
             done = convert_folder(
                 source,
                 out,
@@ -97,23 +92,34 @@ def convert(
                 text=calibrate or (),
                 tokens=calibrate_tokens,
                 length=calibrate_length,
-                calibration_config=CalibrationConfig(fit=fit, steps=calibrate_steps),
-                keep_rope=keep_rope,
+                calibration_config=CalibrationConfig(steps=calibrate_steps),
                 window=window,
                 global_every=global_every,
+                global_layers=layers,
                 dtype=getattr(torch, dtype) if dtype else None,
                 device="cuda" if calibrate and torch.cuda.is_available() else "cpu",
-                progress=tell,
+                progress=show,  # type: ignore[arg-type]  # until merged: utils.Progress
             )
         if done.report is not None:
             _show(console, done.report)
+        if done.global_layers:
+            reach = [f" (reach {done.reach[layer]:.0f})" if done.reach else "" for layer in done.global_layers]
+            words = ", ".join(f"{layer}{more}" for layer, more in zip(done.global_layers, reach, strict=True))
+            console.print(f"global layers: {words}")
         console.print(f"written: {out}")
         if done.copied:
             print(
-                f"farspan: {len(done.copied)} CoCA layers start from copied W_K and do not yet compute what the "
-                "original did: convert with --calibrate TEXT, or train them with farspan finetune --recipe distill",
+                f"farspan: {len(done.copied)} layers start from copied weights and do not yet compute what the "
+                "original did: convert with --calibrate TEXT, or train them with farspan finetune",
                 file=sys.stderr,
             )
+
+
+def _layers(text: str) -> list[int]:
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() and len(part) < 10 for part in parts):
+        fail(f"--global-layers must be auto or layer numbers separated by commas, got {text!r}; try 3,7,11")
+    return [int(part) for part in parts]
 
 
 def _show(console: Console, report: "CalibrationReport") -> None:
@@ -122,8 +128,7 @@ def _show(console: Console, report: "CalibrationReport") -> None:
         table.add_column(head, min_width=6, justify="right")
     for row in report.layers:
         numbers = (row.copied.attention_kl, row.closed.attention_kl, row.fitted.attention_kl, row.fitted.output_error)
-        kind = "rope (kept)" if row.layer in report.kept else row.attention
-        table.add_row(str(row.layer), kind, *(f"{x:.3f}" for x in numbers), f"{row.stream_error:.4f}")
+        table.add_row(str(row.layer), row.attention, *(f"{x:.3f}" for x in numbers), f"{row.stream_error:.4f}")
     console.print(table)
     console.print(f"calibrated on {report.tokens:,} tokens in {report.seconds:.0f} s")
 
@@ -140,8 +145,10 @@ def generate(
     """Continue a text, printing each word as it comes.
 
     Example: `farspan generate models/smollm2-coca "The sea was" --max-new-tokens 50`
+
+    Example: `farspan generate SmolLM2-135M-Instruct.Q4_1.gguf --chat "Why is the sky blue?"`
     """
-    from farspan.convert.text import stream
+    from farspan.checkpoints import stream
 
     for piece in stream(model, prompt, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, chat=chat):
         print(piece, end="", flush=True)

@@ -1,5 +1,6 @@
 """`farspan export`: a model as a folder for the Hugging Face hub."""
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -20,6 +21,10 @@ def export(
         ),
     ],
     out: Annotated[Path, typer.Option(help="Folder to upload; new or empty.", show_default=False)],
+    as_: Annotated[
+        str | None,
+        typer.Option("--as", help="Write a plain folder of this family, without custom code: smollm3 for hybrid-rope."),
+    ] = None,
     results: Annotated[
         list[Path] | None,
         typer.Option(help="A file of `farspan eval` ppl, passkey, pairs or bits; may be repeated."),
@@ -32,29 +37,32 @@ def export(
     ] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16. Default: the source's.")] = None,
 ) -> None:
-    """Weights, tokenizer, the model's source for `trust_remote_code`, and a card with what was measured.
+    """Write weights, tokenizer, the model's source for `trust_remote_code`, and a card with what was measured.
 
     Example: `farspan export runs/mine/model --results ppl.json --results passkey.json --out hub/mine`
+
+    Example: `farspan export models/local --as smollm3 --out hub/plain`
 
     Then: `hf upload OWNER/NAME hub/mine`
     """
     import torch
 
-    from farspan.export import export_folder
+    from farspan.checkpoints import export_as, export_folder
 
     if dtype is not None and dtype not in DTYPES:
         fail(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}; choose one of these")
-    console = Console()
+    if as_ is not None and (results or name or license or base_model):
+        fail(
+            "--results, --name, --license and --base-model are for the card, which --as does not write; leave them out"
+        )
+    weights, console, lost = getattr(torch, dtype) if dtype else None, Console(), list[str]()
     with making(out):
         with progress(console) as show:
-            export_folder(
-                model,
-                out,
-                name=name,
-                results=results or (),
-                license=license,
-                base_model=base_model,
-                dtype=getattr(torch, dtype) if dtype else None,
-                progress=lambda what, done, total: show(done, total, what, phase=what),
-            )
+            if as_ is not None:
+                lost = export_as(model, out, as_, dtype=weights, progress=show)  # type: ignore[arg-type]
+            else:
+                card = {"name": name, "license": license, "base_model": base_model}
+                export_folder(model, out, results=results or (), dtype=weights, progress=show, **card)  # type: ignore[arg-type]
         console.print(f"written: {out}")
+    for sentence in lost:
+        print(f"farspan: {sentence}", file=sys.stderr)

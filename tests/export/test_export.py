@@ -5,16 +5,17 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.dynamic_module_utils import get_imports, get_relative_import_files
 
-from farspan import FarspanForCausalLM
+from farspan import FarspanConfig, FarspanForCausalLM
+from farspan.checkpoints.export import ALWAYS_THERE, flat_source, rewrite
 from farspan.convert import from_pretrained
 from farspan.data import load_tokenizer
-from farspan.export.source import ALWAYS_THERE, flat_source, rewrite
 from tests.command_line import called
 from tests.models.small import make
 
@@ -105,24 +106,103 @@ def test_imports_are_rewritten_and_nothing_else(before: str, after: str, needed:
     ("text", "message"),
     [("import farspan.ops", "name what it uses")],
 )
-def test_imports_that_cannot_be_flat_are_refused(text: str, message: str) -> None:
+def test_imports_that_cannot_be_flat(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         rewrite(text)
 
 
-def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path: Path) -> None:
+def test_a_tokenizer_with_more_tokens_than_the_model(tmp_path: Path) -> None:
     make(dtype=torch.float32, vocab_size=256).save_pretrained(tmp_path / "model")
     load_tokenizer("bytes").save(tmp_path / "model")
     status, _, err = called("export", tmp_path / "model", "--out", tmp_path / "hub")
     assert status == 2
-    assert "must have at most the model's vocab_size = 256 tokens, got 257; put" in err
+    assert "must have at most the model's vocab_size = 256 tokens, got 257; add" in err
     assert err.count("\n") == 1
     assert not (tmp_path / "hub").exists()
 
 
-def test_a_model_without_its_tokenizer_is_refused(tmp_path: Path) -> None:
+def test_a_model_without_its_tokenizer(tmp_path: Path) -> None:
     make(dtype=torch.float32).save_pretrained(tmp_path / "model")
     status, _, err = called("export", tmp_path / "model", "--out", tmp_path / "hub")
     assert status == 2
     assert "must come with its tokenizer" in err
     assert not (tmp_path / "hub").exists()
+
+
+# Plain folders of another family
+
+
+def hybrid(folder: Path, attention: object = "hybrid-rope", **options: Any) -> FarspanForCausalLM:
+    """A small random model with its tokenizer; window 8, trained at 64."""
+    torch.manual_seed(0)
+    layout = {"window": 8, "global_every": 2} if str(attention).startswith("hybrid") else {}
+    shape = {"num_key_value_heads": 2, "vocab_size": 257, **layout, **options}
+    model = FarspanForCausalLM(FarspanConfig.preset("tiny", attention=attention, **shape)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    model.save_pretrained(folder)
+    load_tokenizer("bytes").save(folder)
+    return model
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"head_dim": 16, "tie_word_embeddings": False, "mlp_bias": True, "qkv_bias": True, "out_bias": True},
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e5, "factor": 4.0}},
+    ],
+    ids=["plain", "widths and biases", "yarn"],
+)
+def test_a_hybrid_is_a_smollm3_in_prefill_and_in_decoding_beyond_the_window(options: Any, tmp_path: Path) -> None:
+    model, ids = hybrid(tmp_path / "model", **options), torch.randint(1, 257, (2, 48))
+    status, out, err = called("export", tmp_path / "model", "--as", "smollm3", "--out", tmp_path / "plain")
+    assert (status, "written: " in out) == (0, True), err
+    assert err == (
+        "farspan: log_length is lost: past 64 tokens the scores of global layers no longer grow with the logarithm of "
+        "the length, and logits differ\n"
+    )
+    assert not list((tmp_path / "plain").glob("*.py"))
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "plain").eval()
+    assert type(plain).__module__ == "transformers.models.smollm3.modeling_smollm3"
+    with torch.no_grad():
+        expected = model(ids).logits
+        assert (plain(ids).logits - expected).abs().max() <= 1e-5
+        first = plain(ids[:, :20], use_cache=True)
+        logits, cache = [first.logits], first.past_key_values
+        for step in range(20, 48):
+            logits.append(plain(ids[:, step : step + 1], past_key_values=cache, use_cache=True).logits)
+        assert (torch.cat(logits, 1) - expected).abs().max() <= 1e-5
+        longer = torch.randint(1, 257, (1, 96))
+        model.set_log_length(False)  # all that is lost
+        assert (plain(longer).logits - model(longer).logits).abs().max() <= 1e-5
+    settings = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0, "eos_token_id": 0}
+    assert torch.equal(plain.generate(ids, **settings), model.generate(ids, **settings))
+    assert AutoTokenizer.from_pretrained(tmp_path / "plain")("ab").input_ids == [98, 99]
+    back = from_pretrained(tmp_path / "plain")
+    assert back.config.attention_specs == model.config.attention_specs
+
+
+@pytest.mark.parametrize(
+    ("attention", "options", "message"),
+    [
+        ("hybrid-pope", {}, "a smollm3 model cannot have this model's attention (pope window 8, rope without rotation"),
+        ("coca-exact", {}, "a smollm3 model cannot have this model's attention (coca-exact; it would have rope)"),
+        ([{"kind": "rope", "window": w} for w in (4, 8, 4, 8)], {}, "a smollm3 model has one window size, got [4, 8]"),
+        ("hybrid-rope", {"qk_norm": True}, "a smollm3 model cannot have this model's qk_norm"),
+        ("hybrid-rope", {"out_bias": True}, "a smollm3 model cannot have this model's qkv_bias"),
+        (
+            "hybrid-rope",
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}},
+            "must be of a type that transformers has, got 'dynamic' in mode per_query",
+        ),
+    ],
+    ids=str,
+)
+def test_what_is_no_smollm3(attention: object, options: Any, message: str, tmp_path: Path) -> None:
+    hybrid(tmp_path / "model", attention, **options)
+    status, _, err = called("export", tmp_path / "model", "--as", "smollm3", "--out", tmp_path / "plain")
+    assert (status, err.count("\n")) == (2, 1)
+    assert message in err
+    assert not (tmp_path / "plain").exists()

@@ -6,15 +6,13 @@ from typing import Any
 import pytest
 import torch
 
-from farspan.convert import convert_folder
-from farspan.convert.fingerprint import fingerprint
-from farspan.convert.sources import open_source
+from farspan.checkpoints import convert_folder, fingerprint, open_source
 from farspan.data import load_tokenizer
 from tests.command_line import called
 from tests.models.small import make
 
 
-def test_results_of_another_model_are_refused_and_those_of_another_law_are_not(tmp_path: Path) -> None:
+def test_results_of_another_model_raise_and_those_of_another_scaling_do_not(tmp_path: Path) -> None:
     """The other two have the same tensors in another attention, and the same attention with one number changed."""
     options = {"num_hidden_layers": 2, "vocab_size": 257, "train_length": 64}
     mine = make("coca-exact", dtype=torch.float32, **options)

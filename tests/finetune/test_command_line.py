@@ -11,8 +11,8 @@ import pytest
 
 import farspan.training.loop as loop
 from farspan.finetune.recipe import NAMES
+from tests.checkpoints.sources import edit_config
 from tests.command_line import called
-from tests.convert.sources import edit_config
 
 Finetune = Callable[..., tuple[int, str, str]]
 

@@ -105,9 +105,9 @@ class StudyWork(Work):
                 tokens=settings.calibrate_tokens,
                 calibration_config=CalibrationConfig(steps=settings.calibrate_steps),
                 window=settings.window or None,
-                global_every=settings.global_every,
+                global_every=settings.global_every or None,
                 device=self.device if fitted else "cpu",
-                progress=self._preparing,
+                progress=lambda done, total, text="", **_: self._preparing(text, int(done), int(total or 0)),
             )
             seconds = time.perf_counter() - began
         spent = {"tokens": settings.calibrate_tokens, "seconds": seconds}

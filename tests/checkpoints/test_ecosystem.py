@@ -8,7 +8,7 @@ from torch.utils.data import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments, pipeline
 
 from farspan.convert import convert_folder
-from tests.convert.sources import with_tokenizer
+from tests.checkpoints.sources import with_tokenizer
 
 
 @pytest.fixture(scope="module")

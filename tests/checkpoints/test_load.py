@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from farspan import FarspanForCausalLM
 from farspan.convert import from_pretrained
-from tests.convert.sources import CASES, edit_config, saved, tokens
+from tests.checkpoints.sources import CASES, edit_config, saved, tokens
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -105,7 +105,7 @@ def test_tensors_pass_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """Beside the model there is never more than the tensor being read."""
     import weakref
 
-    from farspan.convert.sources import Folder
+    from farspan.checkpoints.sources import Folder
 
     saved(tmp_path, "qwen3")
     alive: list[weakref.ref[torch.Tensor]] = []
@@ -129,7 +129,7 @@ def test_what_was_read_is_mapped_no_longer(options: dict, tmp_path: Path) -> Non
     saved(tmp_path, **options)
     seen = []
 
-    def look(*_: object) -> None:
+    def look(*_: object, **__: object) -> None:
         seen.append(str(tmp_path) in Path("/proc/self/maps").read_text())
 
     from_pretrained(tmp_path, progress=look)

@@ -7,7 +7,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from tests.convert.sources import with_tokenizer
+from tests.checkpoints.sources import with_tokenizer
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "llama_parity.py"
 

@@ -1,6 +1,5 @@
 """Calibration needs memory for the model, a layer and a batch, whatever the number of tokens."""
 
-import resource
 import threading
 from pathlib import Path
 
@@ -9,10 +8,8 @@ import torch
 
 from farspan import FarspanConfig, FarspanForCausalLM
 from farspan.benchmark.measure import in_fresh_process
-from farspan.convert import CalibrationConfig, calibrate
-from farspan.convert import streams as streams_module
-from farspan.convert.streams import Streams, fits, mapped
-from farspan.convert.target import replace_attention
+from farspan.checkpoints import CalibrationConfig, calibrate, replace_attention
+from farspan.checkpoints.calibrate import Streams
 from farspan.layers import AttentionSpec
 
 WINDOW, HIDDEN, BATCH = 64, 128, 4
@@ -59,18 +56,8 @@ def test_anonymous_memory_does_not_grow_with_the_tokens() -> None:
     assert grown <= allowed
 
 
-@pytest.mark.parametrize(
-    ("device", "kept"), [("cpu", False), ("cpu", True), pytest.param("cuda", True, marks=pytest.mark.gpu)]
-)
-def test_streams_are_the_models_hidden_states_on_both_sides(
-    device: str, kept: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In files, and in the memory of a device that has room, there three windows at a time."""
-    monkeypatch.setattr(streams_module, "PASS", 40)
-    if device == "cpu":
-        monkeypatch.setattr(streams_module, "fits", lambda *_: kept)
-    made, right = list[object](), streams_module.mapped
-    monkeypatch.setattr(streams_module, "mapped", lambda *a: made.append(a) or right(*a))
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_streams_are_the_models_hidden_states_on_both_sides(device: str) -> None:
     model = FarspanForCausalLM(FarspanConfig.preset("tiny", attention="rope")).eval().to(device)
     ids, layers = torch.randint(0, 512, (5, 12), device=device), model.model.layers
     with torch.no_grad():
@@ -87,31 +74,3 @@ def test_streams_are_the_models_hidden_states_on_both_sides(
     for i, stream in enumerate((before[2], after[2])):
         assert torch.allclose(torch.cat([pair[i] for pair in inputs]), norm(stream[1:4]), atol=1e-5)
     assert not torch.allclose(before[2], after[2], atol=1e-3)
-    assert len(made) == (0 if kept else 2)
-
-
-def test_a_device_keeps_streams_where_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (200, 1000))
-    assert fits(100, torch.device("cuda"))
-    assert not fits(101, torch.device("cuda"))
-    assert not fits(1, torch.device("cpu"))
-
-
-def test_a_temporary_folder_without_room_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A real refusal by the system: for a moment this process may not make files of more than 4 kB."""
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
-    try:
-        with pytest.raises(OSError, match=f"needs 16 MiB for hidden states in '{tmp_path}'.*in TMPDIR"):
-            mapped((4, 1 << 20), torch.float32)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_mapped_tensor_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    x = mapped((3, 4), torch.float32).copy_(torch.arange(12.0).view(3, 4))
-    assert not list(tmp_path.iterdir())
-    assert x.sum() == 66

@@ -1,17 +1,25 @@
 """A calibrated layer is near the layer it replaces, and the report says how near."""
 
+import resource
 from pathlib import Path
 
 import pytest
 import torch
 
 from farspan import FarspanConfig, FarspanForCausalLM
-from farspan.convert import CalibrationConfig, calibrate, from_pretrained
-from farspan.convert.fit import QueryMoments, attention_rows, descend, divergence, output_error, start
-from farspan.convert.pretrained import give_attention
-from farspan.convert.target import Target, local_and_global, replace_attention
+from farspan.checkpoints import CalibrationConfig, Target, calibrate, from_pretrained, give_attention, replace_attention
+from farspan.checkpoints.calibrate import (
+    attention_rows,
+    closed_form,
+    descend,
+    divergence,
+    mapped,
+    moments,
+    output_error,
+    start_closed_form,
+)
 from farspan.layers import Attention, AttentionSpec
-from tests.convert.sources import saved
+from tests.checkpoints.sources import saved
 
 
 def teacher_model(**options: object) -> FarspanForCausalLM:
@@ -32,7 +40,7 @@ def layer(kind: str, **options: object) -> Attention:
     return Attention(32, 4, AttentionSpec.parse(kind), num_key_heads=2, **options).double()  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("kind", ["rope", "coca-exact", "coca-slack", "coca-strict"])
+@pytest.mark.parametrize("kind", ["rope", "coca-exact", "coca-slack", "coca-strict", "coca-polar", "pope"])
 @pytest.mark.parametrize("options", [{}, {"window": 5}, {"rotary": False}], ids=str)
 def test_rows_are_what_the_layer_computes(kind: str, options: dict) -> None:
     spec = AttentionSpec(**{**AttentionSpec.parse(kind).to_dict(), **options})
@@ -46,18 +54,16 @@ def test_rows_are_what_the_layer_computes(kind: str, options: dict) -> None:
 def test_the_closed_form_is_the_least_squares_fit_over_evenly_spread_angles(form: str) -> None:
     """One pair, written out with its angles: no other t is nearer to the teacher's scores."""
     q, k = torch.randn(1, 1, 40, 2, dtype=torch.float64), torch.randn(2, dtype=torch.float64)
-    moments = QueryMoments(Attention(2, 1, AttentionSpec("coca", form), head_dim=2).double())
-    moments.add(q, q)
-    best = float(moments.coefficients()[0, :, 0] @ k)
+    best = float(closed_form(moments(q, q, form, 1))[0, :, 0] @ k)
     m, n = torch.meshgrid(*[torch.arange(16, dtype=torch.float64) * 2 * torch.pi / 16] * 2, indexing="ij")
     query = torch.complex(*q[0, 0].T)[:, None, None]
-    turned = query * torch.polar(torch.ones_like(m), m)  # f(q, m), for each query
-    teacher = (turned * (torch.complex(*k) * torch.polar(torch.ones_like(n), n)).conj()).real
+    rotated = query * torch.polar(torch.ones_like(m), m)  # f(q, m), for each query
+    teacher = (rotated * (torch.complex(*k) * torch.polar(torch.ones_like(n), n)).conj()).real
     if form == "exact":
-        unit = (turned * (query * torch.polar(torch.ones_like(n), n)).conj()).real
+        unit = (rotated * (query * torch.polar(torch.ones_like(n), n)).conj()).real
     else:
         ones = torch.polar(torch.ones_like(n), n) * complex(1, 1)  # f((1, 1), n)
-        unit = turned.real * query.real * ones.real + turned.imag * query.imag * ones.imag
+        unit = rotated.real * query.real * ones.real + rotated.imag * query.imag * ones.imag
     assert best == pytest.approx(float((teacher * unit).sum() / unit.pow(2).sum()), rel=1e-9)
 
 
@@ -75,7 +81,7 @@ def test_the_closed_form_finds_a_teacher_that_is_coca(qk_norm: bool) -> None:
         original.k_proj.bias.zero_()
     student = replace_attention(model, 0, AttentionSpec("coca", "exact"))
     x = torch.rand(2, 20, 32)  # positive, so that t ≥ 0 without the ReLU
-    start(student, original, [(x, x)])
+    start_closed_form(student, original, [(x, x)])
     goal, rows = attention_rows(original, x), attention_rows(student, x)
     limit = 0.2 if qk_norm else 1e-6  # RMS over t is not RMS over k
     assert divergence(goal, rows) <= limit
@@ -111,67 +117,12 @@ def test_the_report_is_true_of_the_model_that_is_returned() -> None:
     assert report.layers[0].stream_error == pytest.approx(felt, rel=1e-4)
 
 
-def test_the_teacher_is_left_as_it_was() -> None:
-    """A student that shared its teacher's memory would chase its own tail, and `keep_rope` restore a changed layer."""
-    model, ids = teacher_model(), torch.randint(0, 12, (6, 16))
-    with torch.no_grad():
-        before = model(ids).logits
-        calibrate(model, "coca-exact", ids, CalibrationConfig(steps=3, fit="tqvo"), keep_rope=2)
-        assert torch.equal(model(ids).logits, before)
-
-
-def test_the_worst_layers_can_stay_rope() -> None:
-    ids = torch.randint(0, 512, (6, 24))
-    report = calibrate(model := teacher_model(), "coca-exact", ids, CalibrationConfig(steps=3), keep_rope=1)
-    worst = max(report.layers, key=lambda one: one.stream_error).layer
-    assert report.kept == (worst,)
-    assert [s.kind for s in model.config.attention_specs] == ["rope" if i == worst else "coca" for i in range(2)]
-    assert [b.self_attn.spec.kind for b in model.model.layers] == [s.kind for s in model.config.attention_specs]
-    torch.manual_seed(0)
-    teacher = teacher_model()
-    assert model(ids).logits.shape == teacher(ids).logits.shape
-    all_rope = calibrate(again := teacher_model(), "coca-exact", ids, CalibrationConfig(steps=1), keep_rope=2)
-    assert all_rope.kept == (0, 1)
-    assert {s.kind for s in again.config.attention_specs} == {"rope"}
-
-
 def test_layers_left_rope_are_untouched_and_need_no_fit() -> None:
     model, ids = teacher_model(), torch.randint(0, 512, (6, 24))
     before = model.model.layers[0].self_attn
     report = calibrate(model, ["rope", "coca-slack"], ids, CalibrationConfig(steps=2))
     assert model.model.layers[0].self_attn is before
     assert [one.layer for one in report.layers] == [1]
-
-
-def test_local_and_global_layers_are_fitted_as_far_as_they_see() -> None:
-    model, ids = teacher_model(), torch.randint(0, 512, (6, 24))
-    layout = local_and_global("coca-exact", 2, 24, 2)
-    report = calibrate(model, layout, ids, CalibrationConfig(steps=20))
-    assert [(s.window, s.rotary) for s in model.config.attention_specs] == [(24, True), (None, False)]
-    assert all(one.fitted.total < one.copied.total for one in report.layers)
-    with pytest.raises(ValueError, match="windows of at most 23 tokens, what a new layer sees, got 24"):
-        calibrate(teacher_model(), local_and_global("coca-exact", 2, 23), ids)
-
-
-def test_a_window_that_the_source_has_too_hides_nothing() -> None:
-    model = teacher_model()
-    give_attention(model, Target("rope", window=7))
-    calibrate(model, "coca-exact", torch.randint(0, 512, (6, 24)), CalibrationConfig(steps=2))
-    assert [(s.name, s.window) for s in model.config.attention_specs] == [("coca-exact", 7)] * 2
-
-
-def test_rope_with_another_window_needs_no_fit() -> None:
-    """It is the model that copied weights make; and up to the window, the source itself."""
-    ids = torch.randint(0, 512, (6, 24))
-    give_attention(model := teacher_model(), Target("rope", window=24))
-    with pytest.raises(ValueError, match=r"calibration needs CoCA layers to fit, got \['rope'\]; leave it out"):
-        calibrate(teacher_model(), local_and_global("rope", 2, 24), ids)
-    source = teacher_model()
-    source.load_state_dict(model.state_dict())
-    with torch.no_grad():
-        assert torch.equal(model(ids).logits, source(ids).logits)
-        longer = torch.randint(0, 512, (1, 40))
-        assert not torch.allclose(model(longer).logits, source(longer).logits)
 
 
 def test_a_bfloat16_model_stays_one() -> None:
@@ -196,31 +147,6 @@ def test_a_descent_that_diverges_is_not_kept() -> None:
     assert all(parameter.isfinite().all() for parameter in model.parameters())
 
 
-def test_numbers_beyond_the_dtype_are_refused() -> None:
-    """Weights may be finite and what they compute not."""
-    model, ids = teacher_model().half(), torch.randint(0, 12, (4, 16))
-    with torch.no_grad():
-        model.model.layers[0].mlp.down_proj.weight.fill_(6e4)
-        model.model.layers[0].mlp.up_proj.weight.fill_(6e4)
-    with pytest.raises(
-        ValueError, match=r"layer 1 must compute finite numbers .* in torch.float16; convert in a dtype"
-    ):
-        calibrate(model, "coca-exact", ids, CalibrationConfig(steps=1))
-
-
-def test_a_descent_leaves_what_takes_gradients_as_it_was() -> None:
-    model, x = teacher_model(), torch.randn(2, 8, 32)
-    teacher = model.model.layers[0].self_attn
-    student = replace_attention(model, 0, AttentionSpec("coca", "exact"))
-    student.v_proj.requires_grad_(False)
-    before = {name: (p.detach().clone(), p.requires_grad) for name, p in student.named_parameters()}
-    descend(student, teacher, [(x, x)], fit="t", steps=2, lr=1e-2)
-    for name, p in student.named_parameters():
-        assert torch.equal(p, before[name][0]) == (not name.startswith("t_proj"))
-        assert p.requires_grad == before[name][1]
-        assert p.grad is None
-
-
 def test_from_pretrained_calibrates(tmp_path: Path) -> None:
     saved(tmp_path, "qwen3")
     ids = torch.randint(0, 64, (6, 16))
@@ -231,24 +157,89 @@ def test_from_pretrained_calibrates(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ids", "options", "message"),
+    ("ids", "message"),
     [
-        (torch.zeros(3, dtype=torch.long), {}, "ids must be whole numbers of shape"),
-        (torch.zeros(4, 65, dtype=torch.long), {}, "windows of at most the training length 64, got 65"),
-        (torch.full((4, 8), 512), {}, "ids must lie below vocab_size = 512, got 512"),
-        (torch.zeros(4, 8, dtype=torch.long), {"keep_rope": 3}, "keep_rope must be 0 … 2 layers, got 3"),
+        (torch.zeros(3, dtype=torch.long), "ids must be whole numbers of shape"),
+        (torch.zeros(4, 65, dtype=torch.long), "at most 64 tokens per sequence, the training length, got 65"),
+        (torch.full((4, 8), 512), "ids must lie below vocab_size = 512, got 512"),
     ],
 )
-def test_bad_calibration_is_refused(ids: torch.Tensor, options: dict, message: str) -> None:
+def test_bad_calibration_raises(ids: torch.Tensor, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        calibrate(teacher_model(), "coca-exact", ids, **options)
+        calibrate(teacher_model(), "coca-exact", ids)
 
 
-def test_bad_settings_are_refused() -> None:
-    with pytest.raises(ValueError, match="fit must be made of the letters tqvo, got 'x'"):
-        CalibrationConfig(fit="x")
-    with pytest.raises(ValueError, match="inputs must be 'student' or 'teacher'"):
-        CalibrationConfig(inputs="pupil")
-    for share in (0.0, 1.0, -1.0):
-        with pytest.raises(ValueError, match=f"held_out must be a share of the windows between 0 and 1, got {share}"):
-            CalibrationConfig(held_out=share)
+@pytest.mark.parametrize("attention", ["hybrid-rope", "hybrid-coca-exact", "hybrid-coca-polar", "hybrid-pope"])
+def test_hybrids_are_fitted_as_far_as_they_see(attention: str) -> None:
+    model, ids = teacher_model(), torch.randint(0, 12, (8, 24))
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    report = calibrate(model, Target(attention, 24, 2), ids, CalibrationConfig(steps=20, lr=1e-2))
+    kind = attention.removeprefix("hybrid-")
+    found = [(s.name, s.window, s.rotary) for s in model.config.attention_specs]
+    assert found == [(kind, 24, True), ("rope", None, False)]
+    assert [one.layer for one in report.layers] == ([1] if kind == "rope" else [0, 1])
+    assert all(one.fitted.total < one.copied.total for one in report.layers)
+    kept = [name for name, p in model.named_parameters() if name in before and torch.equal(p, before[name])]
+    moved = {name for name in before if name.startswith("model.layers.1.self_attn.")} - set(kept)
+    assert {name.split(".")[4] for name in moved} == {"q_proj", "k_proj"}
+    if kind == "rope":  # a window layer keeps its weights
+        assert {name for name in before if name.startswith("model.layers.0.")} <= set(kept)
+    with pytest.raises(ValueError, match="at most 23 tokens per sequence, what a new layer sees, got 24"):
+        calibrate(teacher_model(), Target(attention, 23, 2), ids)
+
+
+def test_what_needs_no_fit() -> None:
+    """RoPE with another window is the model that copied weights make; and up to the window, the source itself."""
+    ids, window = torch.randint(0, 512, (6, 24)), {"kind": "rope", "window": 24}
+    give_attention(model := teacher_model(), Target(window))
+    with pytest.raises(ValueError, match=r"calibration needs layers of another kind to fit, got \['rope'\]; leave it"):
+        calibrate(teacher_model(), window, ids)
+    source = teacher_model()
+    source.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, source(ids).logits)
+        longer = torch.randint(0, 512, (1, 40))
+        assert not torch.allclose(model(longer).logits, source(longer).logits)
+    give_attention(windowed := teacher_model(), Target({"kind": "rope", "window": 7}))
+    calibrate(windowed, "coca-exact", ids, CalibrationConfig(steps=2))  # a window of the source hides nothing new
+    assert [(s.name, s.window) for s in windowed.config.attention_specs] == [("coca-exact", 7)] * 2
+
+
+def test_a_descent_changes_queries_and_keys_of_the_student_alone() -> None:
+    model, x = teacher_model(), torch.randn(2, 8, 32)
+    teacher = model.model.layers[0].self_attn
+    theirs = {name: p.detach().clone() for name, p in teacher.named_parameters()}
+    student = replace_attention(model, 0, AttentionSpec("coca", "polar"))
+    student.v_proj.requires_grad_(False)
+    before = {name: (p.detach().clone(), p.requires_grad) for name, p in student.named_parameters()}
+    descend(student, teacher, [(x, x)], steps=2, lr=1e-2)
+    for name, p in student.named_parameters():
+        assert torch.equal(p, before[name][0]) == name.startswith(("v_proj", "o_proj"))
+        assert p.requires_grad == before[name][1]
+        assert p.grad is None
+    assert all(torch.equal(p, theirs[name]) for name, p in teacher.named_parameters())
+
+
+def test_numbers_beyond_the_dtype_raise() -> None:
+    """Weights may be finite and what they compute not."""
+    model, ids = teacher_model().half(), torch.randint(0, 12, (4, 16))
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight.fill_(6e4)
+        model.model.layers[0].mlp.up_proj.weight.fill_(6e4)
+    with pytest.raises(ValueError, match=r"layer 1 computes numbers that are not finite in torch.float16; convert in"):
+        calibrate(model, "coca-exact", ids, CalibrationConfig(steps=1))
+
+
+def test_a_temporary_folder_without_space_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real write fails: for a moment this process may not make files of more than 4 kB."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    x = mapped((3, 4), torch.float32).copy_(torch.arange(12.0).view(3, 4))
+    assert x.sum() == 66
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        with pytest.raises(OSError, match=f"needs 16 MiB for hidden states in '{tmp_path}'.*in TMPDIR"):
+            mapped((4, 1 << 20), torch.float32)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,51 @@
+"""Checkpoints: read LLaMA-family ones, give them another attention, write, export and run them."""
+
+from farspan.checkpoints.calibrate import CalibrationConfig, CalibrationReport, Errors, LayerReport, calibrate
+from farspan.checkpoints.configuration import config_of, read_config, write_config
+from farspan.checkpoints.convert import (
+    Conversion,
+    clear_out,
+    convert_folder,
+    fingerprint,
+    from_pretrained,
+    give_attention,
+    load,
+    read_note,
+    save,
+    write_note,
+)
+from farspan.checkpoints.export import export_as, export_folder
+from farspan.checkpoints.generate import stream
+from farspan.checkpoints.replace import Target, attention_reach, replace_attention
+from farspan.checkpoints.sources import Source, open_source, text_tokenizer, tokenizer_of
+
+__all__ = [
+    "CalibrationConfig",
+    "CalibrationReport",
+    "Conversion",
+    "Errors",
+    "LayerReport",
+    "Source",
+    "Target",
+    "attention_reach",
+    "calibrate",
+    "clear_out",
+    "config_of",
+    "convert_folder",
+    "export_as",
+    "export_folder",
+    "fingerprint",
+    "from_pretrained",
+    "give_attention",
+    "load",
+    "open_source",
+    "read_config",
+    "read_note",
+    "replace_attention",
+    "save",
+    "stream",
+    "text_tokenizer",
+    "tokenizer_of",
+    "write_config",
+    "write_note",
+]

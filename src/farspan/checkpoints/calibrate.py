@@ -1,0 +1,425 @@
+"""Fit new attention layers on text, one by one, so that each matches the RoPE layer that it replaces.
+
+CoCA starts from a closed form. For one pair q = (a, b) of the teacher, with Δ = (m-n)θ_j and Σ = (m+n)θ_j, scores are
+
+    teacher   ⟨q, k⟩ cosΔ - (b k_a - a k_b) sinΔ        CoCA   t·(P cosΔ + Q sinΔ + R cosΣ + S sinΣ)
+
+with P = ‖q‖² and no other term for exact, and the four of docs/math.md for slack, made from the student's own q. Over
+angles spread evenly, the t that is nearest to the teacher in the least-squares sense is
+
+    t(n) = ( E[P a - Q b]·k_a(n) + E[P b + Q a]·k_b(n) ) / E[P² + Q² + R² + S²]
+
+with E over the queries: the key along the queries' mean direction, in units of their length. It is linear in k, so
+W_T's row for a pair is a combination of the two rows of W_K. Copying W_K takes (½, ½) for every pair. Then, and for all
+other kinds from the start, gradient descent fits W_Q and W_K (or W_T).
+"""
+
+import math
+import os
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from copy import deepcopy
+from dataclasses import asdict, dataclass
+from tempfile import NamedTemporaryFile, gettempdir
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from farspan.checkpoints.replace import AttentionArgument, Target, replace_attention
+from farspan.errors import require
+from farspan.layers import Attention, AttentionSpec
+from farspan.modeling_farspan import FarspanBlock, FarspanForCausalLM
+from farspan.ops.masking import make_mask
+from farspan.ops.reference import repeat_heads, visible
+from farspan.utils import DISK_FULL, Progress, silent
+
+PASS = 8192
+"""Tokens that go through a block together on a GPU: fewer leave it idle."""
+FITTED = ("q_proj", "k_proj", "t_proj", "t_norm", "phase")
+Batches = Sequence[tuple[Tensor, Tensor]]
+"""Inputs of the teacher and of the student for the same tokens, (b, n, hidden) each."""
+
+
+@dataclass(frozen=True)
+class CalibrationConfig:
+    """How to fit.
+
+    Args:
+        steps: of Adam per layer; 0 keeps the closed form.
+        lr: its learning rate, warmed up over a tenth of the steps and lowered to zero.
+        batch: sequences per step.
+        held_out: share of the sequences, at least one, that nothing is fitted on. The report is about them, and they
+            decide whether a layer keeps its descent or what it started from.
+    """
+
+    steps: int = 100
+    lr: float = 3e-3
+    batch: int = 2
+    held_out: float = 0.125
+
+    def __post_init__(self) -> None:
+        require(0 < self.held_out < 1, f"held_out must be a share between 0 and 1, got {self.held_out}; try 0.125")
+        require(self.steps >= 0 and self.batch >= 1, f"steps must be ≥ 0 and batch ≥ 1, got {self.steps}, {self.batch}")
+
+
+@dataclass(frozen=True)
+class Errors:
+    """How far a student is from its teacher."""
+
+    attention_kl: float
+    output_error: float
+    """Squared, relative to the teacher's output."""
+
+    @property
+    def total(self) -> float:
+        """What the descent lowers."""
+        return self.attention_kl + self.output_error
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """What one layer became, and its errors on held-out sequences: weights copied, in closed form, and fitted."""
+
+    layer: int
+    attention: str
+    copied: Errors
+    closed: Errors
+    fitted: Errors
+    stream_error: float
+    """Mean over tokens of ‖error of the output‖² / ‖residual stream after the layer‖²."""
+    seconds: float
+
+
+@dataclass(frozen=True)
+class CalibrationReport:
+    """All fitted layers, and what it took."""
+
+    layers: tuple[LayerReport, ...]
+    tokens: int
+    seconds: float
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return one plain mapping per layer, for a result file."""
+        return [asdict(layer) for layer in self.layers]
+
+
+def calibrate(
+    model: FarspanForCausalLM,
+    attention: AttentionArgument | Target,
+    ids: Tensor,
+    config: CalibrationConfig | None = None,
+    *,
+    progress: Progress = silent,
+) -> CalibrationReport:
+    """Replace a RoPE model's attention in place, fitted on ids (sequences, length); the report says how well.
+
+    Layers are done from below, each on what the layers before it now give. RoPE layers that only get a window keep
+    their weights. Memory is for the model, a few copies of one layer's attention and a batch of sequences; the hidden
+    states of all sequences, two times ids.numel() · hidden_size numbers of the model's dtype, lie in temporary files.
+
+    >>> from farspan import FarspanConfig
+    >>> teacher = FarspanForCausalLM(FarspanConfig.preset("tiny", attention="rope"))
+    >>> report = calibrate(teacher, "coca-exact", torch.randint(0, 512, (8, 16)), CalibrationConfig(steps=2))
+    >>> len(report.layers), teacher.config.attention_specs[0].name
+    (4, 'coca-exact')
+    """
+    config, began = config or CalibrationConfig(), time.monotonic()
+    _check_ids(model, ids)
+    old = model.config.attention_specs
+    specs = (attention if isinstance(attention, Target) else Target(attention)).specs(model.config)
+    fitted = _layers_to_fit(specs, old, ids.shape[1])
+    held = min(max(1, round(len(ids) * config.held_out)), len(ids) - 1)
+    streams, reports = Streams(model, ids, config.batch), list[LayerReport]()
+    for index, (block, spec) in enumerate(zip(model.model.layers, specs, strict=True)):
+        original: Attention = block.self_attn
+        if spec != old[index]:
+            student = replace_attention(model, index, spec)
+        if index in fitted:
+            reports.append(_fit_layer(index, student, original, block, streams, held, config))
+        if index < fitted[-1]:
+            streams.advance(block, original, block.self_attn if index in fitted else original)
+        progress(index + 1, len(specs), "calibrating", phase="calibrating")
+    return CalibrationReport(tuple(reports), ids.numel(), time.monotonic() - began)
+
+
+def _layers_to_fit(new: Sequence[AttentionSpec], old: Sequence[AttentionSpec], length: int) -> list[int]:
+    """Return the layers whose weights must change: another kind, or no positions where there were some."""
+    changed = [index for index in range(len(new)) if new[index] != old[index]]
+    fitted = [i for i in changed if new[i].name != old[i].name or new[i].rotary != old[i].rotary]
+    require(
+        bool(fitted),
+        f"calibration needs layers of another kind to fit, got {sorted({spec.name for spec in new})}; leave it out",
+    )
+    windows = [(new[index].window, old[index].window) for index in changed]
+    narrowest = min((window for window, before in windows if window and window != before), default=length)
+    require(
+        length <= narrowest,
+        f"ids must have at most {narrowest} tokens per sequence, what a new layer sees, got {length}; cut shorter",
+    )
+    return fitted
+
+
+def _check_ids(model: FarspanForCausalLM, ids: Tensor) -> None:
+    config = model.config
+    require(
+        ids.ndim == 2 and len(ids) >= 2 and not ids.is_floating_point(),
+        f"ids must be whole numbers of shape (sequences ≥ 2, length), got {ids.dtype} {tuple(ids.shape)}; cut the text",
+    )
+    require(
+        ids.shape[1] <= config.train_length,
+        f"ids must have at most {config.train_length} tokens per sequence, the training length, got {ids.shape[1]}; "
+        "cut shorter",
+    )
+    require(
+        int(ids.max()) < config.vocab_size and int(ids.min()) >= 0,
+        f"ids must lie below vocab_size = {config.vocab_size}, got {int(ids.max())}; use the model's own tokenizer",
+    )
+
+
+def _fit_layer(
+    index: int,
+    student: Attention,
+    original: Attention,
+    block: FarspanBlock,
+    streams: "Streams",
+    held: int,
+    config: CalibrationConfig,
+) -> LayerReport:
+    """Fit a new layer in float32, and report its errors on the held-out sequences."""
+    began, teacher, work = time.monotonic(), deepcopy(original).float(), deepcopy(student).float()
+    train, test = streams.inputs(block, slice(-held)), streams.inputs(block, slice(-held, None))
+    copied = closed = measure(work, teacher, test)
+    if work.spec.kind == "coca" and not work.spec.polar:
+        start_closed_form(work, teacher, train)
+        closed = measure(work, teacher, test)
+    fitted = closed
+    if config.steps:
+        before = deepcopy(work.state_dict())
+        descend(work, teacher, train, steps=config.steps, lr=config.lr)
+        fitted = measure(work, teacher, test)
+        if not fitted.total <= closed.total:  # too little text, or it diverged: NaN is not ≤
+            work.load_state_dict(before)
+            fitted = closed
+    student.load_state_dict(work.state_dict())
+    felt = _stream_error(work, teacher, test, streams.original(slice(-held, None)))
+    require(
+        math.isfinite(fitted.total) and math.isfinite(felt),
+        f"layer {index} computes numbers that are not finite in {student.q_proj.weight.dtype}; "
+        "convert in a dtype of wider range, float32 or bfloat16",
+    )
+    return LayerReport(index, student.spec.name, copied, closed, fitted, felt, time.monotonic() - began)
+
+
+@torch.no_grad()
+def _stream_error(student: Attention, teacher: Attention, test: Batches, hidden: Iterable[Tensor]) -> float:
+    """Compute the mean of ratios per token: a ratio of sums would see only the few tokens of giant norm."""
+    total, tokens = 0.0, 0
+    for (theirs, ours), below in zip(test, hidden, strict=True):
+        goal = teacher(theirs)
+        ratio = (student(ours) - goal).pow(2).sum(-1) / (below + goal).pow(2).sum(-1)
+        total, tokens = total + float(ratio.sum()), tokens + ratio.numel()
+    return total / tokens
+
+
+# One layer
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What a layer did with an input: log-probabilities (b, h, n, n) and its output (b, n, hidden)."""
+
+    log_weights: Tensor
+    output: Tensor
+
+
+def attention_rows(layer: Attention, x: Tensor) -> Rows:
+    """Compute all attention rows of a layer for x (b, n, hidden). N×N: for sequences of some hundred tokens."""
+    q, k, v = layer.project(x)
+    n = x.shape[1]
+    mask = make_mask(n, n, len(x), x.device, causal=layer.causal, window=layer.spec.window)
+    q, k = layer.features(q, k, mask, layer.rotary)
+    scores = q @ repeat_heads(k, layer.num_heads).mT * layer.scaling
+    log_weights = scores.masked_fill(~visible(mask), -torch.inf).log_softmax(-1)
+    out = log_weights.exp() @ repeat_heads(v, layer.num_heads)
+    return Rows(log_weights, layer.o_proj(out.transpose(1, 2).flatten(2)))
+
+
+def divergence(teacher: Rows, student: Rows) -> Tensor:
+    """Compute the mean over rows of KL(teacher ‖ student); keys that neither may see count nothing."""
+    hidden = teacher.log_weights.isneginf()
+    difference = (teacher.log_weights - student.log_weights).masked_fill(hidden, 0)
+    return (teacher.log_weights.exp() * difference).sum(-1).mean()
+
+
+def output_error(teacher: Rows, student: Rows) -> Tensor:
+    """Compute ‖student - teacher‖² / ‖teacher‖² of the outputs."""
+    return (student.output - teacher.output).pow(2).sum() / teacher.output.pow(2).sum()
+
+
+@torch.no_grad()
+def measure(student: Attention, teacher: Attention, batches: Batches) -> Errors:
+    """Compute mean errors over batches."""
+    kl = relative = 0.0
+    for theirs, ours in batches:
+        goal, rows = attention_rows(teacher, theirs), attention_rows(student, ours)
+        kl += float(divergence(goal, rows)) / len(batches)
+        relative += float(output_error(goal, rows)) / len(batches)
+    return Errors(kl, relative)
+
+
+@torch.no_grad()
+def start_closed_form(student: Attention, teacher: Attention, batches: Batches) -> None:
+    """Set W_T (and its bias) to the closed form.
+
+    Under qk-norm t has a norm of its own, which removes the length of W_T x again; its weight starts at the length that
+    the closed form has on the first batch.
+    """
+    groups, sums = student.num_key_heads, list[Tensor]()
+    for theirs, ours in batches:
+        parts = moments(teacher.project(theirs)[0].double(), student.project(ours)[0].double(), student.form, groups)
+        sums = [total + part for total, part in zip(sums, parts, strict=True)] if sums else parts
+    coefficients = closed_form(sums).to(batches[0][0].dtype)
+    if teacher.qk_norm:
+        k = teacher.project(batches[0][0])[1]
+        wanted = (k.unflatten(-1, (2, -1)) * coefficients[:, None]).sum(-2)
+        student.get_parameter("t_norm.weight").fill_(wanted.pow(2).mean().sqrt())
+        coefficients = coefficients * teacher.get_parameter("k_norm.weight").view(2, -1)
+    for name, ours in student.get_submodule("t_proj").named_parameters():
+        pairs = teacher.get_parameter(f"k_proj.{name}").unflatten(0, (groups, 2, -1))  # g, member, pair, …
+        ours.copy_((pairs * coefficients.view(*coefficients.shape, *[1] * (pairs.ndim - 3))).sum(1).flatten(0, 1))
+
+
+def moments(teacher_q: Tensor, student_q: Tensor, form: str, groups: int) -> list[Tensor]:
+    """Sum P a - Q b, P b + Q a and P² + Q² + R² + S² over un-rotated queries (b, h, n, d): (groups, d/2) each."""
+    (a, b), (x, y) = teacher_q.chunk(2, dim=-1), student_q.chunk(2, dim=-1)
+    if form == "exact":
+        even, odd = x * x + y * y, torch.zeros_like(x)
+        power = even * even
+    else:
+        even, odd, rest = (x + y) ** 2 / 2, (x * x - y * y) / 2, (x - y) ** 2 / 2
+        power = even**2 + 2 * odd**2 + rest**2
+    parts = (even * a - odd * b, even * b + odd * a, power)
+    return [part.unflatten(1, (groups, -1)).sum((0, 2, 3)) for part in parts]
+
+
+def closed_form(sums: Sequence[Tensor]) -> Tensor:
+    """Return (groups, 2, d/2): what each member of a key's pair counts for in t."""
+    first, second, power = sums
+    return torch.stack((first, second), dim=1) / power.clamp(min=1e-30)[:, None]
+
+
+@torch.enable_grad()
+def descend(student: Attention, teacher: Attention, batches: Batches, *, steps: int, lr: float) -> None:
+    """Run Adam on KL of the attention rows plus relative error of the output; only queries and keys change."""
+    warm, before = max(1, steps // 10), {p: p.requires_grad for p in student.parameters()}
+    for name, parameter in student.named_parameters():
+        parameter.requires_grad_(name.split(".")[0] in FITTED)
+    optimizer = torch.optim.Adam([p for p in before if p.requires_grad], lr=lr)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: min(1.0, (s + 1) / warm) * (1 - s / steps))
+    for step in range(steps):
+        theirs, ours = batches[step % len(batches)]
+        with torch.no_grad():
+            goal = attention_rows(teacher, theirs)
+        rows = attention_rows(student, ours)
+        optimizer.zero_grad()
+        (divergence(goal, rows) + output_error(goal, rows)).backward()
+        optimizer.step()
+        schedule.step()
+    for parameter, wanted in before.items():
+        parameter.requires_grad_(wanted)
+        parameter.grad = None
+
+
+# Hidden states of all sequences on their way up through a model
+
+
+def mapped(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Make a CPU tensor whose memory is a nameless file in the temporary folder: the system frees it when we end.
+
+    >>> x = mapped((2, 3), torch.bfloat16).fill_(1)
+    >>> float(x.sum())
+    6.0
+    """
+    numbers = torch.Size(shape).numel()
+    size = numbers * dtype.itemsize
+    with NamedTemporaryFile(prefix="farspan-", suffix=".hidden") as file:
+        try:
+            if hasattr(os, "posix_fallocate"):  # a full disk is an error here, and would be a crash at a later write
+                os.posix_fallocate(file.fileno(), 0, size)
+            else:
+                os.truncate(file.fileno(), size)
+        except OSError as error:
+            if error.errno not in DISK_FULL:
+                raise
+            raise OSError(
+                f"calibration needs {size / 2**20:,.0f} MiB for hidden states in {gettempdir()!r} ({error.strerror}); "
+                "calibrate on fewer tokens, or name a folder with more space in TMPDIR"
+            ) from error
+        return torch.from_file(file.name, shared=True, size=numbers, dtype=dtype).view(*shape)
+
+
+class Streams:
+    """What the original gives each layer, and what the new model gives it: (sequences, length, hidden) each.
+
+    In the model's dtype, once as long as both agree. They lie in temporary files, from where they pass through memory
+    `batch` sequences at a time.
+    """
+
+    def __init__(self, model: FarspanForCausalLM, ids: Tensor, batch: int) -> None:
+        embed = model.model.embed_tokens
+        self._batch, self._device = batch, model.device
+        self._teacher = self._student = mapped((*ids.shape, embed.embedding_dim), model.dtype)
+        with torch.no_grad():
+            for place, rows in zip(self._teacher.split(batch), ids.split(batch), strict=True):
+                place.copy_(embed(rows.to(self._device)))
+
+    def inputs(self, block: FarspanBlock, part: slice) -> "Inputs":
+        """Return what the attention of a block gets, for some of the sequences."""
+        return Inputs(block, self._teacher[part], self._student[part], self._batch, self._device)
+
+    def original(self, part: slice) -> Iterator[Tensor]:
+        """Yield the original's stream in float32, batch by batch."""
+        for hidden in self._teacher[part].split(self._batch):
+            yield hidden.to(self._device).float()
+
+    @torch.no_grad()
+    def advance(self, block: FarspanBlock, teacher: Attention, student: Attention) -> None:
+        """Send both through a block, each with its own attention; once, as long as they agree."""
+        parted = self._student is self._teacher and student is not teacher
+        if parted:
+            self._student = mapped(self._teacher.shape, self._teacher.dtype)
+        step = self._batch if self._device.type == "cpu" else max(self._batch, PASS // self._teacher.shape[1])
+        for start in range(0, len(self._teacher), step):
+            part = slice(start, start + step)
+            theirs = self._teacher[part].to(self._device)
+            if self._student is not self._teacher:
+                ours = theirs if parted else self._student[part].to(self._device)
+                self._student[part] = _run(block, student, ours)
+            self._teacher[part] = _run(block, teacher, theirs)
+
+
+def _run(block: FarspanBlock, attention: Attention, h: Tensor) -> Tensor:
+    h = h + attention(block.input_layernorm(h))
+    return h + block.mlp(block.post_attention_layernorm(h))
+
+
+class Inputs(Sequence[tuple[Tensor, Tensor]]):
+    """Normed inputs of teacher and student in float32, each batch made when it is asked for."""
+
+    def __init__(self, block: FarspanBlock, teacher: Tensor, student: Tensor, batch: int, device: torch.device) -> None:
+        self._norm, self._device = block.input_layernorm, device
+        self._teacher, self._student = teacher.split(batch), student.split(batch)
+        self._agree = teacher.data_ptr() == student.data_ptr()
+
+    def __len__(self) -> int:
+        return len(self._teacher)
+
+    def __getitem__(self, index: Any) -> Any:
+        theirs = self._normed(self._teacher[index])
+        return theirs, theirs if self._agree else self._normed(self._student[index])
+
+    @torch.no_grad()
+    def _normed(self, hidden: Tensor) -> Tensor:
+        normed: Tensor = self._norm(hidden.to(self._device)).float()
+        return normed

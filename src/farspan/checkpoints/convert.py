@@ -1,0 +1,397 @@
+"""Load a checkpoint as a farspan model, give it another attention, and write it to a folder."""
+
+import json
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from itertools import islice
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import GenerationConfig
+
+from farspan.checkpoints.calibrate import CalibrationConfig, CalibrationReport, calibrate
+from farspan.checkpoints.configuration import config_of, valid_config, write_config
+from farspan.checkpoints.replace import AUTO, AttentionArgument, Target, replace_attention
+from farspan.checkpoints.sources import Source, open_source, quiet, read_json, tokenizer_of
+from farspan.configuration_farspan import FarspanConfig
+from farspan.errors import require
+from farspan.modeling_farspan import FarspanForCausalLM
+from farspan.results import write_result
+from farspan.utils import Progress, atomic_path, check_folder, silent
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+CALIBRATION_TOKENS = 262_144
+REACH_SEQUENCES, REACH_WINDOWS = 8, 4
+"""Sequences, of so many windows each, on which the reach of layers is measured."""
+REACH_TEXT = "stdlib"
+"""What reach is measured on without other text: the Python standard library's sources, which are always there."""
+SHARD_SIZE = "5GB"
+NOTE = "conversion.json"
+
+
+# Reading
+
+
+def load(
+    source: Source,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    progress: Progress = silent,
+) -> FarspanForCausalLM:
+    """Load a source as our model with its own attention: the same logits. dtype None keeps the source's.
+
+    Memory holds the model and one tensor more.
+    """
+    model, dtype = _empty_model(source), dtype or source.dtype
+    names = _check_tensors(source, model)
+    for done, name in enumerate(names):
+        # A copy: what safetensors gives is a view of the file, which may change or vanish.
+        tensor = source.read(name).to(device=device, dtype=dtype, copy=True)
+        require(
+            bool(torch.stack(tensor.aminmax()).isfinite().all()),  # NaN where there is one; no copy, unlike isfinite
+            f"tensor {name!r} in {str(source.path)!r} must hold finite numbers, got NaN or infinity as {dtype}; "
+            "download it again, or choose a wider dtype",
+        )
+        owner, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, nn.Parameter(tensor))
+        progress(done + 1, len(names), "reading", phase="reading")
+    if model.config.tie_word_embeddings:
+        model.lm_head.weight = model.model.embed_tokens.weight
+    model.config.dtype = dtype
+    if source.generation is not None:
+        try:
+            model.generation_config = GenerationConfig.from_dict(source.generation)
+        except (ValueError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"generation_config.json of {str(source.path)!r} is not valid ({error}); correct or remove it"
+            ) from error
+    return model.eval()
+
+
+def _empty_model(source: Source) -> FarspanForCausalLM:
+    config = config_of(source)
+    with valid_config(source.config, source.where), torch.device("meta"):
+        return FarspanForCausalLM(config)
+
+
+def _check_tensors(source: Source, model: FarspanForCausalLM) -> list[str]:
+    """Return the names to read. Raise for the first tensor that is missing, unknown or of another shape."""
+    path = str(source.path)
+    if adapter := min((name for name in source.shapes if ".lora_" in name), default=None):
+        merged = source.path.resolve().with_name("merged")  # where `farspan finetune` leaves it
+        remedy = f"give {str(merged)!r}" if (merged / "config.json").is_file() else "merge them into its weights first"
+        raise ValueError(f"checkpoint must be a plain model, got {path!r} with LoRA weights ({adapter!r}); {remedy}")
+    tied = model.config.tie_word_embeddings
+    wanted = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
+    if tied and HEAD in source.shapes:
+        require(
+            _equal(source.read(HEAD), source.read(EMBEDDING)),
+            f"tensor {HEAD!r} must equal {EMBEDDING!r} where tie_word_embeddings is true; "
+            "set tie_word_embeddings to false in config.json",
+        )
+    for name in [name for name in wanted if name != HEAD or not tied]:
+        require(
+            name in source.shapes,
+            f"tensor {name!r} is missing from {path!r}; download it again, or check that its configuration fits",
+        )
+        require(
+            source.shapes[name] == wanted[name],
+            f"tensor {name!r} must have shape {wanted[name]} by the configuration, got {source.shapes[name]} in "
+            f"{path!r}; check hidden_size, head counts and vocab_size",
+        )
+    for name in source.shapes:
+        require(
+            name in wanted or name.endswith(".rotary_emb.inv_freq"),  # older exporters stored frequencies
+            f"tensor {name!r} in {path!r} has no place in a {source.config.get('model_type')} model of "
+            f"{model.config.num_hidden_layers} layers; check num_hidden_layers, biases and model_type",
+        )
+    return [name for name in wanted if name != HEAD or not tied]
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and torch.equal(one.float(), other.float())
+
+
+COUNTS = (
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "hidden_act",
+    "coca_activation",
+    "cosformer_max_length",
+    "cosformer_beyond",
+    "cosformer_activation",
+    "causal",
+    "train_length",
+)
+"""Fields of a configuration that change what the same tensors compute, beside those that :func:`fingerprint` adds.
+`log_length` is not among them: each row of a result says whether it was on."""
+
+
+def fingerprint(source: Source) -> str:
+    """Return a digest that two checkpoints share if they hold one model: as a folder, in shards or as a GGUF file.
+
+    Numbers count as float32, as `farspan eval` reads them: a copy in fewer bits is another model. A head that equals
+    the embedding counts as tied to it. Tensors are read one by one, these two together.
+    """
+    model, plain = _empty_model(source), FarspanConfig()
+    config, names = model.config, _check_tensors(source, model)
+    if HEAD in names and _equal(source.read(HEAD), source.read(EMBEDDING)):
+        names.remove(HEAD)
+    # Only what differs from the defaults, so that a new field changes no older digest.
+    meaning: dict[str, Any] = {n: getattr(config, n) for n in COUNTS if getattr(config, n) != getattr(plain, n)}
+    meaning["attention"] = [[spec.name, spec.window, spec.rotary] for spec in config.attention_specs]
+    meaning |= {"base": config.rotary().base, "law": repr(config.rotary().scaling)}
+    meaning["epsilon"] = float(torch.tensor(config.rms_norm_eps))  # GGUF files keep it in float32
+    digest = sha256(json.dumps(meaning, sort_keys=True).encode())
+    for name in sorted(names):
+        tensor = source.read(name).to(torch.float32).contiguous()
+        digest.update(f"{name} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.numpy())  # type: ignore[arg-type]
+    return digest.hexdigest()
+
+
+# Writing
+
+
+def clear_out(out: Path) -> None:
+    """Raise unless `out` can become the folder of a model: it is new or empty, and not the current folder."""
+    require(Path(out).resolve() != Path.cwd(), "out must be a new folder, got the current one; name another")
+    check_folder(Path(out))
+
+
+def save(model: FarspanForCausalLM, out: Path, carry: Callable[[Path], None], *, config: Any = None) -> None:
+    """Write a model and what travels with it to a folder that appears complete or not at all.
+
+    Args:
+        carry: puts tokenizer, notes, a card or source into the folder that it is given.
+        config: the config.json of another family, in place of ours.
+    """
+    clear_out(out)
+    with atomic_path(Path(out).resolve()) as folder:
+        try:
+            with quiet():
+                model.save_pretrained(folder, max_shard_size=SHARD_SIZE)
+        except SafetensorError as error:
+            number = re.search(r"os error (\d+)", str(error))
+            raise OSError(int(number[1]) if number else 0, str(error)) from error
+        if config is not None:
+            raw = {**config, "dtype": str(model.dtype).removeprefix("torch.")}
+            (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
+        carry(folder)
+        rights = (
+            (folder / "config.json").stat().st_mode
+        )  # as the umask has them; safetensors writes for the owner alone
+        for file in folder.glob("*.safetensors"):
+            file.chmod(rights)
+
+
+def write_note(folder: Path, source: Path, **more: Any) -> None:
+    """Record in a model's folder where its original is.
+
+    >>> with TemporaryDirectory() as folder:
+    ...     write_note(Path(folder), Path("/models/llama"))
+    ...     print(read_note(Path(folder)).name)
+    llama
+    """
+    note = {"schema": 1, "source": str(source.absolute()), **more}
+    (folder / NOTE).write_text(json.dumps(note, indent=1) + "\n", encoding="utf-8")
+
+
+def read_note(folder: Path) -> Path | None:
+    """Return the original of a converted folder; None where nothing is said."""
+    if not (folder / NOTE).is_file():
+        return None
+    source = read_json(folder / NOTE).get("source")
+    require(isinstance(source, str), f"'source' in {str(folder / NOTE)!r} must be a path; remove the file")
+    return Path(str(source))
+
+
+# Converting
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What :func:`convert_folder` did."""
+
+    report: CalibrationReport | None
+    """How well the layers were fitted, if there was text for it."""
+    copied: tuple[int, ...]
+    """Layers that changed without a fit: their weights are the original's, but not yet what they compute."""
+    global_layers: tuple[int, ...] = ()
+    reach: tuple[float, ...] = ()
+    """Of each layer, if the global layers were chosen by measurement."""
+
+
+def from_pretrained(
+    path: str | os.PathLike[str],
+    attention: AttentionArgument = "rope",
+    *,
+    calibration: Tensor | None = None,
+    calibration_config: CalibrationConfig | None = None,
+    window: int | None = None,
+    global_every: int | None = None,
+    global_layers: Sequence[int] | str | None = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    progress: Progress = silent,
+) -> FarspanForCausalLM:
+    """Load a LLaMA, Mistral, Qwen2, Qwen3 or SmolLM checkpoint as a farspan model.
+
+    Args:
+        path: a folder with config.json and safetensors, a .gguf file, or a farspan folder.
+        attention: "rope" gives the source's logits; None keeps what a farspan folder has; the others, and `window`,
+            `global_every` and `global_layers`, are explained at :class:`Target`. Under dynamic NTK the logits of one
+            forward pass are the source's, but `generate` takes one base for prompt and new tokens, where transformers
+            changes it under a cache of older angles.
+        calibration: ids (sequences, length) of text to fit new layers on (:func:`calibrate`, which also returns a
+            report). Without it they start from copied weights, which is far from the source.
+        calibration_config: how they are fitted; None takes the defaults of :class:`CalibrationConfig`.
+        dtype: of the weights; None keeps the source's (float32 for GGUF).
+        device: of the weights, and so where layers are fitted.
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    >>> llama = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2))
+    >>> with TemporaryDirectory() as folder:
+    ...     llama.save_pretrained(folder)
+    ...     model = from_pretrained(folder, attention="coca-exact")
+    >>> [spec.name for spec in model.config.attention_specs]
+    ['coca-exact']
+    """
+    target, source = Target(attention, window, global_every, global_layers), open_source(Path(path))
+    target.specs(config_of(source))  # raises for what cannot be, before any work
+    ids = _reach_ids(source, target, ()) if target.global_layers == AUTO else None
+    model = load(source, dtype=dtype, device=device, progress=progress)
+    give_attention(model, target, calibration, calibration_config, reach_ids=ids, progress=progress)
+    return model
+
+
+def give_attention(
+    model: FarspanForCausalLM,
+    target: Target,
+    calibration: Tensor | None = None,
+    calibration_config: CalibrationConfig | None = None,
+    *,
+    reach_ids: Tensor | None = None,
+    progress: Progress = silent,
+) -> Conversion:
+    """Replace a RoPE model's attention, fitted if there is text for it, otherwise from copied weights."""
+    require(calibration is None or target.attention is not None, "calibration needs attention, the one to fit")
+    before, reach = model.config.attention_specs, list[float]()
+    if target.global_layers == AUTO:
+        require(reach_ids is not None, "global_layers 'auto' needs reach_ids to measure on")
+        assert reach_ids is not None
+        target, reach = target.measured(model, reach_ids)
+    specs, report = target.specs(model.config), None
+    if calibration is not None:
+        report = calibrate(model, target, calibration, calibration_config, progress=progress)
+    else:
+        for layer, spec in enumerate(specs):
+            if spec != before[layer]:
+                replace_attention(model, layer, spec)
+    if target.hybrid:
+        model.set_log_length(True)
+    changed = [i for i, (new, old) in enumerate(zip(specs, before, strict=True)) if _needs_training(new, old)]
+    everywhere = [i for i, spec in enumerate(specs) if target.hybrid and spec.window is None]
+    return Conversion(report, tuple(changed if report is None else ()), tuple(everywhere), tuple(reach))
+
+
+def _needs_training(new: Any, old: Any) -> bool:
+    return new.name != old.name or new.rotary != old.rotary
+
+
+def convert_folder(
+    source: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    attention: AttentionArgument = None,
+    *,
+    to: str | None = None,
+    text: Sequence[str] = (),
+    tokens: int = CALIBRATION_TOKENS,
+    length: int = 512,
+    calibration_config: CalibrationConfig | None = None,
+    window: int | None = None,
+    global_every: int | None = None,
+    global_layers: Sequence[int] | str | None = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    progress: Progress = silent,
+) -> Conversion:
+    """Do what :func:`from_pretrained` does, and write a new folder: the model, its tokenizer, conversion.json (the
+    source, the global layers and the reach that chose them) and calibration.json, the report.
+
+    Args:
+        to: write another family's format instead, where nothing is lost.
+        text: sources as `farspan data` takes them. `tokens` of it, in sequences of `length` (at most the training
+            length, and a layer's window), calibrate; "auto" is measured on it, too.
+    """
+    clear_out(Path(out))
+    require(
+        not text or attention is not None,
+        f"text needs attention, the one to fit, got {', '.join(text)} without; give for example attention='coca-exact'",
+    )
+    target, opened = Target(attention, window, global_every, global_layers), open_source(Path(source))
+    config = config_of(opened)
+    specs = target.specs(config)
+    config.attention = [spec.to_dict() for spec in specs]
+    raw = None if to is None else write_config(config, to)  # raises for what it would lose, before any work
+    with TemporaryDirectory() as carried:
+        opened.carry(Path(carried))  # first, so that a broken tokenizer is found before any work
+        length = min(length, config.train_length, *(spec.window or length for spec in specs))
+        ids = sequences(opened, text, max(2, tokens // length), length) if text else None
+        reach_ids = _reach_ids(opened, target, text) if target.global_layers == AUTO else None
+        model = load(opened, dtype=dtype, device=device, progress=progress)
+        done = give_attention(model, target, ids, calibration_config, reach_ids=reach_ids, progress=progress)
+
+        def carry(folder: Path) -> None:
+            for file in Path(carried).iterdir():
+                (folder / file.name).write_bytes(file.read_bytes())  # with the rights of the umask
+            if attention is not None and to is None:
+                layers = {"global_layers": done.global_layers} if done.global_layers else {}
+                reach = {"reach": done.reach, "reach_measured_on": list(text) or [REACH_TEXT]} if done.reach else {}
+                write_note(folder, Path(source), **layers, **reach)
+            if done.report is not None:
+                rows, on = done.report.rows(), str(model.device)
+                write_result(folder / "calibration.json", rows, device=on, seed=0, kind="calibration")
+
+        save(model, Path(out), carry, config=raw)
+    return done
+
+
+def _reach_ids(source: Source, target: Target, text: Sequence[str]) -> Tensor:
+    length = min(config_of(source).train_length, REACH_WINDOWS * target.keys)
+    return sequences(source, text or (REACH_TEXT,), REACH_SEQUENCES, length)
+
+
+def sequences(source: Source, text: Sequence[str], wanted: int, length: int) -> Tensor:
+    """Return ids (sequences, length) from text sources: an eighth from each document, more only if there are few."""
+    from farspan.data import documents
+
+    tokenizer, found, spare = tokenizer_of(source), list[Tensor](), list[Tensor]()
+    share = max(1, wanted // 8)
+    for name in text:
+        for document in documents(name):
+            if len(found) >= wanted:
+                break
+            part = document.text[: wanted * length * 10]  # few tokens are longer than ten characters
+            with quiet():
+                ids = torch.tensor(tokenizer(part).input_ids, dtype=torch.long)
+            pieces = ids[: len(ids) // length * length].view(-1, length)
+            found += pieces[:share]
+            spare += islice(pieces[share:], max(0, wanted - len(spare)))
+    found = [*found, *spare][:wanted]
+    require(
+        len(found) >= 2,
+        f"text must give at least two sequences of {length} tokens, got {len(found)} from {', '.join(text)}; "
+        "use longer texts",
+    )
+    return torch.stack(found)

@@ -1,0 +1,239 @@
+"""Write a checkpoint as a folder that others load: with the model's source and a card, or as a family that needs none.
+
+transformers finds a model's files by the lines `from .x import …` and looks for every x in the same folder. So each
+module becomes one file of a flat folder, and each import of farspan a relative one. The Triton kernels are left out:
+exported models take them from an installed farspan, and run on torch without it.
+"""
+
+import ast
+import os
+import re
+import sys
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from farspan.checkpoints.configuration import config_of, write_config
+from farspan.checkpoints.convert import clear_out, fingerprint, load, read_note, save
+from farspan.checkpoints.sources import Source, open_source, tokenizer_of
+from farspan.configuration_farspan import FarspanConfig
+from farspan.errors import require
+from farspan.results import version
+from farspan.utils import Progress, silent
+
+GENERATION = "generation_config.json"
+ROOT = Path(__file__).parents[1]
+ENTRY = "modeling_farspan"
+CLASSES = {
+    "AutoConfig": "FarspanConfig",
+    "AutoModel": "FarspanModel",
+    "AutoModelForCausalLM": "FarspanForCausalLM",
+    "AutoModelForMaskedLM": "FarspanForMaskedLM",
+    "AutoModelForSequenceClassification": "FarspanForSequenceClassification",
+}
+AUTO_MAP = {auto: f"{ENTRY}.{name}" for auto, name in CLASSES.items()}
+"""What config.json tells the Auto classes. All through one file: transformers keeps a copy of the source for each file
+that the map names, and a class is not the same in two copies."""
+ALWAYS_THERE = {"torch", "transformers", "huggingface_hub", *sys.stdlib_module_names}
+OPTIONAL = {"linear-coca": "farspan.ops.linear_coca"}
+"""Kind of attention → the module that only models with such layers need."""
+
+
+def export_folder(
+    source: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    name: str | None = None,
+    results: Sequence[str | os.PathLike[str]] = (),
+    license: str | None = None,
+    base_model: str | None = None,
+    dtype: torch.dtype | None = None,
+    progress: Progress = silent,
+) -> None:
+    """Write safetensors, tokenizer, settings of `generate`, the model's source and a README.md to a new folder.
+
+    transformers loads it with ``trust_remote_code=True`` where farspan is not installed, and without it after
+    ``import farspan``.
+
+    Args:
+        source: a farspan folder, or anything :func:`farspan.convert.from_pretrained` reads, with its tokenizer.
+        name: what the card calls the model, for example "owner/name"; by default the folder's name.
+        results: JSON files of `farspan eval` about this model, for the card's tables.
+        license: for example "apache-2.0".
+        base_model: the model that this one was made from, by its name on the hub; by default what the source's
+            conversion.json names, or the source itself where it is no farspan folder.
+        dtype: of the weights; None keeps the source's.
+
+    ::
+
+        farspan.checkpoints.export_folder("runs/mine/model", "hub/mine", results=["ppl.json", "passkey.json"])
+    """
+    from farspan.export.card import Card, render
+    from farspan.report.collect import collect_files
+
+    out = Path(out)
+    clear_out(out)
+    name = name or out.resolve().name
+    run = collect_files([Path(path) for path in results], name)
+    opened = open_source(Path(source))
+    tokenizer_of(opened)  # raises before any work is done
+    _check_results(run, opened)
+    model = load(opened, dtype=dtype, progress=progress)
+    model.config.auto_map = dict(AUTO_MAP)
+    original = base_model or _original(opened)
+    on_hub = base_model or (original if original and "/" in original else None)
+    card = render(Card(name, model, run, license, on_hub, original, rounded=model.dtype != opened.dtype))
+
+    def carry(folder: Path) -> None:
+        opened.carry(folder)
+        kinds = {spec.kind for spec in model.config.attention_specs}
+        for file, text in {**flat_source(kinds), "README.md": card}.items():
+            (folder / file).write_text(text, encoding="utf-8")
+
+    save(model, out, carry)
+
+
+def export_as(
+    source: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    family: str = "smollm3",
+    *,
+    dtype: torch.dtype | None = None,
+    progress: Progress = silent,
+) -> list[str]:
+    """Write a rope or hybrid-rope model as a plain folder of another family, which needs no farspan and no custom code.
+
+    The logits are the same, except for what is returned: one sentence for each thing that the family does not have.
+    Raise for a model that does not map.
+    """
+    out = Path(out)
+    clear_out(out)
+    opened = open_source(Path(source))
+    config = config_of(opened)
+    windows = {spec.window for spec in config.attention_specs} - {None}
+    require(
+        len(windows) <= 1,
+        f"a {family} model has one window size, got {sorted(windows, key=str)}; keep the farspan folder",
+    )
+    lost = []
+    if config.log_length:
+        lost.append(
+            f"log_length is lost: past {config.train_length:,} tokens the scores of global layers no longer grow with "
+            "the logarithm of the length, and logits differ"
+        )
+    raw = write_config(config, family, without=("log_length",))
+    tokenizer_of(opened)
+    model = load(opened, dtype=dtype, progress=progress)
+    save(model, out, opened.carry, config=raw)
+    return lost
+
+
+def _check_results(run: Any, source: Source) -> None:
+    """Raise for results of another model. Results that do not say of which model they are pass; the card says so."""
+    told = [result for result in run.sources if result.model is not None]
+    own = fingerprint(source) if told else None
+    for result in told:
+        require(
+            result.model == own,
+            f"results must be about {str(source.path)!r}, got {result.file!r} of another model "
+            f"({result.command}); measure this one with farspan eval, or leave the file out",
+        )
+
+
+def _original(source: Source) -> str | None:
+    """Return the name of what a source was converted from, or is converted from now."""
+    found = read_note(source.path) if source.path.is_dir() else None
+    if found is None and source.config.get("model_type") != FarspanConfig.model_type:
+        found = source.path.absolute()
+    return None if found is None else original_name(found)
+
+
+def original_name(path: Path) -> str:
+    """Return what to call a checkpoint at a path: "owner/name" in the hub's cache, elsewhere its file or folder.
+
+    >>> original_name(Path("hub/models--owner--some-model/snapshots/0a1b")), original_name(Path("in/smol.gguf"))
+    ('owner/some-model', 'smol.gguf')
+    """
+    cached = next((part for part in path.parts if part.startswith("models--")), None)
+    return cached.removeprefix("models--").replace("--", "/", 1) if cached else path.name
+
+
+def flat_source(kinds: Collection[str] = ()) -> dict[str, str]:
+    """Return file name → text for every module that a model with these kinds of attention needs.
+
+    >>> files = flat_source()
+    >>> "from .farspan_ops_rotary import Rotary" in files["modeling_farspan.py"], len(files)
+    (True, 15)
+    """
+    left_out = {module for kind, module in OPTIONAL.items() if kind not in kinds}
+    texts: dict[str, str] = {}
+    waiting = [f"farspan.{ENTRY}"]
+    while waiting:
+        module = waiting.pop()
+        if flat_name(module) not in texts:
+            texts[flat_name(module)], needed = rewrite(_path(module).read_text(encoding="utf-8"), left_out)
+            waiting += needed
+    # The configuration is loaded through the entry, too: a model that is saved again must name it.
+    texts[ENTRY] += "\nFarspanConfig.__module__ = __name__\n"
+    origin = f"# farspan {version('farspan')}, Apache-2.0; written by `farspan export`.\n"
+    return {f"{name}.py": origin + text for name, text in sorted(texts.items())}
+
+
+def flat_name(module: str) -> str:
+    """Return the file of a module without its ending.
+
+    >>> flat_name("farspan.ops.rotary"), flat_name("farspan.modeling_farspan")
+    ('farspan_ops_rotary', 'modeling_farspan')
+    """
+    return module.removeprefix("farspan.") if module.endswith("_farspan") else module.replace(".", "_")
+
+
+def rewrite(text: str, left_out: Collection[str] = ()) -> tuple[str, list[str]]:
+    """Return a module's text with flat imports, and the modules of farspan that it imports.
+
+    >>> print(rewrite("from farspan.ops import Rotary  # angles")[0])
+    from .farspan_ops import Rotary  # angles
+    """
+    lines, needed = text.splitlines(keepends=True), list[str]()
+    statements = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Import | ast.ImportFrom)]
+    for node in sorted(statements, key=lambda node: node.lineno, reverse=True):
+        first, last = node.lineno - 1, (node.end_lineno or node.lineno) - 1
+        before, after = lines[first][: node.col_offset], lines[last][node.end_col_offset :]
+        statement = "".join(lines[first : last + 1])[len(before) :].removesuffix(after)
+        modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
+        ours = modules[0].partition(".")[0] == "farspan"
+        if ours and not modules[0].startswith("farspan.ops.triton") and modules[0] not in left_out:
+            found, statement = _relative(node, statement)
+            needed += found
+        elif any(module.partition(".")[0] not in ALWAYS_THERE for module in modules):
+            statement = _guarded(statement, before)
+        lines[first : last + 1] = [before + statement + after]
+    return "".join(lines), needed
+
+
+def _relative(node: ast.Import | ast.ImportFrom, statement: str) -> tuple[list[str], str]:
+    """Return the modules that an import of farspan needs, and the statement that finds them in the same folder."""
+    require(
+        isinstance(node, ast.ImportFrom) and node.module is not None,
+        f"an exported module must say `from farspan.… import …`, got {statement!r}; name what it uses",
+    )
+    assert isinstance(node, ast.ImportFrom)
+    assert node.module is not None
+    if node.module == "farspan":  # `from farspan import modeling_farspan`
+        (alias,) = node.names
+        module = f"farspan.{alias.name}"
+        return [module], f"from . import {flat_name(module)}"
+    pattern = rf"from\s+{re.escape(node.module)}\b"
+    return [node.module], re.sub(pattern, f"from .{flat_name(node.module)}", statement, count=1)
+
+
+def _guarded(statement: str, indent: str) -> str:
+    """Return an import that may fail: transformers rejects a model whose other imports are missing, used or not."""
+    return f"try:\n{indent}    {statement}\n{indent}except ImportError:\n{indent}    raise"
+
+
+def _path(module: str) -> Path:
+    place = ROOT.joinpath(*module.split(".")[1:])
+    return place / "__init__.py" if place.is_dir() else place.with_suffix(".py")

@@ -1,0 +1,98 @@
+"""Write text with any checkpoint that can be read, piece by piece."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import TextIteratorStreamer
+
+from farspan.checkpoints.convert import load
+from farspan.checkpoints.sources import open_source, tokenizer_of
+from farspan.errors import require
+from farspan.modeling_farspan import FarspanForCausalLM
+
+COLDEST, HOTTEST = 1e-3, 1e3
+
+
+def stream(
+    path: str | os.PathLike[str],
+    prompt: str,
+    *,
+    max_new_tokens: int = 128,
+    temperature: float = 0.0,
+    seed: int = 0,
+    chat: bool = False,
+) -> Iterator[str]:
+    """Yield pieces of the continuation of a prompt, each as soon as its word is complete.
+
+    Args:
+        path: a farspan folder, or anything :func:`farspan.convert.from_pretrained` reads, with its tokenizer.
+        temperature: 0 takes the likeliest token; above it the model's own top_p and top_k hold too.
+        chat: put the prompt into the model's chat template.
+    """
+    require(
+        temperature == 0 or COLDEST <= temperature <= HOTTEST,
+        f"temperature must be 0 or {COLDEST:g} … {HOTTEST:g}, got {temperature!r}; 0 takes the likeliest token",
+    )
+    require(max_new_tokens < 2**31, f"max_new_tokens must be below 2^31, got {max_new_tokens}")
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"prompt must be valid Unicode, got {prompt!r} ({error.reason}); remove it") from error
+    source = open_source(Path(path))
+    tokenizer = tokenizer_of(source)
+    ids = _ids(tokenizer, prompt, chat)
+    require(ids.shape[1] > 0, "prompt must have at least one token, got an empty text; write a word")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = load(source, device=device)
+    ids = ids.to(device)
+    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    settings: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+    if temperature > 0:
+        torch.manual_seed(seed % 2**63)
+        settings = {"do_sample": True, "temperature": temperature}
+    settings |= {"attention_mask": torch.ones_like(ids), "max_new_tokens": max_new_tokens}
+    settings["pad_token_id"] = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    settings["eos_token_id"] = _ends(model, tokenizer)
+    failure: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            model.generate(ids, streamer=streamer, **settings)  # type: ignore[misc]
+        except BaseException as error:  # must reach the reader, who would wait for ever
+            failure.append(error)
+            streamer.end()
+
+    thread = Thread(target=work, daemon=True)
+    thread.start()
+    yield from streamer
+    thread.join()
+    if failure:
+        raise failure[0]
+
+
+def _ids(tokenizer: Any, prompt: str, chat: bool) -> Tensor:
+    if not chat:
+        return torch.tensor([tokenizer(prompt).input_ids], dtype=torch.long)
+    require(
+        tokenizer.chat_template is not None,
+        "--chat needs a tokenizer with a chat template, got one without; leave --chat out",
+    )
+    messages = [{"role": "user", "content": prompt}]
+    try:
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    except Exception as error:  # a template is a program of someone else's
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise ValueError(f"the model's chat template fails ({reason}); leave --chat out, or correct it") from error
+    return torch.tensor([ids], dtype=torch.long)
+
+
+def _ends(model: FarspanForCausalLM, tokenizer: Any) -> list[int] | None:
+    """Return every token that ends a text: those of the model's generation settings, and the tokenizer's."""
+    known = model.generation_config.eos_token_id
+    ends = {*(known if isinstance(known, list) else [known]), tokenizer.eos_token_id} - {None}
+    return sorted(ends) or None

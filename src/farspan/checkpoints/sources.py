@@ -1,0 +1,524 @@
+"""Read checkpoints, folders of transformers and GGUF files: a configuration, names and shapes, one tensor at a time.
+
+transformers' `from_pretrained` is not used. It also follows adapters, explicit file names and pickled checkpoints, and
+initialises what is missing. Only safetensors and GGUF are read here, and every tensor must be known.
+"""
+
+import json
+import math
+import re
+import struct
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers.utils import logging as transformers_logging
+
+from farspan.checkpoints.configuration import config_of, valid_config
+from farspan.errors import require, unknown
+from farspan.ops.rotary import Llama3, Rotary
+
+if TYPE_CHECKING:
+    from farspan.data import TextTokenizer
+
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+INDEX = "model.safetensors.index.json"
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+CARRIED = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+"""Tokenizer and generation settings travel with a model unchanged."""
+
+
+class Source(ABC):
+    """A checkpoint on disk. The names of its tensors are those of our model."""
+
+    path: Path
+    config: dict[str, Any]
+    """As in a config.json of transformers."""
+    where: str = "config.json"
+    """Where that configuration was read, for errors."""
+    shapes: dict[str, tuple[int, ...]]
+    """The shape of every tensor."""
+    dtype: torch.dtype
+    """The dtype of most tensors; float32 where they are packed."""
+    generation: dict[str, Any] | None = None
+    """As in generation_config.json, where there is one."""
+
+    @abstractmethod
+    def read(self, name: str) -> Tensor:
+        """Read one tensor, on the CPU."""
+
+    @abstractmethod
+    def write_carried(self, folder: Path) -> None:
+        """Write what :meth:`carry` checks."""
+
+    def carry(self, folder: Path) -> None:
+        """Leave in a folder what travels unchanged: the tokenizer and the settings of `generate`. Check it."""
+        self.write_carried(folder)
+        check_tokenizer(folder, config_of(self).vocab_size, self.path)
+
+
+def open_source(path: Path) -> Source:
+    """Open a folder with config.json and safetensors, or a .gguf file, or a folder with one."""
+    path = Path(path)
+    require(
+        path.exists(),
+        f"checkpoint must be a folder or a .gguf file, got {str(path)!r}, which does not exist; {_where_from(path)}",
+    )
+    if path.is_dir():
+        found = sorted(path.glob("*.gguf"))
+        if not found or (path / "config.json").exists():
+            return Folder(path)
+        require(
+            len(found) == 1,
+            f"checkpoint must hold one .gguf file, got {len(found)} in {str(path)!r}; name one of them",
+        )
+        path = found[0]
+    require(
+        path.suffix not in PICKLES,
+        f"checkpoint must be safetensors or GGUF, got the pickle {str(path)!r}, which could run code when opened; "
+        "save the model again with transformers' save_pretrained",
+    )
+    require(
+        path.suffix == ".gguf",
+        f"checkpoint must be a folder or a .gguf file, got {str(path)!r}; give the model's folder",
+    )
+    return GgufFile(path)
+
+
+def _where_from(path: Path) -> str:
+    """Return what to do about a path that does not exist: it may be the name of a model on the hub."""
+    if len(path.parts) == 2 and not path.is_absolute() and not path.suffix and not path.parent.exists():
+        return f"a model of the Hugging Face hub must be downloaded first: hf download {path} --local-dir {path.name}"
+    return "check the path"
+
+
+class Folder(Source):
+    """A transformers folder: config.json and safetensors, in one file or in shards."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        inner = path / "model"  # a training run keeps its model inside
+        remedy = f"give {str(inner)!r}" if (inner / "config.json").is_file() else "give the folder of a model"
+        require(
+            (path / "config.json").is_file(),
+            f"checkpoint must have a config.json, got {str(path)!r} without one; {remedy}",
+        )
+        self.config = read_json(path / "config.json")
+        settings = path / "generation_config.json"
+        self.generation = read_json(settings) if settings.is_file() else None
+        _check_end_tokens(self.generation or {}, settings)
+        index, self._where, self.shapes, kinds = self._index(), {}, {}, list[torch.dtype]()
+        for file in sorted({*index.values()}) or [self._only_file()]:
+            with self._open(file) as opened:
+                for name in opened.keys():  # noqa: SIM118  (not a dict)
+                    piece = opened.get_slice(name)
+                    require(
+                        piece.get_dtype() in DTYPES,
+                        f"tensor {name!r} must hold floating-point numbers, got {piece.get_dtype()}; "
+                        "convert the unquantised checkpoint",
+                    )
+                    kinds.append(DTYPES[piece.get_dtype()])
+                    if index.get(name, file) == file:
+                        self._where[name], self.shapes[name] = file, tuple(piece.get_shape())
+        for name, file in index.items():
+            require(
+                name in self._where,
+                f"tensor {name!r} is missing from {str(path / file)!r}, where {INDEX} says it is; download both again",
+            )
+        self.dtype = max(kinds, key=kinds.count) if kinds else torch.float32
+
+    def _index(self) -> dict[str, str]:
+        """Return tensor → shard; empty where there is one file."""
+        file = self.path / INDEX
+        if not file.is_file():
+            return {}
+        index = read_json(file).get("weight_map")
+        if index is None and (self.path / "model.safetensors").is_file():
+            return {}
+        require(
+            isinstance(index, dict) and bool(index) and all(isinstance(shard, str) for shard in index.values()),
+            f"weight_map of {str(file)!r} must name a file for each tensor; download it again",
+        )
+        assert index is not None
+        for shard in sorted({*index.values()}):
+            require(
+                Path(shard).name == shard,
+                f"weight_map of {str(file)!r} must name files beside it, got {shard!r}; do not trust this folder",
+            )
+            require(
+                (self.path / shard).is_file(),
+                f"{INDEX} names the shard {shard!r}, which is missing from {str(self.path)!r}; download it again",
+            )
+        return dict(index)
+
+    def _only_file(self) -> str:
+        if (self.path / "model.safetensors").is_file():
+            return "model.safetensors"
+        pickles = sorted(file.name for file in self.path.iterdir() if file.suffix in PICKLES)
+        require(
+            not pickles,
+            f"checkpoint must have safetensors, got only {', '.join(pickles[:1])!r} in {str(self.path)!r}, a pickle "
+            "that could run code when opened; save the model again with transformers' save_pretrained",
+        )
+        raise ValueError(f"checkpoint must have model.safetensors or {INDEX}, got {str(self.path)!r} without either")
+
+    def _open(self, file: str) -> Any:
+        try:
+            return safe_open(self.path / file, framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise ValueError(
+                f"{str(self.path / file)!r} is not a complete safetensors file ({error}); download or save it again"
+            ) from error
+
+    def read(self, name: str) -> Tensor:
+        # Opened for each tensor: what was read stays in memory for as long as its file is mapped.
+        tensor: Tensor = self._open(self._where[name]).get_tensor(name)
+        return tensor
+
+    def write_carried(self, folder: Path) -> None:
+        for name in CARRIED:
+            if (self.path / name).is_file():
+                (folder / name).write_bytes((self.path / name).read_bytes())
+
+
+# GGUF. The package `gguf` parses and unpacks. transformers can read these files too, but it drops tensors and scaling
+# methods that it does not know without a word, knows no smollm3, and takes twice the time.
+
+PARTS = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k": "self_attn.k_proj",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+INTERLEAVED = {"llama": True, "qwen2": False, "qwen3": False, "smollm3": True}
+"""Architecture → whether rows of q and k are stored pair by pair, (0, d/2, 1, d/2+1, …). Mistral calls itself llama."""
+GGUF_CONFIG = {
+    "block_count": "num_hidden_layers",
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.sliding_window": "sliding_window",
+    "vocab_size": "vocab_size",
+}
+GGUF_NEEDED = ("block_count", "embedding_length", "feed_forward_length", "attention.head_count")
+GGUF_SCALING = (
+    "scaling.type",
+    "scaling.factor",
+    "scale_linear",
+    "scaling.original_context_length",
+    "scaling.finetuned",
+    "scaling.attn_factor",
+    "scaling.yarn_attn_factor",
+    "scaling.yarn_beta_fast",
+    "scaling.yarn_beta_slow",
+)
+"""Known fields of a scaling method, after "ARCHITECTURE.rope."."""
+BROKEN = (ValueError, KeyError, IndexError, OSError, OverflowError, TypeError, struct.error, MemoryError)
+"""What gguf's reader raises on a file that is cut short or something else."""
+
+
+class GgufFile(Source):
+    """One .gguf file of a LLaMA-family model; packed weights are unpacked to float32."""
+
+    where = "the GGUF metadata"
+    dtype = torch.float32
+
+    def __init__(self, path: Path) -> None:
+        try:
+            from gguf import GGUFReader
+        except ModuleNotFoundError as error:
+            raise ValueError(
+                f"a .gguf checkpoint needs the package {error.name}; pip install 'farspan[gguf]'"
+            ) from error
+        self.path = path
+        try:
+            reader = GGUFReader(path)
+            lists = {name for name, held in reader.fields.items() if held.types and held.types[0].name == "ARRAY"}
+            self._fields = {n: None if n in lists else held.contents() for n, held in reader.fields.items()}
+        except BROKEN as error:
+            raise ValueError(f"{str(path)!r} is not a complete GGUF file ({error}); download it again") from error
+        self._kind = str(self._fields.get("general.architecture"))
+        if self._kind not in INTERLEAVED:
+            remedy = "checkpoints of other families cannot be converted"
+            raise unknown(f"general.architecture of {str(path)!r}", self._kind, INTERLEAVED, remedy)
+        self._tensors = {_our_name(tensor.name): tensor for tensor in reader.tensors}
+        self._divisors = self._tensors.pop("rope_freqs.weight", None)
+        self.shapes = {name: tuple(int(n) for n in reversed(t.shape)) for name, t in self._tensors.items()}
+        for field in GGUF_NEEDED:
+            require(
+                self._field(field) is not None,
+                f"{str(path)!r} must give {self._kind}.{field} as a number, got none; export the file again",
+            )
+        with valid_config({"model_type": self._kind}, self.where):
+            self.config = self._config()
+
+    def _field(self, name: str, default: Any = None) -> Any:
+        return self._fields.get(f"{self._kind}.{name}", default)
+
+    def _config(self) -> dict[str, Any]:
+        config = {ours: self._field(name) for name, ours in GGUF_CONFIG.items() if self._field(name) is not None}
+        for field in ("num_attention_heads", "hidden_size"):
+            require(config[field] >= 1, f"{self.where}'s {field} must be at least 1, got {config[field]}")
+        config.setdefault("num_key_value_heads", config["num_attention_heads"])
+        width = config.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
+        rotated, scale = self._field("rope.dimension_count", width), float(self._field("attention.scale", 0.0))
+        require(
+            rotated == width,
+            f"{self._kind}.rope.dimension_count must be the head width {width}, got {rotated}; "
+            "models that rotate only part of a head are not supported",
+        )
+        require(
+            scale == 0 or math.isclose(scale, width**-0.5, rel_tol=1e-5),  # 0 says the usual
+            f"{self._kind}.attention.scale must be 1/√(head width) = {width**-0.5:.6g}, got {scale:.6g}; "
+            "models that scale their scores otherwise are not supported",
+        )
+        if "model.embed_tokens.weight" in self.shapes:
+            config["vocab_size"] = self.shapes["model.embed_tokens.weight"][0]
+        for token, name in (("bos", "bos"), ("eos", "eos"), ("padding", "pad")):
+            config[f"{name}_token_id"] = self._fields.get(f"tokenizer.ggml.{token}_token_id")
+        return {
+            "model_type": "mistral" if config.get("sliding_window") and self._kind == "llama" else self._kind,
+            **config,
+            "tie_word_embeddings": "lm_head.weight" not in self.shapes,
+            "attention_bias": "model.layers.0.self_attn.q_proj.bias" in self.shapes,
+            "mlp_bias": "model.layers.0.mlp.up_proj.bias" in self.shapes,
+            "rope_parameters": self._rope(config),
+        }
+
+    def _rope(self, config: dict[str, Any]) -> dict[str, Any]:
+        """Return `rope_parameters`. A factor without a type is linear; a smollm3 file has no more to say."""
+        prefix, base = f"{self._kind}.rope.", float(self._field("rope.freq_base", 10_000.0))
+        rope: dict[str, Any] = {"rope_theta": base, "rope_type": "default"}
+        found: dict[str, Any] = {
+            name[len(prefix) :]: value for name, value in self._fields.items() if name.startswith(f"{prefix}scal")
+        }
+        for name, value in found.items():
+            require(
+                name in GGUF_SCALING,
+                f"{prefix}{name} must be absent, got {value!r}: this scaling is not supported; "
+                "convert the safetensors folder instead",
+            )
+        kind = found.get("scaling.type", "linear")
+        factor = float(found.get("scaling.factor") or found.get("scale_linear") or 1.0)
+        scaled = kind != "none" and (factor != 1 or kind not in ("linear", "yarn"))
+        if self._divisors is not None:
+            require(
+                not scaled, f"{prefix}scaling must be absent beside 'rope_freqs.weight'; convert the safetensors folder"
+            )
+            return rope | self._llama3(base, config["head_dim"])
+        if not scaled:
+            return rope
+        longer = found.get("scaling.attn_factor", 1.0) * found.get("scaling.yarn_attn_factor", 1.0)
+        require(
+            kind == "yarn" or longer == 1,
+            f"{prefix}scaling.attn_factor must be 1 without yarn, got {longer} with {kind}; "
+            "convert the safetensors folder instead",
+        )
+        trained = found.get("scaling.original_context_length")
+        rope |= {"rope_type": kind, "factor": factor}
+        if kind == "yarn" and factor > 0:
+            trained = trained or config.get("max_position_embeddings")
+            rope |= {
+                "beta_fast": found.get("scaling.yarn_beta_fast", 32.0),
+                "beta_slow": found.get("scaling.yarn_beta_slow", 1.0),
+                "attention_factor": longer * (0.1 * math.log(factor) + 1),
+            }
+        return rope if trained is None else {**rope, "original_max_position_embeddings": trained}
+
+    def _llama3(self, base: float, width: int) -> dict[str, Any]:
+        """Return Llama 3.1's method. Its files hold only what divides each frequency: compare with the formula."""
+        divisors = self._unpack("rope_freqs.weight", self._divisors).double().flatten()
+        method = Llama3(round(float(divisors.max()), 3), 8192)
+        expected = Rotary(width, base).frequencies() / Rotary(width, base, method).frequencies()
+        require(
+            divisors.shape == expected.shape and torch.allclose(divisors, expected, rtol=1e-4),
+            "tensor 'rope_freqs.weight' must follow Llama 3.1's method (training length 8192, factors 1 and 4), got "
+            "other values; convert the safetensors folder instead",
+        )
+        return {
+            "rope_type": "llama3",
+            "factor": method.factor,
+            "original_max_position_embeddings": method.train_length,
+            "low_freq_factor": method.low_rotations,
+            "high_freq_factor": method.high_rotations,
+        }
+
+    def _unpack(self, name: str, tensor: Any) -> Tensor:
+        from gguf.quants import dequantize
+
+        try:
+            return torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy())
+        except NotImplementedError as error:
+            raise ValueError(
+                f"tensor {name!r} in {str(self.path)!r} is packed as {tensor.tensor_type.name}, which gguf cannot "
+                "unpack; convert another quantisation, or the safetensors folder"
+            ) from error
+
+    def read(self, name: str) -> Tensor:
+        tensor = self._unpack(name, self._tensors[name]).reshape(self.shapes[name])
+        if INTERLEAVED[self._kind] and re.search(r"\.[qk]_proj\.", name):
+            pairs = tensor.unflatten(0, (-1, self.config["head_dim"] // 2, 2))  # head, pair, member
+            tensor = pairs.transpose(1, 2).reshape(tensor.shape)
+        return tensor
+
+    def write_carried(self, folder: Path) -> None:
+        require(
+            "tokenizer.ggml.tokens" in self._fields,
+            f"{str(self.path)!r} must hold its tokenizer (the field tokenizer.ggml.tokens), got none; "
+            "export the file again with its vocabulary",
+        )
+        load_auto_tokenizer(self.path.parent, gguf_file=self.path.name).save_pretrained(folder)
+
+
+def _our_name(name: str) -> str:
+    """Return our name of a GGUF tensor; unknown ones keep theirs.
+
+    >>> _our_name("blk.3.attn_q.weight"), _our_name("output.weight"), _our_name("blk.0.odd.weight")
+    ('model.layers.3.self_attn.q_proj.weight', 'lm_head.weight', 'blk.0.odd.weight')
+    """
+    found = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
+    if found is None or found[2] not in PARTS:
+        return name
+    layer = "" if found[1] is None else f"model.layers.{found[1]}."
+    return f"{layer}{PARTS[found[2]]}.{found[3]}"
+
+
+# Tokenizers
+
+
+def tokenizer_of(source: Source) -> Any:
+    """Return transformers' tokenizer of a source."""
+    with TemporaryDirectory() as folder:
+        source.carry(Path(folder))
+        require(
+            any(Path(folder).glob("*token*")) or (Path(folder) / "vocab.json").is_file(),
+            f"{str(source.path)!r} must come with its tokenizer, got none; add tokenizer.json",
+        )
+        return load_auto_tokenizer(Path(folder), source.path)
+
+
+def text_tokenizer(path: str | Path) -> "TextTokenizer":
+    """Return the tokenizer beside a model, or inside its GGUF file, as farspan.data knows tokenizers."""
+    from farspan.data import load_tokenizer
+
+    place = Path(path)
+    if (place / "tokenizer.json").is_file():
+        check_tokenizer(place)
+        return load_tokenizer(place)
+    with TemporaryDirectory() as folder:
+        open_source(place).carry(Path(folder))
+        require(
+            (Path(folder) / "tokenizer.json").is_file(),
+            f"MODEL must come with tokenizer.json, got {str(path)!r} without; add it to the folder",
+        )
+        return load_tokenizer(folder)
+
+
+def load_auto_tokenizer(folder: Path, named: Path | None = None, **options: Any) -> Any:
+    """Call AutoTokenizer without remote code. Raise whatever goes wrong inside as one line about `named`."""
+    from transformers import AutoTokenizer
+
+    try:
+        with quiet():
+            return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True, **options)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise ValueError(
+            f"the tokenizer of {str(named or folder)!r} cannot be read ({reason}); save or download it again"
+        ) from error
+
+
+def check_tokenizer(folder: Path, vocab_size: int | None = None, named: Path | None = None) -> None:
+    """Raise for broken files of a tokenizer, by their names. A folder without any passes."""
+    from tokenizers import Tokenizer
+
+    shown = named if named is not None and named.is_dir() else folder
+    for name in CARRIED:
+        if name.endswith(".json") and (folder / name).is_file():
+            held = read_json(folder / name, shown / name)
+            if name == "generation_config.json":
+                _check_end_tokens(held, shown / name)
+            for key, token in held.items() if name in ("tokenizer_config.json", "special_tokens_map.json") else ():
+                text = token.get("content") if isinstance(token, dict) else token
+                require(
+                    not re.fullmatch("(bos|eos|pad|unk)_token", key) or text is None or isinstance(text, str),
+                    f"{key} in {str(shown / name)!r} must be text, got {token!r}; correct it",
+                )
+    file = folder / "tokenizer.json"
+    if file.is_file():
+        try:
+            held = Tokenizer.from_file(str(file)).get_vocab()
+        except Exception as error:  # the library raises plain Exception
+            raise ValueError(
+                f"{str(shown / file.name)!r} is not a tokenizer ({error}); download or save it again"
+            ) from error
+        tokens = max(held.values(), default=-1) + 1
+        require(
+            vocab_size is None or tokens <= vocab_size,
+            f"the tokenizer of {str(named or folder)!r} must have at most the model's vocab_size = {vocab_size} "
+            f"tokens, got {tokens}; add the tokenizer that the model was trained with",
+        )
+
+
+def _check_end_tokens(settings: dict[str, Any], file: Path) -> None:
+    for key in ("eos_token_id", "bos_token_id", "pad_token_id"):
+        held = settings.get(key)
+        numbers = held if isinstance(held, list) else [held]
+        require(
+            held is None or all(type(one) is int and one >= 0 for one in numbers),
+            f"{key} in {str(file)!r} must be a token id or a list of them, got {held!r}; correct it",
+        )
+
+
+def read_json(path: Path, shown: Path | None = None) -> dict[str, Any]:
+    """Read a JSON object, or raise one line about the file."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{str(shown or path)!r} is not JSON ({error}); download or save it again") from error
+    require(isinstance(found, dict), f"{str(shown or path)!r} must hold a JSON object, got {type(found).__name__}")
+    return dict(found)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Show none of transformers' progress bars and warnings inside the block."""
+    bars, level = transformers_logging.is_progress_bar_enabled(), transformers_logging.get_verbosity()
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(level)
+        if bars:
+            transformers_logging.enable_progress_bar()

@@ -1,0 +1,280 @@
+"""What cannot be read or converted raises one line that names the tensor, field or file, and nothing is left behind."""
+
+import json
+import pickle
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from farspan.convert import convert_folder, from_pretrained
+from tests.checkpoints.sources import edit_config, saved, with_tokenizer
+from tests.command_line import called
+
+UP = "model.layers.1.mlp.up_proj.weight"
+INDEX = "model.safetensors.index.json"
+
+
+def tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
+    def spoil(folder: Path) -> None:
+        held = load_file(folder / "model.safetensors")
+        change(held)
+        save_file(held, folder / "model.safetensors")
+
+    return spoil
+
+
+def config(remove: tuple[str, ...] = (), **changes: Any) -> Callable[[Path], None]:
+    return lambda folder: edit_config(folder, remove, **changes)
+
+
+def rope(**values: Any) -> Callable[[Path], None]:
+    return config(rope_parameters={"rope_type": "default", "rope_theta": 1e4, **values})
+
+
+def lose_shard(folder: Path) -> None:
+    saved(folder, max_shard_size="8KB")
+    (folder / "model.safetensors").unlink()
+    sorted(folder.glob("model-*.safetensors"))[1].unlink()
+
+
+def swap_shards(folder: Path) -> None:
+    saved(folder, max_shard_size="8KB")
+    first, second = sorted(folder.glob("model-*.safetensors"))[:2]
+    first.write_bytes(second.read_bytes())
+
+
+def only_pickle(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps({}))
+
+
+def index(weight_map: object) -> Callable[[Path], None]:
+    return lambda folder: (folder / INDEX).write_text(json.dumps({"weight_map": weight_map})) and None
+
+
+def climbing(folder: Path) -> None:
+    """A shard elsewhere that is complete and readable."""
+    held = load_file(folder / "model.safetensors")
+    other = folder.parent / "elsewhere"
+    other.mkdir()
+    (folder / "model.safetensors").rename(other / "x.safetensors")
+    index(dict.fromkeys(held, "../elsewhere/x.safetensors"))(folder)
+
+
+BAD: dict[str, tuple[Callable[[Path], object], str]] = {
+    "architecture": (config(model_type="gemma"), "model_type must be one of 'llama', .*, got 'gemma'; checkpoints of"),
+    "no architecture": (config(("model_type",)), "model_type must be one of .*, got None"),
+    "architecture as a list": (config(model_type=[]), r"model_type must be one of .*, got \[\]"),
+    "missing tensor": (tensors(lambda t: t.pop(UP)), f"tensor '{UP}' is missing from"),
+    "extra tensor": (
+        tensors(lambda t: t.update({"model.layers.1.self_attn.sinks": torch.ones(4)})),
+        "tensor 'model.layers.1.self_attn.sinks' .* has no place in a llama model of 3 layers",
+    ),
+    "adapter": (
+        tensors(lambda t: t.update({"model.layers.0.self_attn.q_proj.lora_A.weight": torch.ones(4, 4)})),
+        "must be a plain model, got .* with LoRA weights",
+    ),
+    "wrong shape": (
+        tensors(lambda t: t.update({UP: torch.ones(64, 31)})),
+        rf"tensor '{UP}' must have shape \(64, 32\) by the configuration, got \(64, 31\)",
+    ),
+    "integers": (
+        tensors(lambda t: t.update({UP: torch.ones(64, 32, dtype=torch.int8)})),
+        f"tensor '{UP}' must hold floating-point numbers, got I8",
+    ),
+    "NaN": (tensors(lambda t: t[UP][2].fill_(torch.nan)), f"tensor '{UP}' in '.*' must hold finite numbers, got NaN"),
+    "infinity": (tensors(lambda t: t["model.norm.weight"].fill_(-torch.inf)), "'model.norm.weight' .* or infinity"),
+    "untied head": (config(tie_word_embeddings=True), "tensor 'lm_head.weight' must equal 'model.embed_tokens.weight'"),
+    "too many layers": (config(num_hidden_layers=2), r"'model\.layers\.2\..*of 2 layers"),
+    "quantised": (config(quantization_config={"quant_method": "gptq"}), "quantization_config must be absent, got 'gp"),
+    "truncated": (
+        lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:-100]),
+        r"model.safetensors' is not a complete safetensors file .*; download or save it again",
+    ),
+    "empty file": (lambda f: (f / "model.safetensors").write_bytes(b""), "is not a complete safetensors file"),
+    "lost shard": (lose_shard, "names the shard 'model-00002-of-.*', which is missing"),
+    "another shard": (swap_shards, "tensor '.*' is missing from '.*model-00001.*', where .*index.json says it is"),
+    "a shard that climbs": (climbing, r"must name files beside it, got '\.\./elsewhere/x.safetensors'; do not trust"),
+    "an absolute shard": (index({UP: "/etc/hostname"}), "must name files beside it, got '/etc/hostname'"),
+    "no weight map": (
+        lambda f: (f / "model.safetensors").rename(f / INDEX).write_text("{}"),
+        "weight_map of .*index.json' must name a file for each tensor; download it again",
+    ),
+    "weight map as a list": (index([]), "weight_map of .* must name a file for each tensor"),
+    "a shard as a number": (index({"a": 3}), "weight_map of .* must name a file for each tensor"),
+    "pickle": (only_pickle, "got only 'pytorch_model.bin' in .*, a pickle that could run code"),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), "checkpoint must have model.safetensors or"),
+    "no configuration": (lambda f: (f / "config.json").unlink(), "checkpoint must have a config.json"),
+    "broken configuration": (lambda f: (f / "config.json").write_text("{"), "config.json' is not JSON"),
+    "deep configuration": (lambda f: (f / "config.json").write_text("[" * 10**5), "config.json' is not JSON"),
+    "configuration of another kind": (lambda f: (f / "config.json").write_text("[]"), "must hold a JSON object"),
+    "rope type": (rope(rope_type="longrope"), r"rope_parameters\['rope_type'\] must be .* got 'longrope'; checkpoints"),
+    "rope type of our own": (
+        config(model_type="farspan", rope_parameters={"rope_type": "longrope", "rope_theta": 1e4}),
+        r"rope_parameters\['rope_type'\] must be one of 'default', .*, got 'longrope'; choose one of these$",
+    ),
+    "old rope type": (
+        config(("rope_parameters",), rope_scaling={"type": "su", "factor": 2.0}),
+        r"rope_scaling\['rope_type'\] must be one of .*, got 'su'",
+    ),
+    "partial rotation": (rope(partial_rotary_factor=0.5), "partial_rotary_factor must be 1, got 0.5"),
+    "rope as text": (config(rope_parameters="x"), "rope_parameters must be an object .*, got 'x'"),
+    "factor as text": (rope(rope_type="linear", factor="four"), "rope_parameters.factor must be a number above 0, got"),
+    "negative base": (rope(rope_theta=-1), "rope_parameters.rope_theta must be a number above 1, got -1; correct"),
+    "negative base in an older file": (config(("rope_parameters",), rope_theta=-1.0), "s rope_theta must be .* -1.0"),
+    "activation": (config(hidden_act="slu"), "hidden_act must be one of .*, got 'slu'; did you mean"),
+    "no layers": (config(num_hidden_layers=0), "s num_hidden_layers must be at least 1 .*, got 0"),
+    "huge vocabulary": (config(vocab_size=10**11), "s vocab_size must be .* below 2.31, got 100000000000"),
+    "epsilon": (config(rms_norm_eps=-1.0), "s rms_norm_eps must be a number between 0 and 1, got -1.0"),
+    "dtype": (config(dtype="x"), "must be a valid llama configuration"),
+    "half a width": (config(head_dim=1.5), "must be a valid llama configuration"),
+    "text for a number": (config(hidden_size="wide"), "must be a valid llama configuration"),
+    "too few flags": (config(model_type="smollm3", no_rope_layers=[1]), "must be a valid smollm3 configuration"),
+    "settings of generate": (
+        lambda f: (f / "generation_config.json").write_text('{"watermarking_config": 3}'),
+        "generation_config.json of .* is not valid .*; correct or remove it",
+    ),
+    "end token": (
+        lambda f: (f / "generation_config.json").write_text('{"eos_token_id": "a"}'),
+        "eos_token_id in .*generation_config.json' must be a token id or a list of them, got 'a'",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_sources_raise_one_line(case: str, tmp_path: Path) -> None:
+    saved(tmp_path / "source")
+    spoil, message = BAD[case]
+    spoil(tmp_path / "source")
+    with pytest.raises(ValueError, match=message) as caught:
+        from_pretrained(tmp_path / "source")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"attention": "coca-exat"}, "did you mean 'coca-exact'"),
+        ({"attention": ["rope", "rope"]}, "one entry for each of the 3 layers, got 2"),
+        ({"attention": "alibi"}, "got 'alibi'; train a model with it instead"),
+        ({"attention": "cosformer"}, "got 'cosformer'; train a model with it instead"),
+        ({"attention": "linear-coca"}, "got 'linear-coca'; train a model with it instead"),
+        ({"attention": "hybrid-cosformer"}, "got 'hybrid-cosformer'; train a model with it"),
+        ({"attention": "hybrid-rop", "window": 8}, "did you mean 'hybrid-rope'"),
+        ({"attention": "hybrid-rope", "window": 17}, "window must be 1 … 16, the training length, got 17"),
+        ({"attention": "hybrid-rope", "window": 8, "global_every": 4}, "global_every must be 2 … 3"),
+        ({"attention": "hybrid-rope", "window": 8, "global_layers": []}, "must be at least 1 and at most 2 of the"),
+        ({"attention": "hybrid-rope", "window": 8, "global_layers": [0, 1, 2]}, "must be at least 1 and at most 2 of"),
+        ({"attention": "hybrid-rope", "window": 8, "global_layers": [3]}, "of the layers 0 … 2, got"),
+        ({"attention": "hybrid-rope", "window": 8, "global_layers": "all"}, "must be 'auto' or a list"),
+        ({"attention": "hybrid-rope", "global_layers": [1], "global_every": 2}, "give global_every or global_layers"),
+        ({"attention": ["rope"] * 3, "window": 8}, "need attention, the name of a hybrid"),
+        ({"attention": None, "window": 8}, "need attention, the name of a hybrid"),
+    ],
+    ids=str,
+)
+def test_targets_that_make_no_sense_raise_before_any_work(
+    options: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(tmp_path / "source")
+    monkeypatch.delattr("farspan.checkpoints.convert.load")
+    for call in (
+        lambda: from_pretrained(tmp_path / "source", **options),
+        lambda: convert_folder(tmp_path / "source", tmp_path / "out", **options),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_a_hybrid_of_a_checkpoint_with_windows_or_without_positions(tmp_path: Path) -> None:
+    saved(tmp_path / "mistral", "mistral")
+    with pytest.raises(ValueError, match="needs a checkpoint without windows of its own, got one with windows in 3 of"):
+        from_pretrained(tmp_path / "mistral", "hybrid-rope", window=4, global_every=3)
+    saved(tmp_path / "smollm3", "smollm3")
+    with pytest.raises(ValueError, match=r"layers \[1\] of the checkpoint have no positions and must be global"):
+        from_pretrained(tmp_path / "smollm3", "hybrid-rope", window=4, global_layers=[2])
+    found = from_pretrained(tmp_path / "smollm3", "hybrid-rope", window=4, global_layers=[1])
+    assert [spec.rotary for spec in found.config.attention_specs] == [True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("model", "which does not exist; check the path"),
+        ("model.pt", "got the pickle .*model.pt', which could run code when opened"),
+        ("model.txt", "checkpoint must be a folder or a .gguf file"),
+        ("model.gguf", "is not a complete GGUF file|needs the package gguf"),
+    ],
+)
+def test_files_of_other_kinds(name: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / name
+    if path.suffix:
+        path.write_bytes(pickle.dumps({"weight": 1}))
+    with pytest.raises(ValueError, match=message):
+        from_pretrained(path)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="downloaded first: hf download HuggingFaceTB/SmolLM2-135M --local-dir Smol"):
+        from_pretrained("HuggingFaceTB/SmolLM2-135M")
+
+
+def test_numbers_too_large_for_the_wanted_dtype(tmp_path: Path) -> None:
+    saved(tmp_path)
+    tensors(lambda t: t[UP][2].fill_(1e5))(tmp_path)
+    with pytest.raises(ValueError, match=f"tensor '{UP}' .* as torch.float16; .* choose a wider dtype"):
+        from_pretrained(tmp_path, dtype=torch.float16)
+    assert from_pretrained(tmp_path, dtype=torch.bfloat16).dtype == torch.bfloat16
+
+
+TOKENIZERS = [
+    ("tokenizer.json", "{", "tokenizer.json' is not JSON .*; download or save it again"),
+    ("tokenizer.json", '{"version": "1.0"}', "tokenizer.json' is not a tokenizer .*; download or save it again"),
+    ("tokenizer_config.json", "[]", "tokenizer_config.json' must hold a JSON object"),
+    ("tokenizer_config.json", '{"eos_token": 5}', "eos_token in .*tokenizer_config.json' must be text, got 5"),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "message"), TOKENIZERS)
+def test_a_broken_tokenizer_is_named_by_every_command(name: str, text: str, message: str, tmp_path: Path) -> None:
+    source = with_tokenizer(tmp_path / "source")
+    (source / name).write_text(text)
+    (tmp_path / "a.txt").write_text("some words " * 99)
+    for command in (
+        ("convert", source, "--out", tmp_path / "out"),
+        ("generate", source, "a"),
+        ("eval", "ppl", source, "--text", tmp_path / "a.txt", "--lengths", 8, "--out", tmp_path / "out"),
+    ):
+        status, _, err = called(*command)
+        assert status == 2
+        assert re.search(message, err), err
+        assert len(err.strip().splitlines()) == 1
+        assert not (tmp_path / "out").exists()
+
+
+def test_a_tokenizer_larger_than_the_vocabulary(tmp_path: Path) -> None:
+    source = with_tokenizer(tmp_path / "source")
+    saved(source, "llama")  # 64 tokens
+    for command in ("convert", source, "--out", tmp_path / "out"), ("generate", source, "a"):
+        status, _, err = called(*command)
+        assert (status, err.count("\n")) == (2, 1)
+        assert "must have at most the model's vocab_size = 64 tokens, got 257" in err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "case", ["architecture", "missing tensor", "pickle", "truncated", "NaN", "a shard that climbs"]
+)
+def test_the_command_line_says_it_in_one_line_and_leaves_nothing(case: str, tmp_path: Path) -> None:
+    source = tmp_path / "in" / "source"
+    saved(source)
+    BAD[case][0](source)
+    status, _, err = called("convert", source, "--attention", "rope", "--out", tmp_path / "out")
+    assert status == 2
+    assert re.search(BAD[case][1], err)
+    assert len(err.strip().splitlines()) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
