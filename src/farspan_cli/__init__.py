@@ -4,10 +4,10 @@ It lives beside the package because importing `farspan` registers its model with
 `farspan --help` must not wait for that.
 """
 
-from farspan_cli import analyze, bench, bench_gpu, convert, data, evaluate, experiments, export, finetune, tasks, train
+from farspan_cli import analyze, bench, convert, data, evaluate, experiments, export, finetune, tasks, train
 from farspan_cli.app import main
 
 __all__ = [
-    "analyze", "bench", "bench_gpu", "convert", "data", "evaluate", "experiments", "export", "finetune", "main",
+    "analyze", "bench", "convert", "data", "evaluate", "experiments", "export", "finetune", "main",
     "tasks", "train",
 ]  # fmt: skip
