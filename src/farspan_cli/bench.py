@@ -82,7 +82,7 @@ def bench_layer(
     layouts: Layouts = None,
     global_every: GlobalEvery = 4,
     preset: Annotated[str | None, typer.Option(help="Model of the layouts.", show_default="350m; cpu: tiny")] = None,
-    repeats: Repeats = 20,
+    repeats: Annotated[int | None, typer.Option(min=1, show_default="20; cpu with a window: 3")] = None,
     quick: Quick = False,
     eager: Annotated[bool, typer.Option("--eager", help="Without torch.compile.")] = False,
     device: Device = "cpu",
@@ -103,7 +103,8 @@ def bench_layer(
 
     usual = ("2048,32768" if device == "cuda" else "64") if quick else "512,2048,16384,32768"
     chosen = numbers(lengths or usual)
-    options: dict[str, Any] = {"repeats": repeats, "device": device, "seed": seed}
+    rounds = repeats or (3 if window is not None and device == "cpu" else 20)
+    options: dict[str, Any] = {"repeats": rounds, "device": device, "seed": seed}
     steps: Steps = []
     if layouts is None or window is not None:
         todo = layer.shapes(chosen, numbers(groups, "--groups", "1,4"), device, window)
@@ -275,7 +276,8 @@ def show(
     kept = f"{unfinished(out)} has the rows so far" if out is not None else "no rows are kept"
     try:
         with progress(console) as report:
-            rows = run(steps, kind=kind, device=device, seed=seed, out=out, force=force, progress=report)
+            told = lambda done, total, text="", **_: report(done, total, text)  # noqa: E731
+            rows = run(steps, kind=kind, device=device, seed=seed, out=out, force=force, progress=told)
     except ResultsDifferError as error:
         fail(f"no figures: {error}")
     except KeyboardInterrupt as stop:

@@ -116,7 +116,7 @@ def test_every_step_of_the_kernels_at_toy_size(monkeypatch: pytest.MonkeyPatch) 
     right = cosformer.cosformer_attention
     monkeypatch.setattr(cosformer, "flash_linear_attention", lambda device: (None, {}))
     monkeypatch.setattr(cosformer, "cosformer_attention", lambda *x, **options: 1.1 * right(*x, **options))
-    with pytest.raises(ResultsDifferError, match="(triton|chunked), output, width 16, is wrong"):
+    with pytest.raises(ResultsDifferError, match=r"(triton|chunked), output, width 16, is wrong"):
         take()[0][1]()
 
 

@@ -286,8 +286,7 @@ def time_decoding(shape: Shape, device: str, repeats: int) -> list[Row]:
     copies = [copy_speed(device, size)]
     timed = time_candidates(calls, repeats=repeats, device=device, required=FORMS, graph=True)
     copies.append(copy_speed(device, size))
-    peers = timed.fair("exact") - set(FORMS)
-    first = best(timed.seconds, peers)
+    first = best(timed.seconds, timed.fair("exact") - set(FORMS))
     half, full = shape.key_bytes
     times = {name: quantiles(seconds) for name, seconds in timed.seconds.items()}
     rate = {name: (half if name in FORMS else full) / x.median / 1e12 for name, x in times.items()}

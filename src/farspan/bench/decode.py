@@ -82,29 +82,25 @@ def steps(
         refusals = {why_no_kernel(model.config, device) for model in models.values()} - {None}
         return [{"kind": "missing", "mode": KERNEL, "why": why} for why in refusals]
 
+    def one_mode(mode: str, context: int, batch: int, rows: list[Row], **shared: Any) -> list[Row]:
+        new = decode(models, mode, context, batch, repeats=repeats, device=device, seed=seed, **shared)
+        rows += new
+        return [row | sizes for row in new]
+
+    def read_prompt(length: int) -> list[Row]:
+        return [row | sizes for row in prefill(models, length, device=device, repeats=repeats)]
+
     found: Steps = [("models", make)]
-    pairs = [(context, batch) for context in contexts for batch in batches]
-    compiled = pairs if compile == "all" else [(max(contexts), batches[0])] if compile == "one" and pairs else []
-    for context, batch in pairs:
-        shared: dict[str, Any] = {"device": device, "seed": seed, "eager": {}, "orders": {}}
-        rows: list[Row] = []
-
-        def one_mode(mode: str, context: int, batch: int, rows: list[Row], shared: dict[str, Any]) -> list[Row]:
-            new = decode(models, mode, context, batch, repeats=repeats, **shared)
-            rows += [row | sizes for row in new]
-            return [row | sizes for row in new]
-
-        for mode in MODES if (context, batch) in compiled else MODES[:2]:
-            label = f"{mode}, {batch} × {context:,} tokens"
-            found.append((label, partial(one_mode, mode, context, batch, rows, shared)))
-        found.append((f"best, {batch} × {context:,} tokens", partial(best_modes, rows)))
-    for length in prompts:
-
-        def read_prompt(length: int) -> list[Row]:
-            return [row | sizes for row in prefill(models, length, device=device, repeats=repeats)]
-
-        found.append((f"prompt of {length:,} tokens", partial(read_prompt, length)))
-    return found
+    for context in contexts:
+        for batch in batches:
+            chosen = compile == "all" or (compile == "one" and (context, batch) == (max(contexts), batches[0]))
+            rows: list[Row] = []
+            shared: dict[str, Any] = {"eager": {}, "orders": {}}
+            for mode in MODES if chosen else MODES[:2]:
+                work = partial(one_mode, mode, context, batch, rows, **shared)
+                found.append((f"{mode}, {batch} × {context:,} tokens", work))
+            found.append((f"best, {batch} × {context:,} tokens", partial(best_modes, rows)))
+    return found + [(f"prompt of {length:,} tokens", partial(read_prompt, length)) for length in prompts]
 
 
 def heads_of(preset: str, group: int = 1, head_dim: int | None = None) -> dict[str, int]:

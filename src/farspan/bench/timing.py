@@ -168,7 +168,7 @@ def time_candidates(
                 raise
             found.missing[name] = reason(error)
             del ready[name]
-    found.seconds.update(in_turn(ready, repeats=repeats, device=device, ahead=ahead))
+    found.seconds.update(in_turn(ready, repeats=repeats, device=device, warm_up=0, ahead=ahead))
     return found
 
 
