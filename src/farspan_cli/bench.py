@@ -273,7 +273,10 @@ def show(
     console = Console()
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console = Console(width=PIPE)
-    kept = f"{unfinished(out)} has the rows so far" if out is not None else "no rows are kept"
+
+    def kept() -> str:
+        return f"{unfinished(out)} has the rows so far" if out and unfinished(out).exists() else "no rows are kept"
+
     try:
         with progress(console) as report:
             told = lambda done, total, text="", **_: report(done, total, text)  # noqa: E731
@@ -281,11 +284,11 @@ def show(
     except ResultsDifferError as error:
         fail(f"no figures: {error}")
     except KeyboardInterrupt as stop:
-        raise typer.Abort(f"{kept}; the same command begins anew") from stop
+        raise typer.Abort(f"{kept()}; the same command begins anew") from stop
     except (MemoryError, RuntimeError) as error:  # torch raises its own, or RuntimeError on a CPU
-        if "memory" not in str(error) and not isinstance(error, MemoryError):
+        if not isinstance(error, MemoryError) and not any(x in str(error) for x in ("memory", "Storage size")):
             raise
-        fail(f"out of memory; {kept}; try shorter lengths or fewer at a time")
+        fail(f"out of memory; {kept()}; try shorter lengths or fewer at a time")
     for part in tables(rows):
         print_table(console, *part) if isinstance(part, tuple) else console.print(part, soft_wrap=True, markup=False)
     if out is not None:

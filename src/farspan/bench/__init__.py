@@ -47,6 +47,7 @@ def run(
     options: dict[str, Any] = {"kind": kind, "device": device, "seed": seed}
     if out is not None:
         check_out(out, force)
+        unfinished(out).unlink(missing_ok=True)  # of an earlier run
     for number, (label, measure) in enumerate(steps):
         progress(number, len(steps), label)
         try:
