@@ -12,8 +12,8 @@ from subprocess import CompletedProcess
 from typing import Any, Self
 
 PRELOADED = [
-    "farspan.benchmark.attention",
-    "farspan.benchmark.cosformer",
+    "farspan.bench.attention",
+    "farspan.bench.cosformer",
     "farspan.convert",
     "farspan.data",
     "farspan.evaluation",

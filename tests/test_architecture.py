@@ -30,6 +30,7 @@ FLOORS = {
     "analysis": 5,
     "report": 5,
     "tasks": 6,
+    "bench": 6,
     "benchmark": 6,
     "finetune": 6,
     "checkpoints": 4,

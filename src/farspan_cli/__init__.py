@@ -4,20 +4,10 @@ It lives beside the package because importing `farspan` registers its model with
 `farspan --help` must not wait for that.
 """
 
-from farspan_cli import (  # noqa: F401  # noqa: F401
-    analyze,
-    bench,
-    bench_gpu,
-    convert,
-    data,
-    evaluate,
-    experiments,
-    export,
-    finetune,
-    start,
-    tasks,
-    train,
-)
+from farspan_cli import analyze, bench, convert, data, evaluate, experiments, export, finetune, start, tasks, train
 from farspan_cli.app import main
 
-__all__ = ["main"]
+__all__ = [
+    "analyze", "bench", "convert", "data", "evaluate", "experiments", "export", "finetune", "main", "start", "tasks",
+    "train",
+]  # fmt: skip

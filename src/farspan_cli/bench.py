@@ -1,164 +1,252 @@
-"""`farspan bench`."""
+"""`farspan bench`: speed and memory against peers, in one run."""
 
-from collections.abc import Iterator
-from itertools import chain
+import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from farspan_cli.app import app, fail, whole_numbers
-from farspan_cli.bench_tables import Row, make_console, say, show_attention, show_cosformer, show_linear, show_model
 from farspan_cli.progress import progress
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from farspan.bench import Row, Steps, Table
 
 bench = typer.Typer(help="Speed and memory against peers, in one run.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
+PIPE = 200
+"""Columns where no terminal says how many it has."""
+LONGEST = 2**24
+"""Most tokens of one sequence: more fit into no memory."""
+
+Device = Annotated[str, typer.Option(help="cpu or cuda.")]
+Seed = Annotated[int, typer.Option(help="Seed of weights and inputs.", min=0, max=2**63 - 1)]
+Out = Annotated[Path | None, typer.Option(help="Write the result as JSON.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace an existing result.")]
+Quick = Annotated[bool, typer.Option("--quick", help="Short sequences where none are given, and fewer candidates.")]
+Repeats = Annotated[int, typer.Option(help="Timed rounds; the median counts.", min=1, max=100_000)]
+Lengths = Annotated[str | None, typer.Option(help="Tokens, separated by commas.")]
+Published = Annotated[int | None, typer.Option(help="Tokens of the published formulation.", min=64, max=LONGEST)]
+Window = Annotated[int | None, typer.Option(help="Time windows of so many keys beside full RoPE.", min=1, max=LONGEST)]
+Layouts = Annotated[str | None, typer.Option(help="Time layouts too: rope,hybrid-rope,hybrid-pope, …")]
+GlobalEvery = Annotated[int, typer.Option(help="Layers of a layout per global one.", min=2)]
+Preset = Annotated[str, typer.Option(help="350m, 33m or tiny.")]
 
 
 @bench.command("attention")
 def bench_attention(
-    lengths: Annotated[
-        str | None, typer.Option(help="Tokens, separated by commas.", show_default="8192,32768; quick: 1024,4096")
-    ] = None,
-    published_length: Annotated[
-        int | None,
-        typer.Option(help="Tokens for the published N×N formulation.", min=64, show_default="8192; quick: 4096"),
-    ] = None,
-    repeats: Annotated[int, typer.Option(help="Timed repetitions; the median counts.", min=1)] = 3,
-    quick: Annotated[bool, typer.Option("--quick", help="Short texts where none are given, and 2 GB.")] = False,
-    device: Annotated[str, typer.Option(help="cpu: on cuda, time bench layer instead.")] = "cpu",
-    seed: Annotated[int, typer.Option(help="Seed of the random inputs.")] = 0,
-    out: Annotated[Path | None, typer.Option(help="Write the result as JSON.")] = None,
+    lengths: Lengths = None,
+    published_length: Published = None,
+    window: Window = None,
+    layouts: Layouts = None,
+    global_every: GlobalEvery = 4,
+    repeats: Repeats = 3,
+    quick: Quick = False,
+    device: Device = "cpu",
+    seed: Seed = 0,
+    out: Out = None,
+    force: Force = False,
 ) -> None:
-    """One attention layer (8 heads, width 64): CoCA, RoPE, ALiBi, and CoCA as it was published.
+    """Attention alone: CoCA, RoPE, ALiBi and CoCA as published on a CPU; the half-width kernel on a GPU.
 
-    Example: `farspan bench attention --lengths 2048,8192 --out results/attention.json`
+    With `--window` or `--layouts`: windows of this library, FlexAttention's and flash-attn's beside full RoPE, forward
+    and with gradients, on either device. A layout is one period of its layers.
+
+    Example: `farspan bench attention --window 256 --lengths 2048,8192 --out results/window.json`
     """
-    from farspan.benchmark.attention import parts, run
-
-    if device == "cuda":
-        fail(
-            "bench attention --device cuda would time float32, which nobody runs on a GPU; use farspan bench layer and "
-            "bench decode --device cuda, in bfloat16 with every peer, or --device cpu"
-        )
     check_device(device)
-    chosen = whole_numbers(("1024,4096" if quick else "8192,32768") if lengths is None else lengths)
-    published = published_length or (4096 if quick else 8192)
-    console = make_console()
-    steps = run(chosen, published, repeats=repeats, device=device, seed=seed)
-    rows = collect(steps, parts(chosen), console, out, device, seed)
-    show_attention(console, rows)
-    tell(out, console)
+    from farspan.bench import attention
+
+    options: dict[str, Any] = {"repeats": repeats, "device": device, "seed": seed}
+    if window is not None or layouts is not None:
+        chosen = numbers(lengths or ("1024,4096" if quick else "8192,32768"))
+        steps = attention.window_steps(chosen, window or 128, names(layouts), global_every, **options)
+    elif device == "cuda":
+        if lengths is not None or published_length is not None:
+            fail("--lengths on cuda needs --window: the half-width kernel has its own shapes; leave the lengths out")
+        steps = attention.kernel_steps(attention.NOTED if quick else attention.decoding_shapes(), **options)
+    else:
+        chosen = numbers(lengths or ("1024,4096" if quick else "8192,32768"))
+        steps = attention.steps(chosen, published_length or (4096 if quick else 8192), **options)
+    show(steps, attention.tables, "bench-attention", device, seed, out, force)
+
+
+@bench.command("layer")
+def bench_layer(
+    lengths: Lengths = None,
+    groups: Annotated[str, typer.Option(help="Query heads per key head: 1, 2, 4 or 8, by commas.")] = "1",
+    window: Window = None,
+    layouts: Layouts = None,
+    global_every: GlobalEvery = 4,
+    preset: Annotated[str | None, typer.Option(help="Model of the layouts.", show_default="350m; cpu: tiny")] = None,
+    repeats: Annotated[int | None, typer.Option(min=1, show_default="20; cpu with a window: 3")] = None,
+    quick: Quick = False,
+    eager: Annotated[bool, typer.Option("--eager", help="Without torch.compile.")] = False,
+    device: Device = "cpu",
+    seed: Seed = 0,
+    out: Out = None,
+    force: Force = False,
+) -> None:
+    """One compiled attention layer with its projections: CoCA against RoPE on every kernel, FlexAttention and ALiBi.
+
+    On a GPU in bfloat16: 64 × 512, 16 × 2048, 2 × 16384 and 1 × 32768 tokens, up to 4096 wide. On a CPU each length is
+    a toy. With `--window`: windows of this library and of others beside full RoPE. With `--layouts`: the body of a
+    model in each layout, forward and backward.
+
+    Example: `farspan bench layer --lengths 2048 --groups 1,4 --device cuda --out results/layer-2048.json`
+    """
+    check_device(device)
+    from farspan.bench import layer, model
+
+    usual = ("2048,32768" if device == "cuda" else "64") if quick else "512,2048,16384,32768"
+    chosen = numbers(lengths or usual)
+    rounds = repeats or (3 if window is not None and device == "cpu" else 20)
+    options: dict[str, Any] = {"repeats": rounds, "device": device, "seed": seed}
+    steps: Steps = []
+    if layouts is None or window is not None:
+        todo = layer.shapes(chosen, numbers(groups, "--groups", "1,4"), device, window)
+        whom = layer.QUICK if quick else None
+        steps = layer.steps(todo, only=whom, window=window, eager=eager, **options)
+    if layouts is not None:
+        options |= {"window": window or 128, "global_every": global_every, "compile": device == "cuda" and not eager}
+        steps += model.bodies(preset or ("350m" if device == "cuda" else "tiny"), names(layouts), chosen, **options)
+
+    both = lambda rows: [*model.tables(rows), *layer.tables(rows)]  # noqa: E731
+    show(steps, both, "bench-layer", device, seed, out, force)
+
+
+@bench.command("decode")
+def bench_decode(
+    preset: Preset = "350m",
+    contexts: Annotated[str, typer.Option(help="Tokens in the cache, separated by commas.")] = "512,8192,32768",
+    batch: Annotated[str, typer.Option(help="Sequences at once, separated by commas.")] = "1,8",
+    prompts: Annotated[str, typer.Option(help="Tokens of prompts to read, or none.")] = "32768,131072",
+    compile: Annotated[str, typer.Option(help="all, none, or one: the longest context, the first batch.")] = "one",
+    layouts: Annotated[str, typer.Option(help="What to compare with rope, by commas.")] = "rope,coca-exact",
+    window: Annotated[int | None, typer.Option(help="Window of hybrid layouts.", min=1, max=LONGEST)] = None,
+    global_every: Annotated[int | None, typer.Option(help="Their layers per global one.", min=2)] = None,
+    llama: Annotated[bool, typer.Option("--llama", help="Only a token beside transformers' LLaMA, on a CPU.")] = False,
+    repeats: Repeats = 10,
+    group: Annotated[int, typer.Option(help="Query heads per key head.", min=1)] = 1,
+    head_dim: Annotated[int | None, typer.Option(help="Width of a head.", min=2, show_default="the preset's")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Longest context, shortest prompt, no compile.")] = False,
+    device: Device = "cpu",
+    seed: Seed = 0,
+    out: Out = None,
+    force: Force = False,
+) -> None:
+    """A complete model: greedy tokens per second after a context, reading a long prompt, and what the cache holds.
+
+    On a GPU the half-width kernel reads CoCA's cache. The context is random numbers, written into the cache. Decoding
+    runs with a growing cache (eager), with a static cache and a CUDA graph (graph), and compiled. Each mode's logits
+    are compared before times are reported. To quote one ratio, take "best", where each model has its best mode.
+
+    Example: `farspan bench decode --layouts hybrid-rope,hybrid-pope --window 128 --device cuda --out results/d.json`
+    """
+    if compile not in ("one", "all", "none"):
+        fail(f"--compile must be one, all or none, got {compile!r}; name one of them")
+    check_device(device)
+    given, batches = numbers(contexts, "--contexts"), numbers(batch, "--batch", "1,8")
+    reads = [] if prompts == "none" else numbers(prompts, "--prompts")
+    if quick:
+        given, reads, compile = [max(given)], sorted(reads)[:1], "none"
+    from farspan.bench import decode
+
+    options: dict[str, Any] = {"contexts": given, "batches": batches, "prompts": reads, "compile": compile}
+    options |= {"group": group, "head_dim": head_dim, "layouts": names(layouts), "window": window}
+    options |= {"global_every": global_every, "device": device}
+    if llama:
+        steps = decode.llama_steps(preset, layouts=names(layouts), repeats=repeats, seed=seed)
+    else:
+        steps = decode.steps(preset, repeats=repeats, seed=seed, **options)
+    show(steps, decode.tables, "bench-decode", device, seed, out, force)
 
 
 @bench.command("cosformer")
 def bench_cosformer(
-    lengths: Annotated[
-        str | None, typer.Option(help="Tokens to grow through, by commas.", show_default="4096 … 65536, cuda: 1024 …")
-    ] = None,
-    softmax_lengths: Annotated[
-        str | None,
-        typer.Option(help="Tokens against softmax attention.", show_default="256 … 4096; quick: 256,1024"),
-    ] = None,
-    published_length: Annotated[
-        int | None,
-        typer.Option(help="Tokens for the published N×2d×d formulation.", min=64, show_default="2048; quick: 512"),
-    ] = None,
-    repeats: Annotated[
-        int | None, typer.Option(help="Timed repetitions; the median counts.", min=1, show_default="5, cuda: 20")
-    ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Short texts where none are given.")] = False,
-    tune: Annotated[bool, typer.Option("--tune", help="On cuda: try tile sizes, each checked first.")] = False,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    seed: Annotated[int, typer.Option(help="Seed of the random inputs.")] = 0,
-    out: Annotated[Path | None, typer.Option(help="Write the result as JSON.")] = None,
+    lengths: Lengths = None,
+    softmax_lengths: Annotated[str | None, typer.Option(help="Tokens against softmax attention, by commas.")] = None,
+    published_length: Published = None,
+    repeats: Annotated[int | None, typer.Option(help="Timed rounds.", min=1, show_default="5, cuda: 20")] = None,
+    quick: Quick = False,
+    device: Device = "cpu",
+    seed: Seed = 0,
+    out: Out = None,
+    force: Force = False,
 ) -> None:
     """Causal cosFormer (8 heads, width 64): its growth, against softmax attention, and as it was published.
 
-    On a CUDA device: the kernels (bfloat16, 16 heads, widths 64 and 128, 65 536 tokens at a time), forward and
+    On a CUDA device: the kernels (bfloat16, 16 heads, widths 64 and 128, 65,536 tokens at a time), forward and
     backward, against flash-linear-attention with the same features, where it is installed, and flash attention.
 
     Example: `farspan bench cosformer --published-length 2048 --out results/cosformer-cpu.json`
     """
-    if device == "cuda":
-        check_device(device)
-        if tune:
-            _tune_cosformer(repeats or 10, seed, out)
-            return
-        _bench_cosformer_gpu(None if lengths is None else whole_numbers(lengths), repeats or 20, quick, seed, out)
-        return
-    if tune:
-        fail("--tune needs --device cuda: tile sizes mean nothing elsewhere; leave it out")
-    repeats = repeats or 5
-    usual = ("1024,4096", "256,1024") if quick else ("4096,8192,16384,32768,65536", "256,512,1024,2048,4096")
-    chosen = whole_numbers(usual[0] if lengths is None else lengths)
-    peers = whole_numbers(usual[1] if softmax_lengths is None else softmax_lengths, "--softmax-lengths")
-    published = published_length or (512 if quick else 2048)
     check_device(device)
-    from farspan.benchmark.cosformer import parts, run
+    from farspan.bench import cosformer
 
-    console = make_console()
-    steps = run(chosen, peers, published, repeats=repeats, device=device, seed=seed)
-    rows = collect(steps, parts(chosen, peers), console, out, device, seed)
-    show_cosformer(console, rows)
-    tell(out, console)
-
-
-def _bench_cosformer_gpu(lengths: list[int] | None, repeats: int, quick: bool, seed: int, out: Path | None) -> None:
-    from farspan.benchmark import cosformer_gpu
-
-    chosen = lengths or (cosformer_gpu.QUICK if quick else cosformer_gpu.LENGTHS)
-    console = make_console()
-    steps = cosformer_gpu.run(chosen, repeats=repeats, device="cuda", seed=seed, quick=quick)
-    rows = collect(steps, cosformer_gpu.parts(chosen), console, out, "cuda", seed)
-    show_linear(console, rows)
-    tell(out, console)
-
-
-def _tune_cosformer(repeats: int, seed: int, out: Path | None) -> None:
-    from farspan.benchmark import cosformer_tuning
-
-    console = make_console()
-    steps = cosformer_tuning.run(device="cuda", repeats=repeats)
-    rows = collect(steps, cosformer_tuning.parts(), console, out, "cuda", seed)
-    found = [row for row in rows if row["kind"] == "tuning"]
-    for row in sorted(found, key=lambda row: (row["d"], row["passes"], row["milliseconds"]["median"])):
-        console.print(f"{row['d']}  {row['passes']}  {row['change']}  {row['milliseconds']['median']:.3f} ms")
-    tell(out, console)
+    if device == "cuda":
+        chosen = numbers(lengths) if lengths else cosformer.QUICK if quick else cosformer.LENGTHS
+        steps = cosformer.kernel_steps(cosformer.shapes(chosen), repeats=repeats or 20, device=device, seed=seed)
+    else:
+        usual = ("1024,4096", "256,1024") if quick else ("4096,8192,16384,32768,65536", "256,512,1024,2048,4096")
+        chosen, peers = numbers(lengths or usual[0]), numbers(softmax_lengths or usual[1], "--softmax-lengths")
+        published = published_length or (512 if quick else 2048)
+        steps = cosformer.steps(chosen, peers, published, repeats=repeats or 5, device=device, seed=seed)
+    show(steps, cosformer.tables, "bench-cosformer", device, seed, out, force)
 
 
 @bench.command("model")
 def bench_model(
-    preset: Annotated[str, typer.Option(help="350m, 33m or tiny.")] = "350m",
-    length: Annotated[int, typer.Option(help="Tokens of a training row.", min=2)] = 512,
-    rows: Annotated[int, typer.Option(help="Rows of a training step.", min=1)] = 64,
-    window: Annotated[int, typer.Option(help="Tokens of the long window; 0 leaves it out.", min=0)] = 32_768,
-    repeats: Annotated[int, typer.Option(help="Timed steps of each; the median counts.", min=1)] = 10,
+    preset: Preset = "350m",
+    length: Annotated[int, typer.Option(help="Tokens of a training row.", min=2, max=LONGEST)] = 512,
+    rows: Annotated[int, typer.Option(help="Rows of a training step.", min=1, max=LONGEST)] = 64,
+    window: Annotated[
+        int, typer.Option(help="Tokens of the long window; 0 leaves it out.", min=0, max=LONGEST)
+    ] = 32_768,
+    repeats: Repeats = 10,
     compile: Annotated[bool, typer.Option(help="torch.compile, block by block.")] = True,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    seed: Annotated[int, typer.Option(help="Seed of weights and tokens.")] = 0,
-    out: Annotated[Path | None, typer.Option(help="Write the result as JSON.")] = None,
+    device: Device = "cpu",
+    seed: Seed = 0,
+    out: Out = None,
+    force: Force = False,
 ) -> None:
-    """The whole model: training steps of RoPE and each CoCA form in turn, and the memory of one long window.
+    """The complete model: training steps of RoPE and each CoCA form in turn, and the memory of one long window.
 
     Example: `farspan bench model --preset 350m --device cuda --out results/model.json`
     """
-    from farspan.benchmark import model
-
     check_device(device)
-    settings: dict[str, Any] = {"device": device, "seed": seed}
-    steps = model.training(preset, length=length, rows=rows, repeats=repeats, compile=compile, **settings)
-    console = make_console()
-    if window:
-        steps = chain(steps, model.window(preset, length=window, **settings))
-    found = collect(steps, model.parts(read=window > 0), console, out, device, seed)
-    show_model(console, found, absolute=device == "cuda")
-    tell(out, console)
+    from farspan.bench import model
+
+    options: dict[str, Any] = {"device": device, "seed": seed}
+    steps = model.training(preset, length=length, rows=rows, repeats=repeats, compile=compile, **options)
+    steps += model.window(preset, length=window, **options) if window else []
+    show(steps, model.tables, "bench-model", device, seed, out, force)
+
+
+def numbers(text: str, option: str = "--lengths", example: str = "2048,8192") -> list[int]:
+    """Read counts, none of them absurd."""
+    found = whole_numbers(text, option, example)
+    if max(found) > LONGEST:
+        fail(f"{option} must be at most {LONGEST:,}, got {max(found)}; try {option} {example}")
+    return found
+
+
+def names(text: str | None) -> list[str]:
+    """Read names of layouts."""
+    from farspan.errors import require_choice
+    from farspan.layers import HYBRIDS, NAMES
+
+    found = [name.strip() for name in text.split(",")] if text else []
+    for name in found:
+        require_choice("--layouts", name, [*NAMES, *HYBRIDS])
+    return found
 
 
 def check_device(device: str) -> None:
-    """Refuse a device that is not there."""
+    """Fail for a device that is not there."""
     import torch
 
     if device not in ("cpu", "cuda"):
@@ -167,35 +255,59 @@ def check_device(device: str) -> None:
         fail("--device cuda needs a CUDA device, and none is visible; use --device cpu")
 
 
-def collect(
-    steps: Iterator[tuple[str, list[Row]]], total: int, console: Console, out: Path | None, device: str, seed: int
-) -> list[Row]:
-    """The rows of all steps, with a progress bar; no rows at all when the contestants differ.
+def show(
+    steps: "Steps",
+    tables: "Callable[[list[Row]], list[Table | str]]",
+    kind: str,
+    device: str,
+    seed: int,
+    out: Path | None,
+    force: bool,
+) -> None:
+    """Take the steps with a progress bar, and print their tables; no figures when a candidate is wrong."""
+    from rich.console import Console
 
-    Those so far lie beside `out` after each step, so that a run that is stopped, or killed for its memory, leaves them.
-    """
-    import torch
+    from farspan.bench import run, unfinished
+    from farspan.bench.checks import ResultsDifferError
 
-    from farspan.benchmark.agree import ResultsDifferError
-    from farspan.benchmark.record import recorded, unfinished
+    console = Console()
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console = Console(width=PIPE)
 
-    rows: list[Row] = []
-    with progress(console) as show:
-        try:
-            for number, (done, new) in enumerate(recorded(steps, out, device=device, seed=seed), 1):
-                rows += new
-                show(number, total, done)
-        except ResultsDifferError as error:
-            fail(f"no figures: {error}")
-        except (KeyboardInterrupt, torch.OutOfMemoryError) as stop:
-            kept = f"{unfinished(out)} has the rows so far" if out is not None and rows else "no rows are kept"
-            if isinstance(stop, torch.OutOfMemoryError):
-                fail(f"out of memory after {len(rows)} rows; {kept}; try shorter lengths or fewer rows at a time")
-            raise typer.Abort(f"{kept}; the same command begins anew") from stop
-    return rows
+    def kept() -> str:
+        return f"{unfinished(out)} has the rows so far" if out and unfinished(out).exists() else "no rows are kept"
 
-
-def tell(out: Path | None, console: Console) -> None:
-    """Where the result file is, if one was wanted."""
+    try:
+        with progress(console) as report:
+            told = lambda done, total, text="", **_: report(done, total, text)  # noqa: E731
+            rows = run(steps, kind=kind, device=device, seed=seed, out=out, force=force, progress=told)
+    except ResultsDifferError as error:
+        fail(f"no figures: {error}")
+    except KeyboardInterrupt as stop:
+        raise typer.Abort(f"{kept()}; the same command begins anew") from stop
+    except (MemoryError, RuntimeError) as error:  # torch raises its own, or RuntimeError on a CPU
+        if not isinstance(error, MemoryError) and not any(x in str(error) for x in ("memory", "Storage size")):
+            raise
+        fail(f"out of memory; {kept()}; try shorter lengths or fewer at a time")
+    for part in tables(rows):
+        print_table(console, *part) if isinstance(part, tuple) else console.print(part, soft_wrap=True, markup=False)
     if out is not None:
-        say(console, f"\nwritten: {out}")
+        console.print(f"\nwritten: {out}", soft_wrap=True, markup=False)
+
+
+def print_table(console: "Console", title: str, headings: list[str], lines: list[list[str]]) -> None:
+    """Print a table whose cells break at spaces where it is narrow; rich alone would cut a figure short."""
+    from rich.table import Table
+
+    columns = list(zip(headings, *lines, strict=True))
+    widths = [max(map(len, cells)) for cells in columns]
+    least = [max(len(word) for cell in cells for word in cell.split() or [""]) for cells in columns]
+    while sum(widths) + 3 * len(widths) + 1 > console.width and widths != least:
+        slack = [width - needed for width, needed in zip(widths, least, strict=True)]
+        widths[slack.index(max(slack))] -= 1
+    table = Table(title=title)
+    for index, (heading, width) in enumerate(zip(headings, widths, strict=True)):
+        table.add_column(heading, justify="right" if index else "left", overflow="fold", width=width)
+    for line in lines:
+        table.add_row(*line)
+    console.print(table)

@@ -1,0 +1,70 @@
+"""Benchmarks: speed and memory against peers in one run. What a candidate computes is checked before it is reported.
+
+Each module makes a list of steps, :data:`Steps`; :func:`run` takes them one by one and keeps their rows on disk.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from farspan.bench.checks import ResultsDifferError
+from farspan.results import check_out, write_result
+from farspan.utils import Progress, silent
+
+Row = dict[str, Any]
+Steps = list[tuple[str, Callable[[], list[Row]]]]
+"""What is measured, in words, and the function that measures it."""
+Table = tuple[str, list[str], list[list[str]]]
+"""Title, headings and lines to print."""
+
+
+def table(title: str, rows: Iterable[Row], columns: Mapping[str, Callable[[Row], str]]) -> list[Table | str]:
+    """Make a table from rows and a function for each column; nothing from no rows.
+
+    >>> table("squares", [{"n": 2}], {"n": lambda row: str(row["n"]), "n²": lambda row: str(row["n"] ** 2)})
+    [('squares', ['n', 'n²'], [['2', '4']])]
+    """
+    lines = [[column(row) for column in columns.values()] for row in rows]
+    return [(title, list(columns), lines)] if lines else []
+
+
+def run(
+    steps: Steps,
+    *,
+    kind: str,
+    device: str,
+    seed: int,
+    out: Path | None = None,
+    force: bool = False,
+    progress: Progress = silent,
+) -> list[Row]:
+    """Measure all steps and return their rows. They are written to `out` at the end, and until then beside it.
+
+    Raise OSError before the first step if `out` cannot be written, or exists without `force`. After a
+    :class:`ResultsDifferError` the file beside it tells the reason and holds no figures.
+    """
+    rows: list[Row] = []
+    options: dict[str, Any] = {"kind": kind, "device": device, "seed": seed}
+    if out is not None:
+        check_out(out, force)
+        unfinished(out).unlink(missing_ok=True)  # of an earlier run
+    for number, (label, measure) in enumerate(steps):
+        progress(number, len(steps), label)
+        try:
+            rows += measure()
+        except ResultsDifferError as error:
+            if out is not None:
+                write_result(unfinished(out), [{"kind": "no figures", "why": str(error)}], **options)
+            raise
+        if out is not None:
+            write_result(unfinished(out), rows, **options)
+    progress(len(steps), len(steps), "done")
+    if out is not None:
+        write_result(out, rows, **options)
+        unfinished(out).unlink(missing_ok=True)
+    return rows
+
+
+def unfinished(out: Path) -> Path:
+    """Return where the rows of a run lie that did not end; `farspan report` reads no such name."""
+    return out.with_name(out.name + ".unfinished")

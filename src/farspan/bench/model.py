@@ -1,0 +1,234 @@
+"""Complete models: training steps of each attention in turn, bodies of layouts, and the memory of one long window."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from farspan.bench import Row, Steps, Table, table
+from farspan.bench.checks import WIDER, ResultsDifferError, apart, check
+from farspan.bench.decode import make_config
+from farspan.bench.layer import ALLOWED_GRAPHS, show
+from farspan.bench.timing import in_turn, measure_once, peak_bytes, quantiles, ratio
+from farspan.configuration_farspan import FarspanConfig
+from farspan.evaluation import as_trained, perplexity
+from farspan.modeling_farspan import FarspanForCausalLM
+from farspan.training.config import OptimizerSection
+from farspan.training.optimizer import compile_blocks, make_optimizer
+from farspan.training.pretraining import NextToken
+from farspan.training.speed import flops_per_token, matmul_peak
+
+VARIANTS = ("rope", "coca-exact", "coca-slack", "coca-strict")
+LOSS = {torch.bfloat16: 1e-3, torch.float32: 1e-5}
+"""How far a step's loss may be from that of the same weights in a wider dtype, as a part of it."""
+GRADIENTS = {torch.bfloat16: 0.5, torch.float32: 1e-2}
+"""The same of each weight's gradient, by root mean squares.
+
+The loss of random weights on random tokens hardly depends on the attention, while without it the gradients of its
+weights are gone, an error of 1. Rounding to bfloat16 comes to 0.02 to 0.1 in eight layers.
+"""
+TOKENS_AT_ONCE = 2048
+"""Tokens of the wider step at a time, in complete rows; each block's activations are computed again."""
+
+
+class Step:
+    """A training step: forward and backward of `ids` (rows, length + 1), clipping, AdamW.
+
+    A `body` step is forward and backward of the model without its head.
+    """
+
+    def __init__(self, model: FarspanForCausalLM, ids: Tensor, device: str, *, body: bool = False) -> None:
+        self.model, self.ids, self.device, self.body = model, ids, device, body
+        self.section = OptimizerSection()
+        self.objective: Callable[[Tensor], Tensor] = partial(body_loss, model) if body else NextToken(model)
+        self.optimizer = make_optimizer(model, self.section, device)
+
+    def __call__(self) -> None:
+        self.backward()
+        if not self.body:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.section.clip)
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def backward(self) -> Tensor:
+        """Return the loss; gradients are left in the model."""
+        with as_trained(self.device):
+            loss = self.objective(self.ids)
+        loss.backward()
+        return loss.detach()
+
+
+def body_loss(model: FarspanForCausalLM, ids: Tensor) -> Tensor:
+    """Return a number that every hidden state of the body has a part in."""
+    hidden: Tensor = model.model(ids[:, :-1], use_cache=False).last_hidden_state
+    signs = torch.ones(hidden.shape[-1], device=hidden.device)
+    signs[::2] = 0.5  # the final norm leaves the plain mean of squares constant
+    return (hidden.to(torch.promote_types(hidden.dtype, torch.float32)).square() * signs).mean()
+
+
+def training(
+    preset: str = "350m",
+    *,
+    variants: Sequence[str] = VARIANTS,
+    length: int = 512,
+    rows: int = 64,
+    repeats: int = 10,
+    compile: bool = True,
+    body: bool = False,
+    window: int | None = None,
+    global_every: int | None = None,
+    device: str = "cpu",
+    seed: int = 0,
+) -> Steps:
+    """Time training steps on `rows` × `length` random tokens, in bfloat16 on a GPU.
+
+    All models are held at once and step in turn, so that ratios of times are those of one machine in one state.
+
+    Args:
+        body: time forward and backward without the head.
+        window, global_every: of the layouts among the variants.
+    """
+    fields = {} if body else {"train_length": length}
+    configs = {v: make_config(preset, v, window, global_every, **fields) for v in variants}  # raises early
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    calls: dict[str, Step] = {}
+    figures: dict[str, Row] = {}
+
+    def prepare(variant: str, config: FarspanConfig) -> list[Row]:
+        torch.manual_seed(seed)
+        if not calls:
+            torch.compiler.reset()
+        model = FarspanForCausalLM(config).train().to(device)
+        if compile:
+            compile_blocks(model)
+        ids = torch.randint(0, config.vocab_size, (rows, length + 1), device=device)
+        work = calls[variant] = Step(model, ids, device, body=body)
+        with torch._dynamo.config.patch(recompile_limit=ALLOWED_GRAPHS):
+            work()  # compiles, and makes the moments
+            found: Row = {"parameters": model.num_parameters(), "peak_bytes": peak_bytes(work, device)}
+            found["flops_a_token"] = flops_per_token(model, length)
+            figures[variant] = found | check_step(variant, work, dtype)  # of the weights that timed steps start from
+        return []
+
+    def timed() -> list[Row]:
+        with torch._dynamo.config.patch(recompile_limit=ALLOWED_GRAPHS):
+            seconds = in_turn(calls, repeats=repeats, device=device, warm_up=0)
+        peak, found = matmul_peak(torch.device(device), dtype), []
+        label: Row = {"kind": "body" if body else "training", "preset": preset, "rows": rows, "length": length}
+        label |= {"compile": compile} | ({"window": window} if window else {})
+        for variant in variants:
+            times, over = quantiles(seconds[variant]), ratio(seconds[variant], seconds["rope"])
+            speed = rows * length / times.median
+            row = {**label, "attention": variant, "seconds": seconds[variant], "tokens_per_second": speed}
+            row |= {"matmul_peak": peak, "mfu": speed * figures[variant]["flops_a_token"] / peak}
+            row |= {"time_over_rope": over.median, "range_over_rope": {"low": over.low, "high": over.high}}
+            found.append(row | figures[variant])
+        calls.clear()
+        return found
+
+    what = f"{'body' if body else 'step'}, {rows} × {length:,}"
+    found: Steps = [(f"{what}: {variant}", partial(prepare, variant, config)) for variant, config in configs.items()]
+    return [*found, (f"{what}: timed", timed)]
+
+
+def bodies(
+    preset: str,
+    layouts: Sequence[str],
+    lengths: Sequence[int],
+    *,
+    window: int,
+    global_every: int,
+    repeats: int,
+    device: str,
+    seed: int,
+    compile: bool,
+) -> Steps:
+    """Time the body of a model in each layout at each length, 32,768 tokens at once on a GPU, full RoPE first."""
+    names = list(dict.fromkeys(["rope", *layouts]))
+    options: dict[str, Any] = {"window": window, "global_every": global_every, "repeats": repeats, "device": device}
+    options |= {"seed": seed, "compile": compile, "body": True, "variants": names}
+    rows = [max(1, 32_768 // n) if device == "cuda" else 1 for n in lengths]
+    return [step for n, b in zip(lengths, rows, strict=True) for step in training(preset, length=n, rows=b, **options)]
+
+
+def check_step(variant: str, step: Step, dtype: torch.dtype) -> dict[str, float]:
+    """Compare the loss and the gradients of a step, as it is timed in `dtype`, with a wider one.
+
+    The wider step is the same weights' in :data:`~farspan.bench.checks.WIDER`, neither compiled nor under autocast.
+    """
+    loss = step.backward()
+    twin = FarspanForCausalLM(step.model.config).train().to(step.ids.device, WIDER[dtype])
+    twin.load_state_dict(step.model.state_dict())
+    twin.gradient_checkpointing_enable()
+    objective: Callable[[Tensor], Tensor] = partial(body_loss, twin) if step.body else NextToken(twin)
+    want = torch.zeros((), dtype=torch.float64, device=step.ids.device)
+    for piece in step.ids.split(max(1, TOKENS_AT_ONCE // step.ids.shape[1])):
+        part = objective(piece) * (len(piece) / len(step.ids))
+        part.backward()
+        want += part.detach()
+    found = check(f"{variant}, the loss of a step", loss, want, limit=LOSS[dtype])
+    worst, allowed = 0.0, GRADIENTS[dtype]
+    for (name, ours), theirs in zip(step.model.named_parameters(), twin.parameters(), strict=True):
+        if ours.grad is None and theirs.grad is None:  # the head of a body
+            continue
+        assert ours.grad is not None
+        assert theirs.grad is not None
+        error = apart(ours.grad, theirs.grad)
+        if not error <= allowed:
+            raise ResultsDifferError(
+                f"{variant}, the gradient of {name} is wrong by {error:.1e} (allowed: {allowed:.0e})"
+            )
+        worst = max(worst, error)
+    step.optimizer.zero_grad()
+    return {**found, "gradient_error": worst, "gradient_allowed": allowed}
+
+
+def window(
+    preset: str = "350m",
+    *,
+    variants: Sequence[str] = VARIANTS,
+    length: int = 32_768,
+    chunk: int = 8192,
+    device: str = "cpu",
+    seed: int = 0,
+) -> Steps:
+    """Measure the memory of reading one window for its perplexity, weights included."""
+
+    def measure(variant: str) -> list[Row]:
+        torch.manual_seed(seed)
+        config = FarspanConfig.preset(preset, attention=variant)
+        model = FarspanForCausalLM(config).eval().to(device)
+        tokens = torch.randint(0, config.vocab_size, (length,))
+
+        def read() -> None:
+            with as_trained(device):
+                perplexity(model, [tokens], length=length, tokens_at_once=length, chunk=chunk)
+
+        weights = sum(p.numel() * p.element_size() for p in model.parameters())
+        row: Row = {"kind": "window", "preset": preset, "attention": variant, "length": length, "chunk": chunk}
+        row |= {"weight_bytes": weights, "peak_bytes": weights + peak_bytes(read, device)}
+        return [row | {"seconds": [measure_once(read, device)]}]
+
+    return [(f"{variant}: {length:,} tokens read", partial(measure, variant)) for variant in variants]
+
+
+def tables(rows: list[Row]) -> list[Table | str]:
+    """Tabulate ratios of times to RoPE's."""
+    timed = [row for row in rows if row["kind"] in ("training", "body")]
+    found = table(
+        "training step, or forward and backward of the body",
+        timed,
+        {
+            "attention": lambda x: x["attention"],
+            "rows × tokens": lambda x: f"{x['rows']} × {x['length']:,}",
+            "time / RoPE": lambda x: show(x["range_over_rope"] | {"median": x["time_over_rope"]}),
+            "tokens/s": lambda x: f"{x['tokens_per_second']:,.0f}",
+            "of peak": lambda x: f"{x['mfu']:.1%}",
+            "peak GB": lambda x: f"{x['peak_bytes'] / 1e9:.2f}",
+        },
+    )
+    for row in (row for row in rows if row["kind"] == "window"):
+        found.append(f"{row['attention']}, one window of {row['length']:,} tokens: {row['peak_bytes'] / 1e9:.2f} GB")
+    return found

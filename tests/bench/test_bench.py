@@ -1,0 +1,274 @@
+"""The timer measures what it says, the checker sees what is wrong, and rows survive what ends a run."""
+
+import io
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from farspan import bench
+from farspan.bench import Steps, attention, cosformer, decode, layer, model, timing, unfinished
+from farspan.bench.checks import ResultsDifferError, check
+from farspan.bench.timing import WITH_LAUNCHES, Timed, in_turn, measure_once, peak_bytes, ratio, time_candidates
+from farspan_cli import bench as command
+from tests.command_line import called, refusal
+
+MEGABYTE = 2**20
+
+
+def test_peak_memory_is_what_was_touched() -> None:
+    for megabytes in (64, 8):  # what is freed must not hide the next
+        assert (
+            megabytes - 2
+            <= peak_bytes(lambda m=megabytes: torch.ones(m * MEGABYTE // 4), "cpu") / MEGABYTE
+            < megabytes + 4
+        )
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:0", "cpu"])
+def test_every_gpu_is_waited_for(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[str] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    measure_once(lambda: None, device)
+    assert waited == ([] if device == "cpu" else [device])
+
+
+def test_calls_take_turns_in_random_orders() -> None:
+    made: list[str] = []
+    found = in_turn({name: partial(made.append, name) for name in "abc"}, repeats=12, device="cpu")
+    assert {name: len(seconds) for name, seconds in found.items()} == dict.fromkeys("abc", 12)
+    rounds = ["".join(made[i : i + 3]) for i in range(3, 39, 3)]  # after one that warms up
+    assert all(sorted(order) == list("abc") for order in rounds)
+    assert len(set(rounds)) > 3
+
+
+def test_ratios_are_of_the_same_round() -> None:
+    """A machine that slows down tenfold half way changes none."""
+    slow = [1.0] * 5 + [10.0] * 5
+    assert ratio([0.9 * x for x in slow], slow) == pytest.approx((0.9, 0.9, 0.9))
+
+
+def test_a_candidate_that_fails_is_missing_unless_it_is_required() -> None:
+    def fail() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.\nMore lines")
+
+    calls: dict[str, Callable[[], Any]] = {"ours": lambda: sum(range(100)), "flash": fail}
+    found = time_candidates(calls, repeats=3, device="cpu")
+    assert found.missing == {"flash": "OutOfMemoryError: CUDA out of memory."}
+    assert set(found.seconds) == {"ours"}
+    with pytest.raises(RuntimeError, match="out of memory"):
+        time_candidates(calls, repeats=3, device="cpu", required=["flash"])
+
+
+def test_a_peer_timed_with_its_launches_is_not_divided_by_ours_without() -> None:
+    found = Timed({"ours": [1.0], "flash": [2.0], "cudnn": [1.5]}, {}, {}, {"ours", "flash"})
+    assert found.fair("ours") == {"ours", "flash"}
+    assert found.missing == {"cudnn": WITH_LAUNCHES}
+
+
+@pytest.mark.parametrize("wrong", [1.01, torch.nan, -1.0])
+def test_the_rule_sees_errors_above_twice_the_plain_ones(wrong: float) -> None:
+    truth = torch.linspace(1, 2, 50, dtype=torch.float64)
+    plain, ours = truth.float() * 1.001, truth.float() * 1.0019
+    found = check("ours", ours, truth, plain)
+    assert 0 < found["error"] <= found["allowed"] < 2.1e-3
+    with pytest.raises(ResultsDifferError, match="ours is wrong by"):
+        check("ours", truth.float() * wrong, truth, plain)
+    with pytest.raises(ResultsDifferError):
+        check("ours", ours[:-1], truth, limit=1.0) if wrong > 1 else check("ours", truth.float() * wrong, truth)
+
+
+def two_steps(failure: BaseException | None = None) -> Steps:
+    def second() -> list[dict[str, Any]]:
+        if failure is not None:
+            raise failure
+        return [{"kind": "b"}, {"kind": "c"}]
+
+    return [("first", lambda: [{"kind": "a", "figure": 1}]), ("second", second)]
+
+
+def kinds(path: Path) -> list[str]:
+    return [row["kind"] for row in json.loads(path.read_text())["rows"]]
+
+
+SETTINGS: dict[str, Any] = {"kind": "bench-layer", "device": "cpu", "seed": 3}
+
+
+def test_rows_are_on_disk_after_each_step_and_name_their_kind(tmp_path: Path) -> None:
+    out = tmp_path / "deep" / "result.json"
+    seen: list[tuple[float, list[str]]] = []
+
+    def progress(done: float, total: float | None, text: str = "", *, phase: str = "") -> None:
+        seen.append((done, kinds(unfinished(out)) if unfinished(out).exists() else []))
+
+    bench.run(two_steps(), out=out, progress=progress, **SETTINGS)
+    assert seen == [(0, []), (1, ["a"]), (2, ["a", "b", "c"])]
+    assert kinds(out) == ["a", "b", "c"]
+    assert [path.name for path in out.parent.iterdir()] == ["result.json"]
+    result = json.loads(out.read_text())
+    assert (result["schema"], result["kind"], result["seed"]) == (2, "bench-layer", 3)
+    with pytest.raises(FileExistsError, match="add --force"):
+        bench.run([("never", pytest.fail)], out=out, **SETTINGS)
+    bench.run(two_steps()[:1], out=out, force=True, **SETTINGS)
+    assert kinds(out) == ["a"]
+
+
+def test_a_failed_check_leaves_no_figures_on_disk(tmp_path: Path) -> None:
+    out = tmp_path / "result.json"
+    with pytest.raises(ResultsDifferError):
+        bench.run(two_steps(ResultsDifferError("rope is wrong")), out=out, **SETTINGS)
+    assert json.loads(unfinished(out).read_text())["rows"] == [{"kind": "no figures", "why": "rope is wrong"}]
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("failure", "status", "message"),
+    [
+        (KeyboardInterrupt(), 130, "interrupted; {out}.unfinished has the rows so far; the same command begins anew"),
+        (torch.OutOfMemoryError("CUDA out of memory"), 2, "out of memory; {out}.unfinished has the rows so far; try"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), 2, "out of memory; {out}.unfinished"),
+        (ResultsDifferError("rope is wrong"), 2, "farspan: no figures: rope is wrong"),
+    ],
+    ids=["interrupt", "gpu", "cpu", "wrong"],
+)
+def test_a_stopped_run_keeps_its_rows_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, failure: BaseException, status: int, message: str
+) -> None:
+    out = tmp_path / "result.json"
+    monkeypatch.setattr(layer, "steps", lambda *args, **options: two_steps(failure))
+    found, _, err = called("bench", "layer", "--out", out)
+    assert found == status
+    assert message.format(out=out) in err
+    assert len(err.splitlines()) == 1
+    assert kinds(unfinished(out)) == (["no figures"] if status == 2 and "figures" in message else ["a"])
+
+
+def test_an_out_that_exists_or_cannot_be_written_is_noticed_before_measuring(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(model, "training", lambda *args, **options: [("never", pytest.fail)])
+    (tmp_path / "file").write_text("kept")
+    for out in (tmp_path, tmp_path / "file", tmp_path / "file" / "result.json"):
+        status, _, err = called("bench", "model", "--preset", "tiny", "--window", 0, "--out", out)
+        assert status == 2
+        assert len(err.splitlines()) == 1
+    assert (tmp_path / "file").read_text() == "kept"
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("attention --lengths a,b", "--lengths must be whole numbers ≥ 1 separated by commas, got 'a,b'; try"),
+        ("attention --lengths 0", "--lengths must be whole numbers ≥ 1"),
+        ("attention --lengths 99999999999999999999", "--lengths must be at most 16,777,216, got 9999"),
+        ("attention --device tpu", "--device must be cpu or cuda, got 'tpu'"),
+        ("attention --repeats 0", "'--repeats'"),
+        ("attention --repetas 3", "No such option: --repetas"),
+        ("attention --window 0", "'--window'"),
+        ("attention --seed 99999999999999999999", "'--seed'"),
+        ("attention --layouts hybrid-rope --global-every 1", "'--global-every'"),
+        ("attention --layouts hybrid-cosformer", "window must be left out of 'hybrid-cosformer'"),
+        ("layer --groups 3", "groups must be of (1, 2, 4, 8), query heads per key head, got 3"),
+        ("layer --groups 0", "--groups must be whole numbers ≥ 1 separated by commas, got '0'; try --groups 1,4"),
+        ("layer --layouts hybrid-rop", "--layouts must be one of"),
+        ("layer --layouts hybrid-rope --lengths 64 --global-every 9 --window 8", "global_every must be 2 … 4"),
+        ("decode --compile some", "--compile must be one, all or none, got 'some'"),
+        ("decode --preset 7b --contexts 8 --prompts none", "preset"),
+        ("decode --preset tiny --group 3", "group must divide the 4 heads, got 3"),
+        ("decode --preset tiny --head-dim 48", "head_dim must divide the hidden size 128, got 48"),
+        ("decode --preset tiny --layouts cosformer", "layouts must be of layers with a softmax, got 'cosformer'"),
+        ("decode --batch 0", "--batch must be whole numbers ≥ 1 separated by commas, got '0'; try --batch 1,8"),
+        ("cosformer --softmax-lengths a", "--softmax-lengths must be whole numbers ≥ 1 separated by commas, got 'a'"),
+        ("model --preset 7b", "preset must be"),
+        ("model --length 99999999999999999999", "'--length'"),
+    ],
+)
+def test_bad_input_exits_2_with_one_line_before_measuring(arguments: str, message: str, tmp_path: Path) -> None:
+    assert message in refusal("bench", *arguments.split(), "--out", "result.json", cwd=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "lengths", "published"),
+    [
+        (["--quick"], [1024, 4096], 4096),
+        (["--quick", "--lengths", "64,128"], [64, 128], 4096),
+        (["--quick", "--published-length", "100"], [1024, 4096], 100),
+        ([], [8192, 32768], 8192),
+    ],
+)
+def test_what_is_asked_for_wins_over_quick(
+    monkeypatch: pytest.MonkeyPatch, arguments: list[str], lengths: list[int], published: int
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(attention, "steps", lambda *given, **options: asked.append(given) or [])
+    assert called("bench", "attention", *arguments)[0] == 0
+    assert asked == [(lengths, published)]
+
+
+def test_help_shows_an_example() -> None:
+    for name in ("attention", "layer", "decode", "cosformer", "model"):
+        status, out, _ = called("bench", name, "--help")
+        assert status == 0
+        assert f"farspan bench {name} --" in out
+
+
+def spread(median: float) -> dict[str, float]:
+    return {"median": median, "low": median - 0.004, "high": median + 0.003}
+
+
+def rows_of_layers() -> list[dict[str, Any]]:
+    names = ["rope", "coca-exact, cudnn", "coca-slack, published"]
+    row: dict[str, Any] = {"kind": "layer", "compiler": "inductor", "passes": "forward and backward", "window": None}
+    row |= {"b": 1, "n": 32_768, "h": 32, "d": 128, "g": 32, "best_rope": "rope"}
+    row |= {"milliseconds": {name: {"median": 1234.567} for name in names}}
+    row |= {"time_over_best_rope": {names[1]: spread(1.074), names[2]: spread(21.345)}}
+    row |= {"time_over_same_kernel": {names[1]: spread(0.983)}, "peak_bytes": dict.fromkeys(names, 123e9)}
+    row |= {"missing": {"x": "a reason in [brackets]"}}
+    return [row, {"kind": "check", "attention": "rope", "error": 1e-6, "allowed": 1e-4}]
+
+
+def rows_of_decoding() -> list[dict[str, Any]]:
+    row: dict[str, Any] = {"kind": "decode", "context": 131_072, "batch": 32, "mode": "compiled", "reads": "9 slots"}
+    row |= {"attention": "hybrid-coca-exact", "decodes_on": "SDPA", "tokens_per_second": 123456.0}
+    row |= {"peak_bytes": 123e9, "cache_bytes": 1234.5e6, "cache_over_rope": 0.75, "speed_over_rope": spread(1.07)}
+    return [row]
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_tables_are_complete(width: int) -> None:
+    console = Console(file=io.StringIO(), width=width)
+    for part in layer.tables(rows_of_layers()) + decode.tables(rows_of_decoding()):
+        command.print_table(console, *part) if isinstance(part, tuple) else console.print(part, markup=False)
+    assert isinstance(console.file, io.StringIO)
+    printed = console.file.getvalue()
+    lines = [line for line in printed.splitlines() if line and line[0] in "┏┃┡│└"]
+    assert lines
+    assert all(len(line) <= width and line[-1] in "┓┃┩│┘" for line in lines)
+    for figure in ("1234.567", "1.074", "(1.070–1.077)", "(21.341–21.348)", "(0.979–0.986)", "123,000.0"):
+        assert figure in printed
+    for figure in ("123,456", "0.750", "1,234.5", "(1.07–1.07)", "missing: x: a reason in [brackets]"):
+        assert figure in printed
+
+
+def test_gpu_shapes_cover_the_record_and_fit() -> None:
+    shapes = attention.decoding_shapes()
+    assert {shape.h // shape.g for shape in shapes} == {1, 4, 8}
+    assert {shape.m for shape in shapes} >= {512, 131_072}
+    assert max(shape.key_bytes[1] for shape in shapes) <= attention.LARGEST
+    assert attention.NOTED[0].key_bytes == (3 * 8 * 32 * 32_768 * 128, 4 * 8 * 32 * 32_768 * 128)
+    assert {shape.b * shape.n for shape in cosformer.shapes(cosformer.LENGTHS)} == {cosformer.TOKENS}
+    layers = layer.shapes(list(layer.SHAPES), [1, 4], "cuda")
+    assert {shape.b * shape.n for shape in layers} == {32_768}
+    assert {shape.d for shape in layers} == {64, 128} == {shape.d for shape in shapes}
+
+
+def test_a_copy_has_a_speed_and_is_what_memory_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow, fast = [0.5, 0.5], [0.25, 0.25]
+    monkeypatch.setattr(timing, "in_turn", lambda calls, **options: {"mul": slow, "copy": fast})
+    assert timing.copy_speed("cpu", 10**6) == pytest.approx(2 * 1e6 / 0.25 / 1e12)
