@@ -121,7 +121,6 @@ COMMANDS = [
     "report results --out out",
     "generate model zwei --max-new-tokens 2",
     "analyze model --text text.txt --texts 1 --text-tokens 256 --queries 8 --out out",
-    "bench attention --lengths 32 --repeats 1 --out out.json",
     "reproduce --preset nosuch --out out",
 ]
 NUMBERS = ["0", "-1", "1", "nan", "inf", "-inf", "1e300", "1e-320", "99999999999999999999", "1,,2", "²", "0x10", "1_0"]
@@ -180,8 +179,8 @@ def hostile_command(draw: random.Random, folder: Path) -> tuple[list[str], str]:
     damage = []
     for _ in range(draw.choice((1, 1, 1, 2, 3))):
         kind = draw.random()
-        if kind < 0.45:
-            name, value = draw.choice(options_of(arguments)), draw.choice(NUMBERS + WORDS + PATHS)
+        if kind < 0.45 and (names := options_of(arguments)):
+            name, value = draw.choice(names), draw.choice(NUMBERS + WORDS + PATHS)
             if name in arguments:
                 arguments[arguments.index(name) + 1 : arguments.index(name) + 2] = [value]
             else:
@@ -286,7 +285,7 @@ def not_finite(folder: Path, before: set[tuple[str, int]]) -> str | None:
                 json.loads(file.read_text(), parse_constant=wrong)
             if file.suffix == ".safetensors":
                 with safe_open(file, "pt") as tensors:
-                    for key in tensors.keys():
+                    for key in tensors:
                         if not tensors.get_tensor(key).float().isfinite().all():
                             raise ArithmeticError(key)
         except ArithmeticError as error:
