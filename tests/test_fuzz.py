@@ -1,0 +1,20 @@
+"""A short run of the fuzzer; ``make fuzz`` runs thousands of cases."""
+
+import os
+
+import pytest
+
+from tests.fuzz import fuzz_commands, fuzz_ops
+
+SEED = int(os.environ.get("FARSPAN_FUZZ_SEED", "0"))
+
+
+@pytest.mark.parametrize("part", range(6))
+def test_hostile_command_lines_end_in_one_line_and_leave_nothing(part: int) -> None:
+    faults = [str(outcome) for outcome in fuzz_commands(50, 6 * SEED + part) if outcome.fault]
+    assert not faults, "\n\n".join(faults)
+
+
+def test_hostile_calls_of_ops_end_in_finite_numbers_or_one_line() -> None:
+    faults = list(fuzz_ops(2000, SEED))
+    assert not faults, "\n".join(faults)
