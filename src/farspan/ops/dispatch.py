@@ -1,6 +1,7 @@
 """From a checked call to the implementation that runs it. Each op has one table; the first entry that can run wins."""
 
 import inspect
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import wraps
@@ -150,6 +151,10 @@ def check_call(
         raise ValueError(odd_width(width))
     if mask is None or not mask.is_clean:  # a model's masks come with tensors that its layers made
         check_tensors(q, k, v, table.key_name, width // 2 if table.key_name == "t" else width)
+        if not isinstance(rotary, Rotary | None):
+            raise ValueError(f"rotary must be a Rotary or None, got {rotary!r}; build Rotary(head_dim)")
+        if isinstance(scale, float) and not math.isfinite(scale):
+            raise ValueError(f"scale must be finite, got {scale}; leave it out for 1/sqrt(width)")
     if rotary is not None and rotary.dim != width * table.rotary_width:
         wanted, remedy = f"{width}, the width of q", "Rotary(head_dim)"
         if table.rotary_width == 2:
