@@ -70,8 +70,9 @@ def by_generate(model: FarspanForCausalLM, prompt: list[int]) -> tuple[list[int]
 def bytes_per_token(llm: LLM) -> float:
     """Return the bytes of vLLM's cache by the tokens that it reports to fit, in requests of full length."""
     engine = llm.llm_engine.engine_core.engine_core
-    total = sum(tensor.size for tensor in engine.scheduler.kv_cache_config.kv_cache_tensors)
-    return total / engine.vllm_config.cache_config.kv_cache_size_tokens
+    held = engine.scheduler.kv_cache_config
+    page = max(len(group.layer_names) * group.kv_cache_spec.page_size_bytes for group in held.kv_cache_groups)
+    return held.num_blocks * page / engine.vllm_config.cache_config.kv_cache_size_tokens  # groups share the blocks
 
 
 def check(name: str, prompts: list[list[int]]) -> dict[str, Any]:

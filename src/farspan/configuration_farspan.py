@@ -43,17 +43,11 @@ HYBRID_OPTIONS = ("window", "global_every")
 ROPE_TYPES = ("default", "linear", "ntk", "dynamic", "yarn", "llama3")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 LIMITS: dict[str, tuple[float, float]] = {
-    "vocab_size": (1, 2**24),
-    "hidden_size": (2, 2**20),
-    "intermediate_size": (1, 2**20),
-    "num_hidden_layers": (1, 2**12),
-    "num_attention_heads": (1, 2**12),
-    "num_key_value_heads": (1, 2**12),
-    "head_dim": (2, 2**12),
-    "cosformer_max_length": (1, LIMIT),
+    **dict.fromkeys(("vocab_size", "intermediate_size"), (1, 2**24)),
+    **dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads"), (1, 2**12)),
+    **dict.fromkeys(("hidden_size", "head_dim"), (2, 2**20)),
+    **dict.fromkeys(("cosformer_max_length", "train_length", "max_position_embeddings"), (1, LIMIT)),
     "learned_positions": (0, 2**24),
-    "train_length": (1, LIMIT),
-    "max_position_embeddings": (1, LIMIT),
     "rms_norm_eps": (1e-30, 1.0),  # below, half precision divides by zero
     "initializer_range": (0.0, 10.0),
 }
@@ -279,14 +273,11 @@ class FarspanConfig(PreTrainedConfig):
         for name, (low, high) in (LIMITS | tokens).items():
             values = getattr(self, name)
             for value in values if isinstance(values, list) else [values]:
-                good = value is None or low <= value <= high
-                require(good, f"{name} must be {low} … {high}, got {value!r}; correct it")
+                require(value is None or low <= value <= high, f"{name} must be {low} … {high}, got {value!r}")
         dtype = torch_dtype if self.dtype is None else self.dtype
         found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-        require(
-            dtype is None or found in DTYPES,
-            f"dtype must be one of {', '.join(str(x).removeprefix('torch.') for x in DTYPES)}, got {dtype!r}",
-        )
+        if dtype is not None and found not in DTYPES:
+            raise unknown("dtype", dtype, [str(x).removeprefix("torch.") for x in DTYPES])
 
     def _check(self) -> None:
         """Raise for values that no model can have, and bring `attention` into a form that JSON can hold."""
