@@ -17,6 +17,7 @@ SMALL: dict[str, Any] = {"variants": ("rope", "coca-exact"), "lengths": (512, 10
 HOSTILE = '"><i>mine</i> <script>alert(1)</script> $\\frac{$ [x](javascript:y)'
 
 FOUND = passkey_row("rope", 0, "none", 512, [(3, True)], 9)
+PPL = ppl_row("rope", 0, "none", 512, 9.0)
 
 
 class Tags(HTMLParser):
@@ -133,12 +134,12 @@ def test_rows_of_farspan_eval_are_named_after_their_file(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("name", "row", "message"),
     [
-        ("ppl", ppl_row("rope", 0, "none", 512, 9.0) | {"ppl": float("nan")}, "ppl must be a number, got nan"),
-        ("ppl", ppl_row("rope", 0, "none", 512, 9.0) | {"ppl": -1}, "ppl must be a number above 0, got '-1'"),
-        ("ppl", ppl_row("rope", 0, "none", 512, 9.0) | {"length": 1e30}, "length must be a number, got 1e+30"),
-        ("ppl", ppl_row("rope", 0, "none", 512, 9.0) | {"length": 0}, "length must be a whole number from 1"),
-        ("ppl", ppl_row("rope", 0, "none", 512, 9.0) | {"length": 10**15}, "length must be a whole number from 1"),
-        ("ppl", ppl_row("rope", 0, "none", 512, 9.0) | {"seed": "a"}, "seed must be a whole number"),
+        ("ppl", PPL | {"ppl": float("nan")}, "ppl must be a number, got nan"),
+        ("ppl", PPL | {"ppl": -1}, "ppl must be a number above 0, got '-1'"),
+        ("ppl", PPL | {"length": 1e30}, "length must be a number up to 1.1e+12, got 1e+30"),
+        ("ppl", PPL | {"length": 0}, "length must be a whole number from 1"),
+        ("ppl", PPL | {"length": 10**15}, "length must be a number up to 1.1e+12, got 1000"),
+        ("ppl", PPL | {"seed": "a"}, "seed must be a whole number"),
         ("ppl", ppl_row("\ud800", 0, "none", 512, 9.0), "variant must be valid text"),
         ("ppl", {"ppl": 3.0}, "length must be given"),
         ("ppl", 3, "row 1 must be a JSON object, got '3'"),
@@ -194,6 +195,36 @@ def test_measurements_that_contradict_each_other_are_not_shown(tmp_path: Path) -
         write(tmp_path, f"train-{length}", [train_row("rope", length, length)])
     with pytest.raises(ValueError, match="must hold one training length, got 1024, 512"):
         collect(tmp_path)
+
+
+def test_a_perplexity_that_has_run_away_is_shown(tmp_path: Path) -> None:
+    for name, ppl in (("rope", 1e300), ("coca-exact", float("inf")), ("alibi", 1e-320)):
+        write(tmp_path, name, [ppl_row(name, 0, "none", n, 20.0) | {"ppl": ppl} for n in (512, 1024)])
+    text = write_report(tmp_path).read_text()
+    assert "<td>1.0e+300</td>" in text
+    assert "<td>inf</td>" in text
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kind": "odd"}, "kind must be one of model, census"),
+        (
+            {"kind": "loss", "law": "none", "length": 64, "loss": "high", "control": 1.0, "tokens": 3},
+            "loss must be a number",
+        ),
+        ({"past_pi": {}}, "a row of an analysis is not complete"),
+        ({"region": "past"}, "a row of an analysis is not complete"),
+    ],
+)
+def test_an_analysis_that_is_not_complete_gives_one_line(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    data = json.loads((Path(__file__).parents[2] / "results" / "analysis" / "analysis-coca-exact.json").read_text())
+    rows = [row | change if row["kind"] == "census" else row for row in data["rows"]]
+    write(tmp_path, "analysis-x", rows)
+    status, _, error = called("report", tmp_path)
+    assert (status, error.count("\n")) == (2, 1)
+    assert message in error
+    assert not (tmp_path / "report").exists()
 
 
 def test_settings_beside_results_are_left_alone(tmp_path: Path) -> None:

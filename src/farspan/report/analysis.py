@@ -24,7 +24,7 @@ SECTIONS = {
     "borders": ("Borders", "Share of pairs that first change direction beyond the training length (Fig. 7)."),
     "drift": ("Past the window", "Each scaling is applied without further training."),
     "slack": ("Slack CoCA", "Absolute position in slack CoCA's score."),
-    "heads": ("Anomalous heads", "Angles inside the window against the rise of attention's evenness past it."),
+    "study": ("Anomalous heads", "Angles inside the window against the rise of attention's evenness past it."),
 }
 WEIGHTS = (
     ("plain", "unweighted", "#0081c9", "-"),
@@ -297,4 +297,4 @@ def head_figure(found: Analysis, row: Mapping[str, Any]) -> Figure:
     _percent(axes.xaxis)
     axes.margins(y=0.25)
     caption = "Dark: the first layer. Interval by resampling layers and heads."
-    return finish(canvas, file_of("study", found.label), "heads", caption)
+    return finish(canvas, file_of("study", found.label), "study", caption)

@@ -130,8 +130,8 @@ def length_axis(axes: Axes, lengths: Sequence[int]) -> None:
 
 def log_axis(axes: Axes, values: Sequence[float], top: float = math.inf) -> None:
     """Make y logarithmic with readable ticks: 1-2-5, denser when the range is small."""
-    low, high = min(values) / 1.1, min(max(values) * 1.2, top)
-    low, high = low, max(high, low * 1.5)
+    low = max(min(values) / 1.1, 1e-4)
+    high = max(min(max(values) * 1.2, top), low * 1.5)
     digits = (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8) if high / low < 8 else (1, 2, 5) if high / low < 1e4 else (1,)
     axes.set_yscale("log")
     axes.set_ylim(low, high)

@@ -7,7 +7,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from farspan.experiments import load, load_all
+from farspan.experiments import VARIANTS, load, load_all
 from farspan.report.measured import (
     control_table,
     experiment_tables,
@@ -18,6 +18,7 @@ from farspan.report.measured import (
     task_table,
     task_training_table,
     training_table,
+    variants_in,
 )
 from farspan.report.results import Run, collect
 from farspan.report.speed import decoding_tables, kernel_tables, speed_tables
@@ -59,8 +60,14 @@ def write_report(folder: str | os.PathLike[str], out: str | os.PathLike[str] | N
     from farspan.report.figures import length_figures, other_figures
 
     figures = [] if run.is_study else length_figures(run)
-    figures += [*other_figures(run), *analysis_figures(run.analyses)]
-    sections = make_sections(run, figures)
+    figures += other_figures(run)
+    try:
+        figures += analysis_figures(run.analyses)
+        sections = make_sections(run, figures)
+    except (LookupError, TypeError, AttributeError, ArithmeticError) as error:  # their rows are nested deeply
+        raise ValueError(
+            f"{folder}: a row of an analysis is not complete ({error!r}); run farspan analyze again"
+        ) from error
     for figure in figures:
         write_text(target / "figures" / f"{figure.name}.svg", figure.svg)
         with atomic_path(target / "figures" / f"{figure.name}.png") as path:
@@ -110,11 +117,11 @@ def make_sections(run: Run, figures: "list[Figure]") -> list[Section]:
             table for table in analysis_tables(run.analyses) if (table.name == "analysis-slack") == (group == "slack")
         ]
         shown = tables if group in ("angles", "slack") else []
-        made.append(Section(f"analysis-{group}", title, shown, text, drawn(group), small=group == "drift"))
+        made.append(Section(f"look-{group}", title, shown, text, drawn(group), small=group == "drift"))
     if not run.is_study:  # whose own table has the control
         made.append(Section("control", "Control", of(control_table(run))))
     made.append(Section("training", "Training", of(training_table(run)), "", drawn("training")))
-    papers = any(section.tables for section in made if section.anchor in READING)
+    papers = all(variant in VARIANTS for variant in variants_in(run))  # else the only table with all of them
     made.append(
         Section("measured", "All measurements", measured_tables(run), "", others, folded=papers or run.is_study)
     )

@@ -306,8 +306,12 @@ def _check(value: Any, where: str, name: str = "") -> None:
     elif isinstance(value, str):
         good = not any("\ud800" <= c <= "\udfff" for c in value)
         require(good, f"{where}: {name} must be valid text, got {value!a}; write the row with `farspan`")
-    elif isinstance(value, int | float) and not (abs(value) < 2**63 or value == math.inf):
-        raise ValueError(f"{where}: {name} must be a number, got {value}; write the row with `farspan`")
+    elif isinstance(value, int | float):
+        top = 2**40 if name in ("length", "context", "n", "m") else 2**63 if isinstance(value, int) else math.inf
+        limit = "" if top == math.inf else f" up to {top:.2g}"
+        require(
+            abs(value) <= top, f"{where}: {name} must be a number{limit}, got {value}; write the row with `farspan`"
+        )
 
 
 def _is_whole(value: Any, low: int, high: int) -> bool:
