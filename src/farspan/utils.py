@@ -229,7 +229,9 @@ def parse(cls: type[Settings], values: Mapping[str, Any], prefix: str = "") -> S
     try:
         return TypeAdapter(cls).validate_json(json.dumps(_finite(values, prefix)))
     except ValidationError as error:
-        raise ValueError(_first_line(cls, error.errors(include_url=False)[0], prefix)) from None
+        # A misspelt key is missing too: name what was written.
+        errors = sorted(error.errors(include_url=False), key=lambda one: one["type"] == "missing")
+        raise ValueError(_first_line(cls, errors[0], prefix)) from None
 
 
 def _forbid_unknown(cls: Any, config: Any) -> None:
@@ -264,7 +266,7 @@ def _finite(value: Any, name: str) -> Any:
 
 def _first_line(cls: Any, error: Mapping[str, Any], prefix: str) -> str:
     from dataclasses import fields, is_dataclass
-    from typing import get_type_hints
+    from typing import get_args, get_type_hints
 
     from farspan.errors import unknown
 
@@ -272,10 +274,13 @@ def _first_line(cls: Any, error: Mapping[str, Any], prefix: str) -> str:
     name, message, given = prefix + ".".join(where), str(error["msg"]), error["input"]
     if error["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
         for part in where[:-1]:
-            cls = get_type_hints(cls).get(part, cls) if is_dataclass(cls) else cls
+            hint = get_type_hints(cls).get(part) if is_dataclass(cls) else None
+            cls = next((kind for kind in (hint, *get_args(hint)) if is_dataclass(kind)), cls)
         return str(unknown(f"configuration key {name}", where[-1], [f.name for f in fields(cls)]))
     if error["type"] == "value_error":  # our own, of a __post_init__
         return message.removeprefix("Value error, ")
+    if error["type"] == "missing":
+        return f"configuration key {name} must be given; add it"
     _, should, rest = message.partition(" should ")  # "Input should be …", "String should match …"
     return f"{name} must {rest}, got {given!r}" if should else f"{name}: {message}, got {given!r}"
 

@@ -86,9 +86,11 @@ def test_figures_are_titled_labelled_and_have_units(out: Path) -> None:
     folder = out / "report" / "figures"
     names = {path.stem for path in folder.glob("*.svg")}
     assert names == {path.stem for path in folder.glob("*.png")}
-    for label in ("rope", "my-slack"):
-        assert len([name for name in names if name.endswith(label)]) >= 5
-    for name in names - {"cases-rope"}:
+    wanted = {"angles-layers", "angles-histogram-rope", "angles-pairs-rope", "zone-rope", "borders-rope"}
+    wanted |= {f"{kind}-{label}" for kind in ("scores", "bounds", "drift-even") for label in ("rope", "my-slack")}
+    assert wanted | {"slack-my-slack", "study-rope"} <= names
+    assert "angles-histogram-my-slack" not in names  # all at 0: the layers' figure says so
+    for name in names:
         texts = re.findall(r"<text[^>]*>([^<]+)</text>", (folder / f"{name}.svg").read_text())
         words = [text for text in texts if len(text) > 4 and not re.fullmatch(r"[\d.,%−-]+", text)]
         assert len(words) >= 3, f"{name} must have a title and two labelled axes, got {words}"

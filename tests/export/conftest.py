@@ -30,8 +30,20 @@ def exported(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     parent = tmp_path_factory.mktemp("exported")
     rows = [perplexity(512, 20.25), perplexity(1024, 19.5), perplexity(64, 21.0, mode="truncated")]
     first = result(parent / "ppl.json", rows, command="farspan eval ppl `x`")
-    second = result(parent / "ntk.json", [perplexity(1024, 18.75, "ntk-4"), passkey(512, 7)])
-    options = ["--results", first, "--results", second, "--name", "owner/toy", "--license", "apache-2.0"]
+    second = result(parent / "ntk.json", [perplexity(1024, 18.75, "ntk-4")])
+    third = result(parent / "keys.json", [passkey(512, 7)])
+    options = [
+        "--results",
+        first,
+        "--results",
+        second,
+        "--results",
+        third,
+        "--name",
+        "owner/toy",
+        "--license",
+        "apache-2.0",
+    ]
     status, out, err = called("export", trained, "--out", parent / "hub", *options)
     assert status == 0, err
     assert "written: " in out

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from farspan.intervals import share
+from farspan.utils import share
 
 VARIANTS = ("alibi", "rope", "coca-slack", "coca-strict", "coca-exact")
 GROWTH = {"alibi": 0.1, "rope": 1.1, "coca-slack": 0.45, "coca-strict": 0.5, "coca-exact": 0.3}
@@ -41,6 +41,21 @@ def train_row(variant: str, seed: int, length: int = 512) -> dict[str, Any]:
         **{"length": length, "final_loss": losses[-1][1], "seconds": 900.0, "tokens_per_second": 111_111.0},
         **{"mfu": None if seed else 0.45, "passkey_share": 0.05, "losses": losses},
     }
+
+
+def position_rows(variant: str, seed: int = 0) -> list[dict[str, Any]]:
+    """Bins of the loss by position: the second gains from the far context."""
+    head = {"variant": variant, "seed": seed, "scaling": "none"}
+    first = {"start": 1, "stop": 512, "nll": 1022.0, "tokens": 511, "control_nll": 1022.0, "gain": 0.0}
+    second = {"start": 512, "stop": 1024, "nll": 512.0, "tokens": 512, "control_nll": 640.0, "gain": 0.25}
+    return [{**head, **first, "gain_ci95": [0.0, 0.0]}, {**head, **second, "gain_ci95": [0.2, 0.3]}]
+
+
+def retrieval_rows(variant: str, seed: int = 0, task: str = "phonebook", right: int = 3) -> list[dict[str, Any]]:
+    """Two lengths, each in all and at two depths."""
+    head = {"variant": variant, "seed": seed, "scaling": "none", "task": task}
+    found = [(None, right + 1, 8), (0.1, 1, 4), (0.9, right, 4)]
+    return [{**head, "length": n, "depth": d, **share(k, m)} for n in (512, 1024) for d, k, m in found]
 
 
 def write(folder: Path, name: str, rows: list[dict[str, Any]], **replace: Any) -> Path:

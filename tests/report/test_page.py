@@ -1,21 +1,23 @@
-"""The page: offline, escaped, honest, and refused where the files are not right."""
+"""The page: offline, escaped, and one clear line where the files are not right."""
 
 import json
-import re
-import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-import farspan_cli
-from farspan.report import load_experiments, write_report
-from farspan.report.collect import collect
-from farspan.report.summary import notes, summary
+from farspan.report import write_report
+from farspan.report.results import collect
+from farspan.results import write_result
 from tests.command_line import called
-from tests.report.fabricate import GROWTH, fabricate, passkey_row, ppl_row, train_row, write
+from tests.report.fabricate import fabricate, passkey_row, position_rows, ppl_row, retrieval_rows, train_row, write
 
-SMALL = {"variants": ("rope", "coca-exact"), "lengths": (512, 1024), "cases": 6}
+SMALL: dict[str, Any] = {"variants": ("rope", "coca-exact"), "lengths": (512, 1024), "cases": 6}
+HOSTILE = '"><i>mine</i> <script>alert(1)</script> $\\frac{$ [x](javascript:y)'
+
+FOUND = passkey_row("rope", 0, "none", 512, [(3, True)], 9)
+PPL = ppl_row("rope", 0, "none", 512, 9.0)
 
 
 class Tags(HTMLParser):
@@ -40,11 +42,14 @@ class Tags(HTMLParser):
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = fabricate(tmp_path_factory.mktemp("run"), **SMALL)  # type: ignore[arg-type]
+    """A page of a run in which everything that a user can name is hostile."""
+    folder = fabricate(tmp_path_factory.mktemp("run"), **SMALL)
     steps = [{"step": "train <script>", "state": "failed", "message": "disk & memory"}, {"step": "b", "state": "done"}]
     (folder / "status.json").write_text(json.dumps(steps))
-    write(folder, "ppl-odd", [ppl_row("<i>mine</i>", 0, "none", 512, 9.0)], command="farspan <b>x</b>", device="<u>")
-    write(folder, "passkey-odd", [passkey_row('"><i>mine</i>', 0, "none", 512, [(3, True)], 512)])
+    write(folder, "ppl-odd", [ppl_row(HOSTILE, 0, HOSTILE, 512, 9.0)], command="farspan <b>x</b>", device="<u>")
+    write(folder, "passkey-odd", [passkey_row(HOSTILE, 0, "none", 512, [(3, True)], 512)])
+    write(folder, "positions-odd", position_rows(HOSTILE))
+    write(folder, "retrieval-odd", retrieval_rows(HOSTILE, task=HOSTILE))
     return write_report(folder)
 
 
@@ -63,32 +68,36 @@ def test_the_page_asks_for_nothing_from_outside(page: Path) -> None:
     assert len(identifiers) == len(set(identifiers))
 
 
-def test_texts_from_the_run_are_escaped(page: Path) -> None:
+def test_texts_from_the_run_are_escaped_in_every_file(page: Path) -> None:
     text = page.read_text()
-    for raw in ("<script>", "<i>mine", "<b>x</b>", "<u>"):
-        assert raw not in text
     assert "train &lt;script&gt;" in text
     assert "disk &amp; memory" in text
     assert "1 of 2 steps did not finish" in text
+    files = [page, *page.parent.rglob("*.md"), *page.parent.rglob("*.svg"), *page.parent.rglob("*.tex")]
+    for path in files:
+        for raw in ("<i>mine", "<b>x</b>", "<u>", *([] if path.suffix == ".tex" else ["<script"])):
+            assert raw not in path.read_text(), path.name
+    assert any(r"\$\textbackslash{}frac\{\$" in path.read_text() for path in files if path.suffix == ".tex")
+    assert not any("[x](" in path.read_text() for path in files if path.suffix == ".md")
 
 
 def test_tables_and_figures_are_written_beside_the_page(page: Path) -> None:
     assert page.name == "index.html"
     tables, figures = ({path.name for path in (page.parent / name).iterdir()} for name in ("tables", "figures"))
-    assert {"table1.md", "table1.tex", "table3-passkey.tex", "control.md", "training.md"} <= tables
-    for name in ("perplexity-none", "passkey-ntk-4", "figure4-far", "figure5-ntk-4", "depth-rope-none", "loss"):
+    assert {"table1.md", "table1.tex", "table3-passkey.tex", "control.md", "training.md", "positions.md"} <= tables
+    for name in ("perplexity-none", "passkey-dynamic_ntk-4", "figure4-far", "figure5-dynamic_ntk-4", "depth-rope-none"):
         assert {f"{name}.png", f"{name}.svg"} <= figures
+    assert {"loss.png", "positions.svg"} <= figures
     for path in (page.parent / "figures").glob("*.png"):
         assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_provenance_and_notes_are_on_the_page(page: Path) -> None:
+def test_provenance_is_on_the_page_and_what_was_not_run_is_not(page: Path) -> None:
     text = page.read_text()
     for wanted in ("abc123", "CPU, 2 cores", "torch 2.11", "farspan reproduce --out run"):
         assert wanted in text
-    assert "5.0% of the training text, the same for every variant" in text
-    assert "Not run, Table 1: ALiBi; " in text
-    assert "the paper goes to ×64" in text
+    for absent in ("ALiBi", "not run", "CoCA strict"):
+        assert absent not in text
 
 
 def test_the_same_run_gives_the_same_page(tmp_path: Path) -> None:
@@ -97,138 +106,149 @@ def test_the_same_run_gives_the_same_page(tmp_path: Path) -> None:
     assert first == second
 
 
-def test_the_verdict_says_when_coca_is_better(tmp_path: Path) -> None:
-    said = summary(collect(fabricate(tmp_path, lengths=(512, 1024, 2048), cases=100)))
-    assert said[0].startswith("Without scaling, past the training length of 512 RoPE's perplexity rises ×9.03")
-    assert "CoCA exact's rises ×1.82 (20.05 → 36.53)" in said[0]
-    assert "Holds up better than RoPE here: CoCA exact, CoCA slack and CoCA strict." in said[0]
-    (passkey,) = (text for text in said if text.startswith("Without scaling, passkey"))
-    assert re.search(r"CoCA exact 0\.\d\d \(95% [^)]*\), finds more keys", passkey)
-    assert any("no variant gains from the longer context" in text for text in said)
-
-
-def test_the_verdict_says_when_coca_is_worse(tmp_path: Path) -> None:
-    growth = {**GROWTH, "rope": 0.2, "coca-exact": 1.5}
-    said = summary(collect(fabricate(tmp_path, growth=growth, lengths=(512, 1024, 2048), cases=100)))
-    assert "Not better than RoPE here: CoCA exact" in said[0]
-    assert "Holds up better" not in said[0]
-    (passkey,) = (text for text in said if text.startswith("Without scaling, passkey"))
-    assert re.search(r"CoCA exact 0\.\d\d \(95% [^)]*\), finds fewer keys: not better", passkey)
-
-
-@pytest.mark.parametrize(
-    ("rope", "coca", "verdict"),
-    [
-        ((10.0, 20.0), (30.0, 40.0), "Grows less but does not end lower, not better"),
-        ((20.0, 40.0), (10.0, 30.0), "Ends lower but does not grow less, not better"),
-        ((20.0, float("inf")), (20.0, 30.0), "Holds up better than RoPE here: CoCA exact."),
-        ((20.0, float("nan")), (20.0, 30.0), "Not a number, so that nothing can be said: CoCA exact."),
-    ],
-)
-def test_the_verdict_needs_both_less_growth_and_a_lower_end(
-    tmp_path: Path, rope: tuple[float, float], coca: tuple[float, float], verdict: str
-) -> None:
-    for name, values in (("rope", rope), ("coca-exact", coca)):
-        rows = [ppl_row(name, 0, "none", n, 20.0) | {"ppl": ppl} for n, ppl in zip((512, 1024), values, strict=True)]
-        write(tmp_path, f"ppl-{name}", rows)
-    said = summary(collect(tmp_path))
-    assert verdict in said[0]
-    assert said[-1].startswith("One seed only")
-
-
-def test_overlapping_seeds_are_not_called_settled(tmp_path: Path) -> None:
-    for name, last in (("rope", (40.0, 60.0)), ("coca-exact", (30.0, 50.0))):
-        rows = [ppl_row(name, seed, "none", 512, 20.0) for seed in (0, 1)]
-        write(tmp_path, f"ppl-{name}", rows + [ppl_row(name, seed, "none", 1024, ppl) for seed, ppl in enumerate(last)])
-    assert "(not settled, the seeds' ranges overlap): CoCA exact" in summary(collect(tmp_path))[0]
-
-
-def test_a_run_without_anything_to_compare_says_so(tmp_path: Path) -> None:
-    (tmp_path / "status.json").write_text('[{"step": "train", "state": "failed", "message": "no data"}]')
+def test_files_of_both_schemas_share_a_vocabulary(tmp_path: Path) -> None:
+    """ "ntk-4" is dynamic in schema 1 and static since; a file's name says nothing about its kind."""
+    write(tmp_path, "anything", [ppl_row("rope", 0, "ntk-4/per_query+log", 512, 20.0)])
+    new = [ppl_row("rope", 0, scaling, 512, 30.0) for scaling in ("ntk-4", "dynamic_ntk-4", "linear-2")]
+    write_result(tmp_path / "results" / "passkey.json", new, device="cpu", seed=0, kind="perplexity")
+    write_result(tmp_path / "results" / "later.json", [{"x": 1}], device="cpu", seed=0, kind="of a later version")
     run = collect(tmp_path)
-    assert summary(run) == [
-        "RoPE and CoCA were not both measured past the training length: this run compares nothing yet."
-    ]
-    assert notes(run, load_experiments())
-    assert "no data" in write_report(tmp_path).read_text()
+    assert {row.scaling for row in run.of("perplexity")} == {"dynamic_ntk-4+log", "ntk-4", "dynamic_ntk-4", "linear-2"}
+    text = write_report(tmp_path).read_text()
+    for name in ("dynamic NTK 4, log length", "NTK 4", "PI 2"):
+        assert name in text
 
 
-BAD = {
-    "not json": ("{", "must be a JSON file"),
-    "a list": ("[]", "must be a result file of schema 1"),
-    "another schema": ('{"schema": 2, "rows": []}', "must be a result file of schema 1"),
-    "no provenance": ('{"schema": 1, "rows": []}', "command must be given"),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_a_malformed_file_is_refused_by_its_name(tmp_path: Path, name: str) -> None:
-    text, message = BAD[name]
-    path = write(tmp_path, "ppl-bad", [])
-    path.write_text(text)
-    with pytest.raises(ValueError, match=re.escape(message)) as error:
-        collect(tmp_path)
-    assert str(path) in str(error.value)
+def test_rows_of_farspan_eval_are_named_after_their_file(tmp_path: Path) -> None:
+    for seed, ppl in enumerate((20.0, 22.0)):
+        rows = [{**ppl_row("", 0, "none", n, ppl + n / 512)} for n in (512, 1024)]
+        for row in rows:
+            del row["variant"], row["seed"]
+        write(tmp_path, f"ppl-hybrid-pope-s{seed}", rows)
+    write_report(tmp_path)
+    table = (tmp_path / "report" / "tables" / "measured-perplexity.md").read_text()
+    assert "| Hybrid PoPE | no scaling (2 seeds, 4 texts, 1,000 tokens) | 22.00 (21.00–23.00) | 23.00" in table
+    assert "| Hybrid PoPE | no scaling, seed 1 (1 seed, 4 texts, 1,000 tokens) | 23.00 | 24.00 |" in table
 
 
 @pytest.mark.parametrize(
-    ("prefix", "row", "message"),
+    ("name", "row", "message"),
     [
-        ("ppl", {"ppl": "high"}, "ppl must be a number, got 'high'"),
-        ("ppl", {"length": 0}, "length must be at least 1, got 0"),
-        ("ppl", {"seed": True}, "seed must be a whole number, got True"),
-        ("ppl", {"variant": None}, "variant must be a text, got None"),
-        ("passkey", {"correct": 9}, "correct must lie in 0 … cases, got 9 of 1"),
-        ("passkey", {"near": 3}, "must be a JSON object, got 3"),
-        ("passkey", {"outcomes": [{"distance": 3}]}, "right must be given"),
-        ("train", {"losses": [1]}, "losses must be a list of [step, loss], got [1]"),
+        ("ppl", PPL | {"ppl": float("nan")}, "ppl must be a number, got nan"),
+        ("ppl", PPL | {"ppl": -1}, "ppl must be a number above 0, got '-1'"),
+        ("ppl", PPL | {"length": 1e30}, "length must be a number up to 1.1e+12, got 1e+30"),
+        ("ppl", PPL | {"length": 0}, "length must be a whole number from 1"),
+        ("ppl", PPL | {"length": 10**15}, "length must be a number up to 1.1e+12, got 1000"),
+        ("ppl", PPL | {"seed": "a"}, "seed must be a whole number"),
+        ("ppl", ppl_row("\ud800", 0, "none", 512, 9.0), "variant must be valid text"),
+        ("ppl", {"ppl": 3.0}, "length must be given"),
+        ("ppl", 3, "row 1 must be a JSON object, got '3'"),
+        ("passkey", FOUND | {"correct": 2}, "correct must lie in 0 … cases, got 2 of 1"),
+        ("passkey", FOUND | {"near": 2}, "near must be cases and correct"),
+        ("passkey", FOUND | {"outcomes": [3]}, "outcomes must be a list"),
+        ("train", train_row("rope", 0) | {"losses": [3]}, "losses must be a list of"),
+        ("positions", position_rows("rope")[0] | {"tokens": 0}, "tokens must be a whole number from 1"),
+    ],
+)  # fmt: skip
+def test_rows_that_make_no_sense_give_one_line(name: str, row: Any, message: str, tmp_path: Path) -> None:
+    first = {
+        "train": train_row("a", 0),
+        "positions": position_rows("a")[0],
+        "passkey": passkey_row("a", 0, "none", 512, [(3, True)], 9),
+    }.get(name, ppl_row("a", 0, "none", 512, 9.0))
+    path = write(tmp_path, name, [first, row])
+    status, _, error = called("report", tmp_path)
+    assert status == 2
+    assert error.startswith(f"farspan: {path} row 1")
+    assert message in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "report").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "must be a JSON file"),
+        ("[" * 100_000, "must be a JSON file"),
+        ('{"schema": 3, "rows": []}', "must be a result file of schema 1 or 2"),
+        ('{"schema": 1, "rows": [{"ppl": 3.0}]}', "command must be given"),
+    ],
+    ids=["json", "deep", "schema", "provenance"],
+)
+def test_files_that_are_no_results_give_one_line(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "ppl-a.json").write_text(text)
+    status, _, error = called("report", tmp_path)
+    assert (status, error.count("\n")) == (2, 1)
+    assert message in error
+
+
+def test_measurements_that_contradict_each_other_are_not_shown(tmp_path: Path) -> None:
+    write(tmp_path, "ppl-a", [ppl_row("rope", 0, "none", 512, 9.0)])
+    write(tmp_path, "ppl-b", [ppl_row("rope", 0, "none", 512, 9.5)])
+    with pytest.raises(
+        ValueError, match=r"ppl-b.json row 0: perplexity, rope, 0, none, 512, sliding was measured before"
+    ):
+        collect(tmp_path)
+    (tmp_path / "results" / "ppl-b.json").unlink()
+    for length in (512, 1024):
+        write(tmp_path, f"train-{length}", [train_row("rope", length, length)])
+    with pytest.raises(ValueError, match="must hold one training length, got 1024, 512"):
+        collect(tmp_path)
+
+
+def test_a_perplexity_that_has_run_away_is_shown(tmp_path: Path) -> None:
+    for name, ppl in (("rope", 1e300), ("coca-exact", float("inf")), ("alibi", 1e-320)):
+        write(tmp_path, name, [ppl_row(name, 0, "none", n, 20.0) | {"ppl": ppl} for n in (512, 1024)])
+    text = write_report(tmp_path).read_text()
+    assert "<td>1.0e+300</td>" in text
+    assert "<td>inf</td>" in text
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kind": "odd"}, "kind must be one of model, census"),
+        (
+            {"kind": "loss", "law": "none", "length": 64, "loss": "high", "control": 1.0, "tokens": 3},
+            "loss must be a number",
+        ),
+        ({"past_pi": {}}, "a row of an analysis is not complete"),
+        ({"region": "past"}, "a row of an analysis is not complete"),
     ],
 )
-def test_a_malformed_row_is_refused_by_file_and_field(
-    tmp_path: Path, prefix: str, row: dict[str, object], message: str
-) -> None:
-    good = {
-        "ppl": ppl_row("rope", 0, "none", 512, 20.0),
-        "passkey": passkey_row("rope", 0, "none", 512, [(3, True)], 512),
-        "train": train_row("rope", 0),
-    }
-    path = write(tmp_path, f"{prefix}-bad", [good[prefix]])
-    collect(tmp_path)
-    write(tmp_path, f"{prefix}-bad", [good[prefix] | row])
-    with pytest.raises(ValueError, match=re.escape(message)) as error:
-        collect(tmp_path)
-    assert str(error.value).startswith(f"{path} row 0: ")
+def test_an_analysis_that_is_not_complete_gives_one_line(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    data = json.loads((Path(__file__).parents[2] / "results" / "analysis" / "analysis-coca-exact.json").read_text())
+    rows = [row | change if row["kind"] == "census" else row for row in data["rows"]]
+    write(tmp_path, "analysis-x", rows)
+    status, _, error = called("report", tmp_path)
+    assert (status, error.count("\n")) == (2, 1)
+    assert message in error
+    assert not (tmp_path / "report").exists()
 
 
-def test_the_same_measurement_twice_and_two_training_lengths_are_refused(tmp_path: Path) -> None:
-    for name in ("ppl-a", "ppl-b"):
-        write(tmp_path / "twice", name, [ppl_row("rope", 0, "none", 512, 20.0)])
-    with pytest.raises(ValueError, match=r"ppl-b\.json row 0 must be the only one .* got another in ppl-a\.json"):
-        collect(tmp_path / "twice")
-    write(tmp_path / "two", "train-a", [train_row("rope", 0, 512), train_row("coca-exact", 0, 64)])
-    with pytest.raises(ValueError, match=r"length must be the same for every variant, got \[64, 512\]"):
-        collect(tmp_path / "two")
+def test_settings_beside_results_are_left_alone(tmp_path: Path) -> None:
+    write(tmp_path, "ppl-a", [ppl_row("rope", 0, "none", 512, 9.0)])
+    (tmp_path / "results" / "plan.json").write_text('{"steps": 3}')
+    assert len(collect(tmp_path).sources) == 1
 
 
-def test_the_command_line_writes_the_page_and_says_where(tmp_path: Path) -> None:
-    fabricate(tmp_path / "run", variants=("rope",), seeds=(0,), laws=("none",), lengths=(512, 1024), cases=4)
-    status, out, err = called("report", tmp_path / "run", "--out", tmp_path / "page")
-    assert (status, err) == (0, "")
-    assert out.strip() == f"written: {tmp_path / 'page' / 'index.html'}"
-    assert (tmp_path / "page" / "index.html").is_file()
+def test_a_run_that_has_only_failed_says_so(tmp_path: Path) -> None:
+    (tmp_path / "status.json").write_text('[{"step": "convert original", "state": "failed", "message": "no disk"}]')
+    text = write_report(tmp_path).read_text()
+    assert "no disk" in text
+    assert "Table 1" not in text
+    (tmp_path / "status.json").write_text('[{"step": "a", "state": "lost"}]')
+    with pytest.raises(ValueError, match="state must be one of"):
+        write_report(tmp_path)
 
 
-def test_the_command_line_refuses_an_empty_folder_with_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["farspan", "report", str(tmp_path)])
-    with pytest.raises(SystemExit) as stop:
-        farspan_cli.main()
-    error = capsys.readouterr().err
-    assert stop.value.code == 2
+def test_the_command_line_writes_the_page_and_says_what_it_needs(tmp_path: Path) -> None:
+    status, _, error = called("report", tmp_path)
+    assert (status, error.count("\n")) == (2, 1)
     assert error.startswith("farspan: folder must hold results/*.json, got ")
-    assert len(error.splitlines()) == 1
-
-
-def test_the_command_line_help_shows_an_example() -> None:
+    fabricate(tmp_path, variants=("rope",), seeds=(0,), laws=("none",), lengths=(512,), cases=2)
+    status, out, error = called("report", tmp_path, "--out", tmp_path / "page")
+    assert (status, error) == (0, "")
+    assert out.replace("\n", "").strip() == f"written: {tmp_path / 'page' / 'index.html'}"
     assert "farspan report runs/demo" in called("report", "--help")[1]

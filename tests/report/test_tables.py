@@ -3,16 +3,29 @@
 import math
 import re
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from farspan import evaluation
-from farspan.report.build import control_table, experiment_tables, measured_tables, training_table
-from farspan.report.collect import collect
-from farspan.report.estimates import passkey_between
-from farspan.report.experiment import load_experiments
-from farspan.report.tables import Cell, Line, Table, perplexity_text, to_html, to_latex, to_markdown
-from tests.report.fabricate import fabricate, passkey_row, ppl_row, train_row, write
+from farspan.evaluation import laws
+from farspan.experiments import load_all
+from farspan.report.measured import (
+    control_table,
+    experiment_tables,
+    measured_tables,
+    position_table,
+    retrieval_table,
+    task_at,
+    task_table,
+    task_training_table,
+    training_table,
+)
+from farspan.report.results import collect, passkey_where, scaling_of
+from farspan.report.tables import Cell, Line, Table, perplexity_text, scaling_name, to_html, to_latex, to_markdown
+from tests.report.fabricate import fabricate, passkey_row, position_rows, ppl_row, retrieval_rows, train_row, write
 
-EXPERIMENTS = {experiment.name: experiment for experiment in load_experiments()}
+EXPERIMENTS = {experiment.name: experiment for experiment in load_all()}
 
 
 def line(table: Table, label: str, source: str) -> Line:
@@ -28,7 +41,7 @@ def test_a_cell_is_the_mean_over_seeds_with_their_range_beside_the_papers(tmp_pa
     assert ours.cells[:3] == (Cell("20.50", "20.00–21.00"), Cell("300.00"), Cell())
     assert ours.counts == "1–2 seeds, 4 texts, 1,000 tokens"
     assert [cell.text for cell in paper.cells] == ["19.66", "411.50", "3,276", "3,026", "3,028", "inf", "inf"]
-    assert line(table, "CoCA exact", "ours").counts == "not run"
+    assert {line.label for line in table.lines} == {"RoFormer"}  # what was not run is not shown
 
 
 def test_accuracy_is_counted_over_all_cases_with_its_wilson_interval(tmp_path: Path) -> None:
@@ -41,7 +54,8 @@ def test_accuracy_is_counted_over_all_cases_with_its_wilson_interval(tmp_path: P
     ours = line(table, "RoFormer", "ours")
     assert ours.cells[1] == Cell("0.60", f"95% {low:.2f}–{high:.2f}; seeds 0.40–0.80")
     assert ours.counts == "2 seeds, 20 cases"
-    inside, beyond = passkey_between(run, "rope", "none", 0, 512), passkey_between(run, "rope", "none", 512, math.inf)
+    inside = passkey_where(run, "rope", "none", lambda _, distance: distance <= 512)
+    beyond = passkey_where(run, "rope", "none", lambda _, distance: distance > 512)
     assert inside
     assert beyond
     assert (inside.value, inside.cases, beyond.value, beyond.cases) == (1.0, 12, 0.0, 8)
@@ -52,7 +66,6 @@ def test_columns_are_aligned_by_multiples_of_the_training_length(tmp_path: Path)
     write(tmp_path, "ppl-a", [ppl_row("rope", 0, "none", 64, 30.0), ppl_row("rope", 0, "none", 128, 60.0)])
     (table,) = experiment_tables(collect(tmp_path), EXPERIMENTS["table1"])
     assert table.columns[:3] == ("64 (paper 512)", "128 (paper 1,024)", "(paper 2,048)")
-    assert "Our training length is 64, the paper's 512" in table.caption
     assert [cell.text for cell in line(table, "RoFormer", "ours").cells[:2]] == ["30.00", "60.00"]
     assert [cell.text for cell in line(table, "RoFormer", "paper").cells[:2]] == ["19.66", "411.50"]
 
@@ -91,7 +104,8 @@ def test_the_control_has_a_column_when_one_number_serves_all_lengths_and_lines_o
 
 def test_every_spelling_is_well_formed(tmp_path: Path) -> None:
     run = collect(fabricate(tmp_path, lengths=(512, 1024), cases=4))
-    tables = [table for experiment in EXPERIMENTS.values() for table in experiment_tables(run, experiment)]
+    lengths = [experiment for experiment in EXPERIMENTS.values() if experiment.lengths and not experiment.prompts]
+    tables = [table for experiment in lengths for table in experiment_tables(run, experiment)]
     extra = [control_table(run), training_table(run), *measured_tables(run)]
     for table in (*tables, *(table for table in extra if table)):
         rows = [row for row in to_markdown(table).splitlines() if row.startswith("|")]
@@ -119,3 +133,102 @@ def test_special_characters_are_escaped_in_every_spelling() -> None:
 
 def test_huge_and_missing_perplexities_stay_readable() -> None:
     assert [perplexity_text(value) for value in (math.exp(700), math.inf, math.nan)] == ["1.0e+304", "inf", "nan"]
+
+
+def test_seeds_stand_below_their_mean(tmp_path: Path) -> None:
+    for seed, ppl in enumerate((20.0, 21.0)):
+        write(tmp_path, f"ppl-{seed}", [ppl_row("hybrid-pope", seed, "none", 512, ppl)])
+    (table,) = measured_tables(collect(tmp_path))
+    assert [(one.label, one.source, one.cells[0].text) for one in table.lines] == [
+        ("Hybrid PoPE", "no scaling", "20.50"),
+        ("Hybrid PoPE", "no scaling, seed 0", "20.00"),
+        ("Hybrid PoPE", "no scaling, seed 1", "21.00"),
+    ]
+
+
+def test_the_loss_by_position_stands_above_what_the_far_context_gains(tmp_path: Path) -> None:
+    write(tmp_path, "a", position_rows("rope"))
+    table = position_table(collect(tmp_path))
+    assert table
+    assert table.columns == ("1–511", "512–1,023")
+    assert [(one.source, *(cell.text for cell in one.cells)) for one in table.lines] == [
+        ("loss", "2.000", "1.000"),
+        ("context cut", "2.000", "1.250"),
+        ("gain", "+0.000", "+0.250"),
+    ]
+    assert table.lines[2].cells[1].note == "95% +0.200 to +0.300"
+    write(tmp_path, "b", position_rows("rope", seed=1))
+    table = position_table(collect(tmp_path))
+    assert table
+    assert table.lines[2].cells[1] == Cell("+0.250")  # no interval of one seed stands for two
+
+
+def test_retrieval_is_counted_over_all_depths_and_seeds(tmp_path: Path) -> None:
+    write(tmp_path, "a", retrieval_rows("rope"))
+    write(tmp_path, "b", retrieval_rows("rope", seed=1, right=1))
+    table = retrieval_table(collect(tmp_path))
+    assert table
+    assert table.columns == ("512", "1,024")
+    assert table.lines[0].cells[0].text == "0.38"  # 4 and 2 of 8
+    assert table.lines[0].counts == "2 seeds, 16 cases"
+
+
+# Tasks
+
+
+def task(name: str, variant: str, seed: int, **values: Any) -> dict[str, Any]:
+    head = {"task": name, "variant": variant, "seed": seed, "length": 2000, "parameters": 800_000, "steps": 3000}
+    speed = {"pretraining_steps": 0, "seconds": 60.0, "tokens_per_second": 1e6 + seed, "peak_bytes": None}
+    return {**head, **speed, "losses": [[0, 2.3], [10, 2.0]], **values}
+
+
+def test_seeds_of_a_task_are_pooled_and_the_paper_stands_beside(tmp_path: Path) -> None:
+    for variant, counts in {"rope": (740, 730), "cosformer": (700, 780), "cosformer-plain": (350, 360)}.items():
+        rows = [task("listops", variant, seed, cases=2000, correct=n) for seed, n in enumerate(counts)]
+        write(tmp_path, f"task-listops-{variant}", rows)
+    write(tmp_path, "task-lm", [task("lm", "rope", 0, ppl=20.0, tokens=1000, peak_bytes=2_500_000_000)])
+    run = collect(tmp_path)
+    found = task_at(run, "accuracy", "listops", "cosformer")
+    assert found
+    assert (found.value, found.low, found.high, found.seeds, found.cases) == (0.37, 0.35, 0.39, 2, 4000)
+    lra = task_table(run, EXPERIMENTS["cosformer-lra"])
+    assert lra
+    cells = {(one.label, one.source): [cell.text for cell in one.cells] for one in lra.lines}
+    assert cells["cosFormer", "ours"] == ["0.3700", "—", "—"]
+    assert cells["cosFormer", "paper"] == ["0.3650", "0.6770", "0.7196"]
+    assert ("cosFormer without re-weighting", "paper") not in cells
+    assert not any(label.startswith("Linear CoCA") for label, _ in cells)
+    assert task_table(run, EXPERIMENTS["cosformer-recall"]) is None
+    memory, training = task_table(run, EXPERIMENTS["cosformer-memory"]), task_training_table(run)
+    assert memory
+    assert [cell.text for cell in memory.lines[0].cells][:2] == ["—", "2.50"]
+    assert training
+    assert [(one.label, one.source, one.cells[0].text) for one in training.lines][-1] == ("lm", "RoPE", "1")
+
+
+@pytest.mark.parametrize("values", [{}, {"cases": 10, "correct": 11}, {"cases": 10, "correct": 1, "seconds": None}])
+def test_rows_of_tasks_that_say_nothing_are_refused(values: dict[str, Any], tmp_path: Path) -> None:
+    write(tmp_path, "task-a", [task("listops", "rope", 0, **values)])
+    with pytest.raises(ValueError, match=r"correct must lie in 0 … cases|seconds must be a number"):
+        collect(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "words"),
+    [
+        ("none+log", "no scaling, log length"),
+        ("dynamic_ntk-2.5/per_request+log", "dynamic NTK 2.5 per request, log length"),
+        ("ntk-4", "NTK 4"),
+        ("linear-4", "PI 4"),
+        ("yarn-8", "YaRN 8"),
+        ("llama3-8", "Llama 3 8"),
+        ("mine", "mine"),
+    ],
+)
+def test_a_scaling_is_said_in_words(scaling: str, words: str) -> None:
+    assert scaling_name(scaling) == words
+
+
+def test_every_scaling_that_results_can_name_has_words() -> None:
+    for name in laws.NAMES.values():
+        assert scaling_name(scaling_of(f"{name}-4", 1)) != f"{name}-4"

@@ -7,14 +7,14 @@ from importlib import resources
 from huggingface_hub import ModelCardData
 
 from farspan.configuration_farspan import FarspanConfig
-from farspan.evaluation.laws import LOG
 from farspan.export.tables import tables
 from farspan.layers import AttentionSpec
 from farspan.modeling_farspan import FarspanForCausalLM
-from farspan.report.collect import Evaluated, Run
-from farspan.report.estimates import scaling_order
+from farspan.report.results import EVALUATIONS, Run, scaling_order
 from farspan.report.tables import to_markdown
 from farspan.results import commit, version
+
+DYNAMIC, LOG = "dynamic_ntk-", "+log"
 
 
 @dataclass(frozen=True)
@@ -102,14 +102,12 @@ def stretch(config: FarspanConfig, run: Run) -> Stretch | None:
     fits = bool(layers) and all(spec.kind != "linear-coca" for spec in layers)  # whose sums cannot be turned again
     if not fits or config.rotary().scaling is not None:
         return None
-    measured: list[Evaluated] = [*run.perplexity, *run.passkey, *run.bits, *run.pairs]
-    laws = {row.scaling for row in measured}
-    told = {
-        name.removesuffix(LOG) for name in laws if name.startswith("ntk-") and name.endswith(LOG) == config.log_length
-    }
-    name, _, mode = min(told, key=scaling_order, default="ntk-4").partition("/")
-    arguments = f'rope_type="dynamic", factor={float(name.removeprefix("ntk-"))}' + (f', mode="{mode}"' if mode else "")
-    return Stretch(arguments, bool(told))
+    found = {row.scaling for kind in EVALUATIONS for row in run.of(kind)}
+    told = {name.removesuffix(LOG) for name in found if name.endswith(LOG) == config.log_length}
+    dynamic = [name for name in told if name.startswith(DYNAMIC)]
+    factor, _, mode = min(dynamic, key=scaling_order, default=f"{DYNAMIC}4").removeprefix(DYNAMIC).partition("/")
+    arguments = f'rope_type="dynamic", factor={float(factor)}' + (f', mode="{mode}"' if mode else "")
+    return Stretch(arguments, bool(dynamic))
 
 
 def front_matter(card: Card) -> str:

@@ -1,107 +1,92 @@
 """What was measured of a model as the card's tables."""
 
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Iterable
+from functools import partial
 
 from farspan.evaluation.pairs import field_name
-from farspan.report.collect import Run
-from farspan.report.estimates import Estimate, perplexity_of, scaling_order, share_of
-from farspan.report.names import scaling_name
-from farspan.report.records import Bits, Pairs, Passkey, Perplexity, Share
-from farspan.report.tables import Cell, Line, Table, counts_text, estimate_cell
+from farspan.report.results import Estimate, Record, Run, mean_of, perplexity_of, scaling_order, share_of
+from farspan.report.tables import Table, counts_text, grid, scaling_name, share_text
 
 ALL = "minimal pairs"
 """The column of all fields together."""
+THREE = partial(share_text, digits=3)
 
 
 def tables(run: Run) -> list[Table]:
-    """Perplexity, a table for each way of counting, passkey retrieval, short context; a line for each scaling law."""
+    """Make a table per kind of measurement, with a line for each scaling."""
     made = []
-    for mode in dict.fromkeys(row.mode for row in run.perplexity):
-        if mode != "truncated":
-            rows = tuple(row for row in run.perplexity if row.mode == mode)
-            strides = sorted({row.stride for row in rows})
-            title = f"Perplexity by window length ({mode}, stride {', '.join(f'{s:,}' for s in strides)})"
-            made.append(_table(mode, title, rows, perplexity_of, _control(run)))
-    if run.passkey:
-        made.append(_table("passkey", "Passkey accuracy by prompt length", run.passkey, share_of))
-    if run.bits or run.pairs:
-        made.append(_short_context(run))
-    return made
+    for mode in dict.fromkeys(row.mode for row in run.of("perplexity") if row.mode != "truncated"):
+        rows = run.of("perplexity", mode=mode)
+        strides = ", ".join(f"{stride:,}" for stride in sorted({row.stride for row in rows}))
+        made.append(_by_length(f"Perplexity by window length ({mode}, stride {strides})", rows, _control(run)))
+    made.append(_by_length("Passkey accuracy by prompt length", run.of("passkey")))
+    retrieval = [row for row in run.of("retrieval") if row.depth is None]
+    for task in dict.fromkeys(row.task for row in retrieval):
+        made.append(
+            _by_length(f"Retrieval accuracy by prompt length: {task}", [x for x in retrieval if x.task == task])
+        )
+    bins = sorted({(row.start, row.stop) for row in run.of("positions")})
+    entries = [
+        (scaling_name(s), source, [mean_of([x[name] / x.tokens for x in _at(run, s, *b) if x[name]]) for b in bins])
+        for s in _scalings(run.of("positions"))
+        for source, name in (("loss", "nll"), ("context cut", "control_nll"))
+    ]
+    title = "Loss by position (nats per token)"
+    made.append(grid("positions", title, (f"{a:,}–{b - 1:,}" for a, b in bins), entries, heading="Scaling", show=THREE))
+    return [table for table in [*made, _short_context(run)] if table]
 
 
-Row = TypeVar("Row", Perplexity, Passkey)
+def _at(run: Run, scaling: str, start: int, stop: int) -> list[Record]:
+    return run.of("positions", scaling=scaling, start=start, stop=stop)
 
 
-def _table(
-    name: str, title: str, rows: tuple[Row, ...], estimate: Callable[[list[Row]], Estimate | None], note: str = ""
-) -> Table:
-    lengths = sorted({row.length for row in rows})
-    found = {
-        law: [estimate([row for row in rows if (row.scaling, row.length) == (law, length)]) for length in lengths]
-        for law in sorted({row.scaling for row in rows}, key=scaling_order)
-    }
-    lines = tuple(Line(scaling_name(law), "", tuple(map(estimate_cell, cells))) for law, cells in found.items())
-    counted = counts_text([cell for cells in found.values() for cell in cells])
-    caption = f"Each number: {counted}.{note}"
-    return Table(name, title, caption, tuple(f"{n:,}" for n in lengths), lines, "Scaling")
-
-
-def _control(run: Run) -> str:
-    """The truncation control in two sentences, if it was measured."""
-    found = perplexity_of([row for row in run.perplexity if row.mode == "truncated"][:1])
-    if found is None:
-        return ""
-    return (
-        f" The same tokens with their context cut to the training length have perplexity {estimate_cell(found).text}: "
-        "a longer window helps where it is below that."
-    )
-
-
-def _short_context(run: Run) -> Table:
-    """Bits a byte for each window, then minimal pairs, all of them and by field."""
-    windows = sorted({row.length for row in run.bits})
-    counted = {law: _fields([row for row in run.pairs if row.scaling == law]) for law in _laws(run.pairs)}
-    fields = sorted({name for shares in counted.values() for name in shares}, key=lambda name: (name != ALL, name))
-    lines = []
-    for law in _laws((*run.bits, *run.pairs)):
-        bits = {row.length: Cell(f"{row.bits_per_byte:.3f}") for row in run.bits if row.scaling == law}
-        shares = [counted.get(law, {}).get(name) for name in fields]
-        cells = [bits.get(length, Cell()) for length in windows]
-        cells += [estimate_cell(share_of([share] if share else []), digits=3) for share in shares]
-        lines.append(Line(scaling_name(law), "", tuple(cells)))
-    columns = (*(f"bits a byte, windows of {length:,}" for length in windows), *fields)
-    caption = " ".join([*_bits_caption(run.bits), *_pairs_caption(counted)])
-    return Table("short", "Short context", caption, columns, tuple(lines), "Scaling")
-
-
-def _laws(rows: Sequence[Bits | Pairs]) -> list[str]:
+def _scalings(rows: Iterable[Record]) -> list[str]:
     return sorted({row.scaling for row in rows}, key=scaling_order)
 
 
-def _fields(rows: Sequence[Pairs]) -> dict[str, Share]:
-    """Field → its pairs, and those of all. Results of before fields had one spelling may have two rows for one."""
-    shares: dict[str, Share] = {}
-    for row in rows:
-        if row.kind in ("all", "field"):
-            name = ALL if row.kind == "all" else field_name(row.field)
-            before = shares.get(name, Share(0, 0))
-            shares[name] = Share(before.cases + row.cases, before.correct + row.correct)
-    return shares
+def _by_length(title: str, rows: list[Record], note: str = "") -> Table | None:
+    lengths = sorted({row.length for row in rows})
+    estimate = share_of if rows and "correct" in rows[0] else perplexity_of
+    entries = [
+        (scaling_name(s), "", [estimate([x for x in rows if (x.scaling, x.length) == (s, n)]) for n in lengths])
+        for s in _scalings(rows)
+    ]
+    caption = f"Each number: {counts_text(cell for *_, cells in entries for cell in cells)}.{note}"
+    return grid("", title, (f"{n:,}" for n in lengths), entries, caption=caption, heading="Scaling")
 
 
-def _bits_caption(rows: Sequence[Bits]) -> list[str]:
-    if not rows:
-        return []
-    amounts = sorted({(row.bytes, row.texts) for row in rows})
-    counts = " or ".join(f"{size:,} bytes of {texts:,} text{'s' if texts > 1 else ''}" for size, texts in amounts)
-    return [f"Bits a byte of raw text ({counts}): less is better."]
+def _control(run: Run) -> str:
+    """Give the perplexity of the truncation control."""
+    found = run.of("perplexity", mode="truncated")
+    return f" The same tokens with the context cut to the training length: {found[0].ppl:.2f}." if found else ""
 
 
-def _pairs_caption(counted: dict[str, dict[str, Share]]) -> list[str]:
-    if not counted:
-        return []
-    cases = {name: share.cases for shares in counted.values() for name, share in shares.items()}
-    whole, parts = cases.pop(ALL, 0), [f"{name} {count:,}" for name, count in sorted(cases.items())]
-    among = f" ({', '.join(parts)})" if parts else ""
-    return [f"Minimal pairs: the share of {whole:,}{among} whose right sentence is the likelier of the two."]
+def _short_context(run: Run) -> Table | None:
+    """Show bits per byte for each window, then minimal pairs, all of them and by field."""
+    windows = sorted({row.length for row in run.of("bits")})
+    pairs = [row for row in run.of("pairs") if row.kind in ("all", "field")]
+    fields = sorted({_field(row) for row in pairs}, key=lambda name: (name != ALL, name))
+    entries = []
+    for scaling in _scalings([*run.of("bits"), *pairs]):
+        bits = [mean_of([x.bits_per_byte for x in run.of("bits", scaling=scaling, length=n)]) for n in windows]
+        # Results from before fields had one spelling may have two rows for one: they are counted together.
+        right = [[row for row in pairs if (row.scaling, _field(row)) == (scaling, name)] for name in fields]
+        entries.append((scaling_name(scaling), "", [*bits, *map(_counted, right)]))
+    heads = (*(f"bits per byte, windows of {n:,}" for n in windows), *fields)
+    sizes = sorted({(row.bytes, row.texts) for row in run.of("bits")})
+    counts = [f"{size:,} bytes of {n:,} text{'s' if n > 1 else ''}" for size, n in sizes]
+    counts += [
+        f"{name}: {sum(x.cases for x in pairs if (x.scaling, _field(x)) == (s, name)):,}"
+        for s in _scalings(pairs)[:1]
+        for name in fields
+    ]
+    caption = f"Counted over {'; '.join(counts)}."
+    return grid("short", "Short context", heads, entries, caption=caption, heading="Scaling", show=THREE)
+
+
+def _field(row: Record) -> str:
+    return ALL if row.kind == "all" else field_name(row.field)
+
+
+def _counted(rows: list[Record]) -> Estimate | None:
+    return share_of([{name: sum(row[name] for row in rows) for name in ("cases", "correct")}])

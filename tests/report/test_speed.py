@@ -1,0 +1,296 @@
+"""Rows of benchmarks → multiples of a reference, in tables and figures."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from farspan.benchmark import cosformer, layer
+from farspan.experiments import load
+from farspan.report import write_report
+from farspan.report.figures import speed_figures
+from farspan.report.results import Record, Run
+from farspan.report.speed import Spread, decoding_tables, kernel_tables, speed_tables, timings
+from farspan.report.tables import Table, to_html, to_markdown
+from farspan.reproduce import Preset, reproduce
+from farspan.reproduce.plan import plan
+from tests.report.fabricate import write
+
+RESULTS = Path(__file__).parents[2] / "results"
+COCA, COSFORMER = load("speed")
+
+
+def run_of(kind: str, *rows: Any, device: str = "NVIDIA H200") -> Run:
+    return Run(benches={kind: [(f"x.json row {i}", Record(device=device), row) for i, row in enumerate(rows)]})
+
+
+def spread(median: float, half: float = 0.01) -> dict[str, float]:
+    return {"median": median, "low": median - half, "high": median + half}
+
+
+def layers(length: int, exact: float, passes: str = "forward", **more: Any) -> dict[str, Any]:
+    return {
+        "kind": "layer",
+        "passes": passes,
+        **{"b": 2, "n": length, "h": 8, "g": 8, "d": 16},
+        "best_rope": "rope, cudnn",
+        "milliseconds": {"rope, cudnn": {"median": 1.5}},
+        "time_over_best_rope": {"coca-exact": spread(exact), "alibi": spread(1.3), "alibi, flex": spread(1.2)},
+        "peak_bytes": {"rope, cudnn": 100, "coca-exact": 90},
+        "compiler": "inductor",
+        "dtype": "torch.bfloat16",
+        **more,
+    }
+
+
+def linear(length: int, softmax: float, fla: float) -> dict[str, Any]:
+    return {
+        **{"kind": "linear", "passes": "forward", "n": length, "d": 64},
+        "milliseconds": {"triton": {"median": 0.5}, "fla": {"median": 0.5 * fla}},
+        "speedup": {"flash softmax": {"median": softmax}, "fla": {"median": fla}},
+        "memory_over_least": {"triton": 1.14, "fla": 2.0},
+    }
+
+
+def decoding(attention: str, mode: str, median: float) -> dict[str, Any]:
+    label = {"kind": "decode", "mode": mode, "context": 32_768, "batch": 8, "attention": attention}
+    return {**label, "speed_over_rope": spread(median)}
+
+
+def prefill(attention: str, speed: float, peak: int) -> dict[str, Any]:
+    head = {"kind": "prefill", "attention": attention, "length": 32_768, "tokens_per_second": 9.0}
+    return {**head, "speed_over_rope": speed, "peak_bytes": peak}
+
+
+def each(mode: str, tokens: float, over: float) -> dict[str, Any]:
+    return {"mode": mode, "tokens_per_second": tokens, "speed_over_rope": over}
+
+
+SIZE = {"context": 32_768, "batch": 8}
+DECODED = [
+    {"kind": "missing", "mode": "half-width kernel", "why": "no GPU"},
+    decoding("rope", "eager", 1.0),
+    decoding("coca-exact", "eager", 1.3),
+    {"kind": "missing", "mode": "graph", **SIZE, "why": "OutOfMemoryError: no room. Try less."},
+    {"kind": "best", **SIZE, "each": {"rope": each("graph", 200.0, 1.0), "coca-exact": each("eager", 240.0, 1.2)}},
+    prefill("rope", 1.0, 4_130_000_000),
+    prefill("coca-exact", 1.05, 3_410_000_000),
+]
+
+
+def kernel(b: int, m: int, *, peer: str | None = "cudnn", coded: float | None = None, **more: Any) -> dict[str, Any]:
+    """One shape: RoPE in 0.25 ms, exact in 0.2, slack in 0.125; with t in eight bits in `coded`."""
+    times = {"exact": 0.2, "slack": 0.125} | ({"exact, 8-bit t": coded} if coded else {})
+    peers = {} if peer is None else {peer: 0.25}
+    return {
+        "kind": "decode",
+        **{"b": b, "h": 32, "g": 8, "n": 1, "m": m, "d": 128},
+        "best_peer": peer,
+        "milliseconds": {name: {"median": time} for name, time in {**times, **peers}.items()} | {"flash": None},
+        "speedup": {name: 0.25 / time for name, time in times.items()},
+        **more,
+    }
+
+
+def shown(table: Table) -> list[tuple[str, ...]]:
+    return [(line.label, line.source, *(cell.text for cell in line.cells)) for line in table.lines]
+
+
+def test_lengths_are_in_order_with_shape_unit_and_range() -> None:
+    (made,) = speed_tables(run_of("bench-layer", layers(512, 0.95), layers(64, 0.9)), COCA)
+    assert made.columns == ("2 × 64, 8 of 16", "2 × 512, 8 of 16")
+    lines = {line.label: line.cells for line in made.lines}
+    assert lines["Best RoPE layer"][0].note == "1.50 ms; rope, cudnn"
+    assert [cell.text for cell in lines["CoCA exact"]] == ["0.900", "0.950"]
+    assert lines["CoCA exact"][0].note == "0.890–0.910"
+    assert lines["ALiBi, ours or Flex"][0].text == "1.200"  # the faster of the two
+    assert "CoCA slack" not in lines
+    assert lines["peak memory, exact CoCA's over the best RoPE layer's"][0].text == "0.90"
+    assert lines["The paper's CoCA (its Fig. 6)"][0].text == "1.05–1.10"
+
+
+def test_passes_compilers_and_groups_of_heads_are_kept_apart() -> None:
+    rows = [layers(64, 0.9), layers(64, 0.9, "forward and backward"), layers(64, 0.9, g=2, compiler="none")]
+    assert [made.name for made in speed_tables(run_of("bench-layer", *rows), COCA)] == [
+        *("coca-speed-forward", "coca-speed-forward-and-backward"),
+        "coca-speed-forward-not-compiled-4-query-heads-per-key-head",
+    ]
+
+
+def test_a_toy_has_neither_milliseconds_nor_memory() -> None:
+    rows = [layers(64, 0.9, compiler="aot_eager", dtype="torch.float32")]
+    (made,) = speed_tables(run_of("bench-layer", *rows), COCA)
+    assert made.lines[0].cells[0].note == ""
+    assert not any("memory" in line.label for line in made.lines)
+
+
+def test_times_of_cosformer_are_multiples_of_ours() -> None:
+    rows = [{"kind": "check"}, linear(4096, 2.8, 3.75), linear(1024, 0.97, 3.9), linear(2048, 1.5, 4.1)]
+    (table,) = speed_tables(run_of("bench-cosformer", *rows), COSFORMER)
+    assert table.columns == ("1,024", "2,048", "4,096")
+    lines = {line.label: [cell.text for cell in line.cells] for line in table.lines}
+    assert lines["Softmax attention (SDPA, flash on a GPU)"] == ["0.97", "1.50", "2.80"]
+    assert lines["flash-linear-attention"] == ["3.90", "4.10", "3.75"]
+    assert lines["memory, cosFormer's over the least"] == ["1.14"] * 3
+    assert "cosFormer in plain torch" not in lines  # was not in the run
+    assert table.lines[0].cells[0].note == "0.50 ms"
+
+
+def test_time_and_memory_of_a_cpu_are_joined_by_length() -> None:
+    rows = [
+        {"kind": "length", "length": 64, "heads": 2, "head_dim": 8, "peak_bytes": 4 * 2 * 8 * 64 * 2},
+        {"kind": "softmax", "length": 64, "heads": 2, "head_dim": 8, "speedup": 0.5},
+    ]
+    ((timing,),) = timings(run_of("bench-cosformer", *rows), "bench-cosformer").values()
+    assert timing.times == {"flash softmax": Spread(0.5, 0.5, 0.5)}
+    assert timing.memory == 5 / 4  # q, k, v and twice an output
+    assert timing.unit == ""
+
+
+def test_the_figure_has_every_length_the_reference_the_paper_and_what_is_off_its_top() -> None:
+    over = {"coca-exact": spread(0.9), "coca-slack, published": spread(5.4)}
+    rows = [layers(64, 0.9), layers(512, 0.95, time_over_best_rope=over)]
+    (figure,) = speed_figures(run_of("bench-layer", *rows), COCA)
+    for text in (">64<", ">512<", "Best RoPE layer", "(its Fig. 6)", "CoCA exact", "ALiBi", "↑ 5.4"):
+        assert text in figure.svg
+    assert "CoCA slack<" not in figure.svg
+    assert not speed_figures(run_of("bench-layer", rows[0]), COCA)  # one length is no curve
+
+
+def test_decoding_is_shown_by_mode_with_the_fairest_first() -> None:
+    decode, prompt = decoding_tables(run_of("bench-decode", *DECODED))
+    assert decode.columns == ("8 × 32,768",)
+    found = [(line.label, line.source, line.cells[0].text, line.cells[0].note) for line in decode.lines]
+    best = "each in its fastest mode"
+    assert found == [
+        ("RoPE", best, "1", "graph; 200 tokens/s"),
+        ("CoCA exact", best, "1.20", "eager; 240 tokens/s"),
+        ("CoCA exact", "eager", "1.30", "1.29–1.31"),
+        ("All models", "graph", "not timed", "OutOfMemoryError: no room"),
+    ]
+    assert [line.cells[0].text for line in prompt.lines] == ["1", "4.13", "1.05", "3.41", "about 60"]
+
+
+def test_absolute_figures_of_a_cpu_are_left_out() -> None:
+    decode, prompt = decoding_tables(run_of("bench-decode", *DECODED, device="CPU, 2 cores"))
+    assert decode.lines[0].cells[0].note == "graph"
+    assert "peak, GB" not in {line.source for line in prompt.lines}
+
+
+def test_shapes_of_decoding_stand_by_heads_sequences_and_length() -> None:
+    rows = [kernel(1, 512), kernel(8, 512), kernel(8, 2048), kernel(32, 512, d=64), kernel(1, 512, g=32)]
+    removed = kernel(1, 2048, coded=0.1)  # a removed variant in earlier results
+    (grid,) = kernel_tables(run_of("bench-kernels", *rows, removed, {"kind": "copy"}))
+    assert grid.columns == ("512 tokens", "2,048 tokens")
+    assert shown(grid) == [
+        ("32 heads of width 128", "1 sequence", "1.25", "—"),
+        ("32 heads of width 128, 8 for keys", "1 sequence", "1.25", "1.25"),
+        ("32 heads of width 128, 8 for keys", "8 sequences", "1.25", "1.25"),
+        ("32 heads of width 64, 8 for keys", "32 sequences", "1.25", "—"),
+    ]
+    assert grid.lines[0].cells[0].note == "0.200 ms; CoCA slack 2.00"
+    assert "speed of CoCA exact over RoPE's (small print: its time; the speed of CoCA slack)" in grid.title
+    assert '<th scope="col" class="source">Sequences</th>' in to_html(grid)
+    assert "| Heads | Sequences | 512 tokens | 2,048 tokens |" in to_markdown(grid)
+
+
+def test_a_chunk_of_queries_stands_beside_keys_made_ready_for_it() -> None:
+    times = {"exact": 0.5, "exact, rotated for SDPA": 0.4, "flash": 0.2}
+    row = kernel(1, 2048) | {"kind": "prefill", "n": 512, "speedup": {"exact": 0.4}, "best_peer": "flash"}
+    row["milliseconds"] = {name: {"median": time} for name, time in times.items()}
+    (made,) = kernel_tables(run_of("bench-kernels", row))
+    assert made.columns == ("RoPE", "CoCA exact", "CoCA exact, keys made for SDPA")
+    assert shown(made) == [("32 heads of width 128, 8 for keys", "1 × 2,048, 512 queries", "1", "0.40", "0.50")]
+    assert made.lines[0].cells[1].note == "0.500 ms"
+    for peer in (None, "exact, rotated for SDPA"):  # RoPE could not be timed
+        assert not kernel_tables(run_of("bench-kernels", row | {"best_peer": peer}))
+
+
+@pytest.mark.parametrize(
+    ("kind", "row", "message"),
+    [
+        ("bench-layer", layers(64, 0.9) | {"g": 0}, r"row 0 is no row of a benchmark \(.*; write it again"),
+        ("bench-layer", layers(64, 0.9) | {"time_over_best_rope": [1]}, "row 0 is no row of a benchmark"),
+        ("bench-layer", layers(64, -0.9), r"row 0 is no row of a benchmark \(a ratio must be positive"),
+        ("bench-layer", {"kind": "layer", "passes": "forward", "b": 1}, "row 0 lacks 'best_rope'; write it again"),
+        ("bench-cosformer", {"kind": "softmax", "length": 3}, "row 0 lacks 'speedup'"),
+        ("bench-decode", {"kind": "best", "each": {}}, "row 0 lacks 'context'"),
+        ("bench-kernels", {"kind": "decode", "m": 1, "best_peer": "x"}, "row 0 lacks 'b'"),
+        ("bench-decode", {"mode": "eager"}, "row 0 must have a kind"),
+    ],
+)
+def test_a_row_that_lacks_something_is_refused_with_its_file(kind: str, row: Any, message: str, tmp_path: Path) -> None:
+    write(tmp_path, "x", [row], schema=2, kind=kind)
+    with pytest.raises(ValueError, match=rf"^x\.json {message}"):
+        write_report(tmp_path)
+    assert not (tmp_path / "report").exists()
+
+
+def test_the_same_length_twice_two_devices_and_two_runs_are_refused(tmp_path: Path) -> None:
+    write(tmp_path, "layer-a", [layers(64, 0.9)])
+    write(tmp_path, "layer-b", [layers(64, 0.95)])
+    with pytest.raises(ValueError, match=r"layer-b.json row 0 must not repeat forward, 2 × 64, 8 of 16"):
+        write_report(tmp_path)
+    write(tmp_path, "layer-b", [layers(128, 0.95)], device="NVIDIA H200")
+    with pytest.raises(ValueError, match="on one device, got CPU, 2 cores, NVIDIA H200; report them separately"):
+        write_report(tmp_path)
+    (tmp_path / "results" / "layer-b.json").unlink()
+    for name in ("speed-a", "speed-b"):
+        write(tmp_path, name, [linear(64, 1.0, 1.0)])
+    with pytest.raises(ValueError, match=r"one result of bench-cosformer, got speed-a.json, speed-b.json"):
+        write_report(tmp_path)
+
+
+def test_the_committed_results_make_the_page(tmp_path: Path) -> None:
+    (tmp_path / "results").mkdir()
+    for name in ("layer-coca-h200", "decode-h200", "coca-kernels-h200"):
+        shutil.copy(RESULTS / f"{name}.json", tmp_path / "results")
+    page = write_report(tmp_path)
+    html = page.read_text()
+    for text in ("What CoCA costs beside RoPE", "Figure 6: ", "Decoding and reading", "Attention alone"):
+        assert text in html
+    assert "8-bit" not in html
+    assert "Table 1:" not in html
+    layers_ = {"coca-speed-forward", "coca-speed-forward-and-backward"}
+    assert {path.stem for path in (page.parent / "figures").glob("*.png")} == layers_
+    of_kernels = {"coca-kernels-lengths": 6, "coca-kernels-chunks": 3}
+    tables = {path.stem for path in (page.parent / "tables").glob("*.md")}
+    assert tables == {"coca-decode", "coca-prompt", *layers_, *of_kernels}
+    for name, columns in of_kernels.items():  # as many as a person can read, beside heads and sequences
+        head = (page.parent / "tables" / f"{name}.md").read_text().splitlines()[2]
+        assert head.count("|") == columns + 3
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_reproduction_times_coca_on_request_and_shows_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer, "QUICK", {"rope", "coca-exact"})  # torch.compile takes a second for each
+    preset = tmp_path / "preset.toml"
+    preset.write_text("[speed]\nlengths = [33]\nrepeats = 1\ncontexts = [16]\nprompts = [32]\n")
+    page = reproduce(Preset.load(preset), tmp_path / "run", only=["speed"])
+    steps = json.loads((tmp_path / "run" / "status.json").read_text())
+    assert [(step["step"], step["state"]) for step in steps] == [("speed layer", "done"), ("speed decode", "done")]
+    assert {path.stem for path in (page.parent / "tables").glob("coca-*.md")} == {
+        *("coca-decode", "coca-prompt", "coca-speed-forward", "coca-speed-forward-and-backward")
+    }
+
+
+def test_a_reproduction_times_cosformer_and_shows_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cosformer, "in_fresh_process", lambda function, *arguments: function(*arguments))
+    preset = tmp_path / "preset.toml"
+    task = "[tasks.listops]\nlength = 16\ngenerator = { max_length = 16, min_length = 3 }\n"
+    preset.write_text(f"{task}[speed]\nlengths = [64, 128]\nrepeats = 1\n")
+    page = reproduce(Preset.load(preset), tmp_path / "run", only=["speed"])
+    assert "cosFormer against length" in page.read_text()
+    assert [path.name for path in (page.parent / "figures").glob("*.png")] == ["cosformer-length-forward-width-64.png"]
+
+
+@pytest.mark.parametrize("name", ["cpu", "gpu"])
+def test_speed_is_measured_only_where_it_is_asked_for(name: str, tmp_path: Path) -> None:
+    preset = Preset.load(name)
+    assert "speed" not in {step.kind for step in plan(preset, tmp_path)}
+    assert [step.name for step in plan(preset, tmp_path, ["speed"])] == ["speed layer", "speed decode"]
+    both = plan(preset, tmp_path, ["table1", "speed"])
+    assert both[0].kind == "data"
+    assert [step.name for step in both[-2:]] == ["speed layer", "speed decode"]
