@@ -260,7 +260,7 @@ def _finite(value: Any, name: str) -> Any:
 
 def _first_line(cls: Any, error: Mapping[str, Any], prefix: str) -> str:
     from dataclasses import fields, is_dataclass
-    from typing import get_type_hints
+    from typing import get_args, get_type_hints
 
     from farspan.errors import unknown
 
@@ -268,7 +268,7 @@ def _first_line(cls: Any, error: Mapping[str, Any], prefix: str) -> str:
     name, message, given = prefix + ".".join(where), str(error["msg"]), error["input"]
     if error["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
         for part in where[:-1]:
-            cls = get_type_hints(cls).get(part, cls) if is_dataclass(cls) else cls
+            cls = get_type_hints(cls).get(part, cls) if is_dataclass(cls) else (get_args(cls) or [cls])[-1]
         return str(unknown(f"configuration key {name}", where[-1], [f.name for f in fields(cls)]))
     if error["type"] == "value_error":  # our own, of a __post_init__
         return message.removeprefix("Value error, ")
