@@ -289,6 +289,9 @@ def _errors_name(where: object) -> Iterator[None]:
 
 def _load(path: Path) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        if '"schema": 2' in text:  # bridge until merged
+            text = text.replace('"schema": 2', '"schema": 1').replace('"dynamic_ntk-', '"ntk-')
+        return json.loads(text)
     except ValueError as error:  # bad JSON and bad UTF-8 alike
         raise ValueError(f"{path} must be a JSON file, got {error}; make it again, or leave it out") from error
