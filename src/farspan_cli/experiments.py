@@ -74,7 +74,7 @@ def reproduce(
         page, failed = run(replace(chosen, corpus=corpus), out, only=names, progress=progress)
     _show_table(main_table(out), console)
     for line in failed:
-        console.print(f"failed: {line}", style="red", markup=False)
+        console.print(f"failed: {line}", style="red", markup=False, soft_wrap=True)
     console.print(f"page: {page}", soft_wrap=True)
     if failed:
         raise typer.Exit(1)
