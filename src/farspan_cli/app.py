@@ -1,5 +1,6 @@
 """The application object, and how every command fails: one line on stderr, exit 2, never a traceback."""
 
+import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -124,7 +125,7 @@ def weighted(text: str, option: str, kind: str, example: str) -> tuple[str, floa
     if not sign:
         return text, 1.0
     try:
-        if float(weight) > 0:
+        if 0 < float(weight) < math.inf:
             return source, float(weight)
     except ValueError:
         pass

@@ -1,235 +1,157 @@
 """`farspan eval`: perplexity, loss by position and retrieval of a trained model, minimal pairs and bits per byte."""
 
+import os
+import sys
 from collections.abc import Callable
 from math import exp
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from farspan_cli.app import app, fail, whole_numbers
-from farspan_cli.progress import Show, progress
-
-if TYPE_CHECKING:
-    import torch
-
-    from farspan.data import TextTokenizer
-    from farspan.modeling_farspan import FarspanForCausalLM
+from farspan_cli.progress import show_progress
 
 evaluate = typer.Typer(help="Measure a trained model past its training length.", no_args_is_help=True)
 app.add_typer(evaluate, name="eval")
 
-Model = Annotated[
-    str,
-    typer.Argument(
-        help="A farspan folder, or anything `farspan convert` reads, with its tokenizer.", show_default=False
-    ),
-]
-Ntk = Annotated[float | None, typer.Option(help="Dynamic NTK with this factor.", min=1)]
-NtkMode = Annotated[str, typer.Option(help="per_query or per_request.")]
-Yarn = Annotated[float | None, typer.Option(help="YaRN with this factor, untrained.", min=1)]
+MODEL = "A farspan folder, or anything `farspan convert` reads, with its tokenizer."
+Model = Annotated[str, typer.Argument(help=MODEL, show_default=False)]
 Scaling = Annotated[
-    str, typer.Option(help="own: the law in the model's configuration, if it has one; none: without it.")
-]
-LogLength = Annotated[
-    bool | None,
+    list[str] | None,
     typer.Option(
-        help="Past the training length, let scores grow with the logarithm of the place; by default as the model does."
+        help="own (as configured, the default), none, dynamic_ntk-F, ntk-F (static), yarn-F or linear-F with a factor "
+        "F, each also with +log; several by commas, or repeat."
     ),
 ]
-
-
-def _checked(out: Path | None) -> Path | None:
-    """Where a result may and can be written: asked while options are read, so that nothing is measured in vain."""
-    if out is not None:
-        from farspan.results import check_out
-
-        check_out(out)
-    return out
-
-
-Out = Annotated[
-    Path | None,
-    typer.Option(help="Write the result as JSON; replaces an earlier result of the same command.", callback=_checked),
-]
+Ntk = Annotated[float | None, typer.Option(help="Old name of --scaling dynamic_ntk-F.", min=1)]
+NtkMode = Annotated[str, typer.Option(help="With --ntk: per_query or per_request.")]
+Yarn = Annotated[float | None, typer.Option(help="Old name of --scaling yarn-F.", min=1)]
+LogLength = Annotated[bool | None, typer.Option(help="Old name of +log in --scaling; by default as the model has it.")]
+Out = Annotated[Path | None, typer.Option(help="Write the result as JSON.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace an existing result.")]
+Text = Annotated[list[str], typer.Option(help="Long documents, as `farspan data` takes them; short ones are skipped.")]
+TextTokens = Annotated[int, typer.Option(help="Cut each document to so many tokens.", min=2)]
+Texts = Annotated[int, typer.Option(help="At most so many documents.", min=1)]
+Seed = Annotated[int, typer.Option(help="Seed of the prompts.", min=0)]
+Cases = Annotated[int, typer.Option(help="Prompts per length.", min=1)]
+Lengths = Annotated[str, typer.Option(help="Lengths in tokens, separated by commas.")]
 
 
 @evaluate.command("ppl")
 def ppl(
     model: Model,
-    text: Annotated[list[str], typer.Option(help="Long texts; shorter documents than the longest window are skipped.")],
-    lengths: Annotated[str, typer.Option(help="Window lengths, separated by commas.")] = "512,1024,2048",
+    text: Text,
+    lengths: Lengths = "512,1024,2048",
     stride: Annotated[int, typer.Option(help="Tokens between windows.", min=1)] = 512,
     mode: Annotated[str, typer.Option(help="sliding, yarn, whole or disjoint.")] = "sliding",
-    text_tokens: Annotated[int, typer.Option(help="Cut each document to so many tokens.", min=2)] = 32_768,
-    texts: Annotated[int, typer.Option(help="At most so many documents.", min=1)] = 100,
+    text_tokens: TextTokens = 32_768,
+    texts: Texts = 100,
+    scaling: Scaling = None,
     ntk: Ntk = None,
     ntk_mode: NtkMode = "per_query",
     yarn: Yarn = None,
-    scaling: Scaling = "own",
     log_length: LogLength = None,
     out: Out = None,
+    force: Force = False,
 ) -> None:
     """Perplexity by window length, with the truncation control (same tokens, context cut to the training length).
 
-    Documents of at least the training length are used, with the control; where there are none, those of at least the
-    longest window, without it.
-
-    Example: `farspan eval ppl runs/mine/model --text test.jsonl.xz --lengths 512,1024 --ntk 4 --out ppl.json`
+    Example: `farspan eval ppl runs/mine/model --text test.jsonl.xz --lengths 512,1024 --scaling none,dynamic_ntk-4`
     """
-    from farspan.convert.text import text_tokenizer
-    from farspan.errors import require_choice
-    from farspan.evaluation import as_trained, perplexity, tokens_read
-    from farspan.evaluation.windows import truncation_control
+    from farspan.evaluation import evaluate_perplexity
 
-    wanted = whole_numbers(lengths)
-    require_choice("--mode", mode, ("sliding", "yarn", "whole", "disjoint"))
-    if max(wanted) > text_tokens:
-        fail(f"--text-tokens must be at least the longest window {max(wanted)}, got {text_tokens}; raise it")
-    loaded, law, of = _load(model, out, ntk, ntk_mode, yarn, scaling, log_length)
-    needed, trained = max(*wanted, 2), loaded.config.train_length
-    found = _long_texts(text, text_tokenizer(model), text_tokens, texts, needed, trained)
-    if not found:
-        fail(
-            f"--text must hold documents of at least {needed} tokens, the longest of --lengths, got none that long in "
-            f"{', '.join(text)}; use longer texts or shorter --lengths"
-        )
-    controlled = len(found[0]) >= trained
-    tasks = [(length, stride, mode) for length in wanted]
-    tasks += [truncation_control(trained)] if controlled else []
-    rows: list[dict[str, Any]] = []
-    with as_trained(loaded.device.type), progress(Console(stderr=True)) as show:
-        for length, step, name in tasks:
-            tell = _counter(show, tokens_read(found, length, step, name), f"{name} windows of {length:,} tokens")
-            row = perplexity(loaded, found, length=length, stride=step, mode=name, progress=tell)
-            rows.append({**row, "scaling": law})
-    _show(rows, ("length", "stride", "mode", "tokens", "ppl"), law)
-    if not controlled:
-        cut = f": --text-tokens cuts them to {text_tokens:,}" if text_tokens < trained else ""
-        print(f"without the truncation control, whose texts need the training length of {trained:,} tokens{cut}")
-    _write(out, rows, of)
+    windows, scalings = whole_numbers(lengths), _scalings(model, scaling, ntk, ntk_mode, yarn, log_length)
+    options: dict[str, Any] = {"stride": stride, "mode": mode, "texts": texts, "text_tokens": text_tokens}
+    rows = _run(evaluate_perplexity, model, text, out, lengths=windows, scalings=scalings, force=force, **options)
+    _show(rows, ("scaling", "length", "stride", "mode", "tokens", "ppl"), out)
+    if not any(row["mode"] == "truncated" for row in rows):
+        _say("without the truncation control, whose texts need the training length")
 
 
 @evaluate.command("passkey")
-def passkey_command(
+def passkey(
     model: Model,
-    lengths: Annotated[str, typer.Option(help="Prompt lengths in tokens, separated by commas.")] = "512,1024,2048",
-    cases: Annotated[int, typer.Option(help="Prompts a length.", min=1)] = 100,
+    lengths: Lengths = "512,1024,2048",
+    cases: Cases = 100,
     new_tokens: Annotated[int, typer.Option(help="Tokens to generate; the key must be among them.", min=1)] = 64,
-    seed: Annotated[int, typer.Option(help="Seed of keys and depths.", min=0)] = 0,
+    seed: Seed = 0,
+    scaling: Scaling = None,
     ntk: Ntk = None,
     ntk_mode: NtkMode = "per_query",
     yarn: Yarn = None,
-    scaling: Scaling = "own",
     log_length: LogLength = None,
     out: Out = None,
+    force: Force = False,
 ) -> None:
     """Passkey retrieval by length, with Wilson intervals and the near/far split at the training length.
 
-    Example: `farspan eval passkey runs/mine/model --lengths 512,1024 --cases 100 --ntk 4 --out passkey.json`
+    Example: `farspan eval passkey runs/mine/model --lengths 512,1024 --cases 100 --out passkey.json`
     """
-    from farspan.convert.text import text_tokenizer
-    from farspan.data.passkey import check_prompt
-    from farspan.evaluation import as_trained, passkey
+    from farspan.evaluation import evaluate_passkey
 
-    wanted, tokenizer = whole_numbers(lengths), text_tokenizer(model)
-    check_prompt(tokenizer, min(wanted), "--lengths")
-    loaded, law, of = _load(model, out, ntk, ntk_mode, yarn, scaling, log_length)
-    rows: list[dict[str, Any]] = []
-    with as_trained(loaded.device.type), progress(Console(stderr=True)) as show:
-        for length in wanted:
-            tell = _counter(show, cases, f"passkey in {length:,} tokens")
-            row = passkey(
-                loaded, tokenizer, length=length, cases=cases, new_tokens=new_tokens, seed=seed, progress=tell
-            )
-            rows.append({**row, "scaling": law})
-    _show(rows, ("length", "cases", "correct", "accuracy", "ci95"), law)
-    _write(out, rows, of, seed)
+    options: dict[str, Any] = {"lengths": whole_numbers(lengths), "cases": cases, "new_tokens": new_tokens}
+    scalings = _scalings(model, scaling, ntk, ntk_mode, yarn, log_length)
+    rows = _run(evaluate_passkey, model, out, scalings=scalings, seed=seed, force=force, **options)
+    _show(rows, ("scaling", "length", "cases", "correct", "accuracy", "ci95"), out)
 
 
 @evaluate.command("positions")
-def positions_command(
+def positions(
     model: Model,
-    text: Annotated[
-        list[str], typer.Option(help="Long documents; those no longer than the training length are skipped.")
-    ],
-    text_tokens: Annotated[int, typer.Option(help="Cut each document to so many tokens.", min=2)] = 131_072,
-    texts: Annotated[int, typer.Option(help="At most so many documents.", min=1)] = 100,
+    text: Text,
+    text_tokens: TextTokens = 131_072,
+    texts: Texts = 100,
+    scaling: Scaling = None,
     ntk: Ntk = None,
     ntk_mode: NtkMode = "per_query",
     yarn: Yarn = None,
-    scaling: Scaling = "own",
     log_length: LogLength = None,
     out: Out = None,
+    force: Force = False,
 ) -> None:
     """Loss by position, and what the far context gains over one cut to the training length, on the same tokens.
 
     Example: `farspan eval positions runs/mine/model --text test.jsonl.xz --out positions.json`
     """
-    from farspan.convert.text import text_tokenizer
-    from farspan.evaluation import as_trained, loss_by_position
+    from farspan.evaluation import evaluate_positions
 
-    loaded, law, of = _load(model, out, ntk, ntk_mode, yarn, scaling, log_length)
-    needed = loaded.config.train_length + 1
-    found = _long_texts(text, text_tokenizer(model), text_tokens, texts, needed, needed)
-    if not found:
-        fail(f"--text must hold documents of at least {needed} tokens, got none in {', '.join(text)}; use longer ones")
-    with as_trained(loaded.device.type), progress(Console(stderr=True)) as show:
-        tell = _counter(show, sum(map(len, found)), f"{len(found)} documents")
-        rows = [{**row, "scaling": law} for row in loss_by_position(loaded, found, progress=tell)]
-    _show(
-        [{**row, "ppl": exp(min(row["nll"] / row["tokens"], 700.0))} for row in rows],
-        ("start", "stop", "tokens", "ppl", "gain", "gain_ci95"),
-        law,
-    )
-    _write(out, rows, of)
+    options: dict[str, Any] = {"texts": texts, "text_tokens": text_tokens}
+    scalings = _scalings(model, scaling, ntk, ntk_mode, yarn, log_length)
+    rows = _run(evaluate_positions, model, text, out, scalings=scalings, force=force, **options)
+    shown = [{**row, "ppl": exp(min(row["nll"] / row["tokens"], 700.0))} for row in rows]
+    _show(shown, ("scaling", "start", "stop", "tokens", "ppl", "gain", "gain_ci95"), out)
 
 
 @evaluate.command("retrieval")
-def retrieval_command(
+def retrieval(
     model: Model,
-    tasks: Annotated[
-        str, typer.Option(help="Names of tasks, separated by commas.")
-    ] = "abcdigits,phonebook,niah_multikey_2",
-    lengths: Annotated[str, typer.Option(help="Prompt lengths in tokens, separated by commas.")] = "512,1024,2048",
-    cases: Annotated[int, typer.Option(help="Prompts per task and length.", min=1)] = 100,
-    seed: Annotated[int, typer.Option(help="Seed of the prompts.", min=0)] = 0,
+    tasks: Annotated[str, typer.Option(help="Tasks, separated by commas.")] = "abcdigits,phonebook,niah_multikey_2",
+    lengths: Lengths = "512,1024,2048",
+    cases: Cases = 100,
+    seed: Seed = 0,
+    scaling: Scaling = None,
     ntk: Ntk = None,
     ntk_mode: NtkMode = "per_query",
     yarn: Yarn = None,
-    scaling: Scaling = "own",
     log_length: LogLength = None,
     out: Out = None,
+    force: Force = False,
 ) -> None:
     """Retrieval tasks by length and depth, with Wilson intervals: abcdigits, phonebook, passkey and RULER's
     niah_single_1, niah_multikey_2, niah_multikey_3, vt, fwe, cwe.
 
     Example: `farspan eval retrieval runs/mine/model --tasks abcdigits,vt --lengths 512,4096 --out retrieval.json`
     """
-    import numpy as np
+    from farspan.evaluation import evaluate_retrieval
 
-    from farspan.convert.text import text_tokenizer
-    from farspan.data.retrieval import TASKS, retrieval_case
-    from farspan.errors import require_choice
-    from farspan.evaluation import as_trained, retrieval
-
-    wanted, names, tokenizer = whole_numbers(lengths), tasks.split(","), text_tokenizer(model)
-    for name in names:
-        require_choice("--tasks", name, TASKS)
-        for length in (min(wanted), max(wanted)):  # raises if a prompt cannot have this length
-            retrieval_case(tokenizer, name, length, np.random.default_rng(seed), 0.5)
-    loaded, law, of = _load(model, out, ntk, ntk_mode, yarn, scaling, log_length)
-    rows: list[dict[str, Any]] = []
-    with as_trained(loaded.device.type), progress(Console(stderr=True)) as show:
-        for name in names:
-            for length in wanted:
-                tell = _counter(show, cases, f"{name} in {length:,} tokens")
-                found = retrieval(loaded, tokenizer, task=name, length=length, cases=cases, seed=seed, progress=tell)
-                rows += [{**row, "scaling": law} for row in found]
-    _show([row for row in rows if row["depth"] is None], ("task", "length", "cases", "accuracy", "ci95", "recall"), law)
-    _write(out, rows, of, seed)
+    options: dict[str, Any] = {"tasks": tasks.split(","), "lengths": whole_numbers(lengths), "cases": cases}
+    scalings = _scalings(model, scaling, ntk, ntk_mode, yarn, log_length)
+    rows = _run(evaluate_retrieval, model, out, scalings=scalings, seed=seed, force=force, **options)
+    everywhere = [row for row in rows if row["depth"] is None]
+    _show(everywhere, ("scaling", "task", "length", "cases", "accuracy", "ci95", "recall"), out)
 
 
 @evaluate.command("pairs")
@@ -237,156 +159,93 @@ def pairs_command(
     model: Model,
     pairs: Annotated[list[Path], typer.Option(help="JSONL (.gz .xz .zst) with good, bad, set and field.")],
     out: Out = None,
+    force: Force = False,
 ) -> None:
     """Minimal pairs: how often the good sentence is the likelier, by phenomenon, with Wilson intervals.
 
     Example: `farspan eval pairs models/smollm2-coca --pairs blimp.jsonl.xz --out pairs.json`
     """
-    from farspan.convert.text import text_tokenizer
-    from farspan.evaluation import as_trained, minimal_pairs, read_pairs, start_token
+    from farspan.evaluation import evaluate_pairs
 
-    made = [pair for file in pairs for pair in read_pairs(file)]
-    loaded, law, of = _load(model, out)
-    tokenizer = text_tokenizer(model)
-    with as_trained(loaded.device.type), progress(Console(stderr=True)) as show:
-        tell = _counter(show, 2 * len(made), f"{len(made):,} pairs")
-        rows = minimal_pairs(loaded, made, tokenizer.encode, start=start_token(loaded, tokenizer.end), progress=tell)
-    rows = [{**row, "scaling": law} for row in rows]
-    _show([row for row in rows if row["kind"] != "set"], ("kind", "field", "cases", "correct", "accuracy", "ci95"))
-    _write(out, rows, of)
+    rows = _run(evaluate_pairs, model, pairs, out, force=force)
+    shown = [row for row in rows if row["kind"] != "set"]
+    _show(shown, ("kind", "field", "cases", "correct", "accuracy", "ci95"), out)
 
 
 @evaluate.command("bits")
-def bits_command(
+def bits(
     model: Model,
     text: Annotated[list[str], typer.Option(help="Texts, as `farspan data` takes them.")],
-    length: Annotated[
-        int | None, typer.Option(help="Window; by default the training length, or 2048 if that is less.", min=2)
-    ] = None,
+    length: Annotated[int | None, typer.Option(help="Window; by default the training length, ≤ 2048.", min=2)] = None,
     text_bytes: Annotated[int, typer.Option(help="Cut each document to so many bytes.", min=1)] = 100_000,
-    texts: Annotated[int, typer.Option(help="At most so many documents.", min=1)] = 100,
+    texts: Texts = 100,
     out: Out = None,
+    force: Force = False,
 ) -> None:
-    """Bits a byte of raw text, in half-overlapping windows: comparable between models with different tokens.
+    """Bits per byte of raw text, in half-overlapping windows: comparable between models with different tokens.
 
     Example: `farspan eval bits models/smollm2-coca --text test.jsonl.xz --length 2048 --out bits.json`
     """
-    from itertools import islice
+    from farspan.evaluation import evaluate_bits
 
-    from farspan.convert.text import text_tokenizer
-    from farspan.data import documents
-    from farspan.evaluation import as_trained, bits_per_byte, start_token
-    from farspan.evaluation.bits import first_bytes
-
-    found = [
-        first_bytes(document.text, text_bytes)
-        for document in islice((document for source in text for document in documents(source)), texts)
-    ]
-    loaded, law, of = _load(model, out)
-    tokenizer, window = text_tokenizer(model), length or min(2048, loaded.config.train_length)
-    start = start_token(loaded, tokenizer.end)
-    with as_trained(loaded.device.type), progress(Console(stderr=True)) as show:
-        tell = _counter(show, sum(len(one.encode()) for one in found), f"bytes of {len(found)} texts")
-        row = bits_per_byte(loaded, found, tokenizer.encode, start=start, length=window, progress=tell)
-    rows = [{**row, "scaling": law}]
-    _show(rows, ("length", "texts", "bytes", "tokens", "bits_per_byte"))
-    _write(out, rows, of)
+    rows = _run(evaluate_bits, model, text, out, length=length, text_bytes=text_bytes, texts=texts, force=force)
+    _show(rows, ("length", "texts", "bytes", "tokens", "bits_per_byte"), out)
 
 
-def _long_texts(
-    sources: list[str], tokenizer: "TextTokenizer", cut: int, most: int, needed: int, trained: int
-) -> "list[torch.Tensor]":
-    """At most so many documents, cut to so many tokens: those of the training length, else all that are long enough."""
-    import torch
-
-    from farspan.data import documents
-
-    goal, long, short = max(needed, trained), list[torch.Tensor](), list[torch.Tensor]()
-    for document in (document for source in sources for document in documents(source)):
-        ids = tokenizer.encode(document.text)[:cut]
-        if len(ids) >= goal:
-            long.append(torch.tensor(ids))
-        elif len(ids) >= needed and len(short) < most:
-            short.append(torch.tensor(ids))
-        if len(long) == most or (cut < goal and len(short) == most):
-            break
-    return long or short
+def _is_main() -> bool:
+    return os.environ.get("RANK", "0") == "0"
 
 
-def _counter(show: Show, total: int, text: str) -> Callable[[int], None]:
-    """Turns "so many more" into a bar of its own."""
-    done = 0
-
-    def more(count: int) -> None:
-        nonlocal done
-        done += count
-        show(done, total, text, phase=text)
-
-    show(0, total, text, phase=text)
-    return more
+def _say(text: str, file: Any = None) -> None:
+    if _is_main():
+        print(text, file=file or sys.stdout)
 
 
-def _load(
-    path: str,
-    out: Path | None,
-    ntk: float | None = None,
-    mode: str = "per_query",
-    yarn: float | None = None,
-    scaling: str = "own",
-    log_length: bool | None = None,
-) -> "tuple[FarspanForCausalLM, str, str | None]":
-    """The model with its angles and scores as asked for, what their law is called, and for a file which model it is."""
-    import torch
+def _run(function: Callable[..., list[dict[str, Any]]], *arguments: Any, **options: Any) -> list[dict[str, Any]]:
+    """Call a function with progress, which only the main process shows."""
+    if not _is_main():
+        return function(*arguments, **options)
+    with show_progress(Console(stderr=True)) as progress:
+        return function(*arguments, progress=progress, **options)
 
-    from farspan.convert import from_pretrained
-    from farspan.convert.fingerprint import fingerprint
-    from farspan.convert.sources import open_source
-    from farspan.errors import require_choice
-    from farspan.evaluation.laws import law_of, scaling_name
 
-    require_choice("--scaling", scaling, ("own", "none"))
-    require_choice("--ntk-mode", mode, ("per_query", "per_request"))
-    if ntk is not None and yarn is not None:
-        fail(f"--yarn must be left out with --ntk, got {yarn:g} and {ntk:g}; choose one of them")
+def _scalings(
+    model: str, given: list[str] | None, ntk: float | None, mode: str, yarn: float | None, log_length: bool | None
+) -> list[str]:
+    """Return the names of scalings; options of version 0.1 become the name of what they meant, with a note."""
+    names = [name.strip() for part in given or [] for name in part.split(",")]
+    if ntk is None and yarn is None and log_length is None:
+        return names or ["own"]
+    from farspan.evaluation import scaling_name
+    from farspan.evaluation.evaluate import configuration
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = from_pretrained(path, attention=None, dtype=torch.float32, device=device)
-    own = model.config.rotary().scaling
-    if own is not None and scaling == "none":
-        model.set_rope_parameters(rope_type="default")
-    elif own is not None and (ntk is not None or yarn is not None):
-        option = "--ntk" if yarn is None else "--yarn"
-        fail(
-            f"{option} must be left out for a model with a law of its own, got one with {scaling_name(own)}; "
-            "add --scaling none to put it in that law's place"
-        )
+    if mode not in ("per_query", "per_request"):
+        fail(f"--ntk-mode must be one of 'per_query', 'per_request', got {mode!r}; leave it out for per_query")
+    if (ntk is not None and yarn is not None) or set(names) - {"own", "none"}:
+        fail(f"--ntk, --yarn and --scaling {','.join(names) or 'NAME'} exclude each other; give --scaling alone")
+    config, plain = configuration(model), names == ["none"]
+    name = "none" if plain else scaling_name(config.rotary().scaling)
     if yarn is not None:
-        model.set_rope_parameters(rope_type="yarn", factor=yarn)
+        name = f"yarn-{yarn:g}"
     elif ntk is not None:
-        model.set_rope_parameters(rope_type="dynamic", factor=ntk, mode=mode)
-    if log_length is not None or scaling == "none":
-        model.set_log_length(bool(log_length))
-    return model, law_of(model.config), None if out is None else fingerprint(open_source(Path(path)))
+        name = f"dynamic_ntk-{ntk:g}" + ("/per_request" if mode == "per_request" else "")
+    log = config.log_length and not plain if log_length is None else log_length
+    name += "+log" if log else ""
+    _say(f"note: this is --scaling {name} from version 0.2 on", sys.stderr)
+    return [name]
 
 
-def _show(rows: list[dict[str, Any]], columns: tuple[str, ...], scaling: str | None = None) -> None:
-    table = Table(*columns, title=f"scaling: {scaling}" if scaling else None)
+def _show(rows: list[dict[str, Any]], columns: tuple[str, ...], out: Path | None) -> None:
+    table = Table(*columns)
     for row in rows:
         table.add_row(*(_cell(row[column]) for column in columns))
-    Console().print(table)
+    if _is_main():
+        Console().print(table)
+        if out is not None:
+            print(f"written: {out}")
 
 
 def _cell(value: Any) -> str:
     if isinstance(value, list):
-        return " … ".join(_cell(v) for v in value)
-    return f"{value:.3f}" if isinstance(value, float) else str(value)
-
-
-def _write(out: Path | None, rows: list[dict[str, Any]], of: str | None, seed: int = 0) -> None:
-    if out is not None:
-        import torch
-
-        from farspan.results import write_result
-
-        write_result(out, rows, device="cuda" if torch.cuda.is_available() else "cpu", seed=seed, model=of)
-        print(f"written: {out}")
+        return " … ".join(_cell(one) for one in value)
+    return f"{value:.3f}" if isinstance(value, float) else "–" if value is None else str(value)

@@ -1,4 +1,4 @@
-"""`farspan reproduce` and `farspan report`: the paper's experiments, and their page."""
+"""`farspan reproduce` and `farspan report`: the papers' experiments, and their page."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -8,31 +8,22 @@ import typer
 from rich.console import Console
 
 from farspan_cli.app import app, fail, weighted
-from farspan_cli.progress import duration, progress
+from farspan_cli.progress import show_progress
+
+PRESETS = (
+    "`cpu` (minutes, offline), `gpu` (half an hour), `hybrid-cpu`, `hybrid`, `cosformer-cpu`, `cosformer-gpu`, "
+    "`dropin-cpu`, `dropin`, or a TOML file."
+)
+ONLY = "Tables, figures, kinds of step, models or tasks, e.g. table1 or ppl,hybrid-pope or listops. Default: all."
+Sources = Annotated[list[str] | None, typer.Option(help="Training text, or SOURCE=WEIGHT; repeat for a mixture.")]
 
 
 @app.command()
 def reproduce(
     out: Annotated[Path, typer.Option(help="Folder of the run; the same command continues there.", show_default=False)],
-    preset: Annotated[
-        str,
-        typer.Option(
-            help="`cpu` (minutes, offline), `gpu` (half an hour), `cpu-log-length`, `cosformer-cpu`, `cosformer-gpu`, "
-            "`dropin`, `dropin-cpu`, or a TOML file."
-        ),
-    ] = "cpu",
-    only: Annotated[
-        str | None,
-        typer.Option(help="Tables, figures, tasks or runs, e.g. table1,figure1 or listops or distill. Default: all."),
-    ] = None,
-    ends: Annotated[
-        bool,
-        typer.Option("--ends", help="`dropin`: measure conversions and what runs end with, not the stages before."),
-    ] = False,
-    text: Annotated[
-        list[str] | None,
-        typer.Option(help="Training text, or SOURCE=WEIGHT; repeat for a mixture.", show_default=False),
-    ] = None,
+    preset: Annotated[str, typer.Option(help=PRESETS)] = "cpu",
+    only: Annotated[str | None, typer.Option(help=ONLY)] = None,
+    text: Sources = None,
     held_out: Annotated[
         list[str] | None, typer.Option(help="Text for perplexity; documents long enough are used.", show_default=False)
     ] = None,
@@ -51,51 +42,53 @@ def reproduce(
 ) -> None:
     """The papers' experiments, from nothing to a page, at the budget of the preset.
 
-    CoCA's Tables 1 to 3 and Figures 1, 4 and 5 (`cpu`, `gpu`; its speed, Figure 6, with `--only speed`), or cosFormer's
-    tasks (`cosformer-cpu`, `cosformer-gpu`), or CoCA dropped into a checkpoint (`dropin-cpu`, `dropin`). Several
-    processes may share one folder and its steps. The time left is by steps of the same kind that were done before; "+"
-    stands for others that are to come.
+    CoCA's Tables 1 to 3 and Figures 1, 4 and 5 (`cpu`, `gpu`; its speed, Figure 6, with `--only speed`), layouts of
+    local and global layers (`hybrid-cpu`, `hybrid`), cosFormer's tasks (`cosformer-cpu`, `cosformer-gpu`), or CoCA
+    dropped into a checkpoint (`dropin-cpu`, `dropin`). Several processes may share one folder and its steps.
 
     Example: `farspan reproduce --preset cpu --out runs/demo`
 
     Example: `farspan reproduce --preset gpu --text books.jsonl=0.75 --text stdlib=0.25 --held-out test.jsonl --out run`
 
-    Example: `farspan reproduce --preset cosformer-cpu --only listops --out runs/listops`
+    Example: `farspan reproduce --preset hybrid --only rope,hybrid-pope --text b.jsonl --held-out test.jsonl --out run`
 
     Example: `farspan reproduce --preset dropin --checkpoint SmolLM2.gguf --text books.jsonl.xz --held-out test.jsonl.xz
     --pairs blimp.jsonl.xz --out runs/dropin`
     """
-    from farspan.reproduce import Preset, Standing
+    from farspan.reproduce import Preset, main_table
     from farspan.reproduce import reproduce as run
 
     chosen = Preset.load(preset)
-    corpus = chosen.corpus
-    if text:
-        sources = dict(weighted(one, "--text", "SOURCE", "--text books.jsonl.xz=0.75") for one in text)
-        corpus = replace(corpus, train=sources)
-    corpus = replace(corpus, held_out=held_out or corpus.held_out, tokenizer=tokenizer or corpus.tokenizer)
-    corpus = replace(corpus, labelled=labelled or corpus.labelled)
-    corpus = replace(corpus, checkpoint=checkpoint or corpus.checkpoint, pairs=pairs or corpus.pairs)
-    console, failed = Console(), list[str]()
-    with progress(console) as show:
-
-        def tell(standing: Standing) -> None:
-            failed[:] = standing.failed
-            text = f"{standing.step}: {standing.detail}" if standing.detail else standing.step
-            left = standing.left
-            known = f"{duration(left.seconds)}{'' if left.whole else '+'}" if left else ""
-            show(standing.share, 1.0, text, left=known)
-
+    given = {
+        "train": dict(weighted(one, "--text", "SOURCE", "--text books.jsonl.xz=0.75") for one in text or []),
+        "held_out": held_out,
+        "tokenizer": tokenizer,
+        "labelled": labelled,
+        "checkpoint": checkpoint,
+        "pairs": pairs,
+    }
+    corpus = replace(chosen.corpus, **{name: value for name, value in given.items() if value})  # type: ignore[arg-type]
+    console = Console()
+    with show_progress(console) as progress:
         names = only.split(",") if only else None
-        page = run(replace(chosen, corpus=corpus), out, only=names, ends=ends, report=tell)
-    tables = page.parent / "tables"
-    for table in sorted([*tables.glob("table*.md"), *tables.glob("cosformer-*.md"), *tables.glob("dropin*.md")]):
-        console.print(table.read_text(), markup=False, highlight=False)
+        page, failed = run(replace(chosen, corpus=corpus), out, only=names, progress=progress)
+    _show_table(main_table(out), console)
     for line in failed:
-        console.print(f"failed: {line}", style="red", markup=False)
-    console.print(f"page: {page}")
+        console.print(f"failed: {line}", style="red", markup=False, soft_wrap=True)
+    console.print(f"page: {page}", soft_wrap=True)
     if failed:
         raise typer.Exit(1)
+
+
+def _show_table(rows: list[list[str]], console: Console, width: int = 80) -> None:
+    """Print a table with as many columns as fit; those in the middle say least."""
+    columns = list(zip(*rows, strict=True))
+    while len(columns) > 3 and sum(max(map(len, column)) + 2 for column in columns) > width:
+        columns.pop((len(columns) + 1) // 2)
+    sizes = [max(map(len, column)) for column in columns]
+    for row in list(zip(*columns, strict=True))[:40]:
+        text = "  ".join([row[0].ljust(sizes[0]), *(c.rjust(n) for c, n in zip(row[1:], sizes[1:], strict=True))])
+        console.print(text[:width].rstrip(), markup=False, highlight=False)
 
 
 @app.command()

@@ -5,11 +5,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import TaskID
+
+    from farspan.utils import Progress
 
 EVERY = 15.0
 """Seconds between the lines of a log."""
@@ -17,32 +19,15 @@ SILENT = 2.0
 """Seconds before its first line."""
 
 
-class Show(Protocol):
-    """Told how far the work is; work of several phases gets a bar, and an estimate, for each.
-
-    The time left is estimated by how fast `done` has grown, unless `left` says it: "" where it is not known.
-    """
-
-    def __call__(
-        self, done: float, total: float | None, text: str = "", *, phase: str = "", left: str | None = None
-    ) -> None: ...
-
-
 @contextmanager
-def progress(console: "Console") -> Iterator[Show]:
-    """Show progress on a console for as long as the context lasts."""
+def show_progress(console: "Console") -> "Iterator[Progress]":
+    """Show progress on a console for as long as the context lasts: each phase has a bar and an estimate of its own."""
     if not console.is_terminal:
         yield _Log()
         return
-    from rich.progress import BarColumn, Progress, Task, TaskProgressColumn, TextColumn, TimeElapsedColumn
-    from rich.progress import TimeRemainingColumn as Estimate
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import TimeRemainingColumn as TimeLeft
     from rich.table import Column
-    from rich.text import Text
-
-    class TimeLeft(Estimate):
-        def render(self, task: Task) -> Text:
-            said = task.fields["left"]
-            return super().render(task) if said is None else Text(said or "-:--:--", style="progress.remaining")
 
     # In a narrow terminal the text is cut, and not the times before it.
     rest = TextColumn("{task.description}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"))
@@ -52,16 +37,19 @@ def progress(console: "Console") -> Iterator[Show]:
     with Progress(*columns, console=console, speed_estimate_period=3600, expand=True) as bars:
         tasks: dict[str, TaskID] = {}
 
-        def show(done: float, total: float | None, text: str = "", *, phase: str = "", left: str | None = None) -> None:
+        def show(done: float, total: float | None, text: str = "", *, phase: str = "") -> None:
             if phase not in tasks:
-                tasks[phase] = bars.add_task(text, total=total, left=left)
-            bars.update(tasks[phase], completed=done, total=total, description=text, left=left)
+                tasks[phase] = bars.add_task(text, total=total)
+            bars.update(tasks[phase], completed=done, total=total, description=text or phase)
 
         yield show
 
 
+progress = show_progress  # alias until merged
+
+
 class _Log:
-    """Silent at first, as short work needs no report; then a line for each phase, and one every quarter of a minute."""
+    """Print nothing at first, as short work needs no report; then a line per phase, and one every few seconds."""
 
     def __init__(self) -> None:
         self.started = time.monotonic()
@@ -69,18 +57,15 @@ class _Log:
         self.begun = self.first = 0.0
         self.last = self.started - EVERY
 
-    def __call__(
-        self, done: float, total: float | None, text: str = "", *, phase: str = "", left: str | None = None
-    ) -> None:
+    def __call__(self, done: float, total: float | None, text: str = "", *, phase: str = "") -> None:
         now = time.monotonic()
         if phase != self.phase:
             self.phase, self.begun, self.first, self.last = phase, now, done, now - EVERY
         if now - self.started < SILENT or now - self.last < EVERY:
             return
         self.last = now
-        share = f"{done / total:4.0%}  " if total else ""
-        left = self._left(done, total, now) if left is None else left
-        print(f"{share}{text}{f'  ({left} left)' if left else ''}", file=sys.stderr, flush=True)
+        share, left = f"{done / total:4.0%}  " if total else "", self._left(done, total, now)
+        print(f"{share}{text or phase}{f'  ({left} left)' if left else ''}", file=sys.stderr, flush=True)
 
     def _left(self, done: float, total: float | None, now: float) -> str:
         if not total or done <= self.first:

@@ -37,7 +37,10 @@ def test_losses_by_position_are_those_of_one_pass_and_of_a_cut_context(model: Fa
         cut -= float(scores.gather(1, sequences[0][begin + 1 : end, None])[-scored:].sum())
     assert rows[3]["control_nll"] == pytest.approx(cut, rel=1e-4)
     assert rows[0]["gain"] == pytest.approx(0, abs=1e-5)
-    assert rows[3]["gain_ci95"][0] <= rows[3]["gain"] <= rows[3]["gain_ci95"][1]
+    assert rows[2]["gain_ci95"][0] <= rows[2]["gain"] <= rows[2]["gain_ci95"][1]
+    assert rows[3]["gain_ci95"] is None  # one block
+    drawn = loss_by_position(model, sequences, chunk=32, draws=50)
+    assert drawn == rows
 
 
 @pytest.mark.parametrize("task", TASKS)

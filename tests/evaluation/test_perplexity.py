@@ -6,8 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from farspan.evaluation.perplexity import perplexity
-from farspan.evaluation.windows import truncation_control, windows
+from farspan.evaluation.perplexity import perplexity, truncation_control, windows
 from tests.models.small import PER_QUERY, PER_REQUEST, make, tokens
 
 
@@ -90,7 +89,7 @@ def test_batching_and_chunking_change_nothing(rope: dict | None) -> None:
 
 def test_bad_windows_are_refused() -> None:
     model = make()
-    with pytest.raises(ValueError, match="window length 32 is longer than a text of 20 tokens"):
+    with pytest.raises(ValueError, match="window length 32 is longer than a sequence of 20 tokens"):
         perplexity(model, texts(20), length=32)
     with pytest.raises(ValueError, match="did you mean 'sliding'"):
         perplexity(model, texts(20), length=8, mode="slidng")

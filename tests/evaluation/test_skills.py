@@ -1,4 +1,4 @@
-"""Minimal pairs and bits a byte: the sums are those of one sentence at a time, and every byte counts once."""
+"""Minimal pairs and bits per byte: the sums are those of one sentence at a time, and every byte counts once."""
 
 import json
 import lzma
@@ -12,8 +12,8 @@ import torch.nn.functional as F
 import farspan_cli
 from farspan import FarspanConfig, FarspanForCausalLM
 from farspan.data import load_tokenizer
-from farspan.evaluation.bits import bits_per_byte, first_bytes
-from farspan.evaluation.pairs import Pair, log_probabilities, minimal_pairs, read_pairs
+from farspan.evaluation.answers import Pair, _groups, log_probabilities, minimal_pairs, read_pairs
+from farspan.evaluation.perplexity import bits_per_byte, first_bytes
 
 SIZES = {"vocab_size": 257, "hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 2, "train_length": 16, "initializer_range": 0.5}
@@ -37,11 +37,10 @@ def by_hand(model: FarspanForCausalLM, ids: list[int], start: int = 0) -> float:
 @pytest.mark.parametrize("tokens_at_once", [1, 40, 10_000])
 def test_log_probabilities_do_not_depend_on_the_batch(model: FarspanForCausalLM, tokens_at_once: int) -> None:
     sentences = [torch.randint(257, (n,)).tolist() for n in (7, 1, 12, 3, 12, 30)]
-    found: dict[int, float] = {}
-    for batch in log_probabilities(model, sentences, 0, tokens_at_once=tokens_at_once):
+    for batch in _groups(sentences, tokens_at_once):
         assert len(batch) == 1 or len(batch) * max(len(sentences[i]) for i in batch) <= tokens_at_once
-        found |= batch
-    assert sorted(found) == list(range(6))
+    found = log_probabilities(model, sentences, 0, tokens_at_once=tokens_at_once)
+    assert len(found) == 6
     for number, ids in enumerate(sentences):
         assert found[number] == pytest.approx(by_hand(model, ids), rel=1e-5)
 
@@ -143,27 +142,86 @@ def test_the_command_line_writes_both(
     assert "--pairs must be a JSONL file" in capsys.readouterr().err
 
 
-def test_the_command_line_stretches_by_one_law(
+def saved(model: FarspanForCausalLM, folder: Path) -> list[object]:
+    """Save a model and a text; return the beginning of a command that measures its perplexity."""
+    model.save_pretrained(folder / "model")
+    TOKENIZER.save(folder / "model")
+    (folder / "a.txt").write_text("words and words " * 20)
+    return ["ppl", folder / "model", "--text", folder / "a.txt", "--lengths", 64, "--text-tokens", 128]
+
+
+def found(folder: Path) -> list[dict[str, float]]:
+    return json.loads((folder / "o.json").read_text())["rows"]
+
+
+@pytest.mark.parametrize(
+    ("old", "name"),
+    [
+        (["--yarn", 4], "yarn-4"),
+        (["--ntk", 4], "dynamic_ntk-4"),
+        (["--ntk", 4, "--ntk-mode", "per_request"], "dynamic_ntk-4/per_request"),
+        (["--ntk", 4, "--log-length"], "dynamic_ntk-4+log"),
+        (["--scaling", "none", "--no-log-length"], "none"),
+        (["--log-length"], "none+log"),
+    ],
+)
+def test_options_of_the_first_version_mean_what_they_meant(
+    old: list[object],
+    name: str,
+    model: FarspanForCausalLM,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    options = [*saved(model, tmp_path), "--force", "--out", tmp_path / "o.json"]
+    assert run(monkeypatch, *options, *old) == 0
+    assert f"note: this is --scaling {name} from version 0.2 on" in capsys.readouterr().err
+    before = found(tmp_path)
+    assert run(monkeypatch, *options, "--scaling", name) == 0
+    assert found(tmp_path) == before
+    assert {row["scaling"] for row in before} == {name}
+
+
+def test_several_scalings_are_measured_in_turn_and_the_own_one_comes_back(
     model: FarspanForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model.save_pretrained(tmp_path / "model")
-    TOKENIZER.save(tmp_path / "model")
-    (tmp_path / "a.txt").write_text("words and words " * 20)
-    options = ["ppl", tmp_path / "model", "--text", tmp_path / "a.txt", "--lengths", 64, "--text-tokens", 128]
-    found = {}
-    for name, extra in {
-        "none": [],
-        "yarn-4": ["--yarn", 4],
-        "ntk-4": ["--ntk", 4],
-        "ntk-4+log": ["--ntk", 4, "--log-length"],
-    }.items():
-        assert run(monkeypatch, *options, *extra, "--out", tmp_path / "o.json") == 0
-        row = json.loads((tmp_path / "o.json").read_text())["rows"][0]
-        assert row["scaling"] == name
-        found[name] = row["nll"]
-    assert len(set(found.values())) == 4
+    model.set_rope_parameters(rope_type="yarn", factor=2.0)
+    model.set_log_length(True)
+    options = [*saved(model, tmp_path), "--out", tmp_path / "o.json", "--force"]
+    given = ["--scaling", "none,dynamic_ntk-4", "--scaling", "ntk-4,own,linear-4"]
+    assert run(monkeypatch, *options, *given) == 0
+    rows = {row["scaling"]: row["nll"] for row in found(tmp_path) if row["mode"] == "sliding"}
+    assert list(rows) == ["none", "dynamic_ntk-4", "ntk-4", "yarn-2+log", "linear-4"]
+    assert len(set(rows.values())) == 5
+    assert [row["scaling"] for row in found(tmp_path) if row["mode"] == "truncated"] == ["none"]
+    for name, nll in rows.items():
+        assert run(monkeypatch, *options, "--scaling", name) == 0
+        assert found(tmp_path)[0]["nll"] == nll
+    assert run(monkeypatch, *options) == 0
+    assert found(tmp_path)[0] == {**found(tmp_path)[0], "scaling": "yarn-2+log", "nll": rows["yarn-2+log"]}
+    capsys.readouterr()
     assert run(monkeypatch, *options, "--ntk", 4, "--yarn", 4) == 2
-    assert "--yarn must be left out with --ntk" in capsys.readouterr().err
+    assert "exclude each other; give --scaling alone" in capsys.readouterr().err
+
+
+def test_perplexity_needs_no_end_of_text_token(
+    model: FarspanForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = saved(model, tmp_path)
+    tokenizer = tmp_path / "model" / "tokenizer.json"
+    tokenizer.write_text(tokenizer.read_text().replace("<|endoftext|>", "<strange>"))
+    (tmp_path / "model" / "tokenizer_config.json").unlink()
+    assert run(monkeypatch, *options) == 0
+    assert run(monkeypatch, "bits", tmp_path / "model", "--text", tmp_path / "a.txt") == 2
+    assert "must have an end-of-text token" in capsys.readouterr().err
+
+
+def test_every_text_is_looked_for_before_the_first_is_read(
+    model: FarspanForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = [*saved(model, tmp_path), "--texts", 1, "--text", tmp_path / "nowhere.txt"]
+    assert run(monkeypatch, *options) == 2
+    assert "nowhere.txt" in capsys.readouterr().err
 
 
 def test_texts_shorter_than_the_training_length_are_measured_without_the_control(
@@ -175,7 +233,7 @@ def test_texts_shorter_than_the_training_length_are_measured_without_the_control
     for name, sizes in {"short": (14, 10, 5), "mixed": (14, 40, 30, 5)}.items():
         lines = [json.dumps({"text": ("some words " * 5)[:size]}) for size in sizes]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
-    noted = "without the truncation control, whose texts need the training length of 16 tokens"
+    noted = "without the truncation control, whose texts need the training length"
     for name, options, texts, control in (
         ("mixed", [], 2, True),
         ("mixed", ["--texts", 1], 1, True),
@@ -184,48 +242,14 @@ def test_texts_shorter_than_the_training_length_are_measured_without_the_control
         ("short", ["--texts", 1], 1, False),
     ):
         out, text = tmp_path / "o.json", tmp_path / f"{name}.jsonl"
-        given = ["ppl", tmp_path / "model", "--text", text, "--lengths", 8, "--stride", 4, *options, "--out", out]
+        given = ["ppl", tmp_path / "model", "--text", text, "--lengths", 8, "--stride", 4, *options]
+        given += ["--out", out, "--force"]
         assert run(monkeypatch, *given) == 0
         rows = json.loads(out.read_text())["rows"]
         assert [row["mode"] for row in rows] == ["sliding", *(["truncated"] if control else [])]
         assert {row["texts"] for row in rows} == {texts}
         said = capsys.readouterr().out
         assert (noted in said) == (not control)
-        assert (f"{noted}: --text-tokens cuts them to 12" in said) == ("--text-tokens" in options)
     assert run(monkeypatch, "ppl", tmp_path / "model", "--text", tmp_path / "short.jsonl", "--lengths", 15) == 2
     said = capsys.readouterr().err
-    assert "--text must hold documents of at least 15 tokens, the longest of --lengths, got none that long in" in said
-
-
-@pytest.mark.parametrize(
-    ("rope", "name"),
-    [
-        ({"rope_type": "linear", "factor": 4.0}, "pi-4"),
-        ({"rope_type": "yarn", "factor": 2.5}, "yarn-2.5"),
-        ({"rope_type": "dynamic", "factor": 4.0, "mode": "per_request"}, "ntk-4/per_request"),
-    ],
-)
-def test_rows_name_the_models_own_law_and_it_is_replaced_only_when_that_is_said(
-    rope: dict, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model = FarspanForCausalLM(FarspanConfig.preset("tiny", vocab_size=257, train_length=16, num_hidden_layers=1))
-    model.set_rope_parameters(**rope)
-    model.save_pretrained(tmp_path / "model")
-    TOKENIZER.save(tmp_path / "model")
-    (tmp_path / "a.txt").write_text("words and words " * 20)
-    options = ["ppl", tmp_path / "model", "--text", tmp_path / "a.txt", "--lengths", 64, "--text-tokens", 128]
-    found = {}
-    for law, extra in {name: [], "none": ["--scaling", "none"], "ntk-8": ["--scaling", "none", "--ntk", 8]}.items():
-        assert run(monkeypatch, *options, *extra, "--out", tmp_path / "o.json") == 0
-        rows = json.loads((tmp_path / "o.json").read_text())["rows"]
-        assert {row["scaling"] for row in rows} == {law}
-        found[law] = rows[0]["nll"]
-    assert len(set(found.values())) == 3
-    bits = ["bits", tmp_path / "model", "--text", tmp_path / "a.txt", "--text-bytes", 50, "--out", tmp_path / "b.json"]
-    assert run(monkeypatch, *bits) == 0
-    assert json.loads((tmp_path / "b.json").read_text())["rows"][0]["scaling"] == name
-    capsys.readouterr()
-    assert run(monkeypatch, *options, "--yarn", 4) == 2
-    said = capsys.readouterr().err
-    assert f"got one with {name}; add --scaling none" in said
-    assert said.count("\n") == 1
+    assert "--text must hold documents of at least 15 tokens, the longest of --lengths, got none that long" in said

@@ -22,10 +22,10 @@ def test_a_stage_of_far_positions_keeps_its_training_length_and_scaling(
     near = finetune(coca, {source: 1.0}, recipe({"objective": {"logit-kl": 1.0}}), tmp_path / "near")
     done = finetune(coca, {source: 1.0}, recipe(FAR_UNDER_NTK), tmp_path / "far")
     config = FarspanForCausalLM.from_pretrained(done).config
-    assert (config.train_length, law_of(config)) == (16, "ntk-4")
+    assert (config.train_length, law_of(config)) == (16, "dynamic_ntk-4")
     logarithmic = replace(recipe(FAR_UNDER_NTK), log_length=True)
     same = finetune(coca, {source: 1.0}, logarithmic, tmp_path / "log")
-    assert law_of(FarspanForCausalLM.from_pretrained(same).config) == "ntk-4+log"
+    assert law_of(FarspanForCausalLM.from_pretrained(same).config) == "dynamic_ntk-4+log"
     assert torch.equal(weights(same)["model.norm.weight"], weights(done)["model.norm.weight"])  # trained without
     assert not torch.equal(weights(near)["model.norm.weight"], weights(done)["model.norm.weight"])
 

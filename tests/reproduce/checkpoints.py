@@ -13,44 +13,47 @@ train = {{ "{folder}/train.jsonl" = 1.0 }}
 held_out = ["{folder}/test.jsonl"]
 checkpoint = "{folder}/llama"
 pairs = ["{folder}/pairs.jsonl"]
+[training]
+checkpoint_every = 2
 [evaluation]
 texts = 2
 text_tokens = 128
 cases = 2
 new_tokens = 2
-[study]
-window = 16
 text_bytes = 300
 pairs = 3
-checkpoint_every = 2
-[study.conversions.original]
+stride = 8
+inside = 32
+long = [32]
+long_stride = 32
+[models.original]
+start = "checkpoint"
 attention = "rope"
 measures = "full"
 scalings = ["none", "yarn-4"]
-[study.conversions.calibrated]
+[models.calibrated]
+start = "checkpoint"
+attention = "coca-exact"
 calibrate_tokens = 1024
 calibrate_steps = 1
 measures = "light"
-[study.runs.distill]
+[models.distill]
 start = "calibrated"
 recipe = "{folder}/distill.toml"
 measures = "light"
 middle = "light"
-[study.runs.distill-long]
+[models.distill-long]
 start = "calibrated"
 recipe = "{folder}/long.toml"
 measures = "full"
 middle = "light"
-[study.measures.full]
-near = [16]
-near_stride = 8
-far = [64, 128]
-far_stride = 32
-passkey = [240]
-scaled_passkey = [240]
-[study.measures.light]
-near = [16]
-near_stride = 8
+[measures.full]
+window = 16
+perplexity_lengths = [16, 64, 128]
+passkey_lengths = [240]
+[measures.light]
+window = 16
+perplexity_lengths = [16]
 """
 
 STAGE = """

@@ -5,15 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from farspan.files import claim
-from farspan.report.task_table import load_task_tables, parse_task_table
-from farspan.reproduce import Preset, reproduce
-from farspan.reproduce.plan import plan
-from farspan.reproduce.run import _attempt
-from farspan.reproduce.work import Work
+from farspan.reproduce import Preset, main_table, reproduce
+from farspan.reproduce.plan import Step, plan
 from farspan.tasks import TASKS
 from tests.command_line import refusal
-from tests.reproduce.status import states
 
 TOML = """
 variants = ["rope", "cosformer", "cosformer-plain", "linear-coca"]
@@ -64,15 +59,16 @@ def test_tasks_are_trained_once_and_shown_beside_the_paper(toml: Path, tmp_path:
     with pytest.MonkeyPatch.context() as no_page:
         no_page.setattr("farspan.report.write_report", lambda folder: folder)
         reproduce(Preset.load(toml), tmp_path, only=["listops"])
-    assert list(states(tmp_path)) == [
-        "data",
+    assert [row["step"] for row in json.loads((tmp_path / "status.json").read_text())] == [
+        "examples listops",
         *(f"train listops {v} seed 0" for v in ("rope", "cosformer", "cosformer-plain", "linear-coca")),
         "train listops cosformer seed 1",
     ]
     stamps = {path: path.stat().st_mtime_ns for path in (tmp_path / "results").iterdir()}
     assert len(stamps) == 5
-    page = reproduce(Preset.load(toml), tmp_path)
-    assert set(states(tmp_path).values()) == {"done"}
+    page, failed = reproduce(Preset.load(toml), tmp_path)
+    assert failed == []
+    assert main_table(tmp_path)[0] == ["", "lm", "listops", "finetuning"]
     assert all(path.stat().st_mtime_ns == stamp for path, stamp in stamps.items())
     row = json.loads((tmp_path / "results" / "task-listops-cosformer-s1.json").read_text())["rows"][0]
     assert (row["cases"], row["valid"]["cases"], row["length"], row["variant"]) == (20, 10, 16, "cosformer")
@@ -87,57 +83,38 @@ def test_tasks_are_trained_once_and_shown_beside_the_paper(toml: Path, tmp_path:
     assert not (page.parent / "tables" / "cosformer-memory.md").is_file()  # nothing of it on a CPU
 
 
-def test_data_for_other_tasks_are_made_by_one_process_at_a_time(toml: Path, tmp_path: Path) -> None:
-    """They share the corpus."""
-    preset = Preset.load(toml)
-    first, other = (plan(preset, tmp_path, [name])[0] for name in ("listops", "lm"))
-    assert first.result != other.result
-    with claim(tmp_path / "locks" / first.lock) as mine:
-        assert mine
-        assert _attempt(Work(preset, tmp_path, lambda what, part: None), other, {})["state"] == "busy"
+def tasks_of(steps: list[Step]) -> list[str]:
+    return [step.name.removeprefix("examples ") for step in steps if step.kind == "examples"]
 
 
 def test_without_labelled_texts_their_tasks_are_left_out(tmp_path: Path) -> None:
     preset = Preset.load("cosformer-cpu")
-    tasks = dict.fromkeys(step.task for step in plan(preset, tmp_path) if step.task)
-    assert list(tasks) == ["listops", "lm", "mqar", "pathfinder"]
+    assert tasks_of(plan(preset, tmp_path)) == ["listops", "lm", "mqar", "pathfinder"]
     with pytest.raises(ValueError, match="--only text needs labelled texts, got none; name three files"):
         plan(preset, tmp_path, ["text"])
 
 
 def test_tables_choose_their_tasks(tmp_path: Path) -> None:
     steps = plan(Preset.load("cosformer-gpu"), tmp_path, ["cosformer-recall", "cosformer-lm"])
-    assert list(dict.fromkeys(step.task for step in steps if step.task)) == ["lm", "mqar"]
-    with pytest.raises(ValueError, match=r"--only must name some of cosformer-finetuning, .* got 'table1'"):
+    assert tasks_of(steps) == ["lm", "mqar"]
+    some = [step.name for step in plan(Preset.load("cosformer-gpu"), tmp_path, ["mqar", "cosformer"])]
+    assert some == ["examples mqar", "train mqar cosformer seed 0", "train mqar cosformer seed 1"]
+    with pytest.raises(ValueError, match=r"--only must name some of cosformer-.* got 'table1'"):
         plan(Preset.load("cosformer-gpu"), tmp_path, ["table1"])
 
 
 @pytest.mark.parametrize("name", ["cosformer-cpu", "cosformer-gpu"])
 def test_every_encoder_of_a_shipped_preset_learns_as_many_positions_as_its_texts_have(name: str) -> None:
     preset = Preset.load(name)
-    learned = {task: preset.task(task).options.get("learned_positions", 0) for task in preset.tasks}
-    assert learned == {task: preset.task(task).length if TASKS[task].encoder else 0 for task in preset.tasks}
+    learned = {task: preset.tasks[task].options.get("learned_positions", 0) for task in preset.tasks}
+    assert learned == {task: preset.tasks[task].length if TASKS[task].encoder else 0 for task in preset.tasks}
     assert [task for task in learned if learned[task]] == ["listops", "text", "finetuning", "pathfinder"]
-
-
-def test_every_table_of_tasks_has_the_four_attentions() -> None:
-    for table in load_task_tables():
-        assert [row.variant for row in table.rows] == ["rope", "cosformer", "cosformer-plain", "linear-coca"]
-
-
-def test_a_table_whose_numbers_do_not_fit_its_columns_is_refused() -> None:
-    text = 'title = "t"\nkind = "tasks"\nmeasure = "%s"\ncolumns = ["lm"]\nheadings = ["LM"]\n[[rows]]\nlabel = "a"\n'
-    rows = 'variant = "rope"\npaper = [1.0, 2.0]'
-    with pytest.raises(ValueError, match="experiment x: paper must have one value for each of the 1 columns, got 2"):
-        parse_task_table("x", text % "accuracy" + rows)
-    with pytest.raises(ValueError, match=r"measure must be one of .* got 'acuracy'; did you mean 'accuracy'"):
-        parse_task_table("x", text % "acuracy" + rows)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--only", "listop"], "--only must name some of cosformer-finetuning"),
+        (["--only", "listop"], "--only must name some of cosformer-"),
         (
             ["--labelled", "a.jsonl"],
             "labelled must name three files, for training, for choices and for the test",
@@ -153,13 +130,17 @@ def test_bad_input_exits_2_with_one_line(arguments: list[str], message: str, tmp
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        ("[tasks.lm]\nlength = 1", "data.length must be at least 2, got 1"),
+        ("[tasks.listops]\nlength = 7", "tasks.listops.length must be 2000 with this generator, got 7"),
+        ("[tasks.finetuning]\nsteps = 3", "tasks.finetuning.pretraining_steps must be at least 1, got 0"),
+        ("[tasks.text]\noptions = { hidden_size = 'x' }", "options of preset 'tiny' must be .*got str"),
         ("[tasks.listop]", "tasks must be one of .* got 'listop'; did you mean 'listops'?"),
         ("[tasks.listops]\nstep = 3", "configuration key tasks.listops.step must be one of .* did you mean 'steps'?"),
-        ("[tasks]\nlistops = 3", "tasks.listops must be a table, got 3"),
+        ("[tasks]\nlistops = 3", "tasks.listops must be .*, got 3"),
     ],
 )
 def test_tasks_that_cannot_be_meant_are_refused(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
-    path.write_text(text)
+    path.write_text('variants = ["rope"]\n' + text)
     with pytest.raises(ValueError, match=message):
         Preset.load(path)

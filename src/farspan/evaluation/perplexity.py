@@ -1,105 +1,96 @@
-"""Perplexity of a causal model on long texts: (model, tokens) → sums, divided only at the end."""
+"""Losses on long texts: perplexity by window length, loss by position, and bits per byte.
+
+How a sequence is cut into windows, and which of a window's tokens count::
+
+    sliding   window 4, stride 2        tokens  0 1 2 3 4 5 6 7      . = context only, ■ = scored (token 0 has none)
+                                                . ■ ■ ■
+                                                    . . ■ ■
+                                                        . . ■ ■
+
+========== ======================================================================================================
+sliding    Press et al. 2022, the CoCA paper (stride 512): each token is scored once, with the longest context the
+           window allows; perplexity = exp(sum of losses / number of tokens). With stride = window the first token of a
+           window has no context and is left out, as in the published scripts
+yarn       the same windows, but perplexity = exp(mean of the windows' mean losses), as in YaRN's script
+whole      LongLoRA's script: the same windows, every token of every window scored
+disjoint   windows side by side (stride = window), every token scored
+truncated  the control for any of them: the same tokens, context cut to the training length
+========== ======================================================================================================
+"""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from itertools import count, pairwise, takewhile
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from farspan.errors import require
-from farspan.evaluation.windows import Window, windows
+from farspan.errors import require, require_choice
+from farspan.evaluation.conditions import in_shares
 from farspan.modeling_farspan import FarspanCache, FarspanForCausalLM
+from farspan.utils import Progress, silent
 
+MODES = ("sliding", "yarn", "whole", "disjoint", "truncated")
 LOGITS_AT_ONCE = 2**26
 """Elements of the logits held at a time (256 MiB in float32)."""
+BLOCK = 512
+"""Neighbouring tokens are not independent: bootstrap intervals draw blocks of so many."""
 
 
-@dataclass
-class Tally:
-    """Losses summed over tokens, and over windows for the convention that averages windows."""
-
-    nll: float = 0.0
-    tokens: int = 0
-    window_means: float = 0.0
-    windows: int = 0
-
-    def add(self, nll: float, tokens: int) -> None:
-        self.nll += nll
-        self.tokens += tokens
-        self.window_means += nll / tokens
-        self.windows += 1
-
-    def perplexity(self, mode: str) -> float:
-        """exp of the mean loss, in the mode's sense of mean."""
-        mean = self.window_means / self.windows if mode == "yarn" else self.nll / self.tokens
-        return math.exp(min(mean, 700.0))
+# Windows
 
 
-@torch.no_grad()
-def perplexity(
-    model: FarspanForCausalLM,
-    texts: Sequence[Tensor],
-    *,
-    length: int,
-    stride: int = 512,
-    mode: str = "sliding",
-    tokens_at_once: int = 2**16,
-    chunk: int = 8192,
-    progress: Callable[[int], None] | None = None,
-) -> dict[str, float | int | str]:
-    """One row of a perplexity table: ``length, stride, mode, nll, tokens, texts, ppl``.
+class Window(NamedTuple):
+    """Tokens begin … end-1 are read; those from `score_from` on are scored."""
 
-    Args:
-        texts: token sequences (n,), each at least `length` long.
-        length: window length; for mode "truncated" the training length.
-        tokens_at_once: windows are batched up to this many tokens.
-        chunk: longer windows are read in pieces of this many tokens through a cache, to bound memory.
-        progress: called with the number of tokens read after each batch.
+    begin: int
+    end: int
+    score_from: int
 
-    >>> from farspan import FarspanConfig
-    >>> model = FarspanForCausalLM(FarspanConfig.preset("tiny", num_hidden_layers=1)).eval()
-    >>> row = perplexity(model, [torch.arange(64)], length=32, stride=16)
-    >>> row["tokens"], row["ppl"] > 1
-    (63, True)
+
+def windows(tokens: int, length: int, stride: int, mode: str = "sliding") -> Iterator[Window]:
+    """Cut a sequence of so many tokens into windows.
+
+    >>> [tuple(w) for w in windows(8, 4, 2)]
+    [(0, 4, 1), (2, 6, 4), (4, 8, 6)]
     """
-    require(len(texts) > 0, "texts must hold at least one token sequence, got none")
-    for text in texts:
-        require(
-            text.shape[0] >= length,
-            f"window length {length} is longer than a text of {text.shape[0]} tokens; choose a shorter window",
-        )
-    stride = min(stride, length)
-    tally = Tally()
-    for batch in window_batches(texts, length, stride, mode, max(1, tokens_at_once // length)):
-        losses = window_losses(model, batch, chunk)
-        for loss in losses:
-            tally.add(float(loss.double().sum()), loss.numel())
-        if progress is not None:
-            progress(sum(window.end - window.begin for _, window in batch))
-    return {
-        "length": length,
-        "stride": length if mode == "disjoint" else stride,
-        "mode": mode,
-        "nll": tally.nll,
-        "tokens": tally.tokens,
-        "texts": len(texts),
-        "ppl": tally.perplexity(mode),
-    }
+    require_choice("mode", mode, MODES)
+    require(length >= 2, f"length must be at least 2 to predict a token, got {length}; use the training length or more")
+    require(
+        1 <= stride <= length,
+        f"stride must lie between 1 and the window length {length}, got {stride}; the paper uses 512",
+    )
+    if mode == "disjoint":
+        stride = length
+    scored = 1
+    for begin in range(0, tokens, stride):
+        end = min(begin + length, tokens)
+        first = begin + 1 if mode in ("whole", "disjoint") else max(scored, begin + 1)
+        if first < end:
+            yield Window(begin, end, first)
+        scored = end
+        if end == tokens:
+            return
 
 
-def tokens_read(texts: Sequence[Tensor], length: int, stride: int, mode: str) -> int:
-    """How many tokens :func:`perplexity` will tell its `progress`, all in all."""
-    stride = min(stride, length)
-    return sum(w.end - w.begin for text in texts for w in windows(text.shape[0], length, stride, mode))
+def truncation_control(trained: int) -> tuple[int, int, str]:
+    """Return length, stride and mode of the control: no context past the training length, and at least ¾ of it.
+
+    >>> truncation_control(512)
+    (512, 128, 'truncated')
+    """
+    return trained, max(1, trained // 4), "truncated"
 
 
-def window_batches(
-    texts: Sequence[Tensor], length: int, stride: int, mode: str, size: int
-) -> Iterator[list[tuple[Tensor, Window]]]:
+Batch = list[tuple[Tensor, Window]]
+
+
+def window_batches(texts: Sequence[Tensor], length: int, stride: int, mode: str, size: int) -> Iterator[Batch]:
     """Yield windows of equal shape together; the last, shorter ones of a sequence come by themselves."""
-    pending: dict[tuple[int, int], list[tuple[Tensor, Window]]] = {}
+    pending: dict[tuple[int, int], Batch] = {}
     for text in texts:
         for window in windows(text.shape[0], length, stride, mode):
             shape = (window.end - window.begin, window.end - window.score_from)
@@ -110,7 +101,7 @@ def window_batches(
     yield from pending.values()
 
 
-def window_losses(model: FarspanForCausalLM, batch: list[tuple[Tensor, Window]], chunk: int) -> Tensor:
+def window_losses(model: FarspanForCausalLM, batch: Batch, chunk: int) -> Tensor:
     """Compute the losses (b, scored) of equally shaped windows."""
     device = next(model.parameters()).device
     ids = torch.stack([text[window.begin : window.end] for text, window in batch]).to(device)
@@ -132,7 +123,7 @@ def window_losses(model: FarspanForCausalLM, batch: list[tuple[Tensor, Window]],
 
 
 def token_losses(model: FarspanForCausalLM, hidden: Tensor, targets: Tensor) -> Tensor:
-    """-log p of each target, (b, n) float32, without holding all logits at once."""
+    """Compute -log p of each target, (b, n) float32, without holding all logits at once."""
     rows = max(1, LOGITS_AT_ONCE // model.config.vocab_size)
     flat, wanted = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     pieces = [
@@ -140,3 +131,193 @@ def token_losses(model: FarspanForCausalLM, hidden: Tensor, targets: Tensor) -> 
         for h, t in zip(flat.split(rows), wanted.split(rows), strict=True)
     ]
     return torch.cat(pieces).view_as(targets)
+
+
+# Measures
+
+
+@torch.no_grad()
+def perplexity(
+    model: FarspanForCausalLM,
+    texts: Sequence[Tensor],
+    *,
+    length: int,
+    stride: int = 512,
+    mode: str = "sliding",
+    tokens_at_once: int = 2**16,
+    chunk: int = 8192,
+    progress: Progress = silent,
+) -> dict[str, Any]:
+    """Return a row of a perplexity table: ``length, stride, mode, nll, tokens, texts, ppl``.
+
+    Args:
+        texts: token sequences (n,), each at least `length` long.
+        length: window length; for mode "truncated" the training length.
+        tokens_at_once: windows are batched up to this many tokens.
+        chunk: longer windows are read in pieces of this many tokens through a cache, to bound memory.
+
+    >>> from farspan import FarspanConfig
+    >>> model = FarspanForCausalLM(FarspanConfig.preset("tiny", num_hidden_layers=1)).eval()
+    >>> row = perplexity(model, [torch.arange(64)], length=32, stride=16)
+    >>> row["tokens"], row["ppl"] > 1
+    (63, True)
+    """
+    require(len(texts) > 0, "texts must hold at least one token sequence, got none")
+    for text in texts:
+        require(
+            text.shape[0] >= length,
+            f"window length {length} is longer than a sequence of {text.shape[0]} tokens; choose a shorter window",
+        )
+    stride = min(stride, length)
+    batches = list(window_batches(texts, length, stride, mode, max(1, tokens_at_once // length)))
+
+    made = in_shares(
+        lambda batch: _sums(model, batch, chunk), batches, progress, f"{mode} windows of {length:,} tokens"
+    )
+    found = [one for batch in made for one in batch]
+    nll, tokens = 0.0, 0
+    for loss, size in found:  # in this order, so that the sum does not depend on the number of processes
+        nll, tokens = nll + loss, tokens + size
+    mean = sum(loss / size for loss, size in found) / len(found) if mode == "yarn" else nll / tokens
+    return {
+        "length": length,
+        "stride": length if mode == "disjoint" else stride,
+        "mode": mode,
+        "nll": nll,
+        "tokens": tokens,
+        "texts": len(texts),
+        "ppl": math.exp(min(mean, 700.0)),
+    }
+
+
+def _sums(model: FarspanForCausalLM, batch: Batch, chunk: int = 8192) -> list[tuple[float, int]]:
+    """Sum the losses of each window, and count them."""
+    return [(float(loss.double().sum()), loss.numel()) for loss in window_losses(model, batch, chunk)]
+
+
+@torch.no_grad()
+def loss_by_position(
+    model: FarspanForCausalLM,
+    sequences: Sequence[Tensor],
+    *,
+    tokens_at_once: int = 2**16,
+    chunk: int = 8192,
+    draws: int = 1000,
+    seed: int = 0,
+    progress: Progress = silent,
+) -> list[dict[str, Any]]:
+    """Compute the loss in bins of positions that double from the training length, and the gain over a cut context.
+
+    Return rows ``start, stop, nll, tokens, control_nll, gain, gain_ci95``.
+
+    Each sequence (n,) is read once, from its first token. `nll` is the summed loss of tokens start … stop-1, all with
+    their complete past. `control_nll` is that of the same tokens with the context cut to the training length (at least
+    ¾ of it). `gain` is the mean difference per token, positive where the far context helps; its interval comes from a
+    paired bootstrap over blocks of 512 tokens, and is None for a single block.
+
+    >>> from farspan import FarspanConfig
+    >>> model = FarspanForCausalLM(FarspanConfig.preset("tiny", num_hidden_layers=1)).eval()
+    >>> [(row["start"], row["stop"]) for row in loss_by_position(model, [torch.arange(200)])]
+    [(1, 64), (64, 128), (128, 200)]
+    """
+    require(len(sequences) > 0, "sequences must hold at least one sequence, got none")
+    for ids in sequences:
+        require(len(ids) >= 2, f"a sequence must have at least 2 tokens, got {len(ids)}")
+    longest, (length, stride, mode) = max(map(len, sequences)), truncation_control(model.config.train_length)
+    edges = [1, *takewhile(lambda edge: edge < longest, (length << i for i in count())), longest]
+
+    def blocks(ids: Tensor) -> list[list[tuple[float, float, int]]]:
+        """Sum the losses of a sequence, with all context and with a cut one, over blocks of each bin."""
+        full = window_losses(model, [(ids, Window(0, len(ids), 1))], chunk)[0].double().cpu().numpy()
+        cut = np.empty_like(full)
+        for batch in window_batches([ids], length, stride, mode, max(1, tokens_at_once // length)):
+            for (_, window), losses in zip(batch, window_losses(model, batch, chunk).cpu(), strict=True):
+                cut[window.score_from - 1 : window.end - 1] = losses.numpy()
+        parts = [
+            [slice(low, min(low + BLOCK, stop - 1)) for low in range(start - 1, min(stop - 1, len(full)), BLOCK)]
+            for start, stop in pairwise(edges)  # token i has the loss at i - 1
+        ]
+        return [[(float(full[p].sum()), float(cut[p].sum()), len(full[p])) for p in bin_] for bin_ in parts]
+
+    made = in_shares(blocks, sequences, progress, "loss by position")
+    rows = []
+    for number, (start, stop) in enumerate(pairwise(edges)):
+        sums = np.array([block for sequence in made for block in sequence[number]])
+        nll, control, tokens = (float(total) for total in sums.sum(0))
+        row: dict[str, Any] = {"start": start, "stop": stop, "nll": nll, "tokens": int(tokens), "control_nll": control}
+        rows.append(row | {"gain": (control - nll) / tokens, "gain_ci95": _interval(sums, draws, seed)})
+    return rows
+
+
+def _interval(sums: Any, draws: int, seed: int) -> list[float] | None:
+    """Bootstrap the mean gain per token: blocks (n, 3) of loss, loss with a cut context, and tokens, drawn as one."""
+    from scipy.stats import bootstrap  # type: ignore[import-untyped]
+
+    if len(sums) < 2:
+        return None
+
+    def gain(nll: Any, control: Any, tokens: Any, axis: int) -> Any:
+        return (control.sum(axis) - nll.sum(axis)) / tokens.sum(axis)
+
+    drawn = bootstrap(
+        tuple(sums.T),
+        gain,
+        paired=True,
+        vectorized=True,
+        method="percentile",
+        n_resamples=draws,
+        batch=64,
+        rng=np.random.default_rng(seed),
+    )
+    return [float(drawn.confidence_interval.low), float(drawn.confidence_interval.high)]
+
+
+def first_bytes(text: str, count: int) -> str:
+    """Return the beginning of a text, of at most so many bytes of UTF-8, cut between characters.
+
+    >>> first_bytes("aé", 2), first_bytes("aé", 3)
+    ('a', 'aé')
+    """
+    return text.encode()[:count].decode(errors="ignore")
+
+
+@torch.no_grad()
+def bits_per_byte(
+    model: FarspanForCausalLM,
+    texts: Sequence[str],
+    encode: Callable[[str], list[int]],
+    *,
+    start: int,
+    length: int,
+    progress: Progress = silent,
+) -> dict[str, Any]:
+    """Return a row ``length, stride, nll, tokens, bytes, texts, bits_per_byte``.
+
+    Every byte counts once: the token `start` comes before each text, so that its first token is scored too. Texts are
+    read in windows of `length` tokens, each half over the one before.
+
+    Args:
+        encode: text → token ids, without special tokens.
+    """
+    require(bool(texts), "texts must hold at least one text, got none; name another file")
+    require(length >= 2, f"length must be at least 2 to predict a token, got {length}; use the training length")
+    stride, size = length // 2, sum(len(text.encode()) for text in texts)
+
+    def losses(text: str) -> tuple[float, int]:
+        ids = torch.tensor([start, *encode(text)])
+        window = min(length, len(ids))
+        batches = window_batches([ids], window, min(stride, len(ids) - 1, window), "sliding", max(1, 2**16 // window))
+        found = [one for batch in batches for one in _sums(model, batch)]
+        return sum(loss for loss, _ in found), sum(tokens for _, tokens in found)
+
+    made = in_shares(losses, texts, progress, "bits per byte")
+    nll, tokens = sum(loss for loss, _ in made), sum(count for _, count in made)
+    return {
+        "length": length,
+        "stride": stride,
+        "nll": nll,
+        "tokens": tokens,
+        "bytes": size,
+        "texts": len(texts),
+        "bits_per_byte": nll / math.log(2) / size,
+    }

@@ -1,7 +1,7 @@
 """Retrieval: (model, tokenizer) → how many hidden answers come back, by task, length and depth."""
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,8 +11,9 @@ import torch
 from farspan.data.passkey import Tokenizer, make_cases
 from farspan.data.retrieval import COUNTS, TASKS, retrieval_case
 from farspan.errors import require_choice
-from farspan.intervals import share
+from farspan.evaluation.conditions import in_shares
 from farspan.modeling_farspan import FarspanForCausalLM
+from farspan.utils import Progress, share, silent
 
 DEPTHS = 5
 """Bins of a needle's depth."""
@@ -29,7 +30,7 @@ def retrieval(
     tokens_at_once: int = 2**17,
     chunk: int = 8192,
     seed: int = 0,
-    progress: Callable[[int], None] | None = None,
+    progress: Progress = silent,
 ) -> list[dict[str, Any]]:
     """Return rows ``task, length, depth, cases, correct, accuracy, ci95, recall``: one for all depths, one per fifth.
 
@@ -49,12 +50,12 @@ def retrieval(
     depths = (random.permutation(cases) + random.random(cases)) / cases
     made = [retrieval_case(tokenizer, task, length, random, float(depth)) for depth in depths]
     new = 8 + max(len(tokenizer.encode(" ".join(case.answers))) for case in made)
-    found: list[float] = []
-    texts = continuations(model, tokenizer, [case.prompt for case in made], new, tokens_at_once, chunk)
-    for case, text in zip(made, texts, strict=True):
-        found.append(sum(answer in text for answer in case.answers) / len(case.answers))
-        if progress is not None:
-            progress(1)
+    prompts, name = [case.prompt for case in made], f"{task} in {length:,} tokens"
+    texts = continuations(model, tokenizer, prompts, new, tokens_at_once, chunk, progress, name)
+    found = [
+        sum(answer in text for answer in case.answers) / len(case.answers)
+        for case, text in zip(made, texts, strict=True)
+    ]
     groups: list[tuple[float | None, list[float]]] = [(None, found)]
     if task not in COUNTS:
         bins = [min(DEPTHS - 1, int(case.depth * DEPTHS)) for case in made]
@@ -80,9 +81,9 @@ def passkey(
     tokens_at_once: int = 2**17,
     chunk: int = 8192,
     seed: int = 0,
-    progress: Callable[[int], None] | None = None,
+    progress: Progress = silent,
 ) -> dict[str, Any]:
-    """Return a row of the CoCA paper's passkey table (App. B): ``length, cases, correct, accuracy, ci95`` and details.
+    """Return a row of the CoCA paper's passkey table (App. B), as :func:`retrieval` does for all depths, and details.
 
     A case is correct if the number is in the decoded continuation. Near means within `near` tokens of the end (the
     paper's Fig. 4 takes the training length, the default).
@@ -96,16 +97,15 @@ def passkey(
     """
     near = model.config.train_length if near is None else near
     made = make_cases(tokenizer, length, cases, seed)
-    outcomes: list[tuple[int, bool]] = []
-    texts = continuations(model, tokenizer, [case.prompt for case in made], new_tokens, tokens_at_once, chunk)
-    for case, text in zip(made, texts, strict=True):
-        outcomes.append((case.distance, str(case.key) in text))
-        if progress is not None:
-            progress(1)
+    prompts, name = [case.prompt for case in made], f"passkey in {length:,} tokens"
+    texts = continuations(model, tokenizer, prompts, new_tokens, tokens_at_once, chunk, progress, name)
+    outcomes = [(case.distance, str(case.key) in text) for case, text in zip(made, texts, strict=True)]
     close = [right for distance, right in outcomes if distance <= near]
     away = [right for distance, right in outcomes if distance > near]
     return {
+        "task": "passkey",
         "length": length,
+        "depth": None,
         **share(sum(close) + sum(away), len(outcomes)),
         "near": share(sum(close), len(close)),
         "far": share(sum(away), len(away)),
@@ -120,16 +120,22 @@ def continuations(
     new_tokens: int,
     tokens_at_once: int,
     chunk: int,
-) -> Iterator[str]:
-    """Yield the decoded greedy continuation of each prompt; all prompts have one length."""
+    progress: Progress = silent,
+    name: str = "",
+) -> list[str]:
+    """Decode the greedy continuation of each prompt; all prompts have one length."""
     length, size = len(prompts[0]), max(1, tokens_at_once // len(prompts[0]))
     options: dict[str, Any] = {"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 0}
     options["prefill_chunk_size"] = min(chunk, length)
-    for start in range(0, len(prompts), size):
-        ids = torch.tensor(prompts[start : start + size], device=next(model.parameters()).device)
+
+    def continued(part: Sequence[list[int]]) -> list[str]:
+        ids = torch.tensor(part, device=next(model.parameters()).device)
         with _without_reminder():
             out = model.generate(ids, attention_mask=torch.ones_like(ids), **options)  # type: ignore[misc]
-        yield from (tokenizer.decode(row) for row in out[:, length:].tolist())
+        return [tokenizer.decode(row) for row in out[:, length:].tolist()]
+
+    batches = [prompts[start : start + size] for start in range(0, len(prompts), size)]
+    return [text for batch in in_shares(continued, batches, progress, name) for text in batch]
 
 
 @contextmanager

@@ -1,6 +1,6 @@
-"""The paper's experiments from nothing to a page: resumable, a failed step is named and the rest go on."""
+"""The papers' experiments from nothing to a page: resumable, a failed step is named and the others go on."""
 
 from farspan.reproduce.preset import Preset
-from farspan.reproduce.run import Standing, reproduce
+from farspan.reproduce.run import Outcome, main_table, reproduce
 
-__all__ = ["Preset", "Standing", "reproduce"]
+__all__ = ["Outcome", "Preset", "main_table", "reproduce"]

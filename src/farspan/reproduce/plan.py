@@ -1,105 +1,189 @@
-"""The steps of a reproduction, in order, each with the file that shows it is done."""
+"""The steps of a reproduction in order, each with the file that shows it is done."""
 
-from collections.abc import Sequence
+import tomllib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib.resources import files
 from pathlib import Path
 
 from farspan.errors import require
 from farspan.layers import AttentionSpec
-from farspan.report.experiment import load_experiments
-from farspan.report.task_table import load_task_tables
-from farspan.reproduce.preset import Preset
-from farspan.reproduce.step import Step
-from farspan.reproduce.study_plan import study_steps
-from farspan.tasks import TASKS, attention_of
+from farspan.reproduce.preset import Evaluation, Member, Preset
+from farspan.reproduce.work import Work
+from farspan.tasks import TASKS
+from farspan.utils import Progress
 
-MEASUREMENTS = {"perplexity": "ppl", "passkey": "passkey", "near-far": "passkey", "distance": "passkey"}
-"""The step that gives each kind of table or figure its numbers."""
+WEIGHTS = {"train": 8, "task": 8, "finetune": 8, "convert": 2}
+"""How long a kind of step takes, very roughly, beside the others, which count 1."""
+ANSWERS = {"perplexity": "ppl", "passkey": "passkey", "near-far": "passkey", "distance": "passkey"}
+"""The kind of step that gives a kind of table or figure its numbers."""
+MAKE, COSTLY, LONG, SPEED = 0, 1, 2, 1000
+"""Phases: models with what is quick to measure, seed by seed; what takes longer; long windows; timing."""
 
 
-def plan(preset: Preset, folder: Path, only: list[str] | None = None, *, ends: bool = False) -> list[Step]:
-    """All steps for the chosen tables and figures; training comes before what needs it.
+@dataclass(frozen=True)
+class Step:
+    """A piece of work, done when its result exists."""
 
-    ends: of a study, measure only the models that runs end with.
+    kind: str
+    name: str
+    result: Path
+    do: Callable[[Path, Progress], object]
+    needs: tuple[str, ...] = ()
+    """Names of the steps that must be done before."""
+    chosen_by: frozenset[str] = frozenset()
+    """Names of models and tasks that choose it with ``--only``."""
+    order: tuple[int, ...] = ()
+
+    @property
+    def weight(self) -> int:
+        return WEIGHTS.get(self.kind, 1)
+
+
+def plan(preset: Preset, folder: Path, only: list[str] | None = None) -> list[Step]:
+    """Return the steps that `only` chooses, with all that they need, in the order of work.
+
+    Args:
+        only: names of tables and figures, kinds of step, models, runs and tasks. Kinds, models and tasks narrow each
+            other: "ppl" and "rope" choose the perplexity of rope. None = all steps but "speed".
     """
-    if preset.study.conversions:
-        return study_steps(preset, folder, only, ends=ends)
-    require(not ends, "--ends is for a preset with a study, such as dropin, got another; leave it out")
-    return _task_steps(preset, folder, only) if preset.tasks else _length_steps(preset, folder, only)
-
-
-def _length_steps(preset: Preset, folder: Path, only: list[str] | None) -> list[Step]:
-    """One model a variant and seed, measured past its training length; CoCA's speed only where it is asked for.
-
-    Nothing else should run on the device while speed is measured, and other processes may be at the same folder.
-    """
-    kinds = {e.name: {MEASUREMENTS[row.kind or e.kind] for row in e.rows} for e in load_experiments()}
-    tables = sorted(kinds, key=lambda name: (not name.startswith("table"), name))
-    chosen = _chosen(only, tables, ["speed"] if preset.speed.lengths or preset.speed.contexts else [])
-    wanted = set().union(*(kinds[name] for name in chosen if name != "speed"))
-    results = folder / "results"
-    timed = _speed_steps(preset, results) if "speed" in chosen else []
-    if set(chosen) == {"speed"}:
-        return timed
-    steps = [Step("data", folder / "data" / "done.json")]
-    trained = {
-        (v, s): Step("train", results / f"train-{v}-s{s}.json", v, s, needs=(steps[0].name,)) for v, s in preset.runs
-    }
-    steps += trained.values()
-    lengths = {"ppl": preset.evaluation.perplexity_lengths, "passkey": preset.evaluation.passkey_lengths}
-    for kind in ("ppl", "passkey"):
-        if kind in wanted and lengths[kind]:
-            for variant, seed in preset.runs:
-                for scaling in preset.evaluation.scalings if _stretches(variant) else ["none"]:
-                    path = results / f"{kind}-{variant}-s{seed}-{scaling}.json"
-                    needs = (trained[variant, seed].name,)
-                    steps.append(Step(kind, path, variant, seed, scaling, needs=needs))
-    return steps + timed
-
-
-def _speed_steps(preset: Preset, results: Path) -> list[Step]:
-    """CoCA beside RoPE: one layer, and the whole model at inference."""
-    parts = {"layer": preset.speed.lengths, "decode": preset.speed.contexts}
-    return [Step("speed", results / f"{part}-coca.json", part=part) for part, sizes in parts.items() if sizes]
-
-
-def _stretches(variant: str) -> bool:
-    """Whether dynamic NTK can change a variant: ALiBi and cosFormer have no such angles, linear CoCA's are fixed."""
-    return AttentionSpec.parse(attention_of(variant)).kind in ("rope", "coca")
-
-
-def _task_steps(preset: Preset, folder: Path, only: list[str] | None) -> list[Step]:
-    """A model for each task, variant and seed; tasks in the preset's order, the most wanted first; then speed."""
-    tables = {table.name: set(table.columns) for table in load_task_tables()}
-    known = {**tables, **{name: {name} for name in preset.tasks}}
-    if preset.speed.lengths:
-        known["speed"] = {"speed"}
-    wanted = set().union(*(known[name] for name in _chosen(only, list(known))))
-    results = folder / "results"
-    timed = [Step("speed", results / "speed-cosformer.json")] if "speed" in wanted else []
-    if wanted == {"speed"}:
-        return timed
-    labelled = preset.corpus.labelled
-    for path in labelled:
-        require(Path(path).is_file(), f"--labelled must name a JSON-lines file, got {path!r}, which does not exist")
-    left_out = [name for name in preset.tasks if name in wanted and TASKS[name].needs_labelled and not labelled]
-    tasks = tuple(name for name in preset.tasks if name in wanted and name not in left_out)
-    require(
-        bool(tasks),
-        f"--only {','.join(only or [])} needs labelled texts, got none; name three files with --labelled"
-        if left_out
-        else f"--only must name something this preset has a task for ({', '.join(preset.tasks)}), got {only}",
-    )
-    steps = [Step("data", folder / "data" / f"done-{'-'.join(tasks)}.json", tasks=tasks)]
-    for task in tasks:
-        for v, s in preset.runs:
-            result = results / f"task-{task}-{v}-s{s}.json"
-            steps.append(Step("train", result, v, s, task=task, needs=(steps[0].name,)))
-    return steps + timed
-
-
-def _chosen(only: list[str] | None, known: list[str], on_request: Sequence[str] = ()) -> list[str]:
-    """What was asked for, else all but what is done only `on_request`."""
-    names = [*known, *on_request]
+    steps = sorted(_steps(preset, Work(preset, folder)), key=lambda step: step.order)
+    kinds, names = {step.kind for step in steps}, set[str]().union(*(step.chosen_by for step in steps))
+    tasks, papers = set(preset.tasks), {name: what & (kinds | names) for name, what in tables().items()}
+    known = [name for name, what in papers.items() if what] + sorted(kinds) + [*preset.members, *tasks] + sorted(names)
+    chosen = set[str]()
     for name in only or []:
-        require(name in names, f"--only must name some of {', '.join(names)}, got {name!r}; separate them by commas")
-    return only or known
+        listed = ", ".join(dict.fromkeys(known))
+        require(name in known, f"--only must name some of {listed}, got {name!r}; separate them by commas")
+        missing = f"--only {name} needs labelled texts, got none; name three files with --labelled"
+        require(name not in tasks - names, missing)
+        chosen |= papers.get(name) or {name}
+    by_kind = chosen & kinds or kinds - {"speed"}
+    by_name = [some for some in (chosen & tasks, chosen - kinds - tasks) if some]
+    wanted = [s for s in steps if s.kind in by_kind and all(some & s.chosen_by for some in by_name)]
+    require(bool(wanted), f"--only must choose at least one step, got {','.join(only or [])}; leave it out for all")
+    needed = {step.name for step in wanted}
+    for step in reversed(steps):  # what a step needs comes before it
+        needed |= set(step.needs) if step.name in needed else set()
+    return [step for step in steps if step.name in needed]
+
+
+def tables() -> dict[str, set[str]]:
+    """Return each table and figure of the papers with the kinds of step, or the tasks, that give its numbers."""
+    found = {}
+    for file in (files("farspan") / "experiments").iterdir():
+        values = tomllib.loads(file.read_text(encoding="utf-8")) if file.name.endswith(".toml") else {}
+        kinds = {str(values.get("kind")), *(str(row.get("kind")) for row in values.get("rows", []))}
+        columns = {str(column) for column in values.get("columns", [])} & TASKS.keys()
+        found[file.name.removesuffix(".toml")] = {ANSWERS[kind] for kind in kinds if kind in ANSWERS} or columns
+    return dict(sorted(found.items(), key=lambda table: (not table[0].startswith("table"), table)))
+
+
+def _steps(preset: Preset, work: Work) -> Iterator[Step]:
+    """Make every step of a preset. `order` is phase, seed, make or measure, and what ends a run before the rest."""
+    results = work.folder / "results"
+    for number, name in enumerate(work.token_folders):  # the first sets the vocabulary for all
+        needs = ("tokens source-0",) if number else ()
+        result = work.folder / "data" / name / "manifest.json"
+        yield Step("tokens", f"tokens {name}", result, partial(work.tokens, number), needs, order=(MAKE, -1, number))
+    for number, member in enumerate(preset.members.values()):
+        scratch = not member.model.start
+        if scratch and preset.tasks:
+            yield from _task_steps(preset, work, member)
+            continue
+        for seed in range(member.model.seeds if scratch else 1):
+            make = _making(preset, work, member, seed, number)
+            yield make
+            yield from _measuring(work, member, seed, make)
+    for part in preset.speed:
+        name = "speed-cosformer" if part == "cosformer" else f"{part}-coca"
+        yield Step("speed", f"speed {part}", results / f"{name}.json", partial(work.speed, part), order=(SPEED,))
+
+
+def _making(preset: Preset, work: Work, member: Member, seed: int, number: int) -> Step:
+    """Make the step that trains, converts or fine-tunes a model."""
+    results, runs, name = work.folder / "results", frozenset(member.runs), member.name
+    if not member.model.start:
+        result, do = results / f"train-{name}-s{seed}.json", partial(work.train, name, seed)
+        order = (MAKE, seed, 0, number)
+        return Step("train", f"train {name} seed {seed}", result, do, work.text_steps, runs, order)
+    result = results / f"model-{name}.json"
+    if not member.stages:  # the longest calibration first
+        order = (MAKE, 0, -2, -member.model.calibrate_tokens)
+        return Step("convert", f"convert {name}", result, partial(work.convert, member), (), runs, order)
+    before = "finetune" if preset.members[member.before].stages else "convert"
+    needs, order = (*work.text_steps, f"{before} {member.before}"), (MAKE, 0, -1, number)
+    return Step("finetune", f"finetune {name}", result, partial(work.finetune, member), needs, runs, order)
+
+
+def _measuring(work: Work, member: Member, seed: int, make: Step) -> Iterator[Step]:
+    """Make the steps that measure a model."""
+    of, (_, _, subject) = member.measures, make.name.partition(" ")
+    if of is None:
+        return
+
+    def step(kind: str, phase: int, scaling: str = "none", lengths: Sequence[int] = (), far: int = 0) -> Step:
+        scaled = scaling if kind in ("ppl", "passkey", "retrieval", "positions") else ""
+        name = " ".join(filter(None, (kind, subject, scaled, f"from {lengths[0]}" if far else "")))
+        file = name.replace(" seed ", "-s").replace("/", "-").replace(" ", "-")
+        needs = (make.name, *(work.text_steps if kind in ("ppl", "positions") else ()))
+        do = partial(work.measure, kind, member, seed, scaling, lengths, far)
+        order = (phase, seed, 1, int(not member.ends))
+        return Step(kind, name, work.folder / "results" / f"{file}.json", do, needs, make.chosen_by, order)
+
+    if of.window:
+        yield from (step(kind, MAKE) for kind in (() if member.stages else ("cache",)))
+        yield from (step(kind, MAKE) for kind in ("bits", "pairs"))
+    asked = of.retrieval_lengths if of.retrieval_tasks else []
+    for scaling in scalings_of(work.preset, member):
+        for kind, every in (("ppl", of.perplexity_lengths), ("passkey", of.passkey_lengths), ("retrieval", asked)):
+            for far, lengths in _split(of, every, scaling):
+                yield step(kind, LONG + far if far else COSTLY if kind == "retrieval" else MAKE, scaling, lengths, far)
+        if of.position_tokens:
+            yield step("positions", COSTLY, scaling)
+
+
+def _split(measures: Evaluation, lengths: Iterable[int], scaling: str) -> Iterator[tuple[int, list[int]]]:
+    """Yield the lengths between the limits of `long`, less those at which a scaling changes nothing."""
+    same = measures.inside if scaling.startswith("dynamic_ntk") or scaling == "none+log" else 0
+    for far in range(len(measures.long) + 1):
+        part = [n for n in lengths if n > same and sum(n > limit for limit in measures.long) == far]
+        if part:
+            yield far, part
+
+
+def scalings_of(preset: Preset, member: Member) -> list[str]:
+    """Return the scalings that a model is measured under; ALiBi and linear layers take none."""
+    assert member.measures is not None
+    attention = preset.attention(member.name) if not member.model.start else "rope"
+    fixed = not str(attention).startswith("hybrid") and AttentionSpec.parse(attention).kind in (
+        "alibi",
+        "cosformer",
+        "linear-coca",
+    )
+    names = member.measures.scalings
+    return [name for name in names if not fixed or name.startswith("none")] or ["none"]
+
+
+def _task_steps(preset: Preset, work: Work, member: Member) -> Iterator[Step]:
+    """Make the steps of a model trained for each task, with its test; tasks in the preset's order."""
+    first = member.name == next(iter(preset.members))
+    for number, task in enumerate(preset.tasks):
+        if TASKS[task].needs_labelled and not preset.corpus.labelled:
+            continue
+        examples = f"examples {task}"
+        needs, order = work.text_steps if TASKS[task].needs_text else (), (MAKE, number)
+        if first:
+            done, do = work.folder / "data" / f"{task}.json", partial(work.examples, task)
+            yield Step("examples", examples, done, do, needs, frozenset({task}), (*order, -1))
+        for seed in range(member.model.seeds):
+            yield Step(
+                "task",
+                f"train {task} {member.name} seed {seed}",
+                work.folder / "results" / f"task-{task}-{member.name}-s{seed}.json",
+                partial(work.task, task, member.name, seed),
+                (examples, *needs),
+                frozenset({task, *member.runs}),
+                (*order, seed),
+            )

@@ -1,176 +1,231 @@
-"""Run the steps that are not done yet, remember how each ended, write the page."""
+"""Do the steps that have no result yet, and write the page."""
 
 import json
 import os
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from pathlib import Path
+from typing import NamedTuple
 
-from farspan.data import load_tokenizer
+import torch
+
+from farspan.data import documents, load_tokenizer
+from farspan.data.passkey import check_prompt, check_row
 from farspan.data.sources import resolve
 from farspan.errors import require
-from farspan.files import claim, write_whole
-from farspan.reproduce.pace import Ahead, Left, Pace
-from farspan.reproduce.plan import plan
-from farspan.reproduce.preset import Corpus, Preset
-from farspan.reproduce.step import Step
-from farspan.reproduce.study_work import StudyWork, check_study
+from farspan.evaluation import read_pairs
+from farspan.reproduce.plan import Step, plan
+from farspan.reproduce.preset import Preset
 from farspan.reproduce.work import Work
+from farspan.utils import Progress, check_folder, check_same, lock, silent, write_json
 
 POLL_SECONDS = 2.0
 """Between looks at steps that another process has taken."""
-
-ENDED = ("done", "failed")
-DONE_HERE = {"state": "done", "message": ""}
-"""A step that this call has done, and no other."""
+SETTINGS = "settings.json"
 
 
-@dataclass(frozen=True)
-class Standing:
-    """How far a reproduction is, for a progress display."""
+class Outcome(NamedTuple):
+    """What a reproduction ends with."""
 
-    share: float
-    """Of the whole work, by the weights of its steps."""
-    step: str
-    detail: str = ""
-    left: Left | None = None
-    """The time until all is done, were no other process at it; None before anything is known."""
-    failed: tuple[str, ...] = ()
-    """At the end: the steps that failed in this call, not in another process, with their messages."""
+    page: Path
+    failed: list[str]
+    """Steps that failed in this call, with their messages."""
 
 
 def reproduce(
-    preset: Preset,
-    out: str | os.PathLike[str],
-    *,
-    only: list[str] | None = None,
-    ends: bool = False,
-    report: Callable[[Standing], None] | None = None,
-) -> Path:
-    """Do what is missing in `out` and return the path of its page. Call again after an interruption.
+    preset: Preset, out: str | os.PathLike[str], *, only: list[str] | None = None, progress: Progress = silent
+) -> Outcome:
+    """Do what is missing in `out` and draw the page. Call again with the same settings after an interruption.
 
-    Several processes may be given one folder, on one GPU or on several: each takes the first step of the plan that is
-    ready and that no other has taken. A step that fails is recorded in ``status.json`` with its message; steps that
-    need it are left pending.
+    Several processes may work in one folder: each takes the first step that is ready and that no other has taken. A
+    step that fails leaves the others running; steps that need it are skipped.
 
     Args:
-        only: names of tables, figures, tasks or runs; None = all.
-        ends: of a study, measure only the models that these runs end with. A second process then waits for them,
-            where it would measure others beside a training on the same device.
+        only: names of tables, figures, kinds of step, models or tasks (:func:`farspan.reproduce.plan.plan`).
     """
-    require(
-        int(os.environ.get("WORLD_SIZE", "1")) == 1,
-        f"reproduce runs in one process, got WORLD_SIZE {os.environ.get('WORLD_SIZE')}; use farspan train for several",
-    )
+    world = os.environ.get("WORLD_SIZE", "1")
+    require(world == "1", f"reproduce runs in one process, got WORLD_SIZE {world}; use farspan train for several")
     folder = Path(out).resolve()
-    steps = plan(preset, folder, only, ends=ends)
-    study = bool(preset.study.conversions)
-    if not all(step.result.exists() for step in (steps if study else steps[:1])):
-        if study:
-            check_study(preset, steps)
+    check_folder(folder, SETTINGS, what="begun by farspan reproduce")
+    steps = plan(preset, folder, only)
+    _check_inputs(preset, folder, [step for step in steps if not step.result.exists()])
+    stages = {name: [asdict(stage) for stage in member.stages] for name, member in preset.members.items()}
+    with lock(folder, wait=True):
+        check_same(folder / SETTINGS, {**asdict(preset), "stages": stages}, "reproduction")
+    failed = _run(steps, folder, progress)
+    with lock(folder / "locks", wait=True, name="page.lock"):
+        _write_status(folder / "status.json", steps, failed)
+        from farspan.report import write_report
+
+        return Outcome(write_report(folder), [f"{name}: {message}" for name, message in failed.items()])
+
+
+def main_table(folder: str | os.PathLike[str]) -> list[list[str]]:
+    """Return the main numbers of a run as text: perplexity by length, or the result of each task, over all seeds."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for path in sorted(Path(folder, "results").glob("*.json")):
+        result = json.loads(path.read_text(encoding="utf-8"))
+        for row in result["rows"]:
+            name, measured = row.get("variant"), result.get("kind")
+            if measured == "perplexity" and row["mode"] == "sliding":
+                name += "" if row["scaling"] == "none" else f" + {row['scaling']}"
+                found.setdefault(name, {}).setdefault(f"{row['length']:,}", []).append(row["ppl"])
+            elif measured == "task":
+                found.setdefault(name, {}).setdefault(row["task"], []).append(row.get("ppl", row.get("accuracy")))
+    columns = sorted({column for row in found.values() for column in row}, key=lambda column: (len(column), column))
+    body = [[name, *(_mean(row.get(column, [])) for column in columns)] for name, row in found.items()]
+    return [["", *columns], *body] if found else []
+
+
+def _mean(values: list[float]) -> str:
+    return f"{sum(values) / len(values):.4g}" if values else "–"
+
+
+def _write_status(path: Path, steps: list[Step], failed: dict[str, str]) -> None:
+    """Write how each step stands, for the page; how a step failed for another process stays until it is done."""
+    known = {row["step"]: row for row in json.loads(path.read_text(encoding="utf-8"))} if path.is_file() else {}
+    for step in steps:
+        state = "done" if step.result.exists() else "failed" if step.name in failed else "pending"
+        if state != "pending" or known.get(step.name, {}).get("state") != "failed":
+            known[step.name] = {"step": step.name, "state": state, "message": failed.get(step.name, "")}
+    write_json(path, list(known.values()))
+
+
+def _run(steps: list[Step], folder: Path, progress: Progress) -> dict[str, str]:
+    """Do what is ready, wait for what other processes do, and return the steps that failed with their messages."""
+    failed: dict[str, str] = {}
+    names = {step.name: step for step in steps}
+    while True:
+        left = [step for step in steps if not step.result.exists() and step.name not in failed]
+        hopeless = [step for step in left if _lacks(step, names, failed)]
+        ready = [
+            step for step in left if all(names[name].result.exists() for name in step.needs) and step not in hopeless
+        ]
+        if len(left) == len(hopeless):
+            return failed
+        for step in ready:
+            with _taken(folder, step) as mine:
+                if not mine:
+                    continue
+                if not step.result.exists():  # another process may have done it since
+                    message = _attempt(step, steps, progress)
+                    failed |= {step.name: message} if message else {}
+            break  # back to the top: what comes first in the plan may be ready by now
         else:
-            _check_corpus(preset.corpus)
-    folder.mkdir(parents=True, exist_ok=True)
-    _keep_preset(preset, folder)
-    say = report or (lambda _: None)
-    states = _run_steps(steps, preset, folder, say)
-    from farspan.report import write_report
-
-    failed = tuple(f"{name}: {state['message']}" for name, state in states.items() if state["state"] == "failed")
-    say(Standing(1.0, "report", failed=failed))
-    with claim(folder / "locks" / "report", wait=True):
-        return write_report(folder)
+            time.sleep(POLL_SECONDS)
 
 
-def _run_steps(
-    steps: list[Step], preset: Preset, folder: Path, say: Callable[[Standing], None]
-) -> dict[str, dict[str, str]]:
-    """Do what is ready, wait for what others do, and return how each step ended."""
-    worker = StudyWork if preset.study.conversions else Work
-    states: dict[str, dict[str, str]] = {s.name: {"state": "pending", "message": ""} for s in steps}
-    _write_status(folder, states)
-    total, left, pace = sum(step.weight for step in steps), steps, Pace()
-    while left:
-        for step in left:
-            done = total - sum(s.weight for s in steps if states[s.name]["state"] in ("pending", "busy"))
-            ahead = pace.begin(step, (other for other in left if other is not step and not other.result.exists()))
-            standing = Standing(done / total, step.name, left=ahead.left())
-            say(standing)
-            work = worker(preset, folder, partial(_say_detail, say, standing, step.weight / total, ahead))
-            state = _attempt(work, step, states)
-            if state == DONE_HERE:
-                pace.add(step, ahead.takes)
-            if state != states[step.name]:
-                states[step.name] = state
-                _write_status(folder, {step.name: state})
-            if state["state"] != "busy":
-                left = [other for other in left if other is not step]
-            if state["state"] in ENDED:
-                break  # back to the top: what comes first in the plan may be ready by now
+def _lacks(step: Step, names: dict[str, Step], failed: dict[str, str]) -> bool:
+    """Return whether a step needs one that failed."""
+    return any(name in failed or _lacks(names[name], names, failed) for name in step.needs)
+
+
+@contextmanager
+def _taken(folder: Path, step: Step) -> Iterator[bool]:
+    """Yield whether this process alone has the step."""
+    with ExitStack() as held:
+        try:
+            held.enter_context(lock(folder / "locks", name=step.name.replace("/", "-") + ".lock"))
+        except ValueError:
+            yield False
         else:
-            if left:
-                time.sleep(POLL_SECONDS)
-    return states
+            yield True
 
 
-def _check_corpus(corpus: Corpus) -> None:
-    """Refuse what the user misspelt before anything is made."""
+def _attempt(step: Step, steps: list[Step], progress: Progress) -> str:
+    """Do a step and return why it failed, or nothing."""
+    before = sum(one.weight for one in steps if one.result.exists())
+    everything, furthest = sum(one.weight for one in steps), 0.0
+
+    def part(done: float, total: float | None, text: str = "", *, phase: str = "") -> None:
+        nonlocal furthest
+        furthest = max(furthest, done / total if total else 0.0)
+        progress(before + furthest * step.weight, everything, f"{step.name}: {text or phase}".removesuffix(": "))
+
+    part(0, None)
+    torch.compiler.reset()  # blocks that were compiled for other shapes would make these shapes dynamic
+    try:
+        step.do(step.result, part)
+    except Exception as error:  # whatever it is: name it, and let the other steps go on
+        return " ".join(f"{type(error).__name__}: {error}".split())
+    finally:
+        if torch.cuda.is_available():  # other processes may share the GPU
+            torch.cuda.empty_cache()
+    return ""
+
+
+# What is checked before any work
+
+
+def _check_inputs(preset: Preset, folder: Path, steps: list[Step]) -> None:
+    """Raise for what is missing, misspelt or too short, before anything is tokenized."""
+    corpus, work = preset.corpus, Work(preset, folder)
+    if not steps:
+        return
+    for option, value, example in (
+        ("checkpoint", corpus.checkpoint, "SmolLM2.gguf"),
+        ("pairs", corpus.pairs, "blimp.jsonl.xz"),
+        ("held-out", corpus.held_out, "test.jsonl.xz"),
+    ):
+        need = f"--{option} must be given for a preset that converts, got none; try --{option} {example}"
+        require(bool(value) or not preset.converts, need)
+    if preset.converts:
+        _check_checkpoint(corpus.checkpoint)
+    vocabulary = work.vocabulary
+    tokenizer = load_tokenizer(vocabulary) if isinstance(vocabulary, str) else vocabulary
     for source in [*corpus.train, *corpus.held_out]:
         resolve(source)
-    if not corpus.tokenizer.isdigit():
-        load_tokenizer(corpus.tokenizer)
+    for path in corpus.labelled:
+        require(Path(path).is_file(), f"--labelled must name a JSON-lines file, got {path!r}, which does not exist")
+    for path in corpus.pairs:
+        for _ in read_pairs(path):
+            pass
+    kinds = {step.kind for step in steps}
+    if kinds & {"ppl", "positions", "tokens"}:
+        _check_long_texts(preset, kinds)
+    if not isinstance(tokenizer, int):
+        _check_prompts(preset, tokenizer, {name for step in steps for name in step.chosen_by}, kinds)
 
 
-def _say_detail(
-    say: Callable[[Standing], None], standing: Standing, weight: float, ahead: Ahead, detail: str, part: float
-) -> None:
-    share = standing.share + weight * part
-    say(replace(standing, detail=detail, share=share, left=ahead.left(part)))
+def _check_checkpoint(path: str) -> None:
+    from farspan.evaluation import scaling_name
+    from farspan.evaluation.evaluate import configuration
+
+    scaling = configuration(path).rotary().scaling
+    require(
+        scaling is None,
+        f"--checkpoint must have plain rotary angles, got {scaling_name(scaling)}: 'none' would not be the original; "
+        "use farspan convert, finetune and eval by themselves",
+    )
 
 
-def _attempt(work: Work, step: Step, states: dict[str, dict[str, str]]) -> dict[str, str]:
-    """Do a step unless it is done; "busy" where another process does it, or what it needs."""
-    if step.result.exists():
-        return {"state": "done", "message": "from an earlier call"}
-    for needed in step.needs:
-        if states[needed]["state"] != "done":
-            state = "busy" if states[needed]["state"] == "busy" else "pending"
-            return {"state": state, "message": f"needs {needed}"}
-    with claim(work.folder / "locks" / step.lock) as mine:
-        if not mine:
-            return {"state": "busy", "message": "another process is at it"}
-        if step.result.exists():  # since we looked
-            return {"state": "done", "message": "by another process"}
-        try:
-            work.do(step)
-        except Exception as error:  # whatever it is: name it, and let the other steps go on
-            return {"state": "failed", "message": " ".join(f"{type(error).__name__}: {error}".split())}
-    return DONE_HERE
+def _check_long_texts(preset: Preset, kinds: set[str]) -> None:
+    """Raise unless some document may have the tokens that are measured: a token has at least one byte."""
+    groups = [member.measures for member in preset.members.values() if member.measures]
+    wanted = [one.text_tokens for one in groups if one.perplexity_lengths] if "ppl" in kinds else []
+    wanted += [one.position_tokens for one in groups] if "positions" in kinds else []
+    needed = max(wanted, default=0)
+    sources = preset.corpus.held_out or list(preset.corpus.train)
+    found = (len(document.text.encode()) >= needed for source in sources for document in documents(source))
+    require(
+        not needed or any(found),
+        f"--held-out must have a document of at least {needed} tokens, got none in {', '.join(sources)}; "
+        "use longer texts",
+    )
 
 
-def _keep_preset(preset: Preset, folder: Path) -> None:
-    """A folder belongs to one preset: results made under another must not be mixed in."""
-    stages = [(m.name, m.stages) for m in preset.study.members.values()]  # a recipe's name does not say what it is
-    path, text = folder / "preset.txt", repr((preset, stages) if stages else preset)
-    with claim(folder / "locks" / "preset", wait=True):
-        if not path.exists():
-            write_whole(path, text)
-    require(path.read_text() == text, f"{folder} holds a reproduction with other settings; choose another --out")
-
-
-def _write_status(folder: Path, states: dict[str, dict[str, str]]) -> None:
-    """Put these steps into ``status.json``, which several processes write; all other steps stay as they are there.
-
-    How a step ended is always put down. That it is pending or busy is only this process's view of it, which does not
-    replace how it ended for another.
-    """
-    path = folder / "status.json"
-    with claim(folder / "locks" / "status", wait=True):
-        rows = json.loads(path.read_text()) if path.exists() else []
-        known: dict[str, dict[str, str]] = {row["step"]: row for row in rows}
-        for name, state in states.items():
-            if state["state"] in ENDED or known.get(name, {}).get("state") not in ENDED:
-                known[name] = {"step": name, **state}
-        write_whole(path, json.dumps(list(known.values()), indent=1))
+def _check_prompts(preset: Preset, tokenizer: object, chosen: set[str], kinds: set[str]) -> None:
+    """Raise for rows and prompts that a passkey does not fit into."""
+    for name, member in preset.members.items():
+        if name not in chosen:
+            continue
+        if member.stages and member.stages[-1].passkey_share:
+            check_row(tokenizer, member.stages[-1].length, f"length of stage {name}")  # type: ignore[arg-type]
+        training = preset.training
+        if not member.model.start and not preset.tasks and training.passkey_share:
+            check_row(tokenizer, member.model.length or training.length, "training.length")  # type: ignore[arg-type]
+        if member.measures and member.measures.passkey_lengths and "passkey" in kinds:
+            shortest = min(member.measures.passkey_lengths)
+            check_prompt(tokenizer, shortest, f"passkey length of {name}")  # type: ignore[arg-type]
