@@ -63,6 +63,12 @@ class Started:
         return CompletedProcess([], self.process.exitcode or 0, out, err)
 
 
+def in_fresh_process(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Return what a function returns in a process of its own."""
+    with multiprocessing.get_context("forkserver").Pool(1) as pool:
+        return pool.apply(function, arguments)
+
+
 def in_two(port: int, function: Callable[..., object], *arguments: object) -> list["CompletedProcess[str]"]:
     """A function in two processes that know of each other, as torch's launcher starts them."""
     with ExitStack() as running:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from farspan.files import check_writable, write_whole
+from farspan.utils import check_writable, write_json
 
 PACKAGES = ("farspan", "torch", "transformers", "triton")
 GROUPS = ("bench", "eval")
@@ -34,14 +34,14 @@ def write_result(
     """Write rows with their provenance as one JSON file: whole, or not at all.
 
     The file is ``{"schema": 2, "kind", "command", "commit", "versions", "device", "seed", "rows"}``, with
-    "model_fingerprint" (:func:`farspan.convert.fingerprint.fingerprint`) where `model` says of which model the rows
+    "model_fingerprint" (:func:`farspan.checkpoints.fingerprint`) where `model` says of which model the rows
     are. `kind` names what the rows hold, such as "perplexity" or "bench-layer". Files of schema 1 have no kind, and
     "ntk-F" means dynamic NTK there.
     """
     head: dict[str, Any] = {"schema": 1} if kind is None else {"schema": 2, "kind": kind}
     of = {} if model is None else {"model_fingerprint": model}
     result = head | provenance(device) | {"seed": seed} | of | {"rows": rows}
-    write_whole(Path(path), json.dumps(result, indent=1) + "\n")
+    write_json(path, result)
 
 
 def check_out(path: Path, force: bool | None = None) -> None:

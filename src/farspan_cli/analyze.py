@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from farspan_cli.app import app, fail
-from farspan_cli.progress import progress
+from farspan_cli.progress import show_progress
 
 OLD_NAMES = {"pi": "linear", "dynamic": "dynamic_ntk"}
 """What version 0.1 called the methods."""
@@ -59,7 +59,7 @@ def analyze(
     methods = tuple(dict.fromkeys(OLD_NAMES.get(name, name) for name in scalings.split(",")))
     settings = Settings(methods, factor, queries, layers=chosen, seed=seed)
     console = Console()
-    with progress(console) as show:
+    with show_progress(console) as show:
 
         def tell(done: float, total: float | None, text: str = "", *, phase: str = "") -> None:
             show(done, total, text, phase=phase)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from farspan_cli.app import app, fail, whole_numbers
-from farspan_cli.progress import progress
+from farspan_cli.progress import show_progress
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -278,7 +278,7 @@ def show(
         return f"{unfinished(out)} has the rows so far" if out and unfinished(out).exists() else "no rows are kept"
 
     try:
-        with progress(console) as report:
+        with show_progress(console) as report:
             told = lambda done, total, text="", **_: report(done, total, text)  # noqa: E731
             rows = run(steps, kind=kind, device=device, seed=seed, out=out, force=force, progress=told)
     except ResultsDifferError as error:

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from farspan_cli.app import app, fail, making
-from farspan_cli.progress import progress
+from farspan_cli.progress import show_progress
 
 if TYPE_CHECKING:
     from farspan.checkpoints import CalibrationReport
@@ -83,7 +83,7 @@ def convert(
     layers = global_layers if global_layers in (None, "auto") else _layers(str(global_layers))
     console = Console()
     with making(out):
-        with progress(console) as show:
+        with show_progress(console) as show:
             done = convert_folder(
                 source,
                 out,
@@ -98,7 +98,7 @@ def convert(
                 global_layers=layers,
                 dtype=getattr(torch, dtype) if dtype else None,
                 device="cuda" if calibrate and torch.cuda.is_available() else "cpu",
-                progress=show,  # type: ignore[arg-type]  # until merged: utils.Progress
+                progress=show,
             )
         if done.report is not None:
             _show(console, done.report)

@@ -7,7 +7,7 @@ import typer
 from rich.console import Console
 
 from farspan_cli.app import app, fail
-from farspan_cli.progress import progress
+from farspan_cli.progress import show_progress
 
 
 @app.command()
@@ -35,7 +35,7 @@ def data(
     from farspan.data import prepare
 
     console, chosen = Console(), tokenizer if train_tokenizer is None else train_tokenizer
-    with progress(console) as show:
+    with show_progress(console) as show:
 
         def tell(done: float, total: float | None, text: str = "", *, phase: str = "") -> None:
             show(done, total, text, phase=phase)

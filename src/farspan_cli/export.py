@@ -9,7 +9,7 @@ from rich.console import Console
 
 from farspan_cli.app import app, fail, making
 from farspan_cli.convert import DTYPES
-from farspan_cli.progress import progress
+from farspan_cli.progress import show_progress
 
 
 @app.command()
@@ -57,12 +57,12 @@ def export(
         )
     weights, console, lost = getattr(torch, dtype) if dtype else None, Console(), list[str]()
     with making(out):
-        with progress(console) as show:
+        with show_progress(console) as show:
             if as_ is not None:
-                lost = export_as(model, out, as_, dtype=weights, progress=show)  # type: ignore[arg-type]
+                lost = export_as(model, out, as_, dtype=weights, progress=show)
             else:
                 card = {"name": name, "license": license, "base_model": base_model}
-                export_folder(model, out, results=results or (), dtype=weights, progress=show, **card)  # type: ignore[arg-type]
+                export_folder(model, out, results=results or (), dtype=weights, progress=show, **card)
         console.print(f"written: {out}")
     for sentence in lost:
         print(f"farspan: {sentence}", file=sys.stderr)

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from farspan_cli.app import app, fail, weighted
-from farspan_cli.progress import progress
+from farspan_cli.progress import show_progress
 
 
 @app.command()
@@ -67,7 +67,7 @@ def finetune(
     chosen = chosen if tokens is None else chosen.scaled(tokens)
     section = RunSection(seed, precision, compile, gradient_checkpointing, checkpoint_every)  # type: ignore[arg-type]
     console = Console(quiet=not main_process())
-    with progress(console) as show:
+    with show_progress(console) as show:
 
         def plan() -> None:
             for stage in chosen.stages:

@@ -45,9 +45,6 @@ def show_progress(console: "Console") -> "Iterator[Progress]":
         yield show
 
 
-progress = show_progress  # alias until merged
-
-
 class _Log:
     """Print nothing at first, as short work needs no report; then a line per phase, and one every few seconds."""
 

@@ -7,7 +7,7 @@ import typer
 from rich.console import Console
 
 from farspan_cli.app import app, fail
-from farspan_cli.progress import progress
+from farspan_cli.progress import show_progress
 
 
 @app.command()
@@ -32,7 +32,7 @@ def train(
     from farspan.training.loop import main_process
 
     console = Console(quiet=not main_process())
-    with progress(console) as show:
+    with show_progress(console) as show:
         try:
             model = run(TrainConfig.load(config), out, progress=show)
         except TrainingStoppedError as error:

@@ -14,9 +14,10 @@ from farspan.analysis.census import Census
 from farspan.analysis.curves import band
 from farspan.analysis.factors import SCALINGS, under
 from farspan.analysis.run import REGIONS
-from farspan.benchmark.measure import in_fresh_process, measure
+from farspan.bench.timing import peak_bytes
 from farspan.evaluation.perplexity import token_losses
 from tests.analysis.small import seen, small, text
+from tests.processes import in_fresh_process
 
 
 def test_every_layer_law_and_length_is_there_and_the_model_is_left_as_it_was() -> None:
@@ -181,7 +182,7 @@ def peak(length: int) -> int:
     model = FarspanForCausalLM(FarspanConfig(attention="rope", vocab_size=64, train_length=512, **sizes)).eval()
     settings = Settings(scalings=("none",), queries=4, drift_queries=2)
     analyze(model, [text(1024)], settings)  # warm up: libraries, thread pools
-    return measure(lambda: analyze(model, [text(length)], settings), repeats=0, device="cpu").peak_bytes
+    return peak_bytes(lambda: analyze(model, [text(length)], settings), "cpu")
 
 
 def test_memory_grows_with_the_text_and_not_with_its_square() -> None:

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from farspan import FarspanConfig, FarspanForCausalLM
-from farspan.benchmark.measure import in_fresh_process
 from farspan.checkpoints import CalibrationConfig, calibrate, replace_attention
 from farspan.checkpoints.calibrate import Streams
 from farspan.layers import AttentionSpec
+from tests.processes import in_fresh_process
 
 WINDOW, HIDDEN, BATCH = 64, 128, 4
 

@@ -5,8 +5,7 @@ from copy import deepcopy
 import torch
 
 from farspan import FarspanConfig, FarspanForCausalLM
-from farspan.convert.pretrained import give_attention
-from farspan.convert.target import Target
+from farspan.checkpoints import Target, give_attention
 
 SHAPE = {
     "hidden_size": 32,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from farspan import FarspanConfig, FarspanForCausalLM
-from farspan.evaluation.laws import law_of
+from farspan.evaluation import scaling_of as law_of
 from farspan.finetune import Recipe, finetune
 from farspan.finetune.run import begun, give_lengths
 from tests.finetune.folders import FAR_UNDER_NTK, recipe, weights

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from farspan.convert.fit import attention_rows
+from farspan.checkpoints.calibrate import attention_rows
 from farspan.finetune.objectives import Distillation, new_layers
 from tests.finetune.students import student, teacher
 

@@ -10,8 +10,8 @@ import torch
 
 import farspan.training.loop as loop
 from farspan import FarspanForCausalLM
+from farspan.checkpoints import read_note
 from farspan.convert import from_pretrained
-from farspan.convert.note import read_note
 from farspan.finetune import Distillation, Recipe, finetune
 from farspan.finetune.run import begun, merge_lora, resumed
 from farspan.training.config import RunSection

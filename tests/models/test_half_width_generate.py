@@ -9,7 +9,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 pytest.importorskip("triton", reason="needs triton (pip install farspan[gpu])")
 
 from farspan import FarspanCache
-from farspan.benchmark.clock import captured
+from farspan.bench.timing import captured
 from tests.models.half_width import DEVICE, NOPE, left_padding, model_of, on, without_and_with_kernel
 from tests.models.small import LOCAL, PER_QUERY, PER_REQUEST, tokens
 

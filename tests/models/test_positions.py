@@ -16,7 +16,7 @@ from farspan import (
     FarspanForSequenceClassification,
     FarspanModel,
 )
-from farspan.training.speed import flops_per_token
+from farspan.training.loop import flops_per_token
 from tests.models.small import TIGHT, make, tokens
 
 PLAIN = {"kind": "cosformer", "rotary": False}

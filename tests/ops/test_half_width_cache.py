@@ -7,12 +7,20 @@ import torch
 
 pytest.importorskip("triton", reason="needs triton (pip install farspan[gpu])")
 
-from farspan.benchmark.kernel_checks import static_mask
 from farspan.ops import NTK, DynamicNTK, Rotary, coca_attention, coca_attention_reference
+from farspan.ops.masking import AttentionMask
 from farspan.ops.rotary import fixed_point
 from farspan.ops.triton import coca_decode
 from farspan.ops.triton.coca_decode import DecodeCall, launch
 from tests.ops.kernels import DEVICE, inputs, poison  # noqa: F401 (a fixture for every test here)
+
+
+def static_mask(n: int, m: int, lengths: torch.Tensor, starts: torch.Tensor) -> AttentionMask:
+    """Make the mask of n queries at the end of each row's keys, of which there are `lengths` (b) in m slots."""
+    key = starts[:, None] + torch.arange(m, device=lengths.device)
+    query = (starts + lengths)[:, None] + torch.arange(-n, 0, device=lengths.device)
+    shared: dict[str, Any] = {"positions": (query, key), "lengths": lengths, "firsts": lambda: starts}
+    return AttentionMask(n, m, lengths.device, first=None, aligned=False, **shared)
 
 
 def numbers(*values: int) -> torch.Tensor:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from farspan.data import Shards
-from farspan.data.listops import evaluate
+from farspan.data.synthetic import evaluate
 from farspan.tasks import make_task
 from farspan.tasks.examples import (
     PIECE,

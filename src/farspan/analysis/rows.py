@@ -16,8 +16,7 @@ from farspan.analysis.curves import LARGEST, QUANTILES
 from farspan.analysis.factors import rotary_layers, under
 from farspan.analysis.run import Analysis, Settings, analyze
 from farspan.analysis.study import effective_window, head_worth, study_rows
-from farspan.convert import from_pretrained
-from farspan.convert.text import text_tokenizer
+from farspan.checkpoints import from_pretrained, text_tokenizer
 from farspan.data import TextTokenizer, documents, load_tokenizer
 from farspan.data.passkey import make_case
 from farspan.data.sources import needs

@@ -16,9 +16,8 @@ from farspan.configuration_farspan import FarspanConfig
 from farspan.evaluation import as_trained, perplexity
 from farspan.modeling_farspan import FarspanForCausalLM
 from farspan.training.config import OptimizerSection
-from farspan.training.optimizer import compile_blocks, make_optimizer
+from farspan.training.loop import compile_blocks, flops_per_token, make_optimizer, matmul_peak
 from farspan.training.pretraining import NextToken
-from farspan.training.speed import flops_per_token, matmul_peak
 
 VARIANTS = ("rope", "coca-exact", "coca-slack", "coca-strict")
 LOSS = {torch.bfloat16: 1e-3, torch.float32: 1e-5}

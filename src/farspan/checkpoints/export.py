@@ -71,7 +71,7 @@ def export_folder(
         farspan.checkpoints.export_folder("runs/mine/model", "hub/mine", results=["ppl.json", "passkey.json"])
     """
     from farspan.export.card import Card, render
-    from farspan.report.collect import collect_files
+    from farspan.report.results import collect_files
 
     out = Path(out)
     clear_out(out)

@@ -6,6 +6,7 @@ initialises what is missing. Only safetensors and GGUF are read here, and every 
 
 import json
 import math
+import os
 import re
 import struct
 from abc import ABC, abstractmethod
@@ -427,7 +428,7 @@ def tokenizer_of(source: Source) -> Any:
         return load_auto_tokenizer(Path(folder), source.path)
 
 
-def text_tokenizer(path: str | Path) -> "TextTokenizer":
+def text_tokenizer(path: str | os.PathLike[str]) -> "TextTokenizer":
     """Return the tokenizer beside a model, or inside its GGUF file, as farspan.data knows tokenizers."""
     from farspan.data import load_tokenizer
 

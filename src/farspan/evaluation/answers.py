@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from farspan.data.streams import opened
+from farspan.data.sources import opened
 from farspan.errors import require
 from farspan.evaluation.conditions import in_shares
 from farspan.evaluation.perplexity import token_losses

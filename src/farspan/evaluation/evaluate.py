@@ -238,15 +238,14 @@ def evaluate_bits(
 
 def configuration(model: PathLike) -> FarspanConfig:
     """Read the configuration of anything that can be evaluated."""
-    from farspan.convert.configuration import config_of
-    from farspan.convert.sources import open_source
+    from farspan.checkpoints import config_of, open_source
 
     return config_of(open_source(Path(model)))
 
 
 def open_model(model: PathLike, device: str) -> "FarspanForCausalLM":
     """Load anything that can be evaluated, in float32."""
-    from farspan.convert import from_pretrained
+    from farspan.checkpoints import from_pretrained
 
     return from_pretrained(model, attention=None, dtype=torch.float32, device=device)
 
@@ -264,8 +263,7 @@ def _measured(
     kind: str, model: PathLike, out: PathLike | None, measure: Measure, common: Common, seed: int = 0
 ) -> Rows:
     """Open the model, measure it under each scaling, and write the rows with what made them."""
-    from farspan.convert.fingerprint import fingerprint
-    from farspan.convert.sources import open_source
+    from farspan.checkpoints import fingerprint, open_source
 
     rows: Rows = []
     where, progress = device(), common.get("progress", silent)
@@ -288,7 +286,7 @@ def _tokenizer(model: PathLike) -> TextTokenizer:
     """Return the tokenizer beside a model. Long texts need no end-of-text token, so it may have none."""
     from tokenizers import Tokenizer
 
-    from farspan.convert.text import text_tokenizer
+    from farspan.checkpoints import text_tokenizer
 
     try:
         return text_tokenizer(model)
@@ -302,7 +300,7 @@ def _tokenizer(model: PathLike) -> TextTokenizer:
 
 def _with_start(model: PathLike, config: FarspanConfig) -> tuple[TextTokenizer, int]:
     """Return the tokenizer, and the token before a text: the model's own, else the end of the text before."""
-    from farspan.convert.text import text_tokenizer
+    from farspan.checkpoints import text_tokenizer
 
     tokenizer, begin = text_tokenizer(model), config.bos_token_id
     return tokenizer, tokenizer.end if begin is None else int(begin)

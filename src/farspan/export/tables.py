@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from functools import partial
 
-from farspan.evaluation.pairs import field_name
+from farspan.evaluation.answers import field_name
 from farspan.report.results import Estimate, Record, Run, mean_of, perplexity_of, scaling_order, share_of
 from farspan.report.tables import Table, counts_text, grid, scaling_name, share_text
 

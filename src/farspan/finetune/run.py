@@ -14,23 +14,18 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from farspan.checkpoints import Source, config_of, load, open_source, read_note, save, text_tokenizer, write_note
 from farspan.configuration_farspan import FarspanConfig
-from farspan.convert.configuration import config_of
-from farspan.convert.folder import save
-from farspan.convert.load import load
-from farspan.convert.note import read_note, write_note
-from farspan.convert.sources import Source, open_source
-from farspan.convert.text import text_tokenizer
 from farspan.data import Shards, TextTokenizer
 from farspan.data.passkey import check_row
 from farspan.errors import require
-from farspan.evaluation.laws import scaling_name
+from farspan.evaluation import scaling_name
 from farspan.finetune.objectives import ATTENTION_OUTPUT, Distillation, check_teacher, new_layers
 from farspan.finetune.recipe import Lora, Recipe, Stage
 from farspan.modeling_farspan import FarspanForCausalLM
 from farspan.ops import Linear, YaRN
 from farspan.results import write_result
-from farspan.training import Job, Status
+from farspan.training import Job
 from farspan.training import run as run_job
 from farspan.training.config import DataSection, RunSection
 from farspan.training.loop import on_main, working_in
@@ -214,10 +209,9 @@ def run_stage(
     run: RunSection,
     *,
     progress: Progress = silent,
-    report: Callable[[Status], None] | None = None,  # alias until merged
 ) -> Path:
     """Train one stage in `folder`, beginning with the model at `path`, or go on; return its plain model's folder."""
-    run_job(stage_job(stage, path, origin, run), folder, progress=progress, report=report)
+    run_job(stage_job(stage, path, origin, run), folder, progress=progress)
     final = stage_model(folder, stage)
 
     def merge() -> None:

@@ -13,8 +13,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from farspan.configuration_farspan import FarspanConfig
 from farspan.checkpoints import CalibrationConfig, convert_folder, text_tokenizer
+from farspan.configuration_farspan import FarspanConfig
 from farspan.data import Shards, TextTokenizer, load_tokenizer, prepare
 from farspan.errors import require
 from farspan.evaluation import (

@@ -20,10 +20,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from farspan.data import Batches, Shards
-from farspan.data.listops import ListOps
-from farspan.data.mqar import IGNORED, MQAR
-from farspan.data.pathfinder import Pathfinder
-from farspan.data.streams import opened
+from farspan.data.sources import opened
+from farspan.data.synthetic import IGNORED, MQAR, ListOps, Pathfinder
 from farspan.errors import require
 from farspan.pool import in_order
 from farspan.utils import Progress, atomic_path, lock

@@ -15,11 +15,7 @@ from transformers import PreTrainedModel
 
 from farspan.configuration_farspan import FarspanConfig
 from farspan.data import Shards, TextTokenizer, load_tokenizer
-from farspan.data.listops import LABELS as DIGITS
-from farspan.data.listops import TOKENS, ListOps
-from farspan.data.mqar import MQAR
-from farspan.data.pathfinder import LABELS as LINKED
-from farspan.data.pathfinder import LEVELS, Pathfinder
+from farspan.data.synthetic import LEVELS, MQAR, TOKENS, ListOps, Pathfinder
 from farspan.errors import require, require_choice
 from farspan.evaluation import as_trained, perplexity
 from farspan.evaluation.answers import asked_tokens, row_labels
@@ -38,7 +34,7 @@ from farspan.tasks.examples import (
     recall_piece,
     text_tables,
 )
-from farspan.training import Job, Status, TrainConfig, pretraining_job, run
+from farspan.training import Job, TrainConfig, pretraining_job, run
 from farspan.training.config import Count, LearningRate, OptimizerSection, RunSection, Share, check_pieces
 from farspan.training.loop import METRICS
 from farspan.training.loss import linear_cross_entropy
@@ -47,7 +43,6 @@ from farspan.utils import Progress, check_folder, in_phase, parse, silent
 PLAIN = "cosformer-plain"
 """cosFormer without its re-weighting: the paper's ablation."""
 VARIANTS = (*NAMES, PLAIN)
-Say = Callable[[str, float], None]
 
 
 def attention_of(variant: str) -> str | dict[str, Any]:
@@ -187,24 +182,22 @@ class Task:
                 f"got {self.settings.length}",
             )
 
-    def prepare(self, say: Say | None = None, *, progress: Progress = silent) -> None:
+    def prepare(self, progress: Progress = silent) -> None:
         """Make the examples, unless they are there."""
         if self.generator is not None:
             self.check(())
             length, examples = self.settings.length, self.settings.examples
-            generate(self.folder, type(self).piece, self.source, length, examples, _progress(say, progress))
+            generate(self.folder, type(self).piece, self.source, length, examples, progress)
 
     def train(
         self,
         variant: str,
         seed: int,
         out: Path,
-        report: Callable[[Status], None] | None = None,
-        *,
         progress: Progress = silent,
     ) -> Path:
         """Train a variant, or go on where an earlier call stopped; return the folder of the model."""
-        return run(self.job(variant, seed), out, progress=progress, report=report)
+        return run(self.job(variant, seed), out, progress=progress)
 
     def job(self, variant: str, seed: int) -> Job:
         """Make the training job of a variant."""
@@ -229,11 +222,11 @@ class Task:
     def write_beside(self, folder: Path) -> None:
         """Write a tokenizer, where there is one: generated tasks have none."""
 
-    def score(self, model: Path, device: str, say: Say | None = None, *, progress: Progress = silent) -> dict[str, Any]:
+    def score(self, model: Path, device: str, progress: Progress = silent) -> dict[str, Any]:
         """Count what the trained model gets right on the test set, and on the validation set under ``valid``."""
         trained, found = self.model.from_pretrained(model).eval().to(device), {}
         for split in ("valid", "test"):
-            tell = partial(_share, in_phase(_progress(say, progress), f"{split} set"))
+            tell = partial(_share, in_phase(progress, f"{split} set"))
             with as_trained(device), torch.no_grad():
                 found[split] = type(self).ask(trained, read_table(self.folder / f"{split}.npy"), tell)
         return {**found["test"], "valid": found["valid"]}
@@ -254,10 +247,6 @@ class Task:
         return named, optimizer, section
 
 
-def _progress(say: Say | None, progress: Progress) -> Progress:  # alias until merged
-    return progress if say is None else lambda done, total, text="", **_: say(text, done / (total or 1))
-
-
 def _share(progress: Progress, done: float, total: float | None = 1.0, *_: Any, **__: Any) -> None:
     progress(done, total)
 
@@ -272,7 +261,7 @@ class ListOpsTask(Task):
         return int(self.source.max_length)
 
     def fields(self) -> dict[str, Any]:
-        return {"vocab_size": len(TOKENS), "num_labels": DIGITS, "pad_token_id": 0}
+        return {"vocab_size": len(TOKENS), "num_labels": 10, "pad_token_id": 0}
 
 
 class PathfinderTask(Task):
@@ -285,7 +274,7 @@ class PathfinderTask(Task):
         return int(self.source.size**2)
 
     def fields(self) -> dict[str, Any]:
-        return {"vocab_size": LEVELS, "num_labels": LINKED, "pad_token_id": None}
+        return {"vocab_size": LEVELS, "num_labels": 2, "pad_token_id": None}
 
 
 class RecallTask(Task):
@@ -321,9 +310,9 @@ class TextTask(Task):
         """Count the labels of the training set."""
         return int(np.load(self.folder / "train.npy", mmap_mode="r")[:, -1].max()) + 1
 
-    def prepare(self, say: Say | None = None, *, progress: Progress = silent) -> None:
+    def prepare(self, progress: Progress = silent) -> None:
         labelled, settings, pad = self.material.labelled, self.settings, self.ends()["pad_token_id"]
-        encode, told = self.tokenizer.encode, _progress(say, progress)
+        encode, told = self.tokenizer.encode, progress
         text_tables(self.folder, labelled, encode, pad, settings.length, settings.examples, told)
 
     def write_beside(self, folder: Path) -> None:
@@ -363,8 +352,6 @@ class FinetuningTask(TextTask):
         variant: str,
         seed: int,
         out: Path,
-        report: Callable[[Status], None] | None = None,
-        *,
         progress: Progress = silent,
     ) -> Path:
         pretraining = f"pretraining/{METRICS}"  # all that version 0.1 had until pre-training was done
@@ -372,9 +359,9 @@ class FinetuningTask(TextTask):
         out.mkdir(parents=True, exist_ok=True)
         (out / METRICS).touch()
         first, second = in_phase(progress, "pre-training"), in_phase(progress, "fine-tuning")
-        pretrained = run(self.pretraining(variant, seed), out / "pretraining", progress=first, report=report)
+        pretrained = run(self.pretraining(variant, seed), out / "pretraining", progress=first)
         job = replace(self.job(variant, seed), start=lambda: self.continued(pretrained))
-        return run(job, out, progress=second, report=report)
+        return run(job, out, progress=second)
 
     def continued(self, pretrained: Path) -> FarspanForSequenceClassification:
         """Load the encoder of the masked language model with a new head."""
@@ -423,7 +410,7 @@ class LanguageModelTask(Task):
             )
         )
 
-    def score(self, model: Path, device: str, say: Say | None = None, *, progress: Progress = silent) -> dict[str, Any]:
+    def score(self, model: Path, device: str, progress: Progress = silent) -> dict[str, Any]:
         trained = FarspanForCausalLM.from_pretrained(model).eval().to(device)
         length, texts = self.settings.length, self.material.held_out()
         with as_trained(device):

@@ -5,11 +5,8 @@ from farspan.training.config import TrainConfig
 from farspan.training.loop import Job, Rows, Status, run
 from farspan.training.pretraining import pretraining_job, train
 
-Progress = Status  # alias until merged
-
 __all__ = [
     "Job",
-    "Progress",
     "Rows",
     "Status",
     "TrainConfig",

@@ -10,8 +10,6 @@ from pydantic import Field
 from farspan.errors import require
 from farspan.utils import parse, read_settings
 
-parse_section, read_toml = parse, read_settings  # aliases until merged
-
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Length = Annotated[int, Field(ge=2, le=2**31 - 1)]
 Share = Annotated[float, Field(ge=0, le=1)]

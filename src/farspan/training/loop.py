@@ -110,7 +110,6 @@ def run(
     out: str | os.PathLike[str],
     *,
     progress: Progress = silent,
-    report: Callable[[Status], None] | None = None,  # alias until merged: trainer.json holds the same
 ) -> Path:
     """Do a job, or go on where an earlier call stopped; return the folder of the finished model.
 
@@ -140,8 +139,6 @@ def run(
                     status = here.flush()
                     if accelerator.is_main_process:
                         progress(status.step, steps, str(status))
-                        if report is not None:
-                            report(status)
                 stop = here.any_process(interrupted())
                 if last or stop or (step + 1) % job.run.checkpoint_every == 0:
                     here.flush()

@@ -1,7 +1,6 @@
 """Pre-training as a job: next-token prediction on token shards, with positions that may skip far ahead."""
 
 import os
-from collections.abc import Callable
 from dataclasses import asdict
 from functools import cache, partial
 from pathlib import Path
@@ -21,7 +20,7 @@ from farspan.modeling_farspan import FarspanForCausalLM
 from farspan.ops.device import product_dtype
 from farspan.ops.masking import LIMIT
 from farspan.training.config import DataSection, TrainConfig
-from farspan.training.loop import Job, Status, run
+from farspan.training.loop import Job, run
 from farspan.training.loss import linear_cross_entropy
 from farspan.utils import Progress, silent
 
@@ -47,7 +46,6 @@ def train(
     out: str | os.PathLike[str],
     *,
     progress: Progress = silent,
-    report: Callable[[Status], None] | None = None,  # alias until merged
 ) -> Path:
     """Pre-train, or go on where an earlier call stopped; return the folder of the finished model.
 
@@ -68,7 +66,7 @@ def train(
     'model'
     """
     config = TrainConfig.parse(asdict(config))  # one that was made in Python may hold anything
-    return run(pretraining_job(config), out, progress=progress, report=report)
+    return run(pretraining_job(config), out, progress=progress)
 
 
 def pretraining_job(config: TrainConfig) -> Job:

@@ -1,1 +1,0 @@
-from farspan.bench.timing import captured as captured  # alias until merged

@@ -1,1 +1,0 @@
-from farspan.data.sources import opened as opened  # alias until merged
