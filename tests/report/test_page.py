@@ -213,8 +213,8 @@ def test_a_perplexity_that_has_run_away_is_shown(tmp_path: Path) -> None:
             {"kind": "loss", "law": "none", "length": 64, "loss": "high", "control": 1.0, "tokens": 3},
             "loss must be a number",
         ),
-        ({"past_pi": {}}, "a row of an analysis is not complete"),
-        ({"region": "past"}, "a row of an analysis is not complete"),
+        ({"past_pi": {}}, "a row of a benchmark or an analysis is not complete"),
+        ({"region": "past"}, "a row of a benchmark or an analysis is not complete"),
     ],
 )
 def test_an_analysis_that_is_not_complete_gives_one_line(change: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -228,6 +228,13 @@ def test_a_row_that_lacks_something_is_refused_with_its_file(kind: str, row: Any
     assert not (tmp_path / "report").exists()
 
 
+def test_a_field_of_another_type_gives_one_line(tmp_path: Path) -> None:
+    write(tmp_path, "x", [kernel(1, 512) | {"m": {}}], schema=2, kind="bench-kernels")
+    with pytest.raises(ValueError, match="a row of a benchmark or an analysis is not complete"):
+        write_report(tmp_path)
+    assert not (tmp_path / "report").exists()
+
+
 def test_the_same_length_twice_two_devices_and_two_runs_are_refused(tmp_path: Path) -> None:
     write(tmp_path, "layer-a", [layers(64, 0.9)])
     write(tmp_path, "layer-b", [layers(64, 0.95)])

@@ -59,23 +59,24 @@ def write_report(folder: str | os.PathLike[str], out: str | os.PathLike[str] | N
     from farspan.report.analysis import analysis_figures  # loads matplotlib
     from farspan.report.figures import length_figures, other_figures
 
-    figures = [] if run.is_study else length_figures(run)
-    figures += other_figures(run)
     try:
-        figures += analysis_figures(run.analyses)
+        figures = [] if run.is_study else length_figures(run)
+        figures += [*other_figures(run), *analysis_figures(run.analyses)]
         sections = make_sections(run, figures)
-    except (LookupError, TypeError, AttributeError, ArithmeticError) as error:  # their rows are nested deeply
-        raise ValueError(
-            f"{folder}: a row of an analysis is not complete ({error!r}); run farspan analyze again"
-        ) from error
+        files = {"index.html": render(run, sections)}
+        for table in (table for section in sections for table in section.tables):
+            files |= {f"tables/{table.name}.md": to_markdown(table), f"tables/{table.name}.tex": to_latex(table)}
+    except (LookupError, TypeError, AttributeError, ArithmeticError) as error:  # in rows that are nested deeply
+        said = (
+            f"{folder}: a row of a benchmark or an analysis is not complete ({error!r}); write it again with `farspan`"
+        )
+        raise ValueError(said) from error
     for figure in figures:
-        write_text(target / "figures" / f"{figure.name}.svg", figure.svg)
+        files[f"figures/{figure.name}.svg"] = figure.svg
         with atomic_path(target / "figures" / f"{figure.name}.png") as path:
             path.write_bytes(figure.png)
-    for table in (table for section in sections for table in section.tables):
-        write_text(target / "tables" / f"{table.name}.md", to_markdown(table))
-        write_text(target / "tables" / f"{table.name}.tex", to_latex(table))
-    write_text(target / "index.html", render(run, sections))
+    for name, text in files.items():
+        write_text(target / name, text)
     return target / "index.html"
 
 

@@ -171,6 +171,7 @@ def collect(folder: Path) -> Run:
     )
     steps = _load(status) if status.is_file() else []
     require(isinstance(steps, list), f"{status} must be a list of steps, got {type(steps).__name__}; delete it")
+    _check(steps, str(status))
     run = Run(steps=[record("step", step, str(status)) for step in steps])
     for step in run.steps:
         require_choice("state", step.state, ("done", "failed", "pending", "busy"))
@@ -220,6 +221,7 @@ def _add(run: Run, path: Path, variant: str | None = None) -> str | None:
     kind = SHORT.get(kind or "", kind)
     if kind not in (*RECORDS, *BENCHES, "analysis"):
         return None
+    _check({name: value for name, value in data.items() if name != "rows"}, str(path))
     source = record("source", data, str(path))
     source |= {
         "file": path.name,
