@@ -342,7 +342,7 @@ def convert_folder(
     target, opened = Target(attention, window, global_every, global_layers), open_source(Path(source))
     config = config_of(opened)
     specs = target.specs(config)
-    config.attention = [spec.to_dict() for spec in specs]
+    config.attention, config.log_length = [spec.to_dict() for spec in specs], config.log_length or target.hybrid
     raw = None if to is None else write_config(config, to)  # raises for what it would lose, before any work
     with TemporaryDirectory() as carried:
         opened.carry(Path(carried))  # first, so that a broken tokenizer is found before any work
