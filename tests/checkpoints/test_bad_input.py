@@ -192,6 +192,13 @@ def test_targets_that_make_no_sense_raise_before_any_work(
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
+def test_a_hybrid_is_written_for_another_family_by_export_alone(tmp_path: Path) -> None:
+    saved(tmp_path / "source")
+    with pytest.raises(ValueError, match="a smollm3 model cannot have this model's log_length"):
+        convert_folder(tmp_path / "source", tmp_path / "out", "hybrid-rope", window=4, global_every=3, to="smollm3")
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_hybrid_of_a_checkpoint_with_windows_or_without_positions(tmp_path: Path) -> None:
     saved(tmp_path / "mistral", "mistral")
     with pytest.raises(ValueError, match="needs a checkpoint without windows of its own, got one with windows in 3 of"):

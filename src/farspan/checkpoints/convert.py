@@ -28,7 +28,7 @@ from farspan.utils import Progress, atomic_path, check_folder, silent
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 CALIBRATION_TOKENS = 262_144
-REACH_SEQUENCES, REACH_WINDOWS = 8, 4
+REACH_SEQUENCES, REACH_WINDOWS = 4, 4
 """Sequences, of so many windows each, on which the reach of layers is measured."""
 REACH_TEXT = "stdlib"
 """What reach is measured on without other text: the Python standard library's sources, which are always there."""
@@ -290,7 +290,7 @@ def give_attention(
     if target.global_layers == AUTO:
         require(reach_ids is not None, "global_layers 'auto' needs reach_ids to measure on")
         assert reach_ids is not None
-        target, reach = target.measured(model, reach_ids)
+        target, reach = target.measured(model, reach_ids, progress)
     specs, report = target.specs(model.config), None
     if calibration is not None:
         report = calibrate(model, target, calibration, calibration_config, progress=progress)
@@ -342,7 +342,7 @@ def convert_folder(
     target, opened = Target(attention, window, global_every, global_layers), open_source(Path(source))
     config = config_of(opened)
     specs = target.specs(config)
-    config.attention = [spec.to_dict() for spec in specs]
+    config.attention, config.log_length = [spec.to_dict() for spec in specs], config.log_length or target.hybrid
     raw = None if to is None else write_config(config, to)  # raises for what it would lose, before any work
     with TemporaryDirectory() as carried:
         opened.carry(Path(carried))  # first, so that a broken tokenizer is found before any work

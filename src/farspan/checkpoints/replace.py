@@ -13,6 +13,7 @@ from farspan.layers import HYBRIDS, Attention, AttentionSpec, hybrid
 from farspan.modeling_farspan import FarspanForCausalLM, make_attention
 from farspan.ops.masking import make_mask
 from farspan.ops.reference import repeat_heads
+from farspan.utils import Progress, silent
 
 Entry = str | Mapping[str, Any] | AttentionSpec
 AttentionArgument = Entry | Sequence[Entry] | None
@@ -130,13 +131,15 @@ class Target:
         everywhere = AttentionSpec("rope", rotary=False)
         return tuple(everywhere if layer in chosen else local for layer in range(layers))
 
-    def measured(self, model: FarspanForCausalLM, ids: Tensor) -> tuple["Target", list[float]]:
+    def measured(
+        self, model: FarspanForCausalLM, ids: Tensor, progress: Progress = silent
+    ) -> tuple["Target", list[float]]:
         """Replace "auto" by the layers that reach furthest in ids (sequences, length); return also each layer's reach.
 
         Layers that have no positions yet are global in any case.
         """
         specs, count = model.config.attention_specs, sum(spec.window is None for spec in self.specs(model.config))
-        reach = attention_reach(model, ids, self.keys)
+        reach = attention_reach(model, ids, self.keys, progress)
         order = sorted(range(len(specs)), key=lambda layer: (specs[layer].rotary, -reach[layer]))
         count = max(count, sum(not spec.rotary for spec in specs))
         return Target(self.attention, self.window, None, tuple(sorted(order[:count]))), reach
@@ -164,7 +167,7 @@ def _plain(attention: AttentionArgument, source: Sequence[AttentionSpec]) -> tup
 
 
 @torch.no_grad()
-def attention_reach(model: FarspanForCausalLM, ids: Tensor, window: int) -> list[float]:
+def attention_reach(model: FarspanForCausalLM, ids: Tensor, window: int, progress: Progress = silent) -> list[float]:
     """Measure how far each layer attends past a window: attention mass × distance over keys further away, in tokens.
 
     The mean over heads, over queries with such keys, and over ids (sequences, length).
@@ -179,12 +182,14 @@ def attention_reach(model: FarspanForCausalLM, ids: Tensor, window: int) -> list
         "give a shorter window, or name the layers in global_layers",
     )
     reach = [0.0] * model.config.num_hidden_layers
-    for row in ids[:, None].to(model.device):
+    for number, row in enumerate(ids[:, None].to(model.device)):
         hidden = model.model.embed_tokens(row)
         context = model.model.context(hidden)
         for index, block in enumerate(model.model.layers):
             reach[index] += _layer_reach(block.self_attn, block.input_layernorm(hidden), window) / len(ids)
             hidden = block(hidden, context)
+            done = number * len(reach) + index + 1
+            progress(done, len(ids) * len(reach), "measuring reach", phase="measuring reach")
     return reach
 
 
