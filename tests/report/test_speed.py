@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from farspan.benchmark import cosformer, layer
+from farspan.bench import cosformer, layer
 from farspan.experiments import load
 from farspan.report import write_report
 from farspan.report.figures import speed_figures

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from farspan import evaluation
-from farspan.evaluation import laws
+from farspan.evaluation import conditions as laws
 from farspan.experiments import load_all
 from farspan.report.measured import (
     control_table,
