@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from farspan.bench import cosformer, layer
+from farspan.bench import layer
 from farspan.experiments import load
 from farspan.report import write_report
 from farspan.report.figures import speed_figures
@@ -283,8 +283,7 @@ def test_a_reproduction_times_coca_on_request_and_shows_it(tmp_path: Path, monke
     }
 
 
-def test_a_reproduction_times_cosformer_and_shows_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cosformer, "in_fresh_process", lambda function, *arguments: function(*arguments))
+def test_a_reproduction_times_cosformer_and_shows_it(tmp_path: Path) -> None:
     preset = tmp_path / "preset.toml"
     task = "[tasks.listops]\nlength = 16\ngenerator = { max_length = 16, min_length = 3 }\n"
     preset.write_text(f"{task}[speed]\nlengths = [64, 128]\nrepeats = 1\n")
