@@ -270,11 +270,23 @@ def test_the_committed_results_make_the_page(tmp_path: Path) -> None:
         assert head.count("|") == columns + 3
 
 
+SPEED = """[speed.layer]
+lengths = [33]
+repeats = 1
+[speed.decode]
+model = "tiny"
+repeats = 1
+contexts = [16]
+batches = [1]
+prompts = [32]
+"""
+
+
 @pytest.mark.usefixtures("one_thread")
 def test_a_reproduction_times_coca_on_request_and_shows_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layer, "QUICK", {"rope", "coca-exact"})  # torch.compile takes a second for each
     preset = tmp_path / "preset.toml"
-    preset.write_text("[speed]\nlengths = [33]\nrepeats = 1\ncontexts = [16]\nprompts = [32]\n")
+    preset.write_text(SPEED)
     page = reproduce(Preset.load(preset), tmp_path / "run", only=["speed"])
     steps = json.loads((tmp_path / "run" / "status.json").read_text())
     assert [(step["step"], step["state"]) for step in steps] == [("speed layer", "done"), ("speed decode", "done")]
@@ -286,7 +298,7 @@ def test_a_reproduction_times_coca_on_request_and_shows_it(tmp_path: Path, monke
 def test_a_reproduction_times_cosformer_and_shows_it(tmp_path: Path) -> None:
     preset = tmp_path / "preset.toml"
     task = "[tasks.listops]\nlength = 16\ngenerator = { max_length = 16, min_length = 3 }\n"
-    preset.write_text(f"{task}[speed]\nlengths = [64, 128]\nrepeats = 1\n")
+    preset.write_text(f"{task}[speed.cosformer]\nlengths = [64, 128]\nrepeats = 1\n")
     page = reproduce(Preset.load(preset), tmp_path / "run", only=["speed"])
     assert "cosFormer against length" in page.read_text()
     assert [path.name for path in (page.parent / "figures").glob("*.png")] == ["cosformer-length-forward-width-64.png"]
@@ -298,5 +310,5 @@ def test_speed_is_measured_only_where_it_is_asked_for(name: str, tmp_path: Path)
     assert "speed" not in {step.kind for step in plan(preset, tmp_path)}
     assert [step.name for step in plan(preset, tmp_path, ["speed"])] == ["speed layer", "speed decode"]
     both = plan(preset, tmp_path, ["table1", "speed"])
-    assert both[0].kind == "data"
+    assert both[0].kind == "tokens"
     assert [step.name for step in both[-2:]] == ["speed layer", "speed decode"]

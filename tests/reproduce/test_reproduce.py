@@ -237,7 +237,7 @@ def test_only_chooses_models_and_kinds_with_what_they_need(tmp_path: Path) -> No
     assert names("gpu", "train")[-1] == "train coca-exact seed 1"
     with pytest.raises(ValueError, match=r"--only must name some of table1, .*, got 'table9'; separate"):
         names("cpu", "table9")
-    with pytest.raises(ValueError, match=r"--only must choose at least one step, got alibi,ppl"):
+    with pytest.raises(ValueError, match=r"--only must name some of tokens, train, alibi, got 'ppl'"):
         plan(Preset.parse({"variants": ["alibi"]}), tmp_path, ["alibi", "ppl"])
 
 
@@ -289,9 +289,9 @@ def test_texts_that_are_too_short_are_noticed_before_they_are_tokenized(toml: Pa
         ("[evaluation]\nlong = [4]\nlong_cases = [1, 2]", "long_cases must have a number for each limit in long"),
         ("[training]\nsteps = -2", "training.steps must be greater than or equal to 1, got -2"),
         ("[training]\nlength = 1", "training.length must be greater than or equal to 2, got 1"),
-        ("[training]\nwarmup_share = 5", "warmup_share must lie in 0 … 1, got 5"),
+        ("[training]\nwarmup_share = 5", r"warmup_share must be less than or equal to 1, got 5"),
         ("[training]\npeak_lr = nan", "training.peak_lr must be a finite number"),
-        ("[training]\npasskey_share = 1.0", "passkey_share must lie in 0 … 0.05, got 1.0"),
+        ("[training]\npasskey_share = 1.0", r"passkey_share must be less than or equal to 0.05, got 1.0"),
         ("[training]\nbatch_size = 3\naccumulation = 2", "batch_size must be a multiple of optimizer.accumulation = 2"),
         ("[training]\npreset = 'tny'", "training.preset must be one of .* got 'tny'; did you mean 'tiny'"),
         ("[training.options]\nwindo = 3", "options of preset 'tiny' must be a model's fields, got 'windo'"),

@@ -1,13 +1,12 @@
 """The steps of a reproduction in order, each with the file that shows it is done."""
 
-import tomllib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib.resources import files
 from pathlib import Path
 
 from farspan.errors import require
+from farspan.experiments import load_all
 from farspan.layers import AttentionSpec
 from farspan.reproduce.preset import Evaluation, Member, Preset
 from farspan.reproduce.work import Work
@@ -72,11 +71,9 @@ def plan(preset: Preset, folder: Path, only: list[str] | None = None) -> list[St
 def tables() -> dict[str, set[str]]:
     """Return each table and figure of the papers with the kinds of step, or the tasks, that give its numbers."""
     found = {}
-    for file in (files("farspan") / "experiments").iterdir():
-        values = tomllib.loads(file.read_text(encoding="utf-8")) if file.name.endswith(".toml") else {}
-        kinds = {str(values.get("kind")), *(str(row.get("kind")) for row in values.get("rows", []))}
-        columns = {str(column) for column in values.get("columns", [])} & TASKS.keys()
-        found[file.name.removesuffix(".toml")] = {ANSWERS[kind] for kind in kinds if kind in ANSWERS} or columns
+    for table in load_all():
+        kinds = {table.kind, *(row.kind for row in table.rows)} & ANSWERS.keys()
+        found[table.name] = {ANSWERS[kind] for kind in kinds} or set(table.columns) & TASKS.keys()
     return dict(sorted(found.items(), key=lambda table: (not table[0].startswith("table"), table)))
 
 

@@ -125,7 +125,7 @@ class Work:
                 tokens=model.calibrate_tokens,
                 calibration_config=CalibrationConfig(steps=model.calibrate_steps),
                 window=model.window or None,
-                global_every=model.global_every,
+                global_every=model.global_every or None,
                 device=self.device if model.calibrate_tokens else "cpu",
                 progress=progress,
             )
