@@ -270,7 +270,8 @@ def test_the_committed_results_make_the_page(tmp_path: Path) -> None:
         assert head.count("|") == columns + 3
 
 
-SPEED = """[speed.layer]
+SPEED = """variants = ["rope"]
+[speed.layer]
 lengths = [33]
 repeats = 1
 [speed.decode]
@@ -287,7 +288,7 @@ def test_a_reproduction_times_coca_on_request_and_shows_it(tmp_path: Path, monke
     monkeypatch.setattr(layer, "QUICK", {"rope", "coca-exact"})  # torch.compile takes a second for each
     preset = tmp_path / "preset.toml"
     preset.write_text(SPEED)
-    page = reproduce(Preset.load(preset), tmp_path / "run", only=["speed"])
+    page = reproduce(Preset.load(preset), tmp_path / "run", only=["speed"]).page
     steps = json.loads((tmp_path / "run" / "status.json").read_text())
     assert [(step["step"], step["state"]) for step in steps] == [("speed layer", "done"), ("speed decode", "done")]
     assert {path.stem for path in (page.parent / "tables").glob("coca-*.md")} == {
@@ -297,9 +298,9 @@ def test_a_reproduction_times_coca_on_request_and_shows_it(tmp_path: Path, monke
 
 def test_a_reproduction_times_cosformer_and_shows_it(tmp_path: Path) -> None:
     preset = tmp_path / "preset.toml"
-    task = "[tasks.listops]\nlength = 16\ngenerator = { max_length = 16, min_length = 3 }\n"
+    task = 'variants = ["rope"]\n[tasks.listops]\nlength = 16\ngenerator = { max_length = 16, min_length = 3 }\n'
     preset.write_text(f"{task}[speed.cosformer]\nlengths = [64, 128]\nrepeats = 1\n")
-    page = reproduce(Preset.load(preset), tmp_path / "run", only=["speed"])
+    page = reproduce(Preset.load(preset), tmp_path / "run", only=["speed"]).page
     assert "cosFormer against length" in page.read_text()
     assert [path.name for path in (page.parent / "figures").glob("*.png")] == ["cosformer-length-forward-width-64.png"]
 
