@@ -212,7 +212,7 @@ def break_file(draw: random.Random, file: Path) -> str:
             inner[key] = draw.choice(JSON_VALUES)
             file.write_text(json.dumps(values))
             return f"{key} = {inner[key]!r}"
-        except (ValueError, AttributeError, IndexError):
+        except (ValueError, AttributeError, IndexError, RecursionError):
             pass
     if file.suffix == ".toml" and draw.random() < 0.8:
         words = data.decode(errors="replace").split(" ")

@@ -46,8 +46,7 @@ def finetune(
 ) -> None:
     """Fine-tune a converted model, stage by stage; the same command continues where it stopped.
 
-    Recipes: paper, distill, distill-long, distill-skip, distill-long-skip, distill-local-long, long-ntk, long-skip,
-    long-pi (docs/finetuning.md says what they do).
+    Recipes: hybrid, distill, distill-skip, long-skip, long-pi, paper (docs/finetuning.md says what they do).
 
     Several processes: `accelerate launch -m farspan_cli finetune …`.
 

@@ -114,7 +114,7 @@ def test_a_scaling_does_not_silently_replace_another(folders: tuple[Path, Path, 
     stretched = begun(folders[1], recipe({"length": 64, "rope_parameters": {"rope_type": "linear"}}).stages[0])
     stretched.save_pretrained(tmp_path / "pi")
     for rope in ({"rope_type": "yarn"}, {"rope_type": "dynamic", "factor": 4.0}):
-        with pytest.raises(ValueError, match=r"must keep to the model's own scaling, pi-2, got '(yarn|dynamic)'"):
+        with pytest.raises(ValueError, match=r"must keep to the model's own scaling, linear-2, got '(yarn|dynamic)'"):
             begun(tmp_path / "pi", recipe({"length": 128, "rope_parameters": rope}).stages[0])
     dropped = begun(tmp_path / "pi", recipe({"rope_parameters": {"rope_type": "default"}}).stages[0])
     assert dropped.config.rotary().scaling is None

@@ -34,27 +34,15 @@ def test_the_published_schedule_is_the_papers() -> None:
 
 
 def test_our_recipes_keep_to_the_budget() -> None:
-    assert all(Recipe.load(name).tokens <= 100_000_000 for name in ("distill", "distill-long", "distill-local-long"))
-
-
-def test_distillations_share_their_stages_and_the_control_has_the_last() -> None:
-    distill, long, control = (Recipe.load(name).stages for name in ("distill", "distill-long", "long-ntk"))
-    local = Recipe.load("distill-local-long").stages
-    assert long[:3] == local[:3] == distill
-    assert [len(long), len(local)] == [4, 4]
-    assert (local[3].rope_parameters, local[3].train_length) == ({}, 8192)
-    assert replace(control[0], train_length=0) == long[2]
-    assert control[1] == long[3]
+    assert all(Recipe.load(name).tokens <= 100_000_000 for name in ("distill", "hybrid"))
 
 
 def test_far_positions_come_after_distillation_and_their_control_has_the_same_stage() -> None:
-    distill, skip, wide, control = (
-        Recipe.load(name).stages for name in ("distill", "distill-skip", "distill-long-skip", "long-skip")
-    )
-    assert skip[:3] == wide[:3] == distill
+    distill, skip, control = (Recipe.load(name).stages for name in ("distill", "distill-skip", "long-skip"))
+    assert skip[:3] == distill
     assert replace(control[0], train_length=0) == skip[2]
     assert control[1:] == skip[3:]
-    assert [stage.length * stage.reach for stage in (*skip[3:], *wide[3:])] == [32_768] * 2
+    assert [stage.length * stage.reach for stage in skip[3:]] == [32_768]
     assert max(stage.length for stage in skip) == 2048
     assert Recipe.load("distill-skip").capped(64).stages[3].reach == 16
     assert all(Recipe.load(name).scaled(10**6).log_length for name in ("distill-skip", "long-skip"))

@@ -178,7 +178,7 @@ def test_merged_lora_gives_the_logits_of_the_unmerged(folders: tuple[Path, Path,
     changed = {name.split(".")[-2] for name in after if not torch.equal(before[name], after[name])}
     assert changed == {"q_proj", "t_proj", "down_proj"}
     place = tmp_path / "out" / "stage-1-s0"
-    with pytest.raises(ValueError, match=rf"low-rank additions \(tensor '.*lora_A.*'\); give '{place / 'merged'}'$"):
+    with pytest.raises(ValueError, match=rf"LoRA weights \('.*lora_A.*'\); give '{place / 'merged'}'$"):
         from_pretrained(place / "model", attention=None)
 
 

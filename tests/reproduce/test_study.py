@@ -149,16 +149,15 @@ def test_a_stage_that_fails_leaves_the_rest_going(toml: Path, tmp_path: Path, mo
 def test_the_shipped_studies_make_every_model_first_and_share_stages(name: str, tmp_path: Path) -> None:
     steps = plan(Preset.load(name), tmp_path)
     kinds = [step.kind for step in steps]
-    assert steps[1].name == "convert calibrated"  # the longest
+    assert [step.kind for step in steps[1:4]] == ["convert"] * 3  # the longest, with calibration
     assert max(i for i, kind in enumerate(kinds) if kind == "finetune") == kinds.index("cache") - 1
     trained = [step.name.removeprefix("finetune ") for step in steps if step.kind == "finetune"]
-    assert trained[:4] == STAGES
     first = [name for name in trained if name.endswith("attention")]
-    assert first == [f"{run}-1-attention" for run in ("distill", "distill-local", "control-local")]
+    assert first == [f"{run}-1-attention" for run in ("distilled-rope", "distilled-coca", "control", "distill-skip")]
     names = {step.name for step in steps}
     assert "ppl original yarn-4" in names
     assert "ppl original dynamic_ntk-4" not in names  # the same as none
-    assert not any("distill-local-3-text dynamic" in name for name in names)
+    assert not any("distilled-rope-3-text dynamic" in name for name in names)
 
 
 def test_only_takes_a_run_with_all_it_comes_from(toml: Path, tmp_path: Path) -> None:
@@ -171,11 +170,12 @@ def test_only_takes_a_run_with_all_it_comes_from(toml: Path, tmp_path: Path) -> 
         *(f"finetune {name}" for name in STAGES),
     ]
     assert "bits calibrated" not in steps
-    measured = [name.split()[1] for name in names("dropin", "distill-long") if name.startswith("passkey")]
-    assert set(list(dict.fromkeys(measured))[:2]) == {"distill-long-4-long", "distill-3-text"}  # ends come first
-    ends = names("dropin", "distill-long-4-long", "calibrated")
-    assert {name for name in ends if name.startswith("bits")} == {"bits distill-long-4-long", "bits calibrated"}
-    assert [name for name in ends if name.startswith("finetune")] == [f"finetune {name}" for name in STAGES]
+    ends = names("dropin", "distill-skip-4-skip", "calibrated")
+    assert {name for name in ends if name.startswith("bits")} == {"bits distill-skip-4-skip", "bits calibrated"}
+    made = [*STAGES[:3], "distill-skip-4-skip"]
+    assert [name for name in ends if name.startswith("finetune")] == [
+        f"finetune {name.replace('distill-', 'distill-skip-') if name in STAGES else name}" for name in made
+    ]
 
 
 @pytest.mark.parametrize(
@@ -218,9 +218,9 @@ def test_only_takes_a_run_with_all_it_comes_from(toml: Path, tmp_path: Path) -> 
                 "--held-out",
                 "{0}/long.txt",
                 "--only",
-                "distill",
+                "distill-skip",
             ],
-            "length of stage distill-1-attention must be at least 246 tokens for a passkey text with this tokenizer, "
+            "length of stage distill-skip-1-attention must be at least 246 tokens for a passkey text with this tokenizer, "
             "got 128; use longer rows, or passkey_share = 0",
         ),
         ("dropin", ["--tokenizer", "bpe.json"], "--tokenizer must be left out where a checkpoint brings its own"),

@@ -286,11 +286,12 @@ def _tokenizer(model: PathLike) -> TextTokenizer:
     """Return the tokenizer beside a model. Long texts need no end-of-text token, so it may have none."""
     from tokenizers import Tokenizer
 
-    from farspan.checkpoints import text_tokenizer
+    from farspan.checkpoints.sources import check_tokenizer, text_tokenizer
 
     try:
         return text_tokenizer(model)
     except ValueError:
+        check_tokenizer(Path(model))  # raises for broken files
         try:
             return TextTokenizer(Tokenizer.from_file(str(Path(model) / "tokenizer.json")), end=-1)
         except Exception:  # the library raises plain Exception; the first error says more

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from farspan.errors import require, require_choice
 from farspan.finetune.objectives import NEXT_TOKEN, OBJECTIVES
-from farspan.training.config import Count, Length, OptimizerSection, PasskeyShare, Weight, check_pieces
+from farspan.training.config import Count, Length, OptimizerSection, PasskeyShare, RetrievalShare, Weight, check_pieces
 from farspan.training.pretraining import check_reach
 from farspan.utils import parse, read_settings
 
@@ -75,6 +75,8 @@ class Stage:
     """Positions go up to so many times `length` (:func:`farspan.training.pretraining.skipped_positions`); 1 = they
     count on."""
     passkey_share: PasskeyShare = 0.0
+    retrieval_share: RetrievalShare = 0.0
+    """Share of rows that show retrieval tasks with answers (:mod:`farspan.data.retrieval`), passkeys among them."""
     train_length: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
     """What the model's training length is from here on, which dynamic NTK and YaRN measure against; 0 = as it is, or
     `length` times `reach` where linear scaling takes its factor from the lengths."""

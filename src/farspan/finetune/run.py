@@ -227,9 +227,13 @@ def stage_model(folder: Path, stage: Stage) -> Path:
     return folder / ("merged" if stage.lora.r else "model")
 
 
+NEWER = (("reach", 1), ("retrieval_share", 0.0))
+"""Fields of a stage that runs of older versions do not have."""
+
+
 def stage_job(stage: Stage, path: Path, origin: Origin, run: RunSection) -> Job:
     """Make the job of a stage that begins with the model at `path`."""
-    data = DataSection(origin.data, stage.length, stage.batch_size, stage.passkey_share)
+    data = DataSection(origin.data, stage.length, stage.batch_size, stage.passkey_share, stage.retrieval_share)
 
     def objective(model: FarspanForCausalLM) -> nn.Module:
         if not stage.needs_teacher:
@@ -239,7 +243,7 @@ def stage_job(stage: Stage, path: Path, origin: Origin, run: RunSection) -> Job:
 
     return Job(
         settings={
-            "stage": {k: v for k, v in asdict(stage).items() if (k, v) != ("reach", 1)},  # older runs go on
+            "stage": {k: v for k, v in asdict(stage).items() if (k, v) not in NEWER},  # older runs go on
             "origin": {"model": str(origin.model), "teacher": str(origin.teacher), "data": origin.data},
             "run": asdict(run),
         },

@@ -15,7 +15,7 @@ from farspan.data.tokenizer import BYTES_VOCABULARY
 from farspan.errors import require, require_choice
 from farspan.evaluation.conditions import check_scaling
 from farspan.finetune import Recipe, Stage
-from farspan.layers import AttentionSpec
+from farspan.layers import HYBRIDS, AttentionSpec
 from farspan.tasks import TASKS, VARIANTS, Material, TaskSettings, attention_of, make_task
 from farspan.training import TrainConfig
 from farspan.utils import parse, read_settings
@@ -227,7 +227,9 @@ class Preset:
                 "evaluation.window is for a preset that converts, such as dropin; leave it out",
             )
             if model.start == CHECKPOINT:
-                AttentionSpec.parse(self.attention(name))  # raises for an unknown name
+                attention = self.attention(name)
+                if attention not in HYBRIDS:
+                    AttentionSpec.parse(attention)  # raises for an unknown name
         for task, settings in self.tasks.items():
             require(not self.models, f"models must be left out beside tasks, got {list(self.models)}; name variants")
             make_task(task, settings, Material(Path(), {"tokens": 1.0}, lambda: [])).check(scratch)

@@ -14,6 +14,7 @@ Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Length = Annotated[int, Field(ge=2, le=2**31 - 1)]
 Share = Annotated[float, Field(ge=0, le=1)]
 PasskeyShare = Annotated[float, Field(ge=0, le=0.05)]
+RetrievalShare = Annotated[float, Field(ge=0, le=0.2)]
 """More passkey rows would train the test."""
 Weight = Annotated[float, Field(gt=0, le=1e9)]
 LearningRate = Annotated[float, Field(ge=0, le=10)]
@@ -36,7 +37,7 @@ class DataSection:
     length: Length = 512
     batch_size: Count = 256
     passkey_share: PasskeyShare = 0.0
-    retrieval_share: Annotated[float, Field(ge=0, le=0.2)] = 0.0
+    retrieval_share: RetrievalShare = 0.0
     """Share of rows that show retrieval tasks with answers (:mod:`farspan.data.retrieval`)."""
 
 
