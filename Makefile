@@ -11,7 +11,7 @@ export TOKENIZERS_PARALLELISM ?= false
 .PHONY: demo test test-transformers lint format docs wheel fuzz clean
 
 demo: $(VENV)/.installed
-	$(BIN)/farspan reproduce --preset cpu --out runs/demo
+	$(BIN)/farspan demo
 
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist worksteal --durations=10
@@ -20,6 +20,10 @@ lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# transformers' own model tests: FARSPAN_TRANSFORMERS names a checkout of its repository at the installed version.
+test-transformers: $(VENV)/.installed
+	$(BIN)/python -m pytest -o addopts= tests/transformers_suite
 
 format: $(VENV)/.installed
 	$(BIN)/ruff check --fix .

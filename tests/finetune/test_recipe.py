@@ -61,8 +61,8 @@ def test_a_small_budget_keeps_the_shares_and_at_least_a_row() -> None:
 
 
 def test_the_recipe_in_the_documentation_is_one() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "finetuning.md").read_text().split("--recipe mine.toml`:")[1]
-    block = [line for line in text.split("After a stage")[0].splitlines() if line.startswith("    ")]
+    text = (Path(__file__).parents[2] / "docs" / "finetuning.md").read_text().split("## Write a recipe")[1]
+    block = [line for line in text.split("- `after =")[0].splitlines() if line.startswith("    ")]
     assert [stage.name for stage in Recipe.parse(tomllib.loads(dedent("\n".join(block)))).stages] == [
         "attention",
         "long",

@@ -220,8 +220,8 @@ def test_only_takes_a_run_with_all_it_comes_from(toml: Path, tmp_path: Path) -> 
                 "--only",
                 "distill-skip",
             ],
-            "length of stage distill-skip-1-attention must be at least 246 tokens for a passkey text with this tokenizer, "
-            "got 128; use longer rows, or passkey_share = 0",
+            "length of stage distill-skip-1-attention must be at least 246 tokens for a passkey text with this "
+            "tokenizer, got 128; use longer rows, or passkey_share = 0",
         ),
         ("dropin", ["--tokenizer", "bpe.json"], "--tokenizer must be left out where a checkpoint brings its own"),
         ("cpu", ["--checkpoint", "x.gguf"], "--checkpoint is for a preset that converts, such as dropin, got 'x.gguf'"),
