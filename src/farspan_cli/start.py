@@ -25,6 +25,7 @@ def demo(
     Example: `farspan demo`
     """
     reproduce(out=out, preset="cpu")
+    print("Each model was trained on sequences of 64 bytes and reads longer ones here. Lower is better.")
 
 
 @app.command()

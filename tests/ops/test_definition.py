@@ -164,7 +164,7 @@ def test_for_any_combination(kind: str, data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("kind", SOFTMAX)
 @given(
-    st.one_of(st.just(0.0), st.floats(-300, 300)),
+    st.one_of(st.sampled_from([0.0, 1e-200, -1e-39, 5e-324]), st.floats(-300, 300)),
     st.sampled_from([(20, {}), (20, {"causal": False}), (5, {}), (1, {})]),
 )
 @settings(max_examples=6, deadline=None)
@@ -181,6 +181,6 @@ def test_for_any_scale(kind: str, scale: float, call: tuple[int, dict[str, Any]]
             found.append((out.detach(), plain, *torch.autograd.grad(out, leaves, weights.to(dtype))))
     for truth, ours, narrow, ours_narrow in zip(*found, strict=True):
         size = max(1.0, abs(scale), float(truth.abs().max()))
-        assert (ours - truth).abs().max() <= 1e-12 * size
+        assert (ours - truth).abs().max() <= 1e-11 * size  # scores near 1e4 have lost four digits
         rounding = 4e-6 * size * max(1.0, abs(scale))  # scores have no more digits
         assert (ours_narrow - truth).abs().max() <= 4 * (narrow - truth).abs().max() + rounding

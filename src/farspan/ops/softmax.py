@@ -46,6 +46,8 @@ WIDEST_WINDOW = 2048
 """Widest window whose blocks run at once: each key is copied for every block of queries that may see it."""
 WIDEST = 256
 """Widest head that the kernel takes."""
+SMALLEST_SCALE = torch.finfo(torch.float32).tiny
+"""Kernels take larger scales; with others the queries are scaled."""
 GPU_TIMES = 64
 """A GPU needs larger blocks to be busy, and has the memory; its kernels copy a mask for every row and head."""
 
@@ -146,7 +148,7 @@ def softmax_attention(call: Call, q: Tensor, k: Tensor) -> Tensor:
     and has zero gradients.
     """
     v, scale, width = call.v, call.scale, call.v.shape[-1]
-    if scale <= 0:  # the CPU kernel finds its maximum before it applies the scale
+    if scale < SMALLEST_SCALE:  # the CPU kernel finds its maximum before it applies the scale, in float32
         q, scale = q * scale, 1.0
     entry = DOT_PRODUCT.choose(call)
     if q.shape[-1] != width and entry is not MASKED_KERNEL:

@@ -183,7 +183,7 @@ class Preset:
     >>> Preset.load("cpu").training.length, list(Preset.load("cosformer-cpu").tasks)[:2]
     (64, ['listops', 'lm'])
     >>> [name for name in Preset.load("dropin").members if "-" not in name]
-    ['original', 'copied', 'calibrated', 'local']
+    ['original', 'calibrated', 'copied']
     """
 
     variants: list[str] = field(default_factory=list)

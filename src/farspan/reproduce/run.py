@@ -65,18 +65,20 @@ def reproduce(
 def main_table(folder: str | os.PathLike[str]) -> list[list[str]]:
     """Return the main numbers of a run as text: perplexity by length, or the result of each task, over all seeds."""
     found: dict[str, dict[str, list[float]]] = {}
+    heading = "task"
     for path in sorted(Path(folder, "results").glob("*.json")):
         result = json.loads(path.read_text(encoding="utf-8"))
         for row in result["rows"]:
             name, measured = row.get("variant"), result.get("kind")
             if measured == "perplexity" and row["mode"] == "sliding":
+                heading = "perplexity at"
                 name += "" if row["scaling"] == "none" else f" + {row['scaling']}"
                 found.setdefault(name, {}).setdefault(f"{row['length']:,}", []).append(row["ppl"])
             elif measured == "task":
                 found.setdefault(name, {}).setdefault(row["task"], []).append(row.get("ppl", row.get("accuracy")))
     columns = sorted({column for row in found.values() for column in row}, key=lambda column: (len(column), column))
-    body = [[name, *(_mean(row.get(column, [])) for column in columns)] for name, row in found.items()]
-    return [["", *columns], *body] if found else []
+    body = [[name, *(_mean(row.get(column, [])) for column in columns)] for name, row in sorted(found.items())]
+    return [[heading, *columns], *body] if found else []
 
 
 def _mean(values: list[float]) -> str:
