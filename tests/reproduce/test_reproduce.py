@@ -122,7 +122,7 @@ def test_everything_is_measured_once_and_ends_in_a_page(toml: Path, whole: Path)
     assert stamps(whole) == before
     table = main_table(whole)
     assert [row[0] for row in table[1:]] == [
-        *("coca-exact + dynamic_ntk-4", "coca-exact", "rope + dynamic_ntk-4", "rope", "small + none+log"),
+        *("coca-exact", "coca-exact + dynamic_ntk-4", "rope", "rope + dynamic_ntk-4", "small + none+log"),
     ]
 
 

@@ -68,7 +68,7 @@ def test_tasks_are_trained_once_and_shown_beside_the_paper(toml: Path, tmp_path:
     assert len(stamps) == 5
     page, failed = reproduce(Preset.load(toml), tmp_path)
     assert failed == []
-    assert main_table(tmp_path)[0] == ["", "lm", "listops", "finetuning"]
+    assert main_table(tmp_path)[0] == ["task", "lm", "listops", "finetuning"]
     assert all(path.stat().st_mtime_ns == stamp for path, stamp in stamps.items())
     row = json.loads((tmp_path / "results" / "task-listops-cosformer-s1.json").read_text())["rows"][0]
     assert (row["cases"], row["valid"]["cases"], row["length"], row["variant"]) == (20, 10, 16, "cosformer")
