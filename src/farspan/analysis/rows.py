@@ -95,11 +95,7 @@ def load_model(path: str | os.PathLike[str]) -> FarspanForCausalLM:
     """Load a farspan model, or a LLaMA-family folder or GGUF file with its own rotary attention, in float32."""
     require(Path(path).exists(), f"MODEL must be a folder or a GGUF file, got {str(path)!r}, which does not exist")
     model = from_pretrained(path, attention=None)
-    require(
-        not model.config.log_length,
-        f"MODEL must be without log_length to be analyzed, got {str(path)!r} with it: the factors of its scores are "
-        "those of plain ones; set it to false in its config.json",
-    )
+    model.set_log_length(False)  # the factors of its scores are those of plain ones
     return model.float().eval().to("cuda" if torch.cuda.is_available() else "cpu")
 
 

@@ -126,6 +126,10 @@ class _Job:
     def run(self, tokenizer: TextTokenizer | int, workers: int) -> dict[str, Any]:
         missing = [folder for folder in (self.out, *self.out.parents) if not folder.exists()]
         with lock(self.out):
+            if (self.out / MANIFEST).is_file():  # by another process, while this one hashed its sources
+                manifest = read_manifest(self.out)
+                check_unchanged(manifest.get("plan"), self.plan, "folder")
+                return manifest
             begun = (self.out / STATE).is_file()
             state = read_settings(self.out / STATE, "out") if begun else {"plan": self.plan}
             check_unchanged(state.get("plan"), self.plan, "folder")

@@ -84,9 +84,9 @@ class Origin:
             if theirs := self.teacher_of(stage):
                 check_teacher(student.config, theirs, stage.objective)
             prepared(student, stage, theirs)
-            text_batches(DataSection(self.data, stage.length, stage.batch_size), self.tokenizer, 0)
             if stage.passkey_share:
                 check_row(self.tokenizer, stage.length, f"length of stage {stage.name}")
+            text_batches(stage_data(stage, self.data), self.tokenizer, 0)  # raises for rows that are too short
         if recipe.log_length:
             student.set_log_length(True)
 
@@ -231,9 +231,14 @@ NEWER = (("reach", 1), ("retrieval_share", 0.0))
 """Fields of a stage that runs of older versions do not have."""
 
 
+def stage_data(stage: Stage, sources: dict[str, float]) -> DataSection:
+    """Return what the rows of a stage are cut from."""
+    return DataSection(sources, stage.length, stage.batch_size, stage.passkey_share, stage.retrieval_share)
+
+
 def stage_job(stage: Stage, path: Path, origin: Origin, run: RunSection) -> Job:
     """Make the job of a stage that begins with the model at `path`."""
-    data = DataSection(origin.data, stage.length, stage.batch_size, stage.passkey_share, stage.retrieval_share)
+    data = stage_data(stage, origin.data)
 
     def objective(model: FarspanForCausalLM) -> nn.Module:
         if not stage.needs_teacher:
@@ -315,7 +320,7 @@ def prepared(model: FarspanForCausalLM, stage: Stage, teacher: FarspanConfig | N
 def give_lengths(model: FarspanForCausalLM, stage: Stage) -> None:
     """Give a model the stage's training length and angles, which it keeps.
 
-    A scaling refolders the model's own, which must be of the same kind, as the weights have learnt it; so interpolating
+    A scaling replaces the model's own, which must be of the same kind, as the weights have learnt it; so interpolating
     32 → 64 → 128 ends with factor 4.
     """
     config, rope, longest = model.config, dict(stage.rope_parameters), stage.length * stage.reach

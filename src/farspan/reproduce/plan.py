@@ -143,7 +143,8 @@ def _measuring(work: Work, member: Member, seed: int, make: Step) -> Iterator[St
 
 def _split(measures: Evaluation, lengths: Iterable[int], scaling: str) -> Iterator[tuple[int, list[int]]]:
     """Yield the lengths between the limits of `long`, less those at which a scaling changes nothing."""
-    same = measures.inside if scaling.startswith("dynamic_ntk") or scaling == "none+log" else 0
+    repeated = scaling == "none+log" and "none" in measures.scalings
+    same = measures.inside if scaling.startswith("dynamic_ntk") or repeated else 0
     for far in range(len(measures.long) + 1):
         part = [n for n in lengths if n > same and sum(n > limit for limit in measures.long) == far]
         if part:
