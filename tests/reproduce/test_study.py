@@ -153,7 +153,7 @@ def test_the_shipped_studies_make_every_model_first_and_share_stages(name: str, 
     assert max(i for i, kind in enumerate(kinds) if kind == "finetune") == kinds.index("cache") - 1
     trained = [step.name.removeprefix("finetune ") for step in steps if step.kind == "finetune"]
     first = [name for name in trained if name.endswith("attention")]
-    assert first == [f"{run}-1-attention" for run in ("distilled-rope", "distilled-coca", "control", "distill-skip")]
+    assert first == [f"{run}-1-attention" for run in ("distilled-rope", "distilled-coca", "distill-skip")]
     names = {step.name for step in steps}
     assert "ppl original yarn-4" in names
     assert "ppl original dynamic_ntk-4" not in names  # the same as none
