@@ -23,7 +23,6 @@ from farspan.errors import require
 from farspan.results import version
 from farspan.utils import Progress, silent
 
-GENERATION = "generation_config.json"
 ROOT = Path(__file__).parents[1]
 ENTRY = "modeling_farspan"
 CLASSES = {
@@ -70,7 +69,7 @@ def export_folder(
 
         farspan.checkpoints.export_folder("runs/mine/model", "hub/mine", results=["ppl.json", "passkey.json"])
     """
-    from farspan.export.card import Card, render
+    from farspan.checkpoints.card import Card, render
     from farspan.report.results import collect_files
 
     out = Path(out)
