@@ -214,12 +214,8 @@ def rewrite(text: str, left_out: Collection[str] = ()) -> tuple[str, list[str]]:
 
 def _relative(node: ast.Import | ast.ImportFrom, statement: str) -> tuple[list[str], str]:
     """Return the modules that an import of farspan needs, and the statement that finds them in the same folder."""
-    require(
-        isinstance(node, ast.ImportFrom) and node.module is not None,
-        f"an exported module must say `from farspan.… import …`, got {statement!r}; name what it uses",
-    )
-    assert isinstance(node, ast.ImportFrom)
-    assert node.module is not None
+    if isinstance(node, ast.Import) or node.module is None:
+        raise ValueError(f"an exported module must say `from farspan.… import …`, got {statement!r}; name what it uses")
     if node.module == "farspan":  # `from farspan import modeling_farspan`
         (alias,) = node.names
         module = f"farspan.{alias.name}"
