@@ -114,6 +114,16 @@ def test_what_cannot_be_trained_leaves_nothing(changes: dict, message: str, sour
     assert not list(tmp_path.iterdir())
 
 
+def test_a_flipped_bit_in_the_data_is_named_before_training(tmp_path: Path) -> None:
+    shard = Path(tokens(tmp_path)) / "train-00000.bin"
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+    with pytest.raises(ValueError, match=r"^shard .*train-00000\.bin must have sha256 .*, got .*; delete .*$"):
+        train(config(str(shard.parent)), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_finished_run_is_not_repeated_and_its_folder_holds_one_run(whole: Path, source: str, tmp_path: Path) -> None:
     before = (whole / "model" / "model.safetensors").stat().st_mtime_ns
     assert train(config(source, run__compile=True), whole) == whole / "model"

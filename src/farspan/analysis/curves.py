@@ -1,5 +1,6 @@
 """Score against distance, attention against length, and the parts of slack CoCA's score, for one layer each."""
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -107,8 +108,6 @@ def quantiles(values: Tensor) -> Tensor:
     >>> quantiles(torch.arange(101.0)).tolist()
     [5.0, 25.0, 50.0, 75.0, 95.0]
     """
-    import numpy as np
-
     return torch.from_numpy(np.quantile(values.numpy(), QUANTILES))
 
 

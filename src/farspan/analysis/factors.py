@@ -175,9 +175,8 @@ def walk(
     for index, block in enumerate(model.model.layers):
         if index in layers:
             q, k, _ = block.self_attn.project(block.input_layernorm(hidden))
-            _check_finite(hidden, f"before layer {index}")
-            _check_finite(q, f"in layer {index}")
-            _check_finite(k, f"in layer {index}")
+            for x, where in ((hidden, "before"), (q, "in"), (k, "in")):
+                _check_finite(x, f"{where} layer {index}")
             visit(factors(block.self_attn, index, q, k), torch.linalg.vector_norm(hidden[0], dim=-1))
         hidden = block(hidden, context)
     hidden = model.model.norm(hidden)

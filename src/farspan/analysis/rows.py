@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -83,8 +84,6 @@ def analyze_checkpoint(
     if passkey_cases:
         made += _window_rows(loaded, reader, found, passkey_cases, progress)
     write_result(path, made, device=loaded.device.type, seed=settings.seed, kind="analysis")
-    import numpy as np
-
     with atomic_path(path.with_suffix(".npz")) as temporary, temporary.open("wb") as file:
         numbers: dict[str, Any] = {name: values.cpu().numpy() for name, values in arrays(found).items()}
         np.savez_compressed(file, **numbers)

@@ -1,9 +1,11 @@
 """Do heads with more anomalous pairs behave worse past the window? What a head is worth, and how far keys are found."""
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -16,13 +18,6 @@ from farspan.evaluation.perplexity import token_losses
 from farspan.modeling_farspan import FarspanForCausalLM
 from farspan.utils import Progress, silent
 
-CAUSES = {**{f"past_pi_{w}": f"share of Θ past π, {w}" for w in WEIGHTS}, "zone": "attention on damped tokens"}
-EFFECTS = {
-    "even": "rise of attention's evenness",
-    "first": "rise of the mass on the first tokens",
-    "far": "mass beyond the training length",
-    "harm": "loss that the head costs past the window, less what it costs inside",
-}
 FEWEST = 4
 """Layers below which nothing is said: bootstrapped, three points show a relation in one draw of three without one."""
 PRIMARY = ("past_pi_energy", "even", "head")
@@ -41,6 +36,7 @@ def study_rows(found: Analysis, worth: Tensor | None = None) -> list[dict[str, A
     """
     layers = sorted({layer for layer, _ in found.census})
     seen = [found.census[layer, "inside"] for layer in layers]
+    # Shares of Θ past π, and of attention on damped tokens.
     causes = {
         f"past_pi_{w}": torch.stack([share(census.past[i], census.totals[i], [1]) for census in seen]).cpu()
         for i, w in enumerate(WEIGHTS)
@@ -51,7 +47,7 @@ def study_rows(found: Analysis, worth: Tensor | None = None) -> list[dict[str, A
         return torch.stack([found.drift["none", length, layer].per_head()[name] for layer in layers])
 
     effects = {name: at(found.lengths[-1], name) - at(found.lengths[0], name) for name in ("even", "first", "far")}
-    if worth is not None:
+    if worth is not None:  # what the head costs past the window, less what it costs inside
         effects["harm"] = worth[..., 0] - worth[..., 1]
     made = []
     for cause, effect, unit in ((c, e, u) for c in causes for e in effects for u in ("head", "layer")):
@@ -59,15 +55,12 @@ def study_rows(found: Analysis, worth: Tensor | None = None) -> list[dict[str, A
         if unit == "layer":
             x, y = x.mean(1, keepdim=True), y.mean(1, keepdim=True)
         if len(layers) >= FEWEST and all(bool((values != values[0, 0]).any()) for values in (x, y)):
-            units = [rank_correlation(a, b, seed=found.settings.seed) for a, b in ((x, y), (_flat(x), _flat(y)))]
+            pairs = (x, y), (x.reshape(-1, 1), y.reshape(-1, 1))
+            units = [rank_correlation(a, b, seed=found.settings.seed) for a, b in pairs]
             names = {"cause": cause, "effect": effect, "unit": unit, "primary": (cause, effect, unit) == PRIMARY}
             widest = max(units, key=lambda row: row["ci95"][1] - row["ci95"][0])
             made.append({"kind": "study", **names, **widest, "x": x, "y": y})
     return made
-
-
-def _flat(x: Tensor) -> Tensor:
-    return x.reshape(-1, 1)
 
 
 def rank_correlation(x: Tensor, y: Tensor, *, resamples: int = 2000, seed: int = 0) -> dict[str, Any]:
@@ -81,8 +74,6 @@ def rank_correlation(x: Tensor, y: Tensor, *, resamples: int = 2000, seed: int =
     1.0
     """
     stats: Any = needs("scipy.stats", "scipy", "farspan analyze")
-    import numpy as np
-
     require(x.shape == y.shape, f"x and y must be paired, got {tuple(x.shape)} and {tuple(y.shape)}")
     require(x.numel() >= 3, f"x must hold at least 3 points for a correlation, got {x.numel()}; measure more heads")
     a, b = x.double().numpy(), y.double().numpy()
@@ -94,7 +85,7 @@ def rank_correlation(x: Tensor, y: Tensor, *, resamples: int = 2000, seed: int =
         return stats.pearsonr(*ranks, axis=-1).statistic
 
     units, low, high = np.arange(len(a)), np.nan, np.nan
-    with np.errstate(all="ignore"), _quiet():
+    with np.errstate(all="ignore"), warnings.catch_warnings(action="ignore"):
         rho = float(spearman(units))
         if np.isfinite(rho):  # a draw of one unit many times over has no correlation
             options = {"n_resamples": resamples, "method": "percentile", "vectorized": True, "rng": seed}
@@ -102,12 +93,6 @@ def rank_correlation(x: Tensor, y: Tensor, *, resamples: int = 2000, seed: int =
             low, high = np.nanquantile(draws, (0.025, 0.975))
     found = {"rho": rho, "ci95": [float(low), float(high)], "n": a.size, "resampled": len(a)}
     return {**found, "null": not (low > 0 or high < 0)}
-
-
-def _quiet() -> Any:
-    import warnings
-
-    return warnings.catch_warnings(action="ignore")
 
 
 @dataclass(frozen=True)

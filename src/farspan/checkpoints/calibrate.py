@@ -143,10 +143,14 @@ def calibrate(
     return CalibrationReport(tuple(reports), ids.numel(), time.monotonic() - began)
 
 
+def needs_fit(new: AttentionSpec, old: AttentionSpec) -> bool:
+    """Return whether a layer's weights must change: another kind, or no positions where there were some."""
+    return new.name != old.name or new.rotary != old.rotary
+
+
 def _layers_to_fit(new: Sequence[AttentionSpec], old: Sequence[AttentionSpec], length: int) -> list[int]:
-    """Return the layers whose weights must change: another kind, or no positions where there were some."""
     changed = [index for index in range(len(new)) if new[index] != old[index]]
-    fitted = [i for i in changed if new[i].name != old[i].name or new[i].rotary != old[i].rotary]
+    fitted = [i for i in changed if needs_fit(new[i], old[i])]
     require(
         bool(fitted),
         f"calibration needs layers of another kind to fit, got {sorted({spec.name for spec in new})}; leave it out",

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
-from farspan.checkpoints.calibrate import CalibrationConfig, CalibrationReport, calibrate
+from farspan.checkpoints.calibrate import CalibrationConfig, CalibrationReport, calibrate, needs_fit
 from farspan.checkpoints.configuration import config_of, valid_config, write_config
 from farspan.checkpoints.replace import AUTO, AttentionArgument, Target, replace_attention
 from farspan.checkpoints.sources import Source, open_source, quiet, read_json, tokenizer_of
@@ -97,7 +97,8 @@ def _check_tensors(source: Source, model: FarspanForCausalLM) -> list[str]:
             f"tensor {HEAD!r} must equal {EMBEDDING!r} where tie_word_embeddings is true; "
             "set tie_word_embeddings to false in config.json",
         )
-    for name in [name for name in wanted if name != HEAD or not tied]:
+    read = [name for name in wanted if name != HEAD or not tied]
+    for name in read:
         require(
             name in source.shapes,
             f"tensor {name!r} is missing from {path!r}; download it again, or check that its configuration fits",
@@ -113,7 +114,7 @@ def _check_tensors(source: Source, model: FarspanForCausalLM) -> list[str]:
             f"tensor {name!r} in {path!r} has no place in a {source.config.get('model_type')} model of "
             f"{model.config.num_hidden_layers} layers; check num_hidden_layers, biases and model_type",
         )
-    return [name for name in wanted if name != HEAD or not tied]
+    return read
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
@@ -164,8 +165,8 @@ def fingerprint(source: Source) -> str:
 
 def clear_out(out: Path) -> None:
     """Raise unless `out` can become the folder of a model: it is new or empty, and not the current folder."""
-    require(Path(out).resolve() != Path.cwd(), "out must be a new folder, got the current one; name another")
-    check_folder(Path(out))
+    require(out.resolve() != Path.cwd(), "out must be a new folder, got the current one; name another")
+    check_folder(out)
 
 
 def save(model: FarspanForCausalLM, out: Path, carry: Callable[[Path], None], *, config: Any = None) -> None:
@@ -176,7 +177,7 @@ def save(model: FarspanForCausalLM, out: Path, carry: Callable[[Path], None], *,
         config: the config.json of another family, in place of ours.
     """
     clear_out(out)
-    with atomic_path(Path(out).resolve()) as folder:
+    with atomic_path(out.resolve()) as folder:
         try:
             with quiet():
                 model.save_pretrained(folder, max_shard_size=SHARD_SIZE)
@@ -187,9 +188,8 @@ def save(model: FarspanForCausalLM, out: Path, carry: Callable[[Path], None], *,
             raw = {**config, "dtype": str(model.dtype).removeprefix("torch.")}
             (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
         carry(folder)
-        rights = (
-            (folder / "config.json").stat().st_mode
-        )  # as the umask has them; safetensors writes for the owner alone
+        # As the umask has them: safetensors writes for the owner alone.
+        rights = (folder / "config.json").stat().st_mode
         for file in folder.glob("*.safetensors"):
             file.chmod(rights)
 
@@ -288,8 +288,8 @@ def give_attention(
     require(calibration is None or target.attention is not None, "calibration needs attention, the one to fit")
     before, reach = model.config.attention_specs, list[float]()
     if target.global_layers == AUTO:
-        require(reach_ids is not None, "global_layers 'auto' needs reach_ids to measure on")
-        assert reach_ids is not None
+        if reach_ids is None:
+            raise ValueError("global_layers 'auto' needs reach_ids to measure on")
         target, reach = target.measured(model, reach_ids, progress)
     specs, report = target.specs(model.config), None
     if calibration is not None:
@@ -300,13 +300,9 @@ def give_attention(
                 replace_attention(model, layer, spec)
     if target.hybrid:
         model.set_log_length(True)
-    changed = [i for i, (new, old) in enumerate(zip(specs, before, strict=True)) if _needs_training(new, old)]
+    changed = [i for i, (new, old) in enumerate(zip(specs, before, strict=True)) if needs_fit(new, old)]
     everywhere = [i for i, spec in enumerate(specs) if target.hybrid and spec.window is None]
     return Conversion(report, tuple(changed if report is None else ()), tuple(everywhere), tuple(reach))
-
-
-def _needs_training(new: Any, old: Any) -> bool:
-    return new.name != old.name or new.rotary != old.rotary
 
 
 def convert_folder(

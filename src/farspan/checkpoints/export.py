@@ -23,7 +23,6 @@ from farspan.errors import require
 from farspan.results import version
 from farspan.utils import Progress, silent
 
-GENERATION = "generation_config.json"
 ROOT = Path(__file__).parents[1]
 ENTRY = "modeling_farspan"
 CLASSES = {
@@ -70,7 +69,7 @@ def export_folder(
 
         farspan.checkpoints.export_folder("runs/mine/model", "hub/mine", results=["ppl.json", "passkey.json"])
     """
-    from farspan.export.card import Card, render
+    from farspan.checkpoints.card import Card, render
     from farspan.report.results import collect_files
 
     out = Path(out)
@@ -215,12 +214,8 @@ def rewrite(text: str, left_out: Collection[str] = ()) -> tuple[str, list[str]]:
 
 def _relative(node: ast.Import | ast.ImportFrom, statement: str) -> tuple[list[str], str]:
     """Return the modules that an import of farspan needs, and the statement that finds them in the same folder."""
-    require(
-        isinstance(node, ast.ImportFrom) and node.module is not None,
-        f"an exported module must say `from farspan.… import …`, got {statement!r}; name what it uses",
-    )
-    assert isinstance(node, ast.ImportFrom)
-    assert node.module is not None
+    if isinstance(node, ast.Import) or node.module is None:
+        raise ValueError(f"an exported module must say `from farspan.… import …`, got {statement!r}; name what it uses")
     if node.module == "farspan":  # `from farspan import modeling_farspan`
         (alias,) = node.names
         module = f"farspan.{alias.name}"

@@ -76,7 +76,6 @@ class Source(ABC):
 
 def open_source(path: Path) -> Source:
     """Open a folder with config.json and safetensors, or a .gguf file, or a folder with one."""
-    path = Path(path)
     require(
         path.exists(),
         f"checkpoint must be a folder or a .gguf file, got {str(path)!r}, which does not exist; {_where_from(path)}",

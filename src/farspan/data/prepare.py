@@ -159,12 +159,20 @@ class _Job:
         return tokenizer
 
     def _training_texts(self) -> Iterator[str]:
+        for place, text in self._documents(Place()):
+            self.progress(place.bytes, self.total, "training the tokenizer", phase="training the tokenizer")
+            if split_of(text, self.plan["valid_share"]) == "train":
+                yield text
+
+    def _documents(self, after: Place) -> Iterator[tuple[Place, str]]:
+        """Yield the text of each document after a place, and the place after it."""
         before = 0
-        for source in self.sources:
-            for document, position in located(source, self.plan["field"]):
-                self.progress(before + position, self.total, "training the tokenizer", phase="training the tokenizer")
-                if split_of(document.text, self.plan["valid_share"]) == "train":
-                    yield document.text
+        for number, source in enumerate(self.sources):
+            if number >= after.source:
+                skip = after.documents if number == after.source else 0
+                for count, (document, position) in enumerate(located(source, self.plan["field"]), 1):
+                    if count > skip:
+                        yield Place(number, count, before + position), document.text
             before += source.bytes
 
     def _tokenize(self, tokenizer: TextTokenizer, state: dict[str, Any], workers: int) -> dict[str, Any]:
@@ -208,22 +216,15 @@ class _Job:
 
     def _chunks(self, after: Place) -> Iterator[tuple[Place, list[str]]]:
         """Yield the documents after a place, about CHUNK characters at a time, and the place after them."""
-        before = 0
-        for number, source in enumerate(self.sources):
-            skip = after.documents if number == after.source else 0
-            if number >= after.source:
-                texts, size, place = list[str](), 0, Place(number)
-                for count, (document, position) in enumerate(located(source, self.plan["field"]), 1):
-                    if count > skip:
-                        texts.append(document.text)
-                        size += len(document.text)
-                        place = Place(number, count, before + position)
-                    if size >= CHUNK:
-                        yield place, texts
-                        texts, size = [], 0
-                if texts:
-                    yield place, texts
-            before += source.bytes
+        texts, size, place = list[str](), 0, after
+        for place, text in self._documents(after):
+            texts.append(text)
+            size += len(text)
+            if size >= CHUNK:
+                yield place, texts
+                texts, size = [], 0
+        if texts:
+            yield place, texts
 
     def _finish(self, tokenizer: TextTokenizer, splits: dict[str, Any]) -> dict[str, Any]:
         """Write the manifest: with it the data exist, without it they do not."""

@@ -377,7 +377,9 @@ class FinetuningTask(TextTask):
             batch_size=rows,
             start=lambda: FarspanForMaskedLM(self.config(variant, **self.ends())),
             load=FarspanForMaskedLM.from_pretrained,
-            batches=lambda: MaskedRows([(Shards(p), w) for p, w in sources], settings.length, rows, seed, mask),
+            batches=lambda: MaskedRows(
+                [(Shards(path, verify=True), weight) for path, weight in sources], settings.length, rows, seed, mask
+            ),
             objective=AskedTokens,
         )
 

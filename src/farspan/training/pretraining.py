@@ -113,7 +113,7 @@ def text_batches(data: DataSection, tokenizer: TextTokenizer, seed: int) -> Batc
         for task in TRAINED:  # raises if a row cannot hold it
             retrieval_row(tokenizer, np.random.default_rng(0), data.length + 1, (task,))
     return Batches(
-        [(Shards(path), weight) for path, weight in data.sources.items()],
+        [(Shards(path, verify=True), weight) for path, weight in data.sources.items()],
         data.length,
         data.batch_size,
         seed,
