@@ -80,6 +80,9 @@ def _slack(found: Analysis) -> list[str]:
 
 
 def _cells(found: Analysis) -> list[str]:
+    def past_pi(weight: str) -> float:
+        return found.mean("census", lambda row: row["past_pi"][weight], region="inside")
+
     def zone(method: str) -> str:
         if method not in found.model["laws"]:
             return NOTHING
@@ -87,13 +90,12 @@ def _cells(found: Analysis) -> list[str]:
 
     first, last = found.model["lengths"][0], found.model["lengths"][-1]
     even = [found.mean("drift", lambda row: mean(row["even"]), law="none", length=n) for n in (first, last)]
-    shares = [found.mean("census", lambda row, w=weight: row["past_pi"][w], region="inside") for weight, *_ in WEIGHTS]
     curves, window = found.of("curve"), NOTHING
     for row in found.of("window", law="none")[:1]:
         window = f"{row.at_least:,} – " + ("no limit seen" if row.at_most is None else f"{row.at_most:,}")
     failed = sum(row["broken"][check] for row in curves for check in theorems(found.model["attention"]))
     return [
-        *(f"{past:.1%}" for past in shares),
+        *(f"{past_pi(weight):.1%}" for weight, *_ in WEIGHTS),
         *(zone("none"), zone("linear"), " → ".join(f"{x:.2f}" for x in even)),
         *(f"{excess(found, 'none', last):+.2f}", window),
         *(f"{failed:,}", f"{sum(sum(row['samples']) for row in curves):,}"),

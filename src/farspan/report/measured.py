@@ -120,8 +120,10 @@ def distance_ranges(run: Run, experiment: Experiment) -> list[tuple[str, float, 
 def by_distance(run: Run, row: Row, ranges: Sequence[tuple[str, float, float]]) -> list[Estimate | None]:
     """Return passkey accuracy over all lengths for each range of distance."""
 
-    where = partial(passkey_where, run, row.variant, row.scaling)
-    return [where(lambda _, distance, low=low, high=high: low < distance <= high) for _, low, high in ranges]
+    def between(low: float, high: float) -> Estimate | None:
+        return passkey_where(run, row.variant, row.scaling, lambda _, distance: low < distance <= high)
+
+    return [between(low, high) for _, low, high in ranges]
 
 
 def measured_tables(run: Run) -> list[Table]:
