@@ -50,7 +50,7 @@ def test_the_published_formulation_is_far_behind_and_no_figures_when_it_differs(
     assert row["memory_ratio"] >= 12
     assert min(row["seconds"]["published"]) > min(row["seconds"]["farspan"])
     monkeypatch.setattr(layer, "published_coca", lambda q, t, v, rotary: v)
-    with pytest.raises(ResultsDifferError, match="CoCA beside its published formulation is wrong"):
+    with pytest.raises(ResultsDifferError, match="CoCA beside its published formulation, 64 tokens, is wrong"):
         attention.against_published(64, **ONCE)
 
 

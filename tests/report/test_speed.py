@@ -235,10 +235,23 @@ def test_a_field_of_another_type_gives_one_line(tmp_path: Path) -> None:
     assert not (tmp_path / "report").exists()
 
 
+@pytest.mark.parametrize("kind", ["bench-kernels", "bench-decode"])
+def test_two_runs_of_the_same_shapes_give_one_line(kind: str, tmp_path: Path) -> None:
+    reading = {"kind": "prefill", "attention": "coca-exact", "length": 64, "speed_over_rope": 1.1, "peak_bytes": 1}
+    row = kernel(1, 512) if kind == "bench-kernels" else reading
+    for name in ("after", "before"):
+        write(tmp_path, name, [row], schema=2, kind=kind)
+    with pytest.raises(ValueError, match=r"^before.json row 0 must not repeat after.json row 0 \(.*own folder$"):
+        write_report(tmp_path)
+    assert not (tmp_path / "report").exists()
+
+
 def test_the_same_length_twice_two_devices_and_two_runs_are_refused(tmp_path: Path) -> None:
     write(tmp_path, "layer-a", [layers(64, 0.9)])
     write(tmp_path, "layer-b", [layers(64, 0.95)])
-    with pytest.raises(ValueError, match=r"layer-b.json row 0 must not repeat forward, 2 × 64, 8 of 16"):
+    with pytest.raises(
+        ValueError, match=r"layer-b.json row 0 must not repeat layer-a.json row 0 \(.* n 64,.*own folder"
+    ):
         write_report(tmp_path)
     write(tmp_path, "layer-b", [layers(128, 0.95)], device="NVIDIA H200")
     with pytest.raises(ValueError, match="on one device, got CPU, 2 cores, NVIDIA H200; report them separately"):

@@ -201,15 +201,23 @@ def against_published(length: int, *, repeats: int, device: str, seed: int) -> l
     q, v = (torch.randn(1, HEADS, length, WIDTH, device=device) for _ in range(2))
     t, rotary = torch.rand(1, HEADS, length, WIDTH // 2, device=device), Rotary(WIDTH)
     calls = {
-        "farspan": lambda: coca_attention(q, t, v, rotary=rotary, form="slack"),
-        "published": lambda: layer.published_coca(q, t, v, rotary),
+        "farspan": lambda: (coca_attention(q, t, v, rotary=rotary, form="slack"),),
+        "published": lambda: (layer.published_coca(q, t, v, rotary),),
     }
+    return [{"form": "slack"} | beside_published("CoCA", length, calls, repeats, device)]
+
+
+def beside_published(
+    name: str, length: int, calls: Mapping[str, Callable[[], tuple[Tensor, ...]]], repeats: int, device: str
+) -> Row:
+    """Time the calls "farspan" and "published" in turn, and compare memory and results."""
     found = time_candidates(calls, repeats=repeats, device=device, required=calls)
-    checked = check("CoCA beside its published formulation", calls["farspan"](), calls["published"](), limit=1e-3)
-    row: Row = {"kind": "published", "form": "slack", "length": length, "heads": HEADS, "head_dim": WIDTH}
-    row |= {"seconds": found.seconds, "peak_bytes": found.peaks}
-    row |= {"speedup": ratio(found.seconds["published"], found.seconds["farspan"]).median}
-    return [row | {"memory_ratio": memory_ratio(found.peaks["published"], found.peaks["farspan"]), **checked}]
+    times, peaks, what = found.seconds, found.peaks, f"{name} beside its published formulation, {length} tokens,"
+    pairs = zip(calls["farspan"](), calls["published"](), strict=True)
+    checked = worst([check(what, a.detach(), b.detach(), limit=1e-3) for a, b in pairs])
+    row: Row = {"kind": "published", "length": length, "heads": HEADS, "head_dim": WIDTH, "seconds": times}
+    row |= {"speedup": ratio(times["published"], times["farspan"]).median, "peak_bytes": peaks}
+    return row | {"memory_ratio": memory_ratio(peaks["published"], peaks["farspan"])} | checked
 
 
 # The half-width kernel of a GPU

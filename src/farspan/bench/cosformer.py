@@ -14,18 +14,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from farspan.bench import Row, Steps, Table, table
-from farspan.bench.attention import HEADS, LAST, WIDTH
+from farspan.bench.attention import HEADS, LAST, WIDTH, beside_published
 from farspan.bench.checks import LOOSE, check, worst
 from farspan.bench.layer import PASSES, missing_lines, show, worst_line
-from farspan.bench.timing import (
-    in_turn,
-    measure_once,
-    memory_ratio,
-    peak_bytes,
-    quantiles,
-    ratio,
-    time_candidates,
-)
+from farspan.bench.timing import in_turn, measure_once, peak_bytes, quantiles, ratio, time_candidates
 from farspan.ops import cosformer_attention, cosformer_attention_reference
 
 LENGTHS = [1024, 2048, 4096, 8192, 16_384, 32_768, 65_536]
@@ -48,13 +40,7 @@ def published_cosformer(q: Tensor, k: Tensor, v: Tensor, max_length: int) -> Ten
 
 
 def steps(
-    lengths: Sequence[int],
-    peer_lengths: Sequence[int],
-    published_length: int,
-    *,
-    repeats: int,
-    device: str,
-    seed: int,
+    lengths: Sequence[int], peer_lengths: Sequence[int], published_length: int, *, repeats: int, device: str, seed: int
 ) -> Steps:
     """Measure growth with length, softmax attention, and the published formulation; on a CPU."""
     growth: list[Row] = []
@@ -161,14 +147,7 @@ def against_published(length: int, passes: str, repeats: int, device: str, seed:
             return (out, *torch.autograd.grad(out.sum(), inputs)) if backward else (out,)
 
     calls = {"farspan": lambda: call(cosformer_attention), "published": lambda: call(published_cosformer)}
-    peaks = {name: peak_bytes(once, device) for name, once in calls.items()}
-    seconds = in_turn(calls, repeats=repeats, device=device, warm_up=0)
-    pairs = zip(calls["farspan"](), calls["published"](), strict=True)
-    what = f"cosFormer beside its published formulation, {length} tokens,"
-    checked = worst([check(what, a.detach(), b.detach(), limit=1e-3) for a, b in pairs])
-    row: Row = {"kind": "published", "passes": passes, "length": length, "heads": HEADS, "head_dim": WIDTH}
-    row |= {"seconds": seconds, "speedup": ratio(seconds["published"], seconds["farspan"]).median, "peak_bytes": peaks}
-    return row | {"memory_ratio": memory_ratio(peaks["published"], peaks["farspan"])} | checked
+    return {"passes": passes} | beside_published("cosFormer", length, calls, repeats, device)
 
 
 # Kernels on a GPU, inputs (b, n, h, d) as projections leave them
@@ -277,12 +256,7 @@ def check_kernels(shape: Shape, device: str, peer: Callable[..., Tensor] | None)
 
 
 def compare(
-    shape: Shape,
-    passes: str,
-    device: str,
-    repeats: int,
-    peer: Callable[..., Tensor] | None,
-    missing: dict[str, str],
+    shape: Shape, passes: str, device: str, repeats: int, peer: Callable[..., Tensor] | None, missing: dict[str, str]
 ) -> list[Row]:
     """Make one row: milliseconds of each candidate, its time over ours, and memory over the least.
 

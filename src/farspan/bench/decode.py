@@ -229,17 +229,11 @@ def best_modes(rows: list[Row]) -> list[Row]:
     A static cache costs SDPA a mask, and a growing one its launches, so no mode is RoPE's best everywhere.
     """
     found = [row for row in rows if row["kind"] == "decode"]
-    chosen: dict[str, Row] = {}
-    for row in found:
-        held = chosen.setdefault(row["attention"], row)
-        if row["tokens_per_second"] > held["tokens_per_second"]:
-            chosen[row["attention"]] = row
-    fields = ("mode", "decodes_on", "reads", "tokens_per_second", "cache_bytes")
-    over = chosen["rope"]["tokens_per_second"]
-    each = {
-        name: {field: row[field] for field in fields} | {"speed_over_rope": row["tokens_per_second"] / over}
-        for name, row in chosen.items()
-    }
+    each: dict[str, Row] = {}
+    for name in dict.fromkeys(row["attention"] for row in found):
+        row = max((row for row in found if row["attention"] == name), key=lambda row: row["tokens_per_second"])
+        each[name] = {x: row[x] for x in ("mode", "decodes_on", "reads", "tokens_per_second", "cache_bytes")}
+        each[name]["speed_over_rope"] = row["tokens_per_second"] / each["rope"]["tokens_per_second"]
     return [{"kind": "best", "context": found[0]["context"], "batch": found[0]["batch"], "each": each}]
 
 

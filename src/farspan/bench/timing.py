@@ -132,13 +132,7 @@ class Timed(NamedTuple):
 
 
 def time_candidates(
-    calls: Calls,
-    *,
-    repeats: int,
-    device: str,
-    required: Collection[str] = (),
-    graph: bool = False,
-    ahead: bool = False,
+    calls: Calls, *, repeats: int, device: str, required: Collection[str] = (), graph: bool = False, ahead: bool = False
 ) -> Timed:
     """Time candidates in turn. One that fails is missing, with its reason, unless it is `required`.
 

@@ -50,9 +50,10 @@ def mean(values: float | Sequence[float]) -> float:
     return sum(values) / len(values) if isinstance(values, Sequence) else values
 
 
-def past_pi(found: Analysis, weight: str) -> float:
-    """Return the share of pairs whose initial angle is past π."""
-    return found.mean("census", lambda row: row["past_pi"][weight], region="inside")
+def excess(found: Analysis, method: str, length: int) -> float:
+    """Return how much the loss rises over that of the same tokens with the context cut."""
+    row = found.of("loss", law=method, length=length)[0]
+    return float(row.loss - row.control)
 
 
 def analysis_tables(analyses: Sequence[Analysis]) -> list[Table]:
@@ -79,30 +80,24 @@ def _slack(found: Analysis) -> list[str]:
 
 
 def _cells(found: Analysis) -> list[str]:
+    def past_pi(weight: str) -> float:
+        return found.mean("census", lambda row: row["past_pi"][weight], region="inside")
+
     def zone(method: str) -> str:
-        known = method in found.model["laws"]
-        return (
-            f"{found.mean('census', lambda row: row['zone'][method]['attention'], region='inside'):.1%}"
-            if known
-            else NOTHING
-        )
+        if method not in found.model["laws"]:
+            return NOTHING
+        return f"{found.mean('census', lambda row: row['zone'][method]['attention'], region='inside'):.1%}"
 
     first, last = found.model["lengths"][0], found.model["lengths"][-1]
     even = [found.mean("drift", lambda row: mean(row["even"]), law="none", length=n) for n in (first, last)]
-    loss, windows, curves = (
-        found.of("loss", law="none", length=last)[0],
-        found.of("window", law="none"),
-        found.of("curve"),
-    )
+    curves, window = found.of("curve"), NOTHING
+    for row in found.of("window", law="none")[:1]:
+        window = f"{row.at_least:,} – " + ("no limit seen" if row.at_most is None else f"{row.at_most:,}")
     failed = sum(row["broken"][check] for row in curves for check in theorems(found.model["attention"]))
-    window = [
-        f"{row['at_least']:,} – " + ("no limit seen" if row["at_most"] is None else f"{row['at_most']:,}")
-        for row in windows
-    ]
     return [
-        *(f"{past_pi(found, weight):.1%}" for weight, *_ in WEIGHTS),
-        *(zone("none"), zone("linear"), " → ".join(f"{x:.2f}" for x in even), f"{loss['loss'] - loss['control']:+.2f}"),
-        *(*window[:1], NOTHING)[:1],
+        *(f"{past_pi(weight):.1%}" for weight, *_ in WEIGHTS),
+        *(zone("none"), zone("linear"), " → ".join(f"{x:.2f}" for x in even)),
+        *(f"{excess(found, 'none', last):+.2f}", window),
         *(f"{failed:,}", f"{sum(sum(row['samples']) for row in curves):,}"),
         *(f"{found.model[name]:,}" for name in ("train_length", "longest", "texts", "tokens")),
         *(str(len(found.model["layers"])), str(found.model["heads"])),
@@ -252,16 +247,15 @@ def drift_figure(found: Analysis, field: str, title: str, y: str) -> Figure:
     """Draw one quantity against the length for each scaling."""
     canvas, axes = blank(f"{variant_name(found.label)}: {title}", "length (tokens)", y, (4.2, 3.3))
     lengths = found.model["lengths"]
+
+    def at(method: str, n: int) -> float:
+        if field == "excess":
+            return excess(found, method, n)
+        return found.mean("drift", lambda row: mean(row[field]), law=method, length=n)
+
     for method in found.model["laws"]:
         label, colour, marker = SCALINGS[method]
-        values = []
-        for n in lengths:
-            loss = found.of("loss", law=method, length=n)[0]
-            drift = (
-                0.0 if field == "excess" else found.mean("drift", lambda row: mean(row[field]), law=method, length=n)
-            )
-            values.append(loss["loss"] - loss["control"] if field == "excess" else drift)
-        axes.plot(lengths, values, label=label, color=colour, marker=marker)
+        axes.plot(lengths, [at(method, n) for n in lengths], label=label, color=colour, marker=marker)
     length_axis(axes, lengths)
     if field in ("far", "first"):
         _percent(axes.yaxis, 0 if axes.get_ylim()[1] > 0.1 else 1)
@@ -276,9 +270,8 @@ def slack_figure(found: Analysis) -> Figure:
         ("absolute_share", "of the score's energy", "#E69F00", "^"),
         ("moved_share", "of attention moved by a shift", "#0081c9", "o"),
     ):
-        axes.plot(
-            [row["layer"] for row in rows], [mean(row[field]) for row in rows], label=label, color=colour, marker=marker
-        )
+        values = [mean(row[field]) for row in rows]
+        axes.plot([row["layer"] for row in rows], values, label=label, color=colour, marker=marker)
     axes.set_ylim(0, None)
     _percent(axes.yaxis, 0 if axes.get_ylim()[1] > 0.1 else 1)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))

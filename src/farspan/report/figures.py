@@ -200,20 +200,15 @@ def length_figures(run: Run) -> list[Figure]:
     for experiment in load("near-far"):
         made += [near_far_figure(run, experiment, part) for part in ("near", "far")]
     for experiment in load("distance"):
-        made += [
-            distance_figure(run, experiment, scaling)
-            for scaling in dict.fromkeys(row.scaling for row in experiment.rows)
-        ]
+        used = dict.fromkeys(row.scaling for row in experiment.rows)
+        made += [distance_figure(run, experiment, scaling) for scaling in used]
     return [figure for figure in made if figure]
 
 
 def other_figures(run: Run) -> list[Figure]:
     """Draw training, tasks, positions, retrieval and speed."""
-    made = [
-        loss_figure(run.of("training"), "Training loss", "loss", "training"),
-        position_figure(run),
-        *retrieval_figures(run),
-    ]
+    losses = loss_figure(run.of("training"), "Training loss", "loss", "training")
+    made = [losses, position_figure(run), *retrieval_figures(run)]
     for task in dict.fromkeys(x.task for x in run.of("task")):
         rows = run.of("task", task=task)
         made.append(loss_figure(rows, f"Training loss, {task}", file_of("loss", task), "task-training"))
@@ -240,9 +235,8 @@ def perplexity_figure(run: Run, scaling: str) -> Figure | None:
     length_axis(axes, lengths)
     log_axis(axes, [row.ppl for row in run.of("perplexity") if math.isfinite(row.ppl)], 1e6)
     mark_training_length(axes, run.train_length or lengths[0])
-    return finish(
-        canvas, file_of("perplexity", scaling), "perplexity", "Bands: range over seeds. The axis ends at a million."
-    )
+    caption = "Bands: range over seeds. The axis ends at a million."
+    return finish(canvas, file_of("perplexity", scaling), "perplexity", caption)
 
 
 def accuracy_figure(
@@ -271,9 +265,8 @@ def passkey_figure(run: Run, scaling: str) -> Figure | None:
         return None
     length_axis(made[1], lengths)
     mark_training_length(made[1], run.train_length or lengths[0], at="bottom")
-    return finish(
-        made[0], file_of("passkey", scaling), "passkey", "Bars: 95% Wilson interval over the cases of all seeds."
-    )
+    caption = "Bars: 95% Wilson interval over the cases of all seeds."
+    return finish(made[0], file_of("passkey", scaling), "passkey", caption)
 
 
 def distance_figure(run: Run, experiment: Experiment, scaling: str) -> Figure | None:
@@ -288,9 +281,8 @@ def distance_figure(run: Run, experiment: Experiment, scaling: str) -> Figure | 
     if (made := accuracy_figure(title, "tokens from the key to the end", curves, lambda n, i: n + 0.05 * i)) is None:
         return None
     made[1].set_xticks(range(len(ranges)), [name for name, *_ in ranges])
-    return finish(
-        made[0], file_of(experiment.name, scaling), "distance", "All lengths together. Bars: 95% Wilson interval."
-    )
+    caption = "All lengths together. Bars: 95% Wilson interval."
+    return finish(made[0], file_of(experiment.name, scaling), "distance", caption)
 
 
 def near_far_figure(run: Run, experiment: Experiment, part: str) -> Figure | None:
@@ -303,20 +295,12 @@ def near_far_figure(run: Run, experiment: Experiment, part: str) -> Figure | Non
     where = "within one training length of the end" if part == "near" else "farther from the end"
     canvas, axes = blank(f"Passkey, key {where}", "prompt length (tokens)", "accuracy (share of cases)")
     width = 0.8 / len(rows)
+    style: Any = {"edgecolor": "white", "capsize": 2, "error_kw": {"elinewidth": 0.9, "ecolor": INK}}
     for i, (row, each) in enumerate(rows):
-        known = [(k + (i - (len(rows) - 1) / 2) * width, e) for k, e in enumerate(each) if e]
-        axes.bar(
-            [x for x, _ in known],
-            [e.value for _, e in known],
-            width * 0.92,
-            yerr=[*zip(*(reach(e) for _, e in known), strict=True)],
-            color=variant_style(row.variant)["color"],
-            hatch=HATCHES[i % 4],
-            edgecolor="white",
-            capsize=2,
-            error_kw={"elinewidth": 0.9, "ecolor": INK},
-            label=f"{variant_name(row.variant)} + {scaling_name(row.scaling)}",
-        )
+        x, known = zip(*[(k + (i - (len(rows) - 1) / 2) * width, e) for k, e in enumerate(each) if e], strict=True)
+        bars = {"color": variant_style(row.variant)["color"], "hatch": HATCHES[i % 4], **style}
+        bars |= {"label": f"{variant_name(row.variant)} + {scaling_name(row.scaling)}"}
+        axes.bar(x, [e.value for e in known], width * 0.92, yerr=[*zip(*map(reach, known), strict=True)], **bars)
     axes.set_xticks(range(len(lengths)), [short(n) for n in lengths])
     axes.set_ylim(-0.04, 1.04)
     return finish(canvas, file_of(experiment.name, part), "near-far", "Bars: 95% Wilson interval.", columns=1)
@@ -380,14 +364,11 @@ def loss_figure(rows: Sequence[Record], title: str, name: str, group: str) -> Fi
     if not rows:
         return None
     canvas, axes = blank(title, "optimiser step", "loss (nats per token)")
-    named: set[str] = set()
-    for row in rows:
-        steps, losses = zip(*row.losses, strict=True)
-        label = None if row.variant in named else variant_name(row.variant)
-        axes.plot(
-            steps, losses, label=label, markevery=max(1, len(steps) // 8), alpha=0.9, **variant_style(row.variant)
-        )
-        named.add(row.variant)
+    first = {row.variant: i for i, row in reversed(list(enumerate(rows)))}
+    for i, row in enumerate(rows):
+        label = variant_name(row.variant) if first[row.variant] == i else None
+        style = variant_style(row.variant) | {"markevery": max(1, len(row.losses) // 8), "alpha": 0.9}
+        axes.plot(*zip(*row.losses, strict=True), label=label, **style)
     return finish(canvas, name, group, "One line per seed.")
 
 
@@ -395,12 +376,12 @@ def speed_figures(run: Run, experiment: Experiment) -> list[Figure]:
     """Draw time against length, for each thing timed at two lengths or more."""
     look, made = LOOKS[experiment.name], []
     for group, found in timings(run, look.kind).items():
-        curves = [
-            (row, [(x.length, time) for x in found if (time := x.fastest(row.contestants or [row.variant]))])
-            for row in experiment.rows
-        ]
         if len(found) < 2:
             continue
+        curves = []
+        for row in experiment.rows:
+            times = [(x.length, x.fastest(row.contestants or [row.variant])) for x in found]
+            curves.append((row, [(n, time) for n, time in times if time]))
         canvas, axes = blank(group_title(look, group), "tokens per sequence", f"time / {look.owner}", (5.0, 4.1))
         length_axis(axes, [x.length for x in found])
         paper = [float(value) for row in experiment.rows for value in row.paper]
@@ -410,11 +391,9 @@ def speed_figures(run: Run, experiment: Experiment) -> list[Figure]:
             axes.set_yscale("linear")
             axes.set_ylim(min(values) - 0.07, min(max(values) + 0.07, look.ceiling))
             axes.yaxis.set_major_locator(MultipleLocator(0.1))
-        baseline = (
-            {"color": variant_style("rope")["color"], "label": look.reference}
-            if paper
-            else {"color": INK, "linestyle": ":"}
-        )
+        baseline: Any = {"color": INK, "linestyle": ":"}
+        if paper:
+            baseline = {"color": variant_style("rope")["color"], "label": look.reference}
         axes.axhline(1.0, linewidth=1.4, zorder=1, **baseline)
         width, top = found[-1].length / found[0].length, axes.get_ylim()[1]
         for i, ((row, each), colour, marker) in enumerate(zip(curves, cycle(COLOURS), cycle(MARKERS), strict=False)):
@@ -424,9 +403,8 @@ def speed_figures(run: Run, experiment: Experiment) -> list[Figure]:
                 continue
             style = variant_style(row.variant) if row.variant else {"color": colour, "marker": marker}
             ranged = any(time.low < time.high for _, time in each)
-            at = [
-                n * (width ** (0.014 * (i - len(curves) // 2)) if ranged else 1) for n, _ in each
-            ]  # bars side by side
+            apart = width ** (0.014 * (i - len(curves) // 2)) if ranged else 1  # bars side by side
+            at = [n * apart for n, _ in each]
             bars = [[t.median - t.low for _, t in each], [t.high - t.median for _, t in each]]
             axes.errorbar(
                 at, [t.median for _, t in each], bars if ranged else None, label=row.label, capsize=3, **style
@@ -434,14 +412,9 @@ def speed_figures(run: Run, experiment: Experiment) -> list[Figure]:
             for x, (_, time) in zip(at, each, strict=True):
                 if time.median > top:
                     axes.annotate(f"↑ {time.median:.1f}", (x, top), ha="center", va="top", color=style["color"])
-        caption = (
-            "Bars: the middle three fifths. Values above the figure stand at its edge."
-            if look.ceiling
-            else "Above the dotted line cosFormer is faster."
-        )
-        made.append(
-            finish(
-                canvas, file_of(experiment.name, group.replace(", ", "-")), experiment.name, caption, 2 if paper else 1
-            )
-        )
+        caption = "Above the dotted line cosFormer is faster."
+        if look.ceiling:
+            caption = "Bars: the middle three fifths. Values above the figure stand at its edge."
+        name = file_of(experiment.name, group.replace(", ", "-"))
+        made.append(finish(canvas, name, experiment.name, caption, 2 if paper else 1))
     return made

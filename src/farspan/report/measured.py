@@ -50,8 +50,6 @@ TASKS = {
     "memory": "GPU memory in training, GB, lower is better",
 }
 THREE = partial(share_text, digits=3)
-At = Callable[[str, str, int], Estimate | None]
-"""Variant, scaling, length → estimate."""
 
 
 def variants_in(run: Run, *kinds: str) -> list[str]:
@@ -60,8 +58,8 @@ def variants_in(run: Run, *kinds: str) -> list[str]:
     return sorted(found, key=variant_order)
 
 
-def at_of(run: Run, kind: str) -> At:
-    """Return the function that reads "perplexity", "passkey" or its "near" or "far" part."""
+def at_of(run: Run, kind: str) -> Callable[[str, str, int], Estimate | None]:
+    """Return the function (variant, scaling, length) that reads "perplexity", "passkey" or its "near" or "far" part."""
     if kind == "perplexity":
         return partial(perplexity_at, run)
     return partial(passkey_at, run, part="all" if kind == "passkey" else kind)
@@ -299,25 +297,21 @@ def _model_lines(run: Run, label: str, model: Record, windows: list[int], prompt
     for scaling in scalings(run, name) or ["none"]:
         # Inside a model's training length dynamic NTK and log length change nothing.
         inside = model.train_length if scaling.startswith(("dynamic_ntk-", "none+")) else 0
-        exact = [perplexity_at(run, name, scaling, n) for n in windows]
+        found = [perplexity_at(run, name, scaling, n) for n in windows]
         found = [
-            e or (perplexity_at(run, name, "none", n) if n <= inside else None)
-            for n, e in zip(windows, exact, strict=True)
+            e or perplexity_at(run, name, "none", n) if n <= inside else e for n, e in zip(windows, found, strict=True)
         ]
         keys, cut = [passkey_at(run, name, scaling, n) for n in prompts], control_at(run, name, scaling, 0)
         start, end, pairs = found[0], found[-1], share_of(run.of("pairs", variant=name, kind="all"))
         bits = [f"{row.bits_per_byte:.3f}" for row in run.of("bits", variant=name)]
         minutes = f"{model.seconds / 60:,.1f}" if model.seconds is not None and model.tokens else NOTHING
+        once = [estimate_cell(pairs, THREE), Cell(*bits[:1]), Cell(amount(model.tokens)), Cell(minutes)]
         cells = [
             *map(estimate_cell, found),
             Cell(f"×{end.value / start.value:,.2f}") if start and end else Cell(),
             Cell(estimate_cell(cut).text, f"{model.train_length:,}") if cut else Cell(),
             *map(estimate_cell, keys),
-            *(
-                [Cell()] * 4
-                if lines
-                else [estimate_cell(pairs, THREE), Cell(*bits[:1]), Cell(amount(model.tokens)), Cell(minutes)]
-            ),
+            *([Cell()] * len(once) if lines else once),
         ]
         if any([*found, *keys, pairs, bits]):
             lines.append(Line(label, scaling_name(scaling), tuple(cells), counts_text([*found, *keys])))
@@ -338,17 +332,9 @@ def _cache_table(run: Run, name: str, models: list[tuple[str, Record]]) -> Table
     plain = [model.model for _, model in models if model.attention == "rope" and not model.window and not model.stages]
     if not plain or plain[0] not in held:
         return None
-    rows = [
-        (
-            label,
-            "",
-            f"{row.length:,}",
-            f"{row.bytes:,}",
-            f"{held[row.variant]:,.0f}",
-            f"{held[row.variant] / held[plain[0]]:.4f}",
-        )
-        for label, model in models
-        for row in run.of("cache", variant=model.model)
-    ]
+    rows = []
+    for label, row in ((label, row) for label, model in models for row in run.of("cache", variant=model.model)):
+        each = held[row.variant]
+        rows.append((label, "", f"{row.length:,}", f"{row.bytes:,}", f"{each:,.0f}", f"{each / held[plain[0]]:.4f}"))
     heads = "tokens", "bytes", "bytes per token", "of the original's"
     return listing(name, "Key-value cache", heads, rows, caption="After reading a document.", heading="Model")

@@ -67,10 +67,8 @@ def write_report(folder: str | os.PathLike[str], out: str | os.PathLike[str] | N
         for table in (table for section in sections for table in section.tables):
             files |= {f"tables/{table.name}.md": to_markdown(table), f"tables/{table.name}.tex": to_latex(table)}
     except (LookupError, TypeError, AttributeError, ArithmeticError) as error:  # in rows that are nested deeply
-        said = (
-            f"{folder}: a row of a benchmark or an analysis is not complete ({error!r}); write it again with `farspan`"
-        )
-        raise ValueError(said) from error
+        said = f"{folder}: a row of a benchmark or an analysis is not complete ({error!r})"
+        raise ValueError(f"{said}; write it again with `farspan`") from error
     for figure in figures:
         files[f"figures/{figure.name}.svg"] = figure.svg
         with atomic_path(target / "figures" / f"{figure.name}.png") as path:
@@ -92,11 +90,8 @@ def make_sections(run: Run, figures: "list[Figure]") -> list[Section]:
 
     experiments = {experiment.name: experiment for experiment in load_all()}
     made = [Section(x.name, x.title, of(task_table(run, x)), x.caption) for x in load("tasks")]
-    made.append(
-        Section(
-            "task-training", "Training for tasks", of(task_training_table(run)), "", drawn("task-training"), small=True
-        )
-    )
+    trained = of(task_training_table(run))
+    made.append(Section("task-training", "Training for tasks", trained, "", drawn("task-training"), small=True))
     made += [Section(table.name, table.title, [table], table.caption) for table in study_tables(run)]
     groups = {"figure1": "perplexity", "table2": "passkey", "figure4": "near-far", "figure5": "distance"}
     others = []  # figures of variants that the paper does not have
@@ -114,18 +109,15 @@ def make_sections(run: Run, figures: "list[Figure]") -> list[Section]:
     depth = "Share of keys found, by depth and length of the prompt."
     made.append(Section("depth", "Passkey by depth and length", [], depth, drawn("depth"), small=True))
     for group, (title, text) in SECTIONS.items():
-        tables = [
-            table for table in analysis_tables(run.analyses) if (table.name == "analysis-slack") == (group == "slack")
-        ]
-        shown = tables if group in ("angles", "slack") else []
+        name = {"angles": "analysis", "slack": "analysis-slack"}.get(group)
+        shown = [table for table in analysis_tables(run.analyses) if table.name == name]
         made.append(Section(f"look-{group}", title, shown, text, drawn(group), small=group == "drift"))
     if not run.is_study:  # whose own table has the control
         made.append(Section("control", "Control", of(control_table(run))))
     made.append(Section("training", "Training", of(training_table(run)), "", drawn("training")))
     papers = all(variant in VARIANTS for variant in variants_in(run))  # else the only table with all of them
-    made.append(
-        Section("measured", "All measurements", measured_tables(run), "", others, folded=papers or run.is_study)
-    )
+    folded = papers or run.is_study
+    made.append(Section("measured", "All measurements", measured_tables(run), "", others, folded=folded))
     for section in made:
         for table in section.tables:
             section.text = section.text or table.caption

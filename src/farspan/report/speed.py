@@ -16,6 +16,9 @@ MADE_READY = "rotated for SDPA"
 REMOVED = "8-bit t"
 """Marks a removed variant in earlier results."""
 BEST = "each in its fastest mode"
+MEASURED = ("kind", "attention", "mode", "context", "batch", "passes", "compiler", "length",
+            "b", "n", "m", "h", "g", "d", "head_dim")  # fmt: skip
+"""Fields that tell the rows of one benchmark from each other."""
 
 
 class Spread(NamedTuple):
@@ -82,30 +85,30 @@ LOOKS = {
 def timings(run: Run, kind: str) -> dict[str, list[Timing]]:
     """Return the timings of a benchmark by what was timed, ordered by length."""
     found: dict[tuple[str, str], Timing] = {}
-    for where, new in _read(run, kind):
+    for new in _read(run, kind):
         old = found.get(key := (new.group, new.heading))
         if old is not None:  # on a CPU time and memory are rows of their own
-            require(
-                kind == "bench-cosformer" and not (old.times.keys() & new.times),
-                f"{where} must not repeat {', '.join(key)}",
-            )
             memory = old.memory if new.memory is None else new.memory
-            new = Timing(*key[:1], new.length, new.heading, {**old.times, **new.times}, old.unit or new.unit, memory)
+            new = Timing(new.group, new.length, new.heading, {**old.times, **new.times}, old.unit or new.unit, memory)
         found[key] = new
     groups = dict.fromkeys(timing.group for timing in found.values())
     return {g: sorted((x for x in found.values() if x.group == g), key=lambda x: x.length) for g in groups}
 
 
-def _read(run: Run, kind: str) -> Iterator[tuple[str, Any]]:
-    """Read the rows of a benchmark. Raise one line for a row that is not one of its own."""
+def _read(run: Run, kind: str) -> Iterator[Any]:
+    """Read the rows of a benchmark. Raise one line for a row that is not one of its own, or is there twice."""
+    seen: dict[str, str] = {}
     for where, source, row in run.benches.get(kind, []):
         require(isinstance(row, dict) and "kind" in row, f"{where} must have a kind; write it with `farspan`")
         try:
-            for found in READERS[kind](row, not source.device.startswith(CPU)):
-                yield where, found
+            found = list(READERS[kind](row, not source.device.startswith(CPU)))
         except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
             said = f"lacks {error}" if isinstance(error, KeyError) else f"is no row of a benchmark ({error})"
             raise ValueError(f"{where} {said}; write it again with `farspan bench`") from error
+        measured = ", ".join(f"{name} {row[name]}" for name in MEASURED if row.get(name) is not None)
+        first = seen.setdefault(measured, where) if found else where
+        require(first == where, f"{where} must not repeat {first} ({measured}); report each run from its own folder")
+        yield from found
 
 
 def _layers(row: Mapping[str, Any], _: bool) -> Iterator[Timing]:
@@ -241,7 +244,7 @@ READERS = {"bench-layer": _layers, "bench-cosformer": _cosformer, "bench-decode"
 
 def decoding_tables(run: Run) -> list[Table]:
     """Compare decoding and reading a prompt with RoPE's."""
-    found = [x for _, x in _read(run, "bench-decode")]
+    found = list(_read(run, "bench-decode"))
     steps, prompts = ([entry for of, entry in found if of == what] for what in ("decode", "prompt"))
     steps.sort(key=lambda entry: (entry[1] != BEST, entry[0] != "RoPE"))
     paper = next((entry for entry in prompts if entry[3] == "32,768"), None)
@@ -256,7 +259,7 @@ def decoding_tables(run: Run) -> list[Table]:
 
 def kernel_tables(run: Run) -> list[Table]:
     """Compare attention alone with RoPE's: decoding by length, and chunks of queries."""
-    answers = dict(found for _, found in _read(run, "bench-kernels"))
+    answers = dict(_read(run, "bench-kernels"))
     steps, chunks, others = list[Entry](), list[Entry](), dict[str, None]()
     for shape in sorted(answers, key=lambda s: (-s.d, s.h // s.g, -s.h, s.n, s.b, s.m)):
         if shape.n > 1:

@@ -9,7 +9,6 @@ from itertools import groupby
 from typing import Any
 from zlib import crc32
 
-from farspan.errors import require
 from farspan.report.results import Estimate
 
 # Colours of Okabe and Ito, told apart with every common colour vision, on light and dark; markers repeat the meaning.
@@ -167,9 +166,8 @@ def pivot(
     cells: dict[tuple[str, str], dict[str, Cell]] = {}
     columns: dict[str, tuple[Any, ...]] = {}
     for label, source, order, column, cell in entries:
-        line = cells.setdefault((label, source), {})
-        require(column not in line, f"results must not repeat {label}, {source}, {column}; remove one of the two")
-        line[column], columns[column] = cell, order
+        cells.setdefault((label, source), {})[column] = cell
+        columns[column] = order
     heads, labels = (
         sorted(columns, key=lambda column: columns[column]),
         list(dict.fromkeys(label for label, _ in cells)),
