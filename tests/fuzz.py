@@ -15,7 +15,7 @@ import sys
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ from farspan.ops import (
 from farspan_cli import app as application
 from tests.processes import Started
 
-SECONDS = 60.0
+SECONDS = 30.0
 """Longest run of one command. A hostile number may ask for honest long work; that is no failure."""
 MEMORY = 12 * 2**30
 """Address space of one command."""
@@ -78,7 +78,16 @@ def make_inputs(folder: Path) -> None:
     FarspanForCausalLM(FarspanConfig.preset("tiny", attention="coca-exact", **small)).save_pretrained(folder / "model")
     tokenizer = load_tokenizer("bytes")
     tokenizer.save(folder / "model")
-    llama = LlamaConfig(vocab_size=512, max_position_embeddings=64, **small, num_key_value_heads=2)
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}"
+    described = json.loads((folder / "model" / "tokenizer_config.json").read_text())
+    (folder / "model" / "tokenizer_config.json").write_text(json.dumps(described | {"chat_template": template}))
+    layers = {"num_hidden_layers": 2, "global_every": 2, "log_length": False}
+    plain = FarspanConfig.preset("tiny", attention="hybrid-rope", **(small | layers))
+    FarspanForCausalLM(plain).save_pretrained(folder / "hybrid")
+    tokenizer.save(folder / "hybrid")
+    llama = LlamaConfig(
+        vocab_size=512, max_position_embeddings=64, num_key_value_heads=2, **(small | {"num_hidden_layers": 2})
+    )
     LlamaForCausalLM(llama).save_pretrained(folder / "llama")
     tokenizer.save(folder / "llama")
     (folder / "config.toml").write_text(
@@ -89,6 +98,11 @@ def make_inputs(folder: Path) -> None:
     (folder / "recipe.toml").write_text(
         '[[stages]]\nname = "one"\nlength = 16\nbatch_size = 2\nobjective = { next-token = 1.0 }\n'
         "optimizer = { steps = 2, peak_lr = 1e-3, accumulation = 1 }\n"
+    )
+    (folder / "tiny.toml").write_text(
+        'variants = ["rope"]\ncorpus = { train = { "text.jsonl" = 1.0 }, held_out = ["text.jsonl"] }\n'
+        'training = { preset = "tiny", length = 16, batch_size = 4, steps = 2, options = { num_hidden_layers = 1 } }\n'
+        'evaluation = { scalings = ["none"], perplexity_lengths = [16], stride = 16, texts = 1, text_tokens = 64 }\n'
     )
     row: dict[str, Any] = {
         "variant": "rope",
@@ -118,10 +132,15 @@ COMMANDS = [
     "eval pairs model --pairs pairs.jsonl --out out.json",
     "eval bits model --text text.txt --out out.json",
     "export model --out out",
+    "export hybrid --as smollm3 --out out",
     "report results --out out",
     "generate model zwei --max-new-tokens 2",
+    "generate model zwei --chat --max-new-tokens 2 --temperature 0.5",
     "analyze model --text text.txt --texts 1 --text-tokens 256 --queries 8 --out out",
-    "reproduce --preset nosuch --out out",
+    "reproduce --preset tiny.toml --only ppl --out out",
+    "bench attention --lengths 32 --window 8 --repeats 1 --out out.json",
+    "bench cosformer --lengths 32 --softmax-lengths 32 --published-length 64 --repeats 1 --out out.json",
+    "doctor",
 ]
 NUMBERS = ["0", "-1", "1", "nan", "inf", "-inf", "1e300", "1e-320", "99999999999999999999", "1,,2", "²", "0x10", "1_0"]
 WORDS = [
@@ -188,7 +207,7 @@ def hostile_command(draw: random.Random, folder: Path) -> tuple[list[str], str]:
             damage.append("option")
         elif kind < 0.55 and len(arguments) > 2:
             damage.append(f"without {arguments.pop(draw.randrange(1, len(arguments)))}")
-        elif kind < 0.65:
+        elif kind < 0.65 and len(arguments) > 1:
             at = draw.randrange(1, len(arguments))
             arguments[at] = draw.choice(NUMBERS + WORDS + PATHS)
             damage.append("argument")
@@ -294,15 +313,25 @@ def not_finite(folder: Path, before: set[tuple[str, int]]) -> str | None:
 
 
 def fuzz_commands(cases: int, seed: int) -> Iterator[Outcome]:
-    """Run hostile command lines, each in a fresh copy of the inputs."""
+    """Run hostile command lines."""
+    draws = (random.Random(f"{seed}/{case}") for case in range(cases))
+    yield from in_fresh_folders(lambda folder, draw=draw: hostile_command(draw, folder) for draw in draws)
+
+
+def undamaged_commands() -> Iterator[Outcome]:
+    """Run each command as it is; one that fails would hide what its damage does."""
+    yield from in_fresh_folders(lambda _, line=line: (line.split(), "undamaged") for line in COMMANDS)
+
+
+def in_fresh_folders(commands: Iterable[Callable[[Path], tuple[list[str], str]]]) -> Iterator[Outcome]:
+    """Run command lines, each in a fresh copy of the inputs, which it may damage first."""
     with tempfile.TemporaryDirectory() as home:
-        inputs = Path(home) / "inputs"
+        inputs, folder = Path(home) / "inputs", Path(home) / "case"
         inputs.mkdir()
         make_inputs(inputs)
-        for case in range(cases):
-            draw, folder = random.Random(f"{seed}/{case}"), Path(home) / "case"
+        for command in commands:
             shutil.copytree(inputs, folder)
-            yield run_command(*hostile_command(draw, folder), folder)
+            yield run_command(*command(folder), folder)
             shutil.rmtree(folder)
 
 

@@ -4,9 +4,14 @@ import os
 
 import pytest
 
-from tests.fuzz import fuzz_commands, fuzz_ops
+from tests.fuzz import fuzz_commands, fuzz_ops, undamaged_commands
 
 SEED = int(os.environ.get("FARSPAN_FUZZ_SEED", "0"))
+
+
+def test_each_command_succeeds_before_it_is_damaged() -> None:
+    failed = [str(outcome) for outcome in undamaged_commands() if outcome.status or outcome.fault]
+    assert not failed, "\n\n".join(failed)
 
 
 @pytest.mark.parametrize("part", range(6))

@@ -319,6 +319,15 @@ class FarspanPreTrainedModel(PreTrainedModel):
                 f"attn_implementation must be one that is installed, got {attn_implementation!r}: {reason}"
             ) from error
 
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """Load weights from safetensors, and never from a pickle such as pytorch_model.bin."""
+        require(
+            kwargs.get("use_safetensors") is not False,
+            "use_safetensors must be True, got False: pickles are not read; convert the weights to safetensors",
+        )
+        return super().from_pretrained(pretrained_model_name_or_path, *args, **{**kwargs, "use_safetensors": True})
+
     def set_rope_parameters(self, **rope_parameters: Any) -> None:
         """Change the scaling of a finished model's angles; the weights stay. Drop caches that are in use.
 
@@ -502,6 +511,9 @@ class FarspanModel(FarspanPreTrainedModel):
         in_window = dict(options)
         if isinstance(cache, FarspanCache) and cache.max_length is not None:
             in_window["and_mask_function"] = _is_token
+            if attention_mask is not None and attention_mask.dim() == 2:  # indices below 0 count from its end
+                widest = max(filter(None, windows), default=0)
+                in_window["attention_mask"] = F.pad(attention_mask, (0, max(0, widest - attention_mask.shape[1])))
         return {
             window: create_causal_mask(**options) if window is None else create_sliding_window_causal_mask(**in_window)
             for window in windows

@@ -48,9 +48,23 @@ def main() -> None:
         fail(f"{error.format_message().rstrip('.')}{_given(error)}; see '{_command(error)} --help'")
     except (ValueError, OSError) as error:
         fail(str(error))
+    except RecursionError:
+        fail("an input nests too deep to be read; correct it")
+    except OverflowError as error:
+        fail(f"a number is too large ({error}); give a smaller one")
+    except (MemoryError, RuntimeError) as error:  # torch raises its own, or RuntimeError on a CPU
+        if not is_out_of_memory(error):
+            raise
+        fail("out of memory; give shorter lengths, fewer rows at a time or a smaller model")
     except (InterruptedByUserError, KeyboardInterrupt, typer.Abort) as error:
         print(f"interrupted; {str(error) or 'give the same command again'}", file=sys.stderr)
         sys.exit(130)
+
+
+def is_out_of_memory(error: MemoryError | RuntimeError) -> bool:
+    """Whether Python or torch could not allocate; a size beyond int64 counts too."""
+    texts = "out of memory", "not enough memory", "can't allocate memory", "Storage size calculation overflowed"
+    return isinstance(error, MemoryError) or any(text in str(error) for text in texts)
 
 
 def _given(error: UsageError) -> str:

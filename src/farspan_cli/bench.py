@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from farspan_cli.app import app, fail, whole_numbers
+from farspan_cli.app import app, fail, is_out_of_memory, whole_numbers
 from farspan_cli.progress import show_progress
 
 if TYPE_CHECKING:
@@ -286,7 +286,7 @@ def show(
     except KeyboardInterrupt as stop:
         raise typer.Abort(f"{kept()}; the same command begins anew") from stop
     except (MemoryError, RuntimeError) as error:  # torch raises its own, or RuntimeError on a CPU
-        if not isinstance(error, MemoryError) and not any(x in str(error) for x in ("memory", "Storage size")):
+        if not is_out_of_memory(error):
             raise
         fail(f"out of memory; {kept()}; try shorter lengths or fewer at a time")
     for part in tables(rows):

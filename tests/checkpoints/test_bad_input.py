@@ -139,6 +139,14 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: (f / "generation_config.json").write_text('{"watermarking_config": 3}'),
         "generation_config.json of .* is not valid .*; correct or remove it",
     ),
+    "flag of generate": (
+        lambda f: (f / "generation_config.json").write_text('{"output_hidden_states": [[]]}'),
+        r"output_hidden_states in .*generation_config.json' must be true or false, got \[\[\]\]; correct it",
+    ),
+    "a number that JSON does not have": (
+        lambda f: (f / "generation_config.json").write_text('{"top_p": Infinity}'),
+        r"generation_config.json' is not JSON \(Infinity is no number\); download or save it again",
+    ),
     "end token": (
         lambda f: (f / "generation_config.json").write_text('{"eos_token_id": "a"}'),
         "eos_token_id in .*generation_config.json' must be a token id or a list of them, got 'a'",

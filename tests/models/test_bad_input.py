@@ -126,3 +126,13 @@ def test_bad_configurations_raise_in_one_line(options: dict, message: str) -> No
 def test_empty_input_raises() -> None:
     with pytest.raises(ValueError, match="at least one token, got length 0"):
         make()(torch.zeros(1, 0, dtype=torch.long))
+
+
+@pytest.mark.parametrize(("options", "message"), [({}, "model.safetensors"), ({"use_safetensors": False}, "pickles")])
+def test_a_pickle_is_not_read(options: dict, message: str, tmp_path: Path) -> None:
+    model = make("rope")
+    model.config.save_pretrained(tmp_path)
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises((OSError, ValueError), match=message) as caught:
+        FarspanForCausalLM.from_pretrained(tmp_path, **options)
+    assert "\n" not in str(caught.value)

@@ -222,6 +222,17 @@ def test_generation_from_embeddings_equals_generation_from_tokens(options: dict,
     assert torch.equal(model.generate(inputs_embeds=model.model.embed_tokens(x), **settings), from_tokens)
 
 
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@torch.no_grad()
+def test_a_static_window_wider_than_the_text_hides_padding_in_every_implementation(implementation: str) -> None:
+    x, mask = tokens(2, 4), torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
+    settings = {"attention_mask": mask, "max_new_tokens": 6, "disable_compile": True, **GREEDY}
+    options = {"attention": ["rope", {"kind": "rope", "window": 40}], "num_hidden_layers": 2}
+    model = make(**options, attn_implementation=implementation)
+    static = model.generate(x, cache_implementation="static", **settings)
+    assert torch.equal(static, model.generate(x, **settings))
+
+
 @torch.no_grad()
 def test_chunked_prefill_changes_no_token() -> None:
     model, x = make(MIXED), tokens(2, 20)

@@ -122,7 +122,7 @@ class Folder(Source):
         self.config = read_json(path / "config.json")
         settings = path / "generation_config.json"
         self.generation = read_json(settings) if settings.is_file() else None
-        _check_end_tokens(self.generation or {}, settings)
+        _check_generation(self.generation or {}, settings)
         index, self._where, self.shapes, kinds = self._index(), {}, {}, list[torch.dtype]()
         for file in sorted({*index.values()}) or [self._only_file()]:
             with self._open(file) as opened:
@@ -467,7 +467,7 @@ def check_tokenizer(folder: Path, vocab_size: int | None = None, named: Path | N
         if name.endswith(".json") and (folder / name).is_file():
             held = read_json(folder / name, shown / name)
             if name == "generation_config.json":
-                _check_end_tokens(held, shown / name)
+                _check_generation(held, shown / name)
             for key, token in held.items() if name in ("tokenizer_config.json", "special_tokens_map.json") else ():
                 text = token.get("content") if isinstance(token, dict) else token
                 require(
@@ -490,7 +490,13 @@ def check_tokenizer(folder: Path, vocab_size: int | None = None, named: Path | N
         )
 
 
-def _check_end_tokens(settings: dict[str, Any], file: Path) -> None:
+def _check_generation(settings: dict[str, Any], file: Path) -> None:
+    """Raise for settings that transformers keeps as they are, and that fail far from where they are read."""
+    for key, held in settings.items():
+        require(
+            not key.startswith("output_") or held is None or isinstance(held, bool),
+            f"{key} in {str(file)!r} must be true or false, got {held!r}; correct it",
+        )
     for key in ("eos_token_id", "bos_token_id", "pad_token_id"):
         held = settings.get(key)
         numbers = held if isinstance(held, list) else [held]
@@ -500,10 +506,14 @@ def _check_end_tokens(settings: dict[str, Any], file: Path) -> None:
         )
 
 
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is no number")
+
+
 def read_json(path: Path, shown: Path | None = None) -> dict[str, Any]:
     """Read a JSON object, or raise one line about the file."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_number)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{str(shown or path)!r} is not JSON ({error}); download or save it again") from error
     require(isinstance(found, dict), f"{str(shown or path)!r} must hold a JSON object, got {type(found).__name__}")
