@@ -109,8 +109,8 @@ def make_sections(run: Run, figures: "list[Figure]") -> list[Section]:
     depth = "Share of keys found, by depth and length of the prompt."
     made.append(Section("depth", "Passkey by depth and length", [], depth, drawn("depth"), small=True))
     for group, (title, text) in SECTIONS.items():
-        name = {"angles": "analysis", "slack": "analysis-slack"}.get(group)
-        shown = [table for table in analysis_tables(run.analyses) if table.name == name]
+        wanted = {"angles": "analysis", "slack": "analysis-slack"}.get(group)
+        shown = [table for table in analysis_tables(run.analyses) if table.name == wanted]
         made.append(Section(f"look-{group}", title, shown, text, drawn(group), small=group == "drift"))
     if not run.is_study:  # whose own table has the control
         made.append(Section("control", "Control", of(control_table(run))))
