@@ -1,10 +1,13 @@
 """Answers are counted one by one, whatever the batches."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from farspan import FarspanConfig, FarspanForCausalLM, FarspanForSequenceClassification
-from farspan.evaluation import answers
+from farspan.data import load_tokenizer
+from farspan.evaluation import answers, evaluate_bits
 
 CONFIG = FarspanConfig.preset("tiny", attention="cosformer", num_hidden_layers=1, vocab_size=20, num_labels=4)
 
@@ -40,3 +43,12 @@ def test_where_nothing_is_asked_no_share_is_right_or_wrong() -> None:
     rows = torch.cat([torch.randint(1, 20, (2, 8)), torch.zeros(2, 8, dtype=torch.long)], dim=1)
     found = answers.asked_tokens(FarspanForCausalLM(CONFIG).eval(), rows)
     assert found == {"cases": 0, "correct": 0, "accuracy": None, "ci95": None}
+
+
+def test_a_tokenizer_larger_than_the_vocabulary_is_an_error(tmp_path: Path) -> None:
+    config = FarspanConfig.preset("tiny", num_hidden_layers=1, vocab_size=100)
+    FarspanForCausalLM(config).save_pretrained(tmp_path / "model")
+    load_tokenizer("bytes").save(tmp_path / "model")
+    (tmp_path / "text.txt").write_text("and some text")
+    with pytest.raises(ValueError, match="at most the model's vocab_size = 100 tokens, got 257"):
+        evaluate_bits(tmp_path / "model", [str(tmp_path / "text.txt")])

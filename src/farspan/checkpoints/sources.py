@@ -433,7 +433,8 @@ def text_tokenizer(path: str | os.PathLike[str]) -> "TextTokenizer":
 
     place = Path(path)
     if (place / "tokenizer.json").is_file():
-        check_tokenizer(place)
+        held = place / "config.json"
+        check_tokenizer(place, config_of(open_source(place)).vocab_size if held.is_file() else None)
         return load_tokenizer(place)
     with TemporaryDirectory() as folder:
         open_source(place).carry(Path(folder))

@@ -291,7 +291,7 @@ def _tokenizer(model: PathLike) -> TextTokenizer:
     try:
         return text_tokenizer(model)
     except ValueError:
-        check_tokenizer(Path(model))  # raises for broken files
+        check_tokenizer(Path(model), configuration(model).vocab_size)  # raises for broken files
         try:
             return TextTokenizer(Tokenizer.from_file(str(Path(model) / "tokenizer.json")), end=-1)
         except Exception:  # the library raises plain Exception; the first error says more
