@@ -48,6 +48,9 @@ def main() -> None:
         fail(f"{error.format_message().rstrip('.')}{_given(error)}; see '{_command(error)} --help'")
     except (ValueError, OSError) as error:
         fail(str(error))
+    except (InterruptedByUserError, KeyboardInterrupt, typer.Abort) as error:
+        print(f"interrupted; {str(error) or 'give the same command again'}", file=sys.stderr)
+        sys.exit(130)
     except RecursionError:
         fail("an input nests too deep to be read; correct it")
     except OverflowError as error:
@@ -56,9 +59,6 @@ def main() -> None:
         if not is_out_of_memory(error):
             raise
         fail("out of memory; give shorter lengths, fewer rows at a time or a smaller model")
-    except (InterruptedByUserError, KeyboardInterrupt, typer.Abort) as error:
-        print(f"interrupted; {str(error) or 'give the same command again'}", file=sys.stderr)
-        sys.exit(130)
 
 
 def is_out_of_memory(error: MemoryError | RuntimeError) -> bool:

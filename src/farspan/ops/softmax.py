@@ -148,7 +148,8 @@ def softmax_attention(call: Call, q: Tensor, k: Tensor) -> Tensor:
     and has zero gradients.
     """
     v, scale, width = call.v, call.scale, call.v.shape[-1]
-    if scale < SMALLEST_SCALE:  # the CPU kernel finds its maximum before it applies the scale, in float32
+    if scale <= 0 or (not torch.compiler.is_compiling() and scale < SMALLEST_SCALE):
+        # The CPU kernel finds its maximum before it applies the scale, in float32.
         q, scale = q * scale, 1.0
     entry = DOT_PRODUCT.choose(call)
     if q.shape[-1] != width and entry is not MASKED_KERNEL:
