@@ -219,7 +219,9 @@ def test_cheap_steps_come_before_other_seeds_and_long_windows_last(tmp_path: Pat
     first = steps.index("train rope seed 1")
     assert {"train hybrid-8k seed 0", "ppl pope seed 0 none", "passkey hybrid-pope seed 0 none+log"} <= {*steps[:first]}
     assert steps.index("ppl alibi seed 2 none") < steps.index("retrieval rope seed 0 none")
-    assert steps.index("positions hybrid-rope seed 2 none+log") < steps.index("ppl rope seed 0 none from 32768")
+    assert steps.index("positions hybrid-rope seed 2 none+log") < steps.index(
+        "passkey hybrid-rope seed 0 none+log from 131072"
+    )
     assert all("1048576" in step and "hybrid" in step for step in steps[-15:])
 
 
@@ -229,8 +231,12 @@ def test_only_chooses_models_and_kinds_with_what_they_need(tmp_path: Path) -> No
 
     some = names("hybrid", "rope", "positions")
     assert some == [
-        *("tokens source-0", "train rope seed 0", "train rope seed 1", "train rope seed 2"),
-        *(f"positions rope seed {seed} {scaling}" for seed in range(3) for scaling in ("none", "dynamic_ntk-4")),
+        "tokens source-0",
+        *(
+            f"{step} rope seed {seed}{scaling}"
+            for seed in range(3)
+            for step, scaling in (("train", ""), ("positions", " none"), ("positions", " dynamic_ntk-4"))
+        ),
     ]
     assert names("cpu", "table1") == names("cpu")
     assert names("cpu", "speed") == ["speed layer", "speed decode"]

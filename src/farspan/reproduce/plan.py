@@ -138,7 +138,7 @@ def _measuring(work: Work, member: Member, seed: int, make: Step) -> Iterator[St
             for far, lengths in _split(of, every, scaling):
                 yield step(kind, LONG + far if far else COSTLY if kind == "retrieval" else MAKE, scaling, lengths, far)
         if of.position_tokens:
-            yield step("positions", COSTLY, scaling)
+            yield step("positions", MAKE, scaling)
 
 
 def _split(measures: Evaluation, lengths: Iterable[int], scaling: str) -> Iterator[tuple[int, list[int]]]:
