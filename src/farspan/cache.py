@@ -190,7 +190,7 @@ def _may_write(buffer: Tensor) -> bool:
     return torch.compiler.is_compiling() or not buffer.is_inference() or torch.is_inference_mode_enabled()
 
 
-def _is_alike(held: Tensor, new: Tensor) -> bool:
+def is_alike(held: Tensor, new: Tensor) -> bool:
     """Whether storage held for an earlier batch serves a new one."""
     return (held.shape[0], held.dtype, held.device) == (new.shape[0], new.dtype, new.device)
 
@@ -244,7 +244,7 @@ class StaticWindowCache(_CacheLayer):
     def _start(self, keys: Tensor, values: Tensor) -> None:
         """Keep the end of a first prompt, in the storage of an earlier one where it fits."""
         held = self.keys
-        if held is None or not _may_write(held) or not _is_alike(held, keys):
+        if held is None or not _may_write(held) or not is_alike(held, keys):
             self.keys, self.values = (x.new_empty(*x.shape[:2], self.window - 1, x.shape[3]) for x in (keys, values))
             self._seen = torch.tensor(0, device=keys.device)
             _keep_addresses(self.keys, self.values, self._seen)
