@@ -204,7 +204,7 @@ class FarspanConfig(PreTrainedConfig):
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> "FarspanConfig":
-        """Make the configuration of a named size ("350m", the paper's, "124m", "33m" or "tiny"), some fields replaced."""
+        """Make the configuration of a named size, one of :data:`PRESETS`, with some fields replaced."""
         require_choice("preset", name, PRESETS)
         config = cls(**{**PRESETS[name], **overrides})
         for key in _unknown_keys(overrides):  # transformers would keep them without a word
