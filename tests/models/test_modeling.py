@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from farspan import FarspanCache, FarspanConfig, FarspanForCausalLM, FarspanForMaskedLM
+from farspan import FarspanCache, FarspanConfig, FarspanForCausalLM
 from tests.models.small import CONFIGURATIONS, LINEAR, MIXED, NAMES, NOPE, PER_QUERY, TIGHT, make, name_of, tokens
 
 
@@ -47,6 +47,19 @@ def test_packed_documents_equal_separate_ones(attention: object) -> None:
         assert packed.past_key_values is None  # packed documents cannot be continued
     with pytest.raises(ValueError, match="position_ids must go on by one where a cache is used"):
         model(x, position_ids=positions, past_key_values=FarspanCache(model.config))
+
+
+def test_packed_documents_stay_apart_beside_a_padded_row() -> None:
+    """Padding in one row must not join the documents of another."""
+    model, x = make("coca-exact"), tokens(2, 12)
+    positions = torch.cat((torch.arange(5), torch.arange(7)))[None].repeat(2, 1)
+    mask = torch.ones_like(x)
+    mask[1, -1] = 0
+    changed = x.clone()
+    changed[0, :5] = (x[0, :5] + 1) % 50
+    for given in (None, torch.ones_like(x), mask):
+        first, second = (model(ids, position_ids=positions, attention_mask=given).logits[0, 5:] for ids in (x, changed))
+        assert torch.equal(first, second)
 
 
 @torch.no_grad()
@@ -150,53 +163,31 @@ def test_llama_weights_give_llama_logits() -> None:
 
 YARN = {"rope_type": "yarn", "factor": 4.0}
 NTK = {"rope_type": "ntk", "factor": 4.0, "rope_theta": 100.0}
-WEIGHTS = {
-    "rope": {"q_proj": (32, 32), "k_proj": (16, 32), "v_proj": (16, 32), "o_proj": (32, 32)},
-    "alibi": {"q_proj": (32, 32), "k_proj": (16, 32), "v_proj": (16, 32), "o_proj": (32, 32)},
-    "coca-exact": {"q_proj": (32, 32), "t_proj": (8, 32), "v_proj": (16, 32), "o_proj": (32, 32)},
-    "coca-strict": {"q_proj": (16, 32), "t_proj": (8, 32), "v_proj": (16, 32), "o_proj": (32, 32)},
-    "coca-slack": {"q_proj": (32, 32), "t_proj": (8, 32), "v_proj": (16, 32), "o_proj": (32, 32)},
-    "cosformer": {"q_proj": (32, 32), "k_proj": (16, 32), "v_proj": (16, 32), "o_proj": (32, 32)},
-    "linear-coca": {"q_proj": (32, 32), "t_proj": (8, 32), "v_proj": (16, 32), "o_proj": (32, 32)},
-}
-"""Names and shapes of the attention weights of saved models."""
-OTHERS = [
-    "lm_head.weight",
-    "model.embed_tokens.weight",
-    "model.layers.0.input_layernorm.weight",
-    "model.layers.0.mlp.down_proj.weight",
-    "model.layers.0.mlp.gate_proj.weight",
-    "model.layers.0.mlp.up_proj.weight",
-    "model.layers.0.post_attention_layernorm.weight",
-    "model.norm.weight",
-]
+BLOCK = ["input_layernorm", "mlp.down_proj", "mlp.gate_proj", "mlp.up_proj", "post_attention_layernorm"]
 
 
-@pytest.mark.parametrize("attention", WEIGHTS)
-def test_weights_keep_the_names_and_shapes_of_saved_models(attention: str) -> None:
+@pytest.mark.parametrize(
+    ("attention", "query", "key", "width"),
+    [
+        *((name, 32, "k", 16) for name in ("rope", "alibi", "cosformer")),
+        *((name, 32, "t", 8) for name in ("coca-exact", "coca-slack", "linear-coca")),
+        ("coca-strict", 16, "t", 8),
+    ],
+)
+def test_weights_keep_the_names_and_shapes_of_saved_models(attention: str, query: int, key: str, width: int) -> None:
     """Checkpoints of version 0.1 have these."""
-    attended = {f"model.layers.0.self_attn.{name}.weight": shape for name, shape in WEIGHTS[attention].items()}
+    shapes = {"q_proj": (query, 32), f"{key}_proj": (width, 32), "v_proj": (16, 32), "o_proj": (32, 32)}
+    attended = {f"model.layers.0.self_attn.{name}.weight": shape for name, shape in shapes.items()}
+    others = ["lm_head", "model.embed_tokens", "model.norm", *(f"model.layers.0.{name}" for name in BLOCK)]
     state = make(attention, num_hidden_layers=1).state_dict()
-    assert sorted(state) == sorted([*OTHERS, *attended])
+    assert set(state) == {f"{name}.weight" for name in others} | set(attended)
     assert {name: tuple(state[name].shape) for name in attended} == attended
-
-
-@pytest.mark.parametrize(("attention", "key"), [("rope", "k"), ("coca-strict", "t"), ("linear-coca", "t")])
-def test_optional_weights_keep_their_names(attention: str, key: str) -> None:
-    plain, full = (
-        set(make(attention, num_hidden_layers=1, **options).state_dict())
-        for options in ({}, {"qk_norm": True, "qkv_bias": True, "out_bias": True, "mlp_bias": True})
-    )
-    norms = {f"self_attn.{name}_norm.weight" for name in ("q", key)}
-    biases = {f"self_attn.{name}_proj.bias" for name in ("q", key, "v", "o")}
-    biases |= {f"mlp.{name}_proj.bias" for name in ("gate", "up", "down")}
-    assert full - plain == {f"model.layers.0.{name}" for name in norms | biases}
-
-
-def test_an_encoder_has_its_positions_and_heads_beside_the_blocks() -> None:
-    config = make(num_hidden_layers=1).config
-    config.learned_positions = 8
-    assert "model.embed_positions.weight" in FarspanForMaskedLM(config).state_dict()
+    options = {"qk_norm": True, "qkv_bias": True, "out_bias": True, "mlp_bias": True}
+    more = set(make(attention, num_hidden_layers=1, **options).state_dict()) - set(state)
+    optional = {f"self_attn.{name}_norm.weight" for name in ("q", key)}
+    optional |= {f"self_attn.{name}_proj.bias" for name in ("q", key, "v", "o")}
+    optional |= {f"mlp.{name}_proj.bias" for name in ("gate", "up", "down")}
+    assert more == {f"model.layers.0.{name}" for name in optional}
 
 
 @pytest.mark.parametrize(
