@@ -10,7 +10,19 @@ from farspan import FarspanCache
 from tests.models.small import CONFIGURATIONS, LINEAR, MIXED, PER_REQUEST, TIGHT, make, name_of, tokens
 
 
-def check_chunking(options: dict, dtype: torch.dtype, bound: float) -> None:
+@pytest.mark.parametrize(
+    ("options", "dtype", "bound"),
+    [
+        *((options, torch.float64, TIGHT) for options in CONFIGURATIONS),
+        ({"attention": MIXED}, torch.float32, 1e-5),
+        ({"attention": LINEAR, "cosformer_beyond": "decay"}, torch.float32, 1e-5),
+        ({"attention": "coca-exact"}, torch.float16, 0.01),
+    ],
+    ids=lambda x: name_of(x) if isinstance(x, dict) else str(x),
+)
+@torch.no_grad()
+def test_prefill_equals_decode_equals_any_chunking(options: dict, dtype: torch.dtype, bound: float) -> None:
+    """66 tokens at training length 8: dynamic NTK grows through four doublings on the way."""
     model, x = make(**options, dtype=dtype), tokens(2, 66)
     whole = model(x).logits
     for pieces in ([1] * 66, [7, 1, 9, 20, 29]):
@@ -18,29 +30,6 @@ def check_chunking(options: dict, dtype: torch.dtype, bound: float) -> None:
         parts = [model(piece, past_key_values=cache).logits for piece in x.split(pieces, dim=1)]
         assert (torch.cat(parts, dim=1) - whole).abs().max() <= bound
     assert whole.std() > 0.05
-
-
-@pytest.mark.parametrize("options", CONFIGURATIONS, ids=name_of)
-@torch.no_grad()
-def test_prefill_equals_decode_equals_any_chunking(options: dict) -> None:
-    """66 tokens at training length 8: dynamic NTK grows through four doublings on the way."""
-    check_chunking(options, torch.float64, TIGHT)
-
-
-@pytest.mark.parametrize(
-    "options", [{"attention": MIXED}, {"attention": LINEAR, "cosformer_beyond": "decay"}], ids=name_of
-)
-@torch.no_grad()
-def test_chunking_in_float32_differs_by_rounding(options: dict) -> None:
-    check_chunking(options, torch.float32, 1e-5)
-
-
-@torch.no_grad()
-def test_chunking_in_float16_differs_by_rounding() -> None:
-    model, x = make(dtype=torch.float16), tokens(1, 30)
-    cache = FarspanCache(model.config)
-    parts = [model(piece, past_key_values=cache).logits for piece in x.split([20, 1, 9], dim=1)]
-    assert (torch.cat(parts, dim=1) - model(x).logits).abs().max() <= 0.01
 
 
 @pytest.mark.parametrize("options", CONFIGURATIONS, ids=name_of)
@@ -106,18 +95,12 @@ def test_right_padding_can_be_continued_without_windows_and_raises_with_them() -
 
 
 @torch.no_grad()
-def test_cache_bytes_are_three_quarters() -> None:
+def test_coca_keeps_three_quarters_of_the_bytes_of_rope_and_a_window_only_its_own() -> None:
     held = {}
     for attention in ("rope", "coca-exact", "coca-slack", "coca-strict"):
-        model = make(attention)
-        held[attention] = model(tokens(1, 64), use_cache=True).past_key_values.nbytes
+        held[attention] = make(attention)(tokens(1, 64), use_cache=True).past_key_values.nbytes
     assert {held[name] / held["rope"] for name in held if name != "rope"} == {0.75}
-
-
-@torch.no_grad()
-def test_window_layers_keep_only_their_window() -> None:
-    model = make(MIXED)
-    cache = model(tokens(1, 64), use_cache=True).past_key_values
+    cache = make(MIXED)(tokens(1, 64), use_cache=True).past_key_values
     assert [layer.keys.shape[2] for layer in cache.layers] == [7, 64, 64]
     assert cache.layers[0].keys.untyped_storage().nbytes() == cache.layers[0].keys.nbytes  # not a view of the prompt
 
@@ -175,16 +158,11 @@ def test_a_cache_that_grew_with_frozen_keys_has_gradients() -> None:
 
 
 @torch.no_grad()
-def test_a_static_cache_made_in_inference_mode_serves_calls_outside() -> None:
+def test_a_kept_static_cache_serves_calls_outside_inference_mode_and_is_not_pickled() -> None:
     model, x = make(["coca-exact", "cosformer", "rope"], cosformer_beyond="decay"), tokens(1, 8)
+    size = len(pickle.dumps(model))
     options = {"max_new_tokens": 4, "do_sample": False, "cache_implementation": "static", "disable_compile": True}
     with torch.inference_mode():
         inside = model.generate(x, **options)
     assert torch.equal(model.generate(x, **options), inside)
-
-
-def test_a_model_is_pickled_without_its_static_cache() -> None:
-    model, x = make("coca-exact"), tokens(1, 8)
-    size = len(pickle.dumps(model))
-    model.generate(x, max_new_tokens=4, do_sample=False, cache_implementation="static", disable_compile=True)
     assert len(pickle.dumps(model)) <= size + 2000

@@ -247,16 +247,19 @@ def test_presets_have_as_many_parameters_as_they_say() -> None:
         assert size("350m", "rope") - size("350m", "coca-exact") == 24 * 1024 * 512  # T is half as wide as K
 
 
+@pytest.mark.parametrize(
+    ("attention", "scaling"), [(MIXED, PER_QUERY), ("linear-coca", {"rope_type": "ntk", "factor": 4.0})], ids=str
+)
 @torch.no_grad()
-def test_another_scaling_can_be_set_on_a_finished_model() -> None:
-    model, x = make(MIXED), tokens(1, 40)
-    stretched = make(MIXED, rope_parameters=PER_QUERY)
+def test_another_scaling_can_be_set_on_a_finished_model(attention: object, scaling: dict) -> None:
+    model, x = make(attention), tokens(1, 40)
+    stretched = make(attention, rope_parameters=scaling)
     stretched.load_state_dict(model.state_dict())
     before = model(x).logits
-    model.set_rope_parameters(**PER_QUERY)
+    model.set_rope_parameters(**scaling)
     assert torch.equal(model(x).logits, stretched(x).logits)
     with pytest.raises(ValueError, match="scaling factor must be at least 1"):
-        model.set_rope_parameters(rope_type="dynamic", factor=0.1)
+        model.set_rope_parameters(rope_type="linear", factor=0.1)
     assert torch.equal(model(x).logits, stretched(x).logits)
     model.set_rope_parameters(rope_type="default")
     assert torch.equal(model(x).logits, before)
