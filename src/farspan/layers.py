@@ -20,7 +20,7 @@ from farspan.ops.coca import (
     why_not_feature_kernel,
 )
 from farspan.ops.coca_decode import is_decoding_step
-from farspan.ops.cosformer import BEYOND, LinearState, cosformer_attention
+from farspan.ops.cosformer import BEYOND, cosformer_attention
 from farspan.ops.device import wants_gradient, working_dtype
 from farspan.ops.masking import LIMIT, AttentionContext, AttentionMask, Positions, make_mask
 from farspan.ops.reference import ACTIVATIONS as COSFORMER_ACTIVATIONS
@@ -521,29 +521,21 @@ class LinearAttention(Attention):
         context.new_tokens()
 
     def forward(  # type: ignore[override]
-        self,
-        x: Tensor,
-        context: AttentionContext | None = None,
-        cache: StateCache | None = None,
-        *,
-        positions: Positions = None,
-        padding_mask: Tensor | None = None,
-        documents: Tensor | None = None,
+        self, x: Tensor, context: AttentionContext | None = None, cache: StateCache | None = None, **options: Any
     ) -> Tensor:
         """Attend from x (b, n, hidden) to itself and to all that the cache has summed → (b, n, hidden).
 
-        A model passes its `context`. Otherwise positions and masks are those of the n new tokens.
+        A model passes its `context`. Otherwise `positions`, `padding_mask` and `documents` are those of the new tokens.
         """
-        if context is not None:
-            options: dict[str, Any] = {"mask": context.new_tokens(0 if cache is None else cache.get_seq_length())}
-        else:
-            options = {"positions": positions, "padding_mask": padding_mask, "documents": documents}
+        if context is None:
             options["causal"] = self.causal
-        state: LinearState | None = None if cache is None else cache.state
+        else:
+            options["mask"] = context.new_tokens(0 if cache is None else cache.get_seq_length())
         q, k, v = self.project(x)
-        out = self.op(q, k, v, state=state, return_state=cache is not None, **options)
-        if cache is not None:
-            out, state = out
+        if cache is None:
+            out = self.op(q, k, v, **options)
+        else:
+            out, state = self.op(q, k, v, state=cache.state, return_state=True, **options)
             cache.advance(state, x.shape[1])
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
