@@ -1,8 +1,9 @@
 """Small models of every configuration, and tokens for them."""
 
 import torch
+from transformers import Cache
 
-from farspan import FarspanConfig, FarspanForCausalLM
+from farspan import FarspanCache, FarspanConfig, FarspanForCausalLM
 
 NAMES = ["rope", "alibi", "coca-exact", "coca-strict", "coca-slack"]
 LOCAL = {"kind": "coca", "form": "exact", "window": 8}
@@ -39,6 +40,30 @@ def make(
 
 def tokens(*shape: int) -> torch.Tensor:
     return torch.randint(1, 97, shape)  # 0 is padding, from which `generate` would infer a mask
+
+
+def chunked(
+    model: FarspanForCausalLM,
+    x: torch.Tensor,
+    pieces: list[int],
+    mask: torch.Tensor | None = None,
+    *,
+    length: int | None = None,
+    cache: Cache | None = None,
+    positions: torch.Tensor | None = None,
+    **options: object,
+) -> torch.Tensor:
+    """Compute the logits of tokens x (b, n), or of embeddings (b, n, ·), read piece by piece through a cache."""
+    cache, parts, seen = FarspanCache(model.config, max_length=length) if cache is None else cache, [], 0
+    for piece in x.split(pieces, dim=1):
+        begin, seen = seen, seen + piece.shape[1]
+        given = {"input_ids" if piece.dim() == 2 else "inputs_embeds": piece}
+        if mask is not None:
+            given["attention_mask"] = mask[:, :seen]
+        if positions is not None:
+            given["position_ids"] = positions[:, begin:seen]
+        parts.append(model(**given, past_key_values=cache, **options).logits)
+    return torch.cat(parts, dim=1)
 
 
 SOFTMAX = [

@@ -10,8 +10,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from farspan import FarspanCache
-from tests.models.small import MIXED, NOPE, PER_QUERY, PER_REQUEST, TIGHT, make, name_of, tokens
+from tests.models.small import MIXED, NOPE, PER_QUERY, PER_REQUEST, TIGHT, chunked, make, name_of, tokens
 
 
 def test_attention_reads_as_vllm_wants_it() -> None:
@@ -56,9 +55,7 @@ def test_other_attention_implementations_agree(implementation: str, options: dic
     assert (got[0] - want[0]).abs().max() <= TIGHT
     assert (got[1, 7:] - want[1, 7:]).abs().max() <= TIGHT
     for length, pieces in ((None, [20, 1, 1, 8]), (40, [20, 1, 1, 8]), (40, [5, 1, 1, 1, 22])):
-        cache = FarspanCache(model.config, max_length=length)
-        parts = [model(piece, past_key_values=cache).logits for piece in x.split(pieces, dim=1)]
-        assert (torch.cat(parts, dim=1) - model(x).logits).abs().max() <= TIGHT
+        assert (chunked(model, x, pieces, length=length) - model(x).logits).abs().max() <= TIGHT
 
 
 @torch.no_grad()

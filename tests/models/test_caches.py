@@ -7,7 +7,7 @@ import torch
 from transformers import DynamicCache, StaticCache
 
 from farspan import FarspanCache
-from tests.models.small import CONFIGURATIONS, LINEAR, MIXED, PER_REQUEST, TIGHT, make, name_of, tokens
+from tests.models.small import CONFIGURATIONS, LINEAR, MIXED, PER_REQUEST, TIGHT, chunked, make, name_of, tokens
 
 
 @pytest.mark.parametrize(
@@ -26,9 +26,7 @@ def test_prefill_equals_decode_equals_any_chunking(options: dict, dtype: torch.d
     model, x = make(**options, dtype=dtype), tokens(2, 66)
     whole = model(x).logits
     for pieces in ([1] * 66, [7, 1, 9, 20, 29]):
-        cache = FarspanCache(model.config)
-        parts = [model(piece, past_key_values=cache).logits for piece in x.split(pieces, dim=1)]
-        assert (torch.cat(parts, dim=1) - whole).abs().max() <= bound
+        assert (chunked(model, x, pieces) - whole).abs().max() <= bound
     assert whole.std() > 0.05
 
 
@@ -40,9 +38,7 @@ def test_right_padding_and_a_static_cache_give_the_same_logits(options: dict) ->
     mask[1, 20:] = 0
     padded, alone = model(x, attention_mask=mask).logits, model(x[1:, :20]).logits
     assert (padded[1, :20] - alone[0]).abs().max() <= TIGHT
-    cache = FarspanCache(model.config, max_length=40)
-    parts = [model(piece, past_key_values=cache).logits for piece in x.split([18, 1, 1, 10], dim=1)]
-    assert (torch.cat(parts, dim=1) - model(x).logits).abs().max() <= TIGHT
+    assert (chunked(model, x, [18, 1, 1, 10], length=40) - model(x).logits).abs().max() <= TIGHT
 
 
 @pytest.mark.parametrize(
@@ -57,9 +53,7 @@ def test_right_padding_and_a_static_cache_give_the_same_logits(options: dict) ->
 @torch.no_grad()
 def test_plain_transformers_caches_work(make_cache) -> None:
     model, x = make(MIXED), tokens(1, 40)
-    cache = make_cache(model.config)
-    parts = [model(piece, past_key_values=cache).logits for piece in x.split([25, 1, 14], dim=1)]
-    assert (torch.cat(parts, dim=1) - model(x).logits).abs().max() <= TIGHT
+    assert (chunked(model, x, [25, 1, 14], cache=make_cache(model.config)) - model(x).logits).abs().max() <= TIGHT
 
 
 @pytest.mark.parametrize("attention", ["coca-slack", "rope", "alibi"])
@@ -67,12 +61,9 @@ def test_plain_transformers_caches_work(make_cache) -> None:
 def test_positions_given_with_a_cache_shift_the_whole_sequence(attention: str) -> None:
     """Slack depends on absolute positions; RoPE and ALiBi must agree in what the cache holds and what is added."""
     model, x = make(attention), tokens(1, 30)
-    want = model(x, position_ids=torch.arange(100, 130)[None]).logits
-    cache, parts = FarspanCache(model.config), []
-    for begin, end in ((0, 11), (11, 12), (12, 30)):
-        positions = torch.arange(100 + begin, 100 + end)[None]
-        parts.append(model(x[:, begin:end], position_ids=positions, past_key_values=cache).logits)
-    assert (torch.cat(parts, dim=1) - want).abs().max() <= TIGHT
+    positions = torch.arange(100, 130)[None]
+    want = model(x, position_ids=positions).logits
+    assert (chunked(model, x, [11, 1, 18], positions=positions) - want).abs().max() <= TIGHT
 
 
 @torch.no_grad()
@@ -83,15 +74,10 @@ def test_right_padding_can_be_continued_without_windows_and_raises_with_them() -
     real = x[:, mask[0].bool()]
     for attention in ("coca-exact", "coca-slack", "rope", "alibi", "linear-coca"):
         model = make(attention)
-        cache = FarspanCache(model.config)
-        model(x[:, :20], attention_mask=mask[:, :20], past_key_values=cache)
-        continued = model(x[:, 20:], attention_mask=mask, past_key_values=cache).logits
+        continued = chunked(model, x, [20, 3], mask)[:, 20:]
         assert (continued - model(real).logits[:, -3:]).abs().max() <= TIGHT
-    model = make(MIXED)
-    cache = FarspanCache(model.config)
-    model(x[:, :20], attention_mask=mask[:, :20], past_key_values=cache)
     with pytest.raises(ValueError, match="window layers cannot continue; pad on the left"):
-        model(x[:, 20:], attention_mask=mask, past_key_values=cache)
+        chunked(make(MIXED), x, [20, 3], mask)
 
 
 @torch.no_grad()
@@ -122,9 +108,7 @@ def test_per_request_holds_one_base_for_the_request() -> None:
     for attention in ("coca-exact", "rope"):
         model = make(attention, rope_parameters=PER_REQUEST)
         fixed = model(x, rotary_length=64).logits
-        cache = FarspanCache(model.config)
-        parts = [model(p, past_key_values=cache, rotary_length=64).logits for p in x.split([20, 1, 19], dim=1)]
-        assert (torch.cat(parts, dim=1) - fixed).abs().max() <= TIGHT
+        assert (chunked(model, x, [20, 1, 19], rotary_length=64) - fixed).abs().max() <= TIGHT
         assert (model(x).logits - fixed).abs().max() > 1e-3  # its own length gives another base
         assert (model(x, rotary_length=40).logits - model(x).logits).abs().max() <= TIGHT
 
@@ -140,8 +124,7 @@ def test_a_cache_can_be_reset(options: dict, length: int | None) -> None:
     model(tokens(2, 30), past_key_values=cache)
     cache.reset()
     assert cache.get_seq_length() == 0
-    parts = [model(piece, past_key_values=cache).logits for piece in x.split([12, 1, 7], dim=1)]
-    assert (torch.cat(parts, dim=1) - model(x).logits).abs().max() <= TIGHT
+    assert (chunked(model, x, [12, 1, 7], cache=cache) - model(x).logits).abs().max() <= TIGHT
 
 
 def test_a_cache_that_grew_with_frozen_keys_has_gradients() -> None:

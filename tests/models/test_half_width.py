@@ -17,7 +17,7 @@ from farspan import FarspanCache, FarspanForCausalLM, layers
 from farspan.bench.timing import captured
 from farspan.layers import CocaAttention
 from farspan.ops import coca, device
-from tests.models.small import LOCAL, PER_QUERY, PER_REQUEST, make, name_of, tokens
+from tests.models.small import LOCAL, PER_QUERY, PER_REQUEST, chunked, make, name_of, tokens
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NOPE = {"kind": "coca", "rotary": False}
@@ -71,27 +71,6 @@ def kernel_calls(call: Callable[[], object]) -> int:
     return made.calls
 
 
-def steps(
-    model: FarspanForCausalLM,
-    x: torch.Tensor,
-    pieces: list[int],
-    mask: torch.Tensor | None = None,
-    length: int | None = None,
-    start: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Compute the logits of a sequence read piece by piece, after the first piece."""
-    cache, parts, seen = FarspanCache(model.config, max_length=length), [], 0
-    for piece in x.split(pieces, dim=1):
-        options = {}
-        if start is not None:
-            options["position_ids"] = start + seen + torch.arange(piece.shape[1], device=DEVICE)[None]
-        seen += piece.shape[1]
-        if mask is not None:
-            options["attention_mask"] = mask[:, :seen]
-        parts.append(model(piece, past_key_values=cache, **options).logits)
-    return torch.cat(parts, dim=1)[:, pieces[0] :]
-
-
 def left_padding(rows: int, length: int, pad: int) -> torch.Tensor:
     return (torch.arange(length, device=DEVICE)[None] >= torch.arange(rows, device=DEVICE)[:, None] * pad).long()
 
@@ -126,11 +105,12 @@ def test_decoding_on_the_kernel_equals_decoding_without(
     x, rotated, features = tokens(2, 18).to(DEVICE), [], coca.coca_features
     mask = left_padding(2, 18, 2) if padded else None
     model = model_of(**options)
-    want = steps(on("sdpa", model), x, [13, 1, 1, 3], mask, length)
+    want = chunked(on("sdpa", model), x, [13, 1, 1, 3], mask, length=length)
     monkeypatch.setattr(
         coca, "coca_features", lambda q, t, *a, **o: rotated.append(t.shape[2]) or features(q, t, *a, **o)
     )
-    check_near(want, steps(on("triton", model), x, [13, 1, 1, 3], mask, length))
+    got = chunked(on("triton", model), x, [13, 1, 1, 3], mask, length=length)
+    check_near(want[:, 13:], got[:, 13:])
     assert max(rotated, default=0) <= 13  # the prompt's keys may be rotated, but no cached ones again
 
 
@@ -141,10 +121,10 @@ def test_padding_after_real_tokens_is_continued(length: int | None) -> None:
     model, x = model_of(attention=["coca-slack", NOPE], rope_parameters=PER_QUERY), tokens(2, 15).to(DEVICE)
     mask = torch.ones_like(x)
     mask[1, 7:12] = 0
-    want, got = without_and_with_kernel(model, lambda model: steps(model, x, [12, 1, 2], mask, length))
-    check_near(want, got)
+    want, got = without_and_with_kernel(model, lambda model: chunked(model, x, [12, 1, 2], mask, length=length))
+    check_near(want[:, 12:], got[:, 12:])
     alone = on("sdpa", model)(torch.cat((x[1:, :7], x[1:, 12:]), dim=1)).logits
-    assert (got[1] - alone[0, 7:]).abs().max() <= 1e-5
+    assert (got[1, 12:] - alone[0, 7:]).abs().max() <= 1e-5
 
 
 @pytest.mark.parametrize(("rows", "length"), [(1, None), (2, None), (2, 20)])
@@ -152,8 +132,9 @@ def test_padding_after_real_tokens_is_continued(length: int | None) -> None:
 def test_positions_of_ones_own_are_kept(rows: int, length: int | None) -> None:
     """Each row begins elsewhere, which slack shows."""
     model, x = model_of(attention=["coca-slack"]), tokens(2, 16).to(DEVICE)
-    start = torch.tensor([[100], [40_000]][:rows], device=DEVICE)
-    want, got = without_and_with_kernel(model, lambda model: steps(model, x, [13, 1, 2], length=length, start=start))
+    positions = torch.tensor([[100], [40_000]][:rows], device=DEVICE) + torch.arange(16, device=DEVICE)
+    options = {"length": length, "positions": positions}
+    want, got = without_and_with_kernel(model, lambda model: chunked(model, x, [13, 1, 2], **options)[:, 13:])
     check_near(want, got)
     assert (want - model(x).logits[:, 13:]).abs().max() > 1e-3
 
@@ -211,7 +192,7 @@ def test_what_the_kernel_is_not_for_goes_on_as_before() -> None:
     assert kernel_calls(trains) == 0
     assert kernel_calls(lambda: model(x[:, :7], position_ids=packed, use_cache=False)) == 0
     model.set_attn_implementation("sdpa")
-    assert kernel_calls(lambda: steps(model, x, [10, 1, 1])) == 0
+    assert kernel_calls(lambda: chunked(model, x, [10, 1, 1])) == 0
 
 
 def test_what_cannot_run_raises_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:

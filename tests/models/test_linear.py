@@ -8,7 +8,7 @@ from transformers import DynamicCache
 
 from farspan import FarspanCache
 from farspan.ops import NTK
-from tests.models.small import LOCAL, PER_QUERY, PER_REQUEST, TIGHT, make, tokens
+from tests.models.small import LOCAL, PER_QUERY, PER_REQUEST, TIGHT, chunked, make, tokens
 
 
 @pytest.mark.parametrize(
@@ -42,11 +42,8 @@ def test_a_compiled_model_continues_a_padded_sequence_in_a_growing_cache() -> No
     model, x = make("linear-coca", num_hidden_layers=1), tokens(2, 12)
     mask = (torch.arange(12)[None] >= torch.tensor([[0], [3]])).long()
     torch.compiler.reset()
-    compiled, cache, parts, seen = torch.compile(model, backend="eager"), FarspanCache(model.config), [], 0
-    for piece in x.split([9, 1, 2], dim=1):
-        seen += piece.shape[1]
-        parts.append(compiled(piece, attention_mask=mask[:, :seen], past_key_values=cache).logits)
-    difference = torch.cat(parts, dim=1) - model(x, attention_mask=mask).logits
+    parts = chunked(torch.compile(model, backend="eager"), x, [9, 1, 2], mask)
+    difference = parts - model(x, attention_mask=mask).logits
     assert difference[mask.bool()].abs().max() <= TIGHT
 
 

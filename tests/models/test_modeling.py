@@ -9,7 +9,19 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from farspan import FarspanCache, FarspanConfig, FarspanForCausalLM
-from tests.models.small import CONFIGURATIONS, LINEAR, MIXED, NAMES, NOPE, PER_QUERY, TIGHT, make, name_of, tokens
+from tests.models.small import (
+    CONFIGURATIONS,
+    LINEAR,
+    MIXED,
+    NAMES,
+    NOPE,
+    PER_QUERY,
+    TIGHT,
+    chunked,
+    make,
+    name_of,
+    tokens,
+)
 
 
 @pytest.mark.parametrize("options", CONFIGURATIONS, ids=name_of)
@@ -24,13 +36,9 @@ def test_batch_mates_and_history_change_nothing(options: dict) -> None:
     mask[1, :54] = 0
     batched = model(x, attention_mask=mask).logits
     assert (batched[1, 54:] - alone[0]).abs().max() <= TIGHT
-    cache, parts = FarspanCache(model.config), []
-    seen = 0
-    for piece in x.split([60, 1, 1, 13], dim=1):
-        seen += piece.shape[1]
-        parts.append(model(piece, attention_mask=mask[:, :seen], past_key_values=cache).logits)
-    assert (torch.cat(parts, dim=1)[1, 54:] - alone[0]).abs().max() <= TIGHT
-    assert (torch.cat(parts, dim=1)[0] - model(long).logits[0]).abs().max() <= TIGHT
+    in_pieces = chunked(model, x, [60, 1, 1, 13], mask)
+    assert (in_pieces[1, 54:] - alone[0]).abs().max() <= TIGHT
+    assert (in_pieces[0] - model(long).logits[0]).abs().max() <= TIGHT
 
 
 @pytest.mark.parametrize("attention", [*NAMES, MIXED, {"kind": "cosformer", "rotary": False}, "linear-coca"], ids=str)

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from farspan import FarspanCache, FarspanForMaskedLM, FarspanForSequenceClassification
-from tests.models.small import CONFIGURATIONS, LINEAR, MIXED, TIGHT, make, name_of, tokens
+from tests.models.small import CONFIGURATIONS, LINEAR, MIXED, TIGHT, chunked, make, name_of, tokens
 
 LEFT = torch.tensor([[1] * 20, [0] * 5 + [1] * 15])
 RIGHT = LEFT.flip(1)
@@ -33,11 +33,8 @@ def test_nan_in_padding_changes_no_logits_and_does_not_stay_in_a_cache(options: 
             assert (got - want)[real].abs().max() <= TIGHT
     want = model(inputs_embeds=x, attention_mask=LEFT).logits
     for length in (None, 24):
-        cache, parts, seen = FarspanCache(model.config, max_length=length), [], 0
-        for piece in poisoned(x, LEFT).split([4, 14, 1, 1], dim=1):
-            seen += piece.shape[1]
-            parts.append(model(inputs_embeds=piece, attention_mask=LEFT[:, :seen], past_key_values=cache).logits)
-        assert (torch.cat(parts, dim=1) - want)[LEFT.bool()].abs().max() <= TIGHT
+        got = chunked(model, poisoned(x, LEFT), [4, 14, 1, 1], LEFT, length=length)
+        assert (got - want)[LEFT.bool()].abs().max() <= TIGHT
 
 
 @pytest.mark.parametrize("attention", ["rope", "coca-exact", "coca-slack", "alibi", "linear-coca"])

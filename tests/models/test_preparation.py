@@ -10,10 +10,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 pytest.importorskip("triton", reason="needs triton (pip install farspan[gpu])")
 
-from farspan import FarspanCache, FarspanForCausalLM, layers
+from farspan import FarspanForCausalLM, layers
 from farspan.ops import coca, rotary
 from farspan.ops.dispatch import Table
-from tests.models.small import LOCAL, PER_QUERY, make, name_of, tokens
+from tests.models.small import LOCAL, PER_QUERY, chunked, make, name_of, tokens
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CONFIGURATIONS: list[dict[str, Any]] = [
@@ -77,9 +77,7 @@ def test_chunks_and_other_attention_implementations_take_its_features(by: Any) -
     want = mixed(x).logits
     by("kernel")
     for length in (None, 24):
-        cache = FarspanCache(model.config, max_length=length)
-        parts = [model(piece, past_key_values=cache).logits for piece in x.split([9, 1, 10], dim=1)]
-        assert (torch.cat(parts, dim=1) - model(x).logits).abs().max() <= 1e-4
+        assert (chunked(model, x, [9, 1, 10], length=length) - model(x).logits).abs().max() <= 1e-4
     mixed.set_attn_implementation("sdpa")
     assert 0 < (mixed(x).logits - want).abs().max() <= 1e-4
 
