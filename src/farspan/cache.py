@@ -330,7 +330,7 @@ class StateCache(_CacheLayer):
         elif isinstance(self._seen, Tensor):
             self._seen = self._seen.to(state.numerator.device)
             _keep_addresses(*new, self._seen)
-        self._held, self.is_initialized = LinearState(*new, state.weighting), True
+        self._held, self.is_initialized = LinearState._make([*new, state.weighting]), True
         self._seen += tokens  # in place where it is a tensor
 
     def get_seq_length(self) -> int:
@@ -353,4 +353,4 @@ class StateCache(_CacheLayer):
 
     def _replace(self, change: Callable[[Tensor], Tensor]) -> None:
         if self._held is not None:
-            self._held = LinearState(*map(change, self._held[:5]), self._held.weighting)
+            self._held = LinearState._make([*map(change, self._held[:5]), self._held.weighting])

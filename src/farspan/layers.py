@@ -520,7 +520,7 @@ class LinearAttention(Attention):
         """Make the mask of the new tokens."""
         context.new_tokens()
 
-    def forward(  # type: ignore[override]
+    def forward(
         self, x: Tensor, context: AttentionContext | None = None, cache: StateCache | None = None, **options: Any
     ) -> Tensor:
         """Attend from x (b, n, hidden) to itself and to all that the cache has summed → (b, n, hidden).

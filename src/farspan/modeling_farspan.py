@@ -107,7 +107,8 @@ class _LayerOf:
         self.is_compileable = cache.is_compileable
 
     def update(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        held: Any = self.cache.layers[self.layer_idx].keys if self.get_seq_length() else keys
+        layers: Any = self.cache.layers
+        held = layers[self.layer_idx].keys if self.get_seq_length() else keys
         require(
             held.shape[-1] == keys.shape[-1],
             lambda: (
@@ -207,15 +208,9 @@ def make_attention(config: FarspanConfig, spec: AttentionSpec) -> Attention:
     }
     width, heads = config.hidden_size, config.num_attention_heads
     if spec.kind == "cosformer":
-        return CosformerAttention(
-            width,
-            heads,
-            max_length=config.cosformer_max_length or config.train_length,
-            beyond=config.cosformer_beyond,
-            activation=config.cosformer_activation,
-            nope=not spec.rotary,
-            **options,
-        )
+        options |= {"beyond": config.cosformer_beyond, "activation": config.cosformer_activation}
+        length = config.cosformer_max_length or config.train_length
+        return CosformerAttention(width, heads, max_length=length, nope=not spec.rotary, **options)
     options |= {"rotary": config.rotary(), "coca_activation": config.coca_activation}
     if spec.kind == "linear-coca":
         return LinearCocaAttention(width, heads, nope=not spec.rotary, **options)
@@ -371,9 +366,8 @@ class FarspanModel(FarspanPreTrainedModel):
         )
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
-        self.embed_positions = (
-            nn.Embedding(config.learned_positions, config.hidden_size) if config.learned_positions else None
-        )
+        learned = config.learned_positions
+        self.embed_positions = nn.Embedding(learned, config.hidden_size) if learned else None
         self.layers = nn.ModuleList(FarspanBlock(config, i) for i in range(config.num_hidden_layers))
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.gradient_checkpointing = False

@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers.cache_utils import DynamicLayer
 
+from farspan.cache import StaticWindowCache
 from farspan.layers import (
     AlibiAttention,
     Attention,
@@ -160,8 +161,10 @@ def test_a_window_is_cropped_before_it_is_full_or_while_the_past_is_recorded() -
     layer(x[:, :3], cache=cache)
     cache.crop(-2)
     layer(x[:, 1:8], cache=cache)
-    with pytest.raises(ValueError, match=r"cannot remove 2 tokens: this layer keeps only its window of 4"):
-        cache.crop(-2)
+    for full in (cache, StaticWindowCache(4)):
+        full.crop(0)
+        with pytest.raises(ValueError, match="cannot remove 2 tokens: this layer keeps only its window of 4"):
+            full.crop(-2)
     cache.activate_past_recording()
     layer(x[:, 8:11], cache=cache)
     cache.crop(-2)  # tokens 9 and 10 were guesses

@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 
-from farspan import FarspanCache, FarspanForMaskedLM, FarspanForSequenceClassification
+from farspan import FarspanForMaskedLM, FarspanForSequenceClassification
 from tests.models.small import CONFIGURATIONS, LINEAR, MIXED, TIGHT, chunked, make, name_of, tokens
 
 LEFT = torch.tensor([[1] * 20, [0] * 5 + [1] * 15])
@@ -35,18 +34,6 @@ def test_nan_in_padding_changes_no_logits_and_does_not_stay_in_a_cache(options: 
     for length in (None, 24):
         got = chunked(model, poisoned(x, LEFT), [4, 14, 1, 1], LEFT, length=length)
         assert (got - want)[LEFT.bool()].abs().max() <= TIGHT
-
-
-@pytest.mark.parametrize("attention", ["rope", "coca-exact", "coca-slack", "alibi", "linear-coca"])
-@torch.no_grad()
-def test_right_padding_with_nan_can_be_continued(attention: str) -> None:
-    model, x = make(attention), tokens(1, 17)
-    want = model(x).logits[:, 14:]
-    padded = F.pad(model.model.embed_tokens(x[:, :14]), (0, 0, 0, 3), value=torch.nan)
-    mask = torch.tensor([[1] * 14 + [0] * 3 + [1] * 3])
-    cache = FarspanCache(model.config)
-    model(inputs_embeds=padded, attention_mask=mask[:, :17], past_key_values=cache)
-    assert (model(x[:, 14:], attention_mask=mask, past_key_values=cache).logits - want).abs().max() <= TIGHT
 
 
 @pytest.mark.parametrize("options", CONFIGURATIONS, ids=name_of)
