@@ -24,7 +24,7 @@ from farspan.data.sources import opened
 from farspan.data.synthetic import IGNORED, MQAR, ListOps, Pathfinder
 from farspan.errors import require
 from farspan.pool import in_order
-from farspan.utils import Progress, atomic_path, lock
+from farspan.utils import Progress, atomic_path, in_phase, lock
 
 SPLITS = ("train", "valid", "test")
 PIECE = 64
@@ -154,6 +154,7 @@ def generate(piece: Piece, task: Any, length: int, examples: dict[str, int], pro
     seen: set[bytes] = set()
     for split in reversed(SPLITS):
         kept, wanted, pieces = list[NDArray[Any]](), examples[split], 0
+        told = in_phase(progress, f"making {split} examples")
         while len(kept) < wanted:
             more = range(pieces, pieces + math.ceil((wanted - len(kept)) / PIECE))
             make, workers = partial(piece, task, length, SPLITS.index(split)), min(os.cpu_count() or 1, len(more))
@@ -162,7 +163,7 @@ def generate(piece: Piece, task: Any, length: int, examples: dict[str, int], pro
                     if (key := row.tobytes()) not in seen and len(kept) < wanted:
                         seen.add(key)
                         kept.append(row)
-                progress(len(kept), wanted, f"making {split} examples", phase=f"making {split} examples")
+                told(len(kept), wanted)
             require(
                 pieces < TRIES * (1 + wanted // PIECE),
                 f"the generator must have {sum(examples.values())} different examples, got {len(seen)}; ask for fewer",
@@ -230,9 +231,9 @@ def encode_texts(
 ) -> Tables:
     """Make the tables of labelled texts, each cut to `length` tokens and padded on the right."""
     for split, chosen in chosen_texts(labelled, examples).items():
-        rows = np.full((len(chosen), length + 1), pad, np.int64)
+        rows, told = np.full((len(chosen), length + 1), pad, np.int64), in_phase(progress, f"encoding {split} texts")
         for i, (text, label) in enumerate(chosen):
             ids = encode(text)[:length]
             rows[i, : len(ids)], rows[i, -1] = ids, label
-            progress(i, len(chosen), f"encoding {split} texts", phase=f"encoding {split} texts")
+            told(i, len(chosen))
         yield split, rows
