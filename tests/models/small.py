@@ -1,6 +1,8 @@
 """Small models of every configuration, and tokens for them."""
 
 import torch
+import torch.nn.functional as F
+from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import Cache
 
 from farspan import FarspanCache, FarspanConfig, FarspanForCausalLM
@@ -64,6 +66,24 @@ def chunked(
             given["position_ids"] = positions[:, begin:seen]
         parts.append(model(**given, past_key_values=cache, **options).logits)
     return torch.cat(parts, dim=1)
+
+
+def compiled_steps(
+    model: FarspanForCausalLM, x: torch.Tensor, prompt: int, slots: int, mask: torch.Tensor | None
+) -> tuple[torch.Tensor, int]:
+    """Compute the logits after a prompt token by token in a static cache, compiled, and count the graphs."""
+
+    def seen(tokens: int, width: int) -> dict[str, torch.Tensor]:
+        return {} if mask is None else {"attention_mask": F.pad(mask[:, :tokens], (0, width - tokens))}
+
+    cache, parts = FarspanCache(model.config, max_length=slots), []
+    model(x[:, :prompt], past_key_values=cache, **seen(prompt, prompt))
+    torch.compiler.reset()
+    graphs = CompileCounterWithBackend("aot_eager")
+    step = torch.compile(model, fullgraph=True, backend=graphs)
+    for i in range(prompt, x.shape[1]):
+        parts.append(step(x[:, i : i + 1], past_key_values=cache, **seen(i + 1, slots)).logits)
+    return torch.cat(parts, dim=1), graphs.frame_count
 
 
 SOFTMAX = [

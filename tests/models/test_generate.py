@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounterWithBackend
 
 from farspan import FarspanCache, FarspanForCausalLM
 from tests.models.small import (
@@ -16,6 +15,7 @@ from tests.models.small import (
     PER_QUERY,
     PER_REQUEST,
     TIGHT,
+    compiled_steps,
     make,
     name_of,
     tokens,
@@ -184,21 +184,12 @@ def test_training_step_compiles_without_a_graph_break() -> None:
 @torch.no_grad()
 def test_static_decoding_compiles_once(options: dict, masked: bool) -> None:
     """No graph break, and no new graph for each token, also while a window fills up and after."""
-    model, x = make(**options), tokens(2, 24)
-    mask = torch.ones_like(x)
+    model, x, mask = make(**options), tokens(2, 24), torch.ones(2, 24, dtype=torch.long)
     mask[0, :3] = 0
-    cache = FarspanCache(model.config, max_length=28)
-    extra = {"attention_mask": mask[:, :5]} if masked else {}
-    model(x[:, :5], past_key_values=cache, **extra)
-    torch.compiler.reset()
-    graphs = CompileCounterWithBackend("aot_eager")
-    step, parts = torch.compile(model, fullgraph=True, backend=graphs), []
-    for i in range(5, 24):
-        extra = {"attention_mask": torch.nn.functional.pad(mask[:, : i + 1], (0, 27 - i))} if masked else {}
-        parts.append(step(x[:, i : i + 1], past_key_values=cache, **extra).logits)
-    extra = {"attention_mask": mask} if masked else {}
-    assert (torch.cat(parts, dim=1) - model(x, **extra).logits[:, 5:]).abs().max() <= TIGHT
-    assert graphs.frame_count <= 4
+    found, graphs = compiled_steps(model, x, 5, 28, mask if masked else None)
+    want = model(x, attention_mask=mask if masked else None).logits[:, 5:]
+    assert (found - want).abs().max() <= TIGHT
+    assert graphs <= 4
 
 
 @pytest.mark.parametrize("options", [{"attention": MIXED}, {"rope_parameters": PER_REQUEST}], ids=name_of)

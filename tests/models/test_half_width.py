@@ -11,13 +11,11 @@ from torch.utils._pytree import tree_leaves
 
 pytest.importorskip("triton", reason="needs triton (pip install farspan[gpu])")
 
-from torch._dynamo.testing import CompileCounterWithBackend
-
 from farspan import FarspanCache, FarspanForCausalLM, layers
 from farspan.bench.timing import captured
 from farspan.layers import CocaAttention
 from farspan.ops import coca, device
-from tests.models.small import LOCAL, PER_QUERY, PER_REQUEST, chunked, make, name_of, tokens
+from tests.models.small import LOCAL, PER_QUERY, PER_REQUEST, chunked, compiled_steps, make, name_of, tokens
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NOPE = {"kind": "coca", "rotary": False}
@@ -338,15 +336,7 @@ def test_a_cuda_graph_of_a_step_follows_the_sequence() -> None:
 def test_a_compiled_step_is_one_graph(options: dict, masked: bool) -> None:
     """No graph break, and no new graph for each token, also while a window fills up and after."""
     model, x = model_of(decode_backend="triton", **options), tokens(2, 11).to(DEVICE)
-    mask = left_padding(2, 11, 3)
-    cache, parts = FarspanCache(model.config, max_length=16), []
-    model(x[:, :5], past_key_values=cache, **({"attention_mask": mask[:, :5]} if masked else {}))
-    torch.compiler.reset()
-    graphs = CompileCounterWithBackend("aot_eager")
-    step = torch.compile(model, fullgraph=True, backend=graphs)
-    for i in range(5, 11):
-        extra = {"attention_mask": torch.nn.functional.pad(mask[:, : i + 1], (0, 15 - i))} if masked else {}
-        parts.append(step(x[:, i : i + 1], past_key_values=cache, **extra).logits)
-    want = on("sdpa", model)(x, **({"attention_mask": mask} if masked else {})).logits[:, 5:]
-    assert (torch.cat(parts, dim=1) - want).abs().max() <= 1e-5
-    assert graphs.frame_count <= 4
+    mask = left_padding(2, 11, 3) if masked else None
+    found, graphs = compiled_steps(model, x, 5, 16, mask)
+    assert (found - on("sdpa", model)(x, attention_mask=mask).logits[:, 5:]).abs().max() <= 1e-5
+    assert graphs <= 4
