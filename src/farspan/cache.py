@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from farspan.errors import require
@@ -21,14 +22,28 @@ CHEAP = 2**15
 
 
 class _CacheLayer:
-    """What all caches share: tensors whose batch may change, for beam search and `num_return_sequences`."""
+    """What all caches share: tensors whose batch may change, for beam search and `num_return_sequences`.
+
+    As in transformers, `update` appends keys and values (b, g, n, ·) and returns all that the n new queries can see.
+    `get_seq_length` counts the tokens so far, dropped ones included. `get_mask_sizes` tells how many keys the next
+    `update` will return, and the index of the first of them. `get_max_length` is the most tokens kept, -1 for no limit.
+    """
 
     is_compileable = is_croppable = is_sliding = supports_early_init = False
     keys: Tensor | None
     values: Tensor | None
+    content = ""
+    """What is kept of the tokens, for an error."""
 
     def _replace(self, change: Callable[[Tensor], Tensor]) -> None:
         raise NotImplementedError
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Raise unless there is nothing to remove."""
+        require(
+            tokens_to_remove == 0,
+            f"cannot remove {abs(tokens_to_remove)} tokens: this layer keeps only {self.content}; start again",
+        )
 
     @property
     def nbytes(self) -> int:
@@ -65,7 +80,7 @@ class LayerCache(_CacheLayer):
     def __init__(self, window: int | None = None) -> None:
         require(window is None or window >= 1, f"window must be at least 1 or None, got {window}")
         self.window = self.sliding_window = window
-        self.is_sliding = window is not None
+        self.is_sliding, self.content = window is not None, f"its window of {window}"
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
         self._storage = _Storage(), _Storage()
@@ -76,11 +91,9 @@ class LayerCache(_CacheLayer):
 
     @property
     def is_initialized(self) -> bool:
-        """Whether something is kept."""
         return self.keys is not None
 
     def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Append (b, g, n, ·) and return all that the n new queries can see."""
         new = keys.shape[2]
         self._seen += new
         if self.keys is not None and self.values is not None:
@@ -101,16 +114,13 @@ class LayerCache(_CacheLayer):
         self.keys, self.values = self._storage[0].keep(keys, first, limit), self._storage[1].keep(values, first, limit)
 
     def get_seq_length(self) -> int:
-        """Return the number of tokens so far, dropped ones included."""
         return self._seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return how many keys `update` will return, and the index of the first of them."""
         kept = self._seen if self.window is None else min(self._seen, self.window - 1)
         return kept + query_length, self._seen - kept
 
     def get_max_length(self) -> int:
-        """Return the most tokens kept; -1 for no limit."""
         return -1 if self.window is None else self.window
 
     def activate_past_recording(self) -> None:
@@ -123,11 +133,8 @@ class LayerCache(_CacheLayer):
         if self.keys is None or self.values is None:
             return
         if tokens_to_remove < 0:
-            require(
-                self.window is None or self.record_past or self._seen < self.window,
-                f"cannot remove {-tokens_to_remove} tokens: this layer keeps only its window of {self.window}; "
-                "start again",
-            )
+            if self.window is not None and not self.record_past and self._seen >= self.window:
+                super().crop(tokens_to_remove)  # raises
             self.keys, self.values = self.keys[:, :, :tokens_to_remove], self.values[:, :, :tokens_to_remove]
             self._seen = max(0, self._seen + tokens_to_remove)
         if self.window is not None:
@@ -183,6 +190,11 @@ def _may_write(buffer: Tensor) -> bool:
     return torch.compiler.is_compiling() or not buffer.is_inference() or torch.is_inference_mode_enabled()
 
 
+def is_alike(held: Tensor, new: Tensor) -> bool:
+    """Whether storage held for an earlier batch serves a new one."""
+    return (held.shape[0], held.dtype, held.device) == (new.shape[0], new.dtype, new.device)
+
+
 def _keep_addresses(*storage: Tensor) -> None:
     """Tell torch.compile that these tensors stay where they are, as CUDA graphs need."""
     if not torch.compiler.is_compiling():
@@ -194,7 +206,7 @@ class StaticWindowCache(_CacheLayer):
     """The last window - 1 tokens of one layer in storage allocated once, for torch.compile and CUDA graphs.
 
     The newest token is always in the last slot: each call does the same, whether the window is full or not. Slots that
-    no token has reached yet are hidden by the mask.
+    no token has reached yet are hidden by the mask. Once in use, the number of tokens is a tensor.
 
     >>> cache = StaticWindowCache(window=3)
     >>> for n in range(2, 6):
@@ -207,6 +219,7 @@ class StaticWindowCache(_CacheLayer):
 
     def __init__(self, window: int) -> None:
         self.window = self.sliding_window = self.max_cache_len = window
+        self.content = f"its window of {window}"
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
         self.is_initialized = False
@@ -216,7 +229,6 @@ class StaticWindowCache(_CacheLayer):
         return f"StaticWindowCache(window={self.window})"
 
     def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Append (b, g, n, ·) and return all that the n new queries can see, empty slots included."""
         new = keys.shape[2]
         if not self.is_initialized:
             self._start(keys, values)
@@ -232,41 +244,25 @@ class StaticWindowCache(_CacheLayer):
     def _start(self, keys: Tensor, values: Tensor) -> None:
         """Keep the end of a first prompt, in the storage of an earlier one where it fits."""
         held = self.keys
-        fits = held is not None and (held.shape[0], held.dtype, held.device) == (keys.shape[0], keys.dtype, keys.device)
-        if not fits or not _may_write(held):  # type: ignore[arg-type]
+        if held is None or not _may_write(held) or not is_alike(held, keys):
             self.keys, self.values = (x.new_empty(*x.shape[:2], self.window - 1, x.shape[3]) for x in (keys, values))
             self._seen = torch.tensor(0, device=keys.device)
             _keep_addresses(self.keys, self.values, self._seen)
         self.is_initialized = True
+        first = keys.shape[2] - self.window + 1  # below 0, empty slots come before the prompt
         for kept, new in ((self.keys, keys), (self.values, values)):
-            assert kept is not None
-            start = max(0, kept.shape[2] - new.shape[2])
-            kept[:, :, :start].zero_()
-            kept[:, :, start:].copy_(new[:, :, new.shape[2] - (kept.shape[2] - start) :])
+            kept.copy_(F.pad(new, (0, 0, -first, 0)))  # type: ignore[union-attr]
 
     def get_seq_length(self) -> int:
-        """Return the number of tokens so far, dropped ones included; a tensor once the cache is in use."""
         return self._seen if self.is_initialized else 0  # type: ignore[return-value]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return how many keys `update` will return, and the index of the first of them: a tensor, below 0 at first."""
         if not self.is_initialized:
             return query_length, 0
         return self.window - 1 + query_length, self._seen - (self.window - 1)  # type: ignore[return-value]
 
     def get_max_length(self) -> int:
-        """Return the most tokens kept."""
         return self.window
-
-    get_max_cache_shape = get_max_length
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Raise unless there is nothing to remove: older tokens are gone."""
-        require(
-            tokens_to_remove == 0,
-            f"cannot remove {abs(tokens_to_remove)} tokens: this layer keeps only its window of {self.window}; "
-            "start again",
-        )
 
     def reset(self) -> None:
         """Forget everything but keep the storage, so that compiled graphs stay valid."""
@@ -292,57 +288,52 @@ class StateCache(_CacheLayer):
     (0, 0)
     """
 
+    content = "the sums of a linear layer"
+
     def __init__(self, max_length: int | None = None) -> None:
         self.max_length = max_length
         self.is_compileable = max_length is not None
         self.is_initialized = False
-        self._held: list[Tensor] = []
-        """Numerator, denominator, anchor, position, first: the tensors of a :class:`LinearState`."""
-        self._weighting = ""
+        self._held: LinearState | None = None
+        """The newest state; after a reset, the storage of the next one."""
         self._seen: int | Tensor = 0 if max_length is None else torch.tensor(0)
 
     def __repr__(self) -> str:
         return "StateCache()"
 
     @property
+    def state(self) -> LinearState | None:
+        """The state that the op continues from."""
+        return self._held if self.is_initialized else None
+
+    @property
     def keys(self) -> Tensor | None:  # type: ignore[override]
-        """The sum of the numerator."""
-        return self._held[0] if self.is_initialized else None
+        return None if self.state is None else self.state.numerator
 
     @property
     def values(self) -> Tensor | None:  # type: ignore[override]
-        """The sum of the denominator."""
-        return self._held[1] if self.is_initialized else None
+        return None if self.state is None else self.state.denominator
 
     @property
-    def state(self) -> LinearState | None:
-        """The state that the op continues from."""
-        if not self.is_initialized:
-            return None
-        numerator, denominator, anchor, position, first = self._held
-        return LinearState(numerator, denominator, anchor, position, first, self._weighting)
+    def nbytes(self) -> int:
+        """Bytes of the state."""
+        return 0 if self.state is None else self.state.nbytes
 
     def advance(self, state: LinearState, tokens: int) -> None:
         """Replace the sums by those after `tokens` more."""
         rows = state.numerator.shape[0]
-        new = [state.numerator, state.denominator, *(x.expand(rows, 1).contiguous() for x in state[2:5])]
-        fits = [x.shape for x in self._held] == [x.shape for x in new] and all(_may_write(x) for x in self._held)
-        if self.max_length is None or not fits:
-            self._held = new
-            if isinstance(self._seen, Tensor):
-                self._seen = self._seen.to(state.numerator.device)
-                _keep_addresses(*self._held, self._seen)
-        else:
-            for held, now in zip(self._held, new, strict=True):
-                held.copy_(now)
-        self._weighting, self.is_initialized = state.weighting, True
-        if isinstance(self._seen, Tensor):
-            self._seen.add_(tokens)
-        else:
-            self._seen += tokens
+        new = [*state[:2], *(x.expand(rows, 1).contiguous() for x in state[2:5])]
+        held = [] if self._held is None else self._held[:5]
+        fits = [x.shape for x in held] == [x.shape for x in new] and all(map(_may_write, held))
+        if self.max_length is not None and fits:
+            new = [kept.copy_(now) for kept, now in zip(held, new, strict=True)]
+        elif isinstance(self._seen, Tensor):
+            self._seen = self._seen.to(state.numerator.device)
+            _keep_addresses(*new, self._seen)
+        self._held, self.is_initialized = LinearState._make([*new, state.weighting]), True
+        self._seen += tokens  # in place where it is a tensor
 
     def get_seq_length(self) -> int:
-        """Return the number of tokens so far; a tensor if the cache is static and in use."""
         return self._seen if self.is_initialized else 0  # type: ignore[return-value]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -350,28 +341,16 @@ class StateCache(_CacheLayer):
         return (query_length, self.get_seq_length()) if self.max_length is None else (self.max_length, 0)
 
     def get_max_length(self) -> int:
-        """Return -1: there is no limit."""
         return -1
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Raise unless there is nothing to remove: summed tokens cannot be taken out."""
-        require(
-            tokens_to_remove == 0,
-            f"a linear layer cannot remove {abs(tokens_to_remove)} tokens, they are summed; start again",
-        )
 
     def reset(self) -> None:
         """Forget everything; a static cache keeps its tensors, so that compiled graphs stay valid."""
         self.is_initialized = False
         if isinstance(self._seen, Tensor):
-            self._seen = self._seen.zero_() if _may_write(self._seen) else torch.tensor(0)
+            self._seen = self._seen.zero_() if _may_write(self._seen) else torch.zeros_like(self._seen)
         else:
-            self._seen, self._held = 0, []
+            self._seen, self._held = 0, None
 
     def _replace(self, change: Callable[[Tensor], Tensor]) -> None:
-        self._held = [change(x) for x in self._held]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the state."""
-        return 0 if self.state is None else self.state.nbytes
+        if self._held is not None:
+            self._held = LinearState._make([*map(change, self._held[:5]), self._held.weighting])

@@ -1,6 +1,5 @@
 """The configuration of a farspan model: a LLaMA-shaped decoder with one attention spec per layer."""
 
-import logging
 from collections.abc import Callable, Iterable
 from dataclasses import fields
 from difflib import get_close_matches
@@ -22,6 +21,14 @@ from farspan.ops.rotary import NTK, DynamicNTK, Linear, Llama3, Rotary, Scaling,
 PRESETS: dict[str, dict[str, Any]] = {
     # Section 3.2: 350M parameters, 24 layers, hidden 1024, 16 heads, length 512 (SwiGLU at the same size).
     "350m": {},
+    # As deep and wide as the smallest GPT-2; 124M parameters with RoPE.
+    "124m": {
+        "hidden_size": 768,
+        "intermediate_size": 3008,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "vocab_size": 16_384,
+    },
     "33m": {
         "hidden_size": 512,
         "intermediate_size": 1536,
@@ -156,8 +163,7 @@ class FarspanConfig(PreTrainedConfig):
         return super().__new__(cls)
 
     def __post_init__(self, **kwargs: Any) -> None:
-        if kwargs.pop("cache_layout", "half") == "rotated":
-            logging.getLogger(__name__).warning("cache_layout='rotated' is gone; CoCA caches un-rotated t everywhere")
+        kwargs.pop("cache_layout", None)  # of version 0.1, which could also cache rotated keys; the logits are the same
         self._check_numbers(kwargs.get("torch_dtype"))
         self._expand_hybrid(**{name: kwargs.pop(name) for name in HYBRID_OPTIONS if name in kwargs})
         for key in _unknown_keys(kwargs):
@@ -198,7 +204,7 @@ class FarspanConfig(PreTrainedConfig):
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> "FarspanConfig":
-        """Make the configuration of a named size ("350m" of the paper, "33m", "tiny") with some fields replaced."""
+        """Make the configuration of a named size, one of :data:`PRESETS`, with some fields replaced."""
         require_choice("preset", name, PRESETS)
         config = cls(**{**PRESETS[name], **overrides})
         for key in _unknown_keys(overrides):  # transformers would keep them without a word

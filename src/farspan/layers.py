@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,7 @@ from farspan.ops.coca import (
     why_not_feature_kernel,
 )
 from farspan.ops.coca_decode import is_decoding_step
-from farspan.ops.cosformer import BEYOND, LinearState, cosformer_attention
+from farspan.ops.cosformer import BEYOND, cosformer_attention
 from farspan.ops.device import wants_gradient, working_dtype
 from farspan.ops.masking import LIMIT, AttentionContext, AttentionMask, Positions, make_mask
 from farspan.ops.reference import ACTIVATIONS as COSFORMER_ACTIVATIONS
@@ -175,19 +175,6 @@ def hybrid(name: str, layers: int, *, window: int | None = None, global_every: i
     return [everywhere if (layer + 1) % global_every == 0 else local for layer in range(layers)]
 
 
-class Cache(Protocol):
-    """What a layer asks of its cache: :class:`LayerCache`, or a layer of any transformers Cache."""
-
-    @property
-    def is_compileable(self) -> bool: ...
-
-    def update(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]: ...
-
-    def get_seq_length(self) -> int: ...
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]: ...
-
-
 class Attention(nn.Module):
     """Self-attention of any softmax kind: projections, one op, output projection.
 
@@ -204,15 +191,11 @@ class Attention(nn.Module):
         head_dim: d; default hidden_size / h.
         qkv_bias, out_bias: give the projections a bias.
         qk_norm_eps: normalise q and k (or t, before its activation) per head with RMSNorm (Qwen3); None = no.
-        coca_activation: keeps t ≥ 0, "relu" (the paper) or "softplus".
         causal: a query sees keys up to itself.
-        decode_backend: the op's backend for steps of few tokens without gradients: "auto", "sdpa" or "triton".
         log_length: length of training, past which scores grow with the logarithm of a query's position
             (:func:`farspan.ops.rotary.log_length`); None = never.
         length_form: how they grow, one of :data:`LENGTH_FORMS`. "learned" gives the layer a `length_scale` per head.
-        polar_phase, polar_activation: learn phases, and "softplus" or "relu" for magnitudes, in PoPE and polar CoCA.
-        kv_shift: give the layer a `shift` per key head, for keys and for values, by which those of the token before
-            are mixed in; zero at first. For layers without window and positions.
+        coca_activation, decode_backend, polar_phase, polar_activation, kv_shift: as in :class:`farspan.FarspanConfig`.
     """
 
     def __init__(
@@ -280,12 +263,12 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(hidden_size, self.num_key_heads * self.head_dim, bias=qkv_bias)
         self.o_proj = nn.Linear(num_heads * self.head_dim, hidden_size, bias=out_bias)
         self.phase: nn.Parameter | None = None
+        self.length_scale: nn.Parameter | None = None
+        self.shift: nn.Parameter | None = None
         if self.polar and self.spec.rotary and polar_phase:
             self.phase = nn.Parameter(torch.zeros(num_heads * self.key_width))
-        self.length_scale: nn.Parameter | None = None
         if log_length is not None and length_form == "learned":
             self.length_scale = nn.Parameter(torch.full((num_heads,), self.first_length_scale))
-        self.shift: nn.Parameter | None = None
         if kv_shift:
             require(self.spec.shiftable, f"kv_shift needs a layer without window and positions, got {self.spec}")
             self.shift = nn.Parameter(torch.zeros(2 * self.num_key_heads))
@@ -321,7 +304,7 @@ class Attention(nn.Module):
         self,
         x: Tensor,
         context: AttentionContext | None = None,
-        cache: Cache | None = None,
+        cache: Any = None,
         *,
         positions: Positions = None,
         padding_mask: Tensor | None = None,
@@ -329,8 +312,8 @@ class Attention(nn.Module):
     ) -> Tensor:
         """Attend from x (b, n, hidden) to itself and to what the cache holds → (b, n, hidden).
 
-        A model passes its `context`. Otherwise `positions` and masks are those of the ops; with a cache they cover the
-        keys that it returns.
+        The cache is a :class:`LayerCache`, or a layer of any transformers Cache. A model passes its `context`.
+        Otherwise `positions` and masks are those of the ops; with a cache they cover the keys that it returns.
         """
         q, k, v = self.project(x)
         if context is None:
@@ -362,7 +345,7 @@ class Attention(nn.Module):
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
     def update_cache(
-        self, q: Tensor, k: Tensor, v: Tensor, context: AttentionContext, cache: Cache | None
+        self, q: Tensor, k: Tensor, v: Tensor, context: AttentionContext, cache: Any
     ) -> tuple[Tensor, Tensor, Tensor, AttentionMask, Rotary | None]:
         """Add new keys and values to the cache; return what :meth:`attend` takes.
 
@@ -463,11 +446,9 @@ class Attention(nn.Module):
         """Compute what `log_length` multiplies queries by, (b|1, 1, n, 1); None if it is 1 for all."""
         trained, window = self.log_length, mask.window
         assert trained is not None
-        if self.length_form != "learned":
-            if window is not None and window <= trained:
-                return None
-            if mask.first is not None and mask.first + mask.m <= trained:
-                return None
+        in_window = window is not None and window <= trained
+        if self.length_form != "learned" and (in_window or (mask.first is not None and mask.first + mask.m <= trained)):
+            return None
         count = mask.query_positions + 1
         count = count if window is None else count.clamp(max=window)
         if self.length_form == "learned":
@@ -539,30 +520,22 @@ class LinearAttention(Attention):
         """Make the mask of the new tokens."""
         context.new_tokens()
 
-    def forward(  # type: ignore[override]
-        self,
-        x: Tensor,
-        context: AttentionContext | None = None,
-        cache: StateCache | None = None,
-        *,
-        positions: Positions = None,
-        padding_mask: Tensor | None = None,
-        documents: Tensor | None = None,
+    def forward(
+        self, x: Tensor, context: AttentionContext | None = None, cache: StateCache | None = None, **options: Any
     ) -> Tensor:
         """Attend from x (b, n, hidden) to itself and to all that the cache has summed → (b, n, hidden).
 
-        A model passes its `context`. Otherwise positions and masks are those of the n new tokens.
+        A model passes its `context`. Otherwise `positions`, `padding_mask` and `documents` are those of the new tokens.
         """
-        if context is not None:
-            options: dict[str, Any] = {"mask": context.new_tokens(0 if cache is None else cache.get_seq_length())}
-        else:
-            options = {"positions": positions, "padding_mask": padding_mask, "documents": documents}
+        if context is None:
             options["causal"] = self.causal
-        state: LinearState | None = None if cache is None else cache.state
+        else:
+            options["mask"] = context.new_tokens(0 if cache is None else cache.get_seq_length())
         q, k, v = self.project(x)
-        out = self.op(q, k, v, state=state, return_state=cache is not None, **options)
-        if cache is not None:
-            out, state = out
+        if cache is None:
+            out = self.op(q, k, v, **options)
+        else:
+            out, state = self.op(q, k, v, state=cache.state, return_state=True, **options)
             cache.advance(state, x.shape[1])
         return self.o_proj(out.transpose(1, 2).flatten(2))
 

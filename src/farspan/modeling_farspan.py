@@ -4,7 +4,6 @@ Read top to bottom: cache, attention adapter, block, decoder, language-model hea
 are in :mod:`farspan.layers`, the formulas in :mod:`farspan.ops`.
 """
 
-import logging
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
@@ -29,7 +28,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from farspan.cache import LayerCache, StateCache, StaticWindowCache
+from farspan.cache import LayerCache, StateCache, StaticWindowCache, is_alike
 from farspan.configuration_farspan import FarspanConfig
 from farspan.errors import require
 from farspan.layers import Attention, AttentionSpec, CosformerAttention, LinearAttention, LinearCocaAttention
@@ -38,15 +37,12 @@ from farspan.ops.masking import AttentionContext, is_consecutive
 from farspan.ops.reference import repeat_heads
 from farspan.ops.rotary import Rotary
 
-LOG = logging.getLogger(__name__)
-
 
 class StaticLayerCache(StaticLayer):
     """A layer that keeps all tokens in storage allocated once; a reset keeps it, so that compiled graphs stay valid."""
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        held, new = self.keys, key_states
-        if held is None or (held.shape[0], held.dtype, held.device) != (new.shape[0], new.dtype, new.device):
+        if self.keys is None or not is_alike(self.keys, key_states):
             super().lazy_initialization(key_states, value_states)
         self.is_initialized = True
 
@@ -111,12 +107,13 @@ class _LayerOf:
         self.is_compileable = cache.is_compileable
 
     def update(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        layer: Any = self.cache.layers[self.layer_idx] if self.get_seq_length() else None
+        layers: Any = self.cache.layers
+        held = layers[self.layer_idx].keys if self.get_seq_length() else keys
         require(
-            layer is None or layer.keys.shape[-1] == keys.shape[-1],
+            held.shape[-1] == keys.shape[-1],
             lambda: (
                 f"past_key_values must hold {keys.shape[-1]} numbers per key in layer {self.layer_idx}, got "
-                f"{layer.keys.shape[-1]}; PEFT's prefix tuning cannot be used with CoCA, but its prompt tuning can"
+                f"{held.shape[-1]}; PEFT's prefix tuning cannot be used with CoCA, but its prompt tuning can"
             ),
         )
         return self.cache.update(keys, values, self.layer_idx)
@@ -166,13 +163,9 @@ class FarspanAttention(nn.Module):
         hidden_states: Tensor,
         context: AttentionContext,
         attention_mask: Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        cache: Any = None
-        if past_key_values is not None:
-            ours = isinstance(past_key_values, FarspanCache)
-            cache = past_key_values.layers[self.layer_idx] if ours else _LayerOf(past_key_values, self.layer_idx)
         query, key, value, mask, rotary = layer.update_cache(*layer.project(hidden_states), context, cache)
         implementation = self.config._attn_implementation
         if implementation == "farspan":
@@ -215,15 +208,9 @@ def make_attention(config: FarspanConfig, spec: AttentionSpec) -> Attention:
     }
     width, heads = config.hidden_size, config.num_attention_heads
     if spec.kind == "cosformer":
-        return CosformerAttention(
-            width,
-            heads,
-            max_length=config.cosformer_max_length or config.train_length,
-            beyond=config.cosformer_beyond,
-            activation=config.cosformer_activation,
-            nope=not spec.rotary,
-            **options,
-        )
+        options |= {"beyond": config.cosformer_beyond, "activation": config.cosformer_activation}
+        length = config.cosformer_max_length or config.train_length
+        return CosformerAttention(width, heads, max_length=length, nope=not spec.rotary, **options)
     options |= {"rotary": config.rotary(), "coca_activation": config.coca_activation}
     if spec.kind == "linear-coca":
         return LinearCocaAttention(width, heads, nope=not spec.rotary, **options)
@@ -267,24 +254,23 @@ class FarspanBlock(GradientCheckpointingLayer):
         past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> Tensor:
+        cache: Any = None
+        if isinstance(past_key_values, FarspanCache):
+            cache = past_key_values.layers[self.layer_idx]
+        elif past_key_values is not None:
+            cache = _LayerOf(past_key_values, self.layer_idx)
         normed = self.input_layernorm(hidden_states)
         if self.is_linear:
-            attended = self.self_attn(normed, context, self._state_cache(past_key_values))
+            require(
+                cache is None or isinstance(cache, StateCache),
+                "past_key_values must be a FarspanCache where there are linear layers, got "
+                f"{type(past_key_values).__name__}; build FarspanCache(config)",
+            )
+            attended = self.self_attn(normed, context, cache)
         else:
-            attended = self.interface(self.self_attn, normed, context, attention_mask, past_key_values, **kwargs)[0]
+            attended = self.interface(self.self_attn, normed, context, attention_mask, cache, **kwargs)[0]
         hidden_states = hidden_states + attended
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
-
-    def _state_cache(self, cache: Cache | None) -> StateCache | None:
-        if cache is None:
-            return None
-        layer = cache.layers[self.layer_idx] if self.layer_idx < len(cache.layers) else None
-        require(
-            isinstance(layer, StateCache),
-            f"past_key_values must be a FarspanCache where there are linear layers, got {type(cache).__name__}; "
-            "build FarspanCache(config)",
-        )
-        return layer  # type: ignore[return-value]
 
 
 class FarspanPreTrainedModel(PreTrainedModel):
@@ -380,9 +366,8 @@ class FarspanModel(FarspanPreTrainedModel):
         )
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
-        self.embed_positions = (
-            nn.Embedding(config.learned_positions, config.hidden_size) if config.learned_positions else None
-        )
+        learned = config.learned_positions
+        self.embed_positions = nn.Embedding(learned, config.hidden_size) if learned else None
         self.layers = nn.ModuleList(FarspanBlock(config, i) for i in range(config.num_hidden_layers))
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.gradient_checkpointing = False
@@ -414,8 +399,12 @@ class FarspanModel(FarspanPreTrainedModel):
             raise ValueError("give exactly one of input_ids and inputs_embeds, not both")
         hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         require(hidden.shape[1] > 0, "input_ids must hold at least one token, got length 0; skip the call")
-        if kwargs.get("output_attentions") and self.config._attn_implementation == "farspan":
-            LOG.warning("output_attentions needs attn_implementation 'eager'; 'farspan' computes no weights")
+        if self.config._attn_implementation == "farspan":
+            require(
+                not kwargs.get("output_attentions", self.config.output_attentions),
+                "output_attentions must be False with attn_implementation 'farspan', which computes no weights; "
+                "use model.set_attn_implementation('eager')",
+            )
         if use_cache and past_key_values is None and self._can_be_continued(attention_mask, position_ids):
             past_key_values = FarspanCache(self.config)
         compiled = self.layers[0]._compiled_call_impl is not None

@@ -33,7 +33,7 @@ Published = Annotated[int | None, typer.Option(help="Tokens of the published for
 Window = Annotated[int | None, typer.Option(help="Time windows of so many keys beside full RoPE.", min=1, max=LONGEST)]
 Layouts = Annotated[str | None, typer.Option(help="Time layouts too: rope,hybrid-rope,hybrid-pope, …")]
 GlobalEvery = Annotated[int, typer.Option(help="Layers of a layout per global one.", min=2)]
-Preset = Annotated[str, typer.Option(help="350m, 33m or tiny.")]
+Preset = Annotated[str, typer.Option(help="350m, 124m, 33m or tiny.")]
 
 
 @bench.command("attention")

@@ -1,11 +1,13 @@
 """Layers: the same numbers in one piece, in chunks and token by token, with the cache each kind promises."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from transformers.cache_utils import DynamicLayer
 
+from farspan.cache import StaticWindowCache
 from farspan.layers import (
     AlibiAttention,
     Attention,
@@ -13,43 +15,69 @@ from farspan.layers import (
     CocaAttention,
     CosformerAttention,
     LayerCache,
+    LinearCocaAttention,
     RopeAttention,
+    StateCache,
 )
-from farspan.ops import DynamicNTK, Rotary
+from farspan.ops import NTK, DynamicNTK, Rotary, linear_coca_attention_reference
 
-LAYERS = {
-    "rope": lambda **o: RopeAttention(32, 4, **o),
-    "alibi": lambda **o: AlibiAttention(32, 4, **o),
-    "coca-exact": lambda **o: CocaAttention(32, 4, **o),
-    "coca-strict": lambda **o: CocaAttention(32, 4, form="strict", **o),
-    "coca-slack": lambda **o: CocaAttention(32, 4, form="slack", **o),
-    "coca nope": lambda **o: CocaAttention(32, 4, nope=True, **o),
-    "coca softplus": lambda **o: CocaAttention(32, 4, coca_activation="softplus", **o),
-    "coca normed": lambda **o: CocaAttention(32, 4, qk_norm_eps=1e-6, qkv_bias=True, out_bias=True, **o),
-    "coca dynamic": lambda **o: CocaAttention(32, 4, rotary=Rotary(8, scaling=DynamicNTK(4, 5)), **o),
-    "rope dynamic": lambda **o: RopeAttention(32, 4, rotary=Rotary(8, scaling=DynamicNTK(4, 5)), **o),
+DYNAMIC = Rotary(8, scaling=DynamicNTK(4, 5))
+NORMED: dict[str, Any] = {"qk_norm_eps": 1e-6, "qkv_bias": True}
+SOFTMAX: dict[str, tuple[type[Attention], dict[str, Any]]] = {
+    "rope": (RopeAttention, {}),
+    "alibi": (AlibiAttention, {}),
+    "coca-exact": (CocaAttention, {}),
+    "coca-strict": (CocaAttention, {"form": "strict"}),
+    "coca-slack": (CocaAttention, {"form": "slack"}),
+    "coca nope": (CocaAttention, {"nope": True}),
+    "coca softplus": (CocaAttention, {"coca_activation": "softplus"}),
+    "coca normed": (CocaAttention, {**NORMED, "out_bias": True}),
+    "coca dynamic": (CocaAttention, {"rotary": DYNAMIC}),
+    "rope dynamic": (RopeAttention, {"rotary": DYNAMIC}),
 }
+LINEAR: dict[str, tuple[type[Attention], dict[str, Any]]] = {
+    "cosformer": (CosformerAttention, {"max_length": 40}),
+    "decoupled": (CosformerAttention, {"max_length": 5, "beyond": "decoupled"}),
+    "decoupled, elu": (CosformerAttention, {"max_length": 5, "beyond": "decoupled", "activation": "elu"}),
+    "decay": (CosformerAttention, {"max_length": 5, "beyond": "decay", **NORMED}),
+    "cosformer nope": (CosformerAttention, {"max_length": 5, "nope": True}),
+    "linear-coca": (LinearCocaAttention, {}),
+    "linear-coca ntk": (LinearCocaAttention, {"rotary": Rotary(8, scaling=NTK(4))}),
+    "linear-coca softplus": (LinearCocaAttention, {"coca_activation": "softplus", **NORMED}),
+    "linear-coca nope": (LinearCocaAttention, {"nope": True}),
+}
+LAYERS = {**SOFTMAX, **LINEAR}
 
 
-@pytest.mark.parametrize("name", LAYERS)
-@pytest.mark.parametrize("window", [None, 1, 6])
+def make(name: str, **options: Any) -> Attention:
+    kind, own = LAYERS[name]
+    return kind(32, 4, **own, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "window"), [*((n, w) for n in SOFTMAX for w in (None, 1, 6)), *((n, None) for n in LINEAR)]
+)
 @torch.no_grad()
 def test_any_chunking_gives_the_same_output(name: str, window: int | None) -> None:
-    layer, x = LAYERS[name](window=window, num_key_heads=2), torch.randn(2, 23, 32)
-    whole = layer(x)
+    options = {} if name in LINEAR else {"window": window}
+    layer, x = make(name, num_key_heads=2, **options).double(), torch.randn(2, 23, 32, dtype=torch.float64)
+    whole, held = layer(x), set()
     for pieces in ([1] * 23, [7, 1, 15], [22, 1]):
-        cache = LayerCache(window)
-        parts = [layer(piece, cache=cache) for piece in x.split(pieces, dim=1)]
-        assert torch.allclose(torch.cat(parts, dim=1), whole, atol=1e-5)
+        cache, parts = StateCache() if name in LINEAR else LayerCache(window), []
+        for piece in x.split(pieces, dim=1):
+            parts.append(layer(piece, cache=cache))
+            held.add(cache.nbytes)
+        assert (torch.cat(parts, dim=1) - whole).abs().max() <= 1e-10
         assert cache.get_seq_length() == 23
+    assert len(held) == 1 or name in SOFTMAX  # sums of one token take as many bytes as those of a million
 
 
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name", SOFTMAX)
 @pytest.mark.parametrize("window", [None, 9, 3])
 @torch.no_grad()
 def test_log_length_multiplies_the_scores_of_a_query_by_what_it_sees(name: str, window: int | None) -> None:
-    layer = LAYERS[name](window=window, num_key_heads=2, log_length=5).double()
-    plain = LAYERS[name](window=window, num_key_heads=2).double()
+    layer = make(name, window=window, num_key_heads=2, log_length=5).double()
+    plain = make(name, window=window, num_key_heads=2).double()
     plain.load_state_dict(layer.state_dict())
     x, cache = torch.randn(2, 23, 32, dtype=torch.float64), LayerCache(window)
     chunked = torch.cat([layer(piece, cache=cache) for piece in x.split([7, 1, 1, 14], dim=1)], dim=1)
@@ -70,37 +98,27 @@ def test_log_length_goes_by_positions_which_documents_and_padding_need() -> None
     packed = layer(x, positions=positions, documents=documents)
     assert (packed[:, 4:] - layer(x[:, 4:])).abs().max() <= 1e-12
     for options in ({"documents": documents}, {"padding_mask": documents.bool()}):
-        with pytest.raises(
-            ValueError, match="positions must be given with log_length where there are documents or pad"
-        ):
+        with pytest.raises(ValueError, match="positions must be given with log_length where there are documents or"):
             layer(x, **options)
 
 
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name", [*SOFTMAX, "cosformer", "decay", "linear-coca"])
 @torch.no_grad()
 def test_padding_may_hold_nan(name: str) -> None:
-    layer, x = LAYERS[name](num_key_heads=2), torch.randn(2, 12, 32)
-    keep = torch.arange(12)[None] >= torch.tensor([[0], [5]])
-    want = layer(x, padding_mask=keep)
-    got = layer(x.masked_fill(~keep[..., None], torch.nan), padding_mask=keep)
-    assert torch.equal(got[keep], want[keep])
+    layer, x = make(name, num_key_heads=2), torch.randn(2, 12, 32)
+    left, right = torch.arange(12)[None] >= torch.tensor([[0], [5]]), torch.arange(12)[None] < torch.tensor([[12], [5]])
+    for keep in (left, right):
+        want = layer(x, padding_mask=keep)
+        got = layer(x.masked_fill(~keep[..., None], torch.nan), padding_mask=keep)
+        assert torch.equal(got[keep], want[keep])
 
 
-def test_coca_keeps_three_quarters_of_the_bytes_of_rope() -> None:
-    x, held = torch.randn(1, 50, 32), {}
-    for name in ("rope", "coca-exact"):
-        cache = LayerCache()
-        LAYERS[name](num_key_heads=2)(x, cache=cache)
-        held[name] = cache.nbytes
-    assert held["coca-exact"] / held["rope"] == 0.75
-
-
-def test_a_window_layer_keeps_only_what_can_still_be_seen() -> None:
-    layer, cache = CocaAttention(32, 4, window=6), LayerCache(window=6)
-    for piece in torch.randn(1, 40, 32).split(9, dim=1):
-        layer(piece, cache=cache)
-    assert cache.keys is not None
-    assert cache.keys.shape[2] == 5
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("causal", [True, False])
+def test_every_weight_gets_a_gradient(name: str, causal: bool) -> None:
+    layer = make(name, causal=causal)
+    layer(torch.randn(2, 9, 32)).square().sum().backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in layer.parameters())
 
 
 def test_a_layer_takes_a_transformers_cache_layer() -> None:
@@ -109,28 +127,31 @@ def test_a_layer_takes_a_transformers_cache_layer() -> None:
     assert torch.allclose(torch.cat(parts, dim=1), layer(x), atol=1e-5)
 
 
-def test_crop_and_reorder() -> None:
+@pytest.mark.parametrize(("name", "kind"), [("coca-exact", LayerCache), ("cosformer", StateCache)])
+@torch.no_grad()
+def test_rows_of_a_cache_can_be_reordered_and_repeated(name: str, kind: type) -> None:
+    layer, x, cache = make(name), torch.randn(2, 12, 32), kind()
+    cache.reorder_cache(torch.tensor([1, 0]))  # nothing to reorder yet
+    layer(x[:, :8], cache=cache)
+    cache.reorder_cache(torch.tensor([1, 0]))
+    x = x.flip(0)
+    assert torch.allclose(layer(x[:, 8:10], cache=cache), layer(x)[:, 8:10], atol=1e-5)
+    cache.batch_repeat_interleave(2)
+    x = x.repeat_interleave(2, dim=0)
+    assert torch.allclose(layer(x[:, 10:], cache=cache), layer(x)[:, 10:], atol=1e-5)
+
+
+@torch.no_grad()
+def test_the_last_tokens_can_be_cropped() -> None:
     layer, x, cache = CocaAttention(32, 4), torch.randn(2, 12, 32), LayerCache()
     layer(x, cache=cache)
     cache.crop(-4)
     assert cache.get_seq_length() == 8
     assert torch.allclose(layer(x[:, 8:], cache=cache), layer(x)[:, 8:], atol=1e-5)
-    cache.crop(-4)
-    cache.reorder_cache(torch.tensor([1, 0]))
-    assert torch.allclose(layer(x.flip(0)[:, 8:], cache=cache), layer(x).flip(0)[:, 8:], atol=1e-5)
     with pytest.raises(ValueError, match="crop takes minus the number of tokens to remove, got 8"):
         cache.crop(8)
     cache.reset()
     assert (cache.get_seq_length(), cache.nbytes) == (0, 0)
-
-
-@torch.no_grad()
-def test_rows_of_a_cache_can_be_repeated() -> None:
-    layer, x, cache = CocaAttention(32, 4), torch.randn(2, 12, 32), LayerCache()
-    layer(x[:, :8], cache=cache)
-    cache.batch_repeat_interleave(2)
-    x = x.repeat_interleave(2, dim=0)
-    assert torch.allclose(layer(x[:, 8:], cache=cache), layer(x)[:, 8:], atol=1e-5)
 
 
 @torch.no_grad()
@@ -140,8 +161,10 @@ def test_a_window_is_cropped_before_it_is_full_or_while_the_past_is_recorded() -
     layer(x[:, :3], cache=cache)
     cache.crop(-2)
     layer(x[:, 1:8], cache=cache)
-    with pytest.raises(ValueError, match=r"cannot remove 2 tokens: this layer keeps only its window of 4"):
-        cache.crop(-2)
+    for full in (cache, StaticWindowCache(4)):
+        full.crop(0)
+        with pytest.raises(ValueError, match="cannot remove 2 tokens: this layer keeps only its window of 4"):
+            full.crop(-2)
     cache.activate_past_recording()
     layer(x[:, 8:11], cache=cache)
     cache.crop(-2)  # tokens 9 and 10 were guesses
@@ -167,11 +190,48 @@ def test_strict_ties_the_pair_and_halves_the_projection() -> None:
     assert (t >= 0).all()
 
 
-@pytest.mark.parametrize("name", LAYERS)
-def test_every_weight_gets_a_gradient(name: str) -> None:
-    layer = LAYERS[name]()
-    layer(torch.randn(2, 9, 32)).square().sum().backward()
-    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in layer.parameters())
+@pytest.mark.parametrize("name", [name for name in LINEAR if name.startswith("linear-coca")])
+@pytest.mark.parametrize("causal", [True, False])
+@torch.no_grad()
+def test_linear_coca_is_the_definition_on_the_projections_of_exact_coca(name: str, causal: bool) -> None:
+    layer = make(name, num_key_heads=2, causal=causal).double()
+    coca = CocaAttention(32, 4, num_key_heads=2, **LINEAR[name][1]).double()
+    coca.load_state_dict(layer.state_dict())
+    x = torch.randn(2, 23, 32, dtype=torch.float64)
+    mask = torch.arange(23)[None] >= torch.tensor([[0], [6]])
+    out = linear_coca_attention_reference(*coca.project(x), rotary=coca.rotary, causal=causal, padding_mask=mask)
+    want = coca.o_proj(out.transpose(1, 2).flatten(2))
+    assert (layer(x, padding_mask=mask) - want).abs().max() <= 1e-10
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("activation", ["relu", "softplus"])
+def test_gradients_stay_finite_at_large_activations(dtype: torch.dtype, activation: str) -> None:
+    layer = LinearCocaAttention(64, 4, coca_activation=activation).to(dtype)
+    for weight in (layer.q_proj.weight, layer.t_proj.weight):
+        torch.nn.init.normal_(weight, std=2.0)  # q and t of size 16
+    out = layer(torch.randn(2, 40, 64).to(dtype))
+    out.float().square().mean().backward()
+    assert out.isfinite().all()
+    assert all(p.grad.isfinite().all() for p in layer.parameters())
+
+
+def test_re_weighting_prefers_what_is_near() -> None:
+    """The same layer with and without: only the cosine tells a near key from a far one."""
+    torch.manual_seed(1)
+    layer, x = CosformerAttention(32, 4, max_length=30), torch.randn(1, 30, 32)
+    x[:, 0], x[:, -1] = x[:, 0] + 5, x[:, 0]
+    plain = CosformerAttention(32, 4, max_length=30, nope=True)
+    plain.load_state_dict(layer.state_dict())
+    assert (layer(x)[:, 0] - plain(x)[:, 0]).abs().max() <= 1e-6  # a first token sees only itself
+    assert (layer(x)[:, -1] - plain(x)[:, -1]).abs().max() > 1e-3
+
+
+def test_a_sequence_longer_than_m_raises_with_the_remedy() -> None:
+    layer, cache = CosformerAttention(32, 4, max_length=10), StateCache()
+    layer(torch.randn(1, 10, 32), cache=cache)
+    with pytest.raises(ValueError, match=r"max_length is M = 10 and the sequence spans 11 positions.*beyond="):
+        layer(torch.randn(1, 1, 32), cache=cache)
 
 
 @pytest.mark.parametrize(
@@ -187,10 +247,19 @@ def test_every_weight_gets_a_gradient(name: str) -> None:
         (lambda: CocaAttention(32, 4, log_length=1), "log_length must be None or a length ≥ 2, in a causal layer"),
         (lambda: RopeAttention(32, 4, log_length=5, causal=False), "got 5 for 'rope', causal=False; leave it out"),
         (lambda: CosformerAttention(32, 4, max_length=9, log_length=5), "got 5 for 'cosformer', causal=True"),
+        (lambda: CosformerAttention(32, 4, max_length=0), "max_length must be at least 1, got 0"),
+        (lambda: CosformerAttention(32, 4, max_length=8, beyond="clamp"), "beyond must be one of 'raise'"),
+        (lambda: CosformerAttention(32, 4, max_length=8, activation="exp"), "activation must be one of"),
+        (lambda: LinearCocaAttention(32, 4, rotary=DYNAMIC), "rotary must have fixed frequencies in a linear layer"),
         (lambda: Attention(32, 4, "ropee"), "attention must be one of .* did you mean 'rope'"),
+        (lambda: Attention(32, 4, "cosformer"), "is a linear attention.* build CosformerAttention"),
+        (lambda: Attention(32, 4, "linear-coca"), "is a linear attention.* LinearCocaAttention"),
         (lambda: AttentionSpec.parse({"kind": "coca", "frm": "exact"}), "did you mean 'form'"),
-        (lambda: AttentionSpec("rope", "exact"), "form belongs to kind 'coca'"),
         (lambda: AttentionSpec.parse({"window": 4}), "attention needs a 'kind'"),
+        (lambda: AttentionSpec.parse("linear-coc"), "did you mean 'linear-coca'"),
+        (lambda: AttentionSpec("rope", "exact"), "form belongs to kind 'coca'"),
+        (lambda: AttentionSpec("cosformer", window=4), "window cannot be combined with kind 'cosformer', got 4"),
+        (lambda: AttentionSpec("linear-coca", window=4), "window cannot be combined with kind 'linear-coca', got 4"),
         (lambda: LayerCache(window=0), "window must be at least 1 or None, got 0"),
     ],
 )

@@ -22,6 +22,7 @@ SPECS = [
     AttentionSpec("coca", "polar", window=5),
     AttentionSpec("pope", window=5),
 ]
+CASES = [*((spec, None) for spec in SPECS), (SPECS[4], Rotary(8, scaling=DynamicNTK(4, 4)))]
 
 
 def steps(layer: Attention, x: Tensor, sizes: list[int], cache: Any, padding: Tensor | None) -> Tensor:
@@ -42,13 +43,14 @@ def steps(layer: Attention, x: Tensor, sizes: list[int], cache: Any, padding: Te
     return torch.cat(found, dim=1)
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize(("spec", "rotary"), CASES, ids=str)
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("sizes", [[1] * 12, [2, 1, 1, 3, 1, 4], [9, 1, 1, 1]], ids=str)
 @torch.no_grad()
-def test_a_static_window_equals_a_growing_one(spec: AttentionSpec, padded: bool, sizes: list[int]) -> None:
-    torch.manual_seed(0)
-    layer = Attention(32, 4, spec, num_key_heads=2).double()
+def test_a_static_window_equals_a_growing_one(
+    spec: AttentionSpec, rotary: Rotary | None, padded: bool, sizes: list[int]
+) -> None:
+    layer = Attention(32, 4, spec, rotary=rotary, num_key_heads=2).double()
     x = torch.randn(2, 12, 32, dtype=torch.float64)
     padding = None
     if padded:
@@ -63,15 +65,6 @@ def test_a_static_window_equals_a_growing_one(spec: AttentionSpec, padded: bool,
         storage = cache.keys
         cache.reset()
     assert cache.keys is storage
-
-
-@torch.no_grad()
-def test_a_static_window_under_dynamic_ntk() -> None:
-    spec = AttentionSpec("coca", "exact", window=5)
-    layer = Attention(32, 4, spec, rotary=Rotary(8, scaling=DynamicNTK(4, 4))).double()
-    x = torch.randn(1, 12, 32, dtype=torch.float64)
-    growing = steps(layer, x, [3] + [1] * 9, LayerCache(5), None)
-    assert (steps(layer, x, [3] + [1] * 9, StaticWindowCache(5), None) - growing).abs().max() <= 1e-12
 
 
 @pytest.mark.parametrize("seen", [0, 2, 9])
@@ -89,10 +82,3 @@ def test_the_kernel_takes_the_mask_of_a_static_window(seen: int, n: int) -> None
     assert (ours - theirs).abs().max() <= 1e-5
     assert mask.padding is not None
     assert mask.padding.sum() == min(seen, window - 1) + n
-
-
-def test_a_static_window_removes_nothing() -> None:
-    cache = StaticWindowCache(4)
-    cache.crop(0)
-    with pytest.raises(ValueError, match="cannot remove 2 tokens: this layer keeps only its window of 4"):
-        cache.crop(-2)

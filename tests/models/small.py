@@ -1,8 +1,11 @@
 """Small models of every configuration, and tokens for them."""
 
 import torch
+import torch.nn.functional as F
+from torch._dynamo.testing import CompileCounterWithBackend
+from transformers import Cache
 
-from farspan import FarspanConfig, FarspanForCausalLM
+from farspan import FarspanCache, FarspanConfig, FarspanForCausalLM
 
 NAMES = ["rope", "alibi", "coca-exact", "coca-strict", "coca-slack"]
 LOCAL = {"kind": "coca", "form": "exact", "window": 8}
@@ -39,6 +42,48 @@ def make(
 
 def tokens(*shape: int) -> torch.Tensor:
     return torch.randint(1, 97, shape)  # 0 is padding, from which `generate` would infer a mask
+
+
+def chunked(
+    model: FarspanForCausalLM,
+    x: torch.Tensor,
+    pieces: list[int],
+    mask: torch.Tensor | None = None,
+    *,
+    length: int | None = None,
+    cache: Cache | None = None,
+    positions: torch.Tensor | None = None,
+    **options: object,
+) -> torch.Tensor:
+    """Compute the logits of tokens x (b, n), or of embeddings (b, n, ·), read piece by piece through a cache."""
+    cache, parts, seen = FarspanCache(model.config, max_length=length) if cache is None else cache, [], 0
+    for piece in x.split(pieces, dim=1):
+        begin, seen = seen, seen + piece.shape[1]
+        given = {"input_ids" if piece.dim() == 2 else "inputs_embeds": piece}
+        if mask is not None:
+            given["attention_mask"] = mask[:, :seen]
+        if positions is not None:
+            given["position_ids"] = positions[:, begin:seen]
+        parts.append(model(**given, past_key_values=cache, **options).logits)
+    return torch.cat(parts, dim=1)
+
+
+def compiled_steps(
+    model: FarspanForCausalLM, x: torch.Tensor, prompt: int, slots: int, mask: torch.Tensor | None
+) -> tuple[torch.Tensor, int]:
+    """Compute the logits after a prompt token by token in a static cache, compiled, and count the graphs."""
+
+    def seen(tokens: int, width: int) -> dict[str, torch.Tensor]:
+        return {} if mask is None else {"attention_mask": F.pad(mask[:, :tokens], (0, width - tokens))}
+
+    cache, parts = FarspanCache(model.config, max_length=slots), []
+    model(x[:, :prompt], past_key_values=cache, **seen(prompt, prompt))
+    torch.compiler.reset()
+    graphs = CompileCounterWithBackend("aot_eager")
+    step = torch.compile(model, fullgraph=True, backend=graphs)
+    for i in range(prompt, x.shape[1]):
+        parts.append(step(x[:, i : i + 1], past_key_values=cache, **seen(i + 1, slots)).logits)
+    return torch.cat(parts, dim=1), graphs.frame_count
 
 
 SOFTMAX = [

@@ -10,8 +10,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from farspan import FarspanCache
-from tests.models.small import MIXED, NOPE, PER_QUERY, PER_REQUEST, TIGHT, make, name_of, tokens
+from tests.models.small import MIXED, NOPE, PER_QUERY, PER_REQUEST, TIGHT, chunked, make, name_of, tokens
 
 
 def test_attention_reads_as_vllm_wants_it() -> None:
@@ -55,10 +54,8 @@ def test_other_attention_implementations_agree(implementation: str, options: dic
     got = model(x, attention_mask=mask).logits
     assert (got[0] - want[0]).abs().max() <= TIGHT
     assert (got[1, 7:] - want[1, 7:]).abs().max() <= TIGHT
-    for length in (None, 40):
-        cache = FarspanCache(model.config, max_length=length)
-        parts = [model(piece, past_key_values=cache).logits for piece in x.split([20, 1, 1, 8], dim=1)]
-        assert (torch.cat(parts, dim=1) - model(x).logits).abs().max() <= TIGHT
+    for length, pieces in ((None, [20, 1, 1, 8]), (40, [20, 1, 1, 8]), (40, [5, 1, 1, 1, 22])):
+        assert (chunked(model, x, pieces, length=length) - model(x).logits).abs().max() <= TIGHT
 
 
 @torch.no_grad()
@@ -71,13 +68,22 @@ def test_eager_shows_attention_weights() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "what"),
-    [({"attention": "alibi"}, "ALiBi"), ({"rope_parameters": PER_QUERY}, "per_query dynamic NTK")],
+    ("options", "implementation", "what"),
+    [
+        ({"attention": "alibi"}, "sdpa", "ALiBi"),
+        ({"attention": "cosformer"}, "sdpa", "cosFormer"),
+        ({"attention": "linear-coca"}, "sdpa", "linear CoCA"),
+        ({"attention": [MIXED[0], NOPE, NOPE], "kv_shift": True}, "sdpa", "kv_shift"),
+        ({"rope_parameters": PER_QUERY}, "sdpa", "per_query dynamic NTK"),
+        ({"rope_parameters": PER_REQUEST}, "vllm", "per_request dynamic NTK"),
+    ],
 )
-def test_what_other_implementations_cannot_do_raises(options: dict, what: str) -> None:
+def test_what_other_implementations_cannot_do_raises(
+    options: dict, implementation: str, what: str, flat_attention: str
+) -> None:
     model = make(**options)
-    model.set_attn_implementation("sdpa")
-    with pytest.raises(ValueError, match=f"attn_implementation 'sdpa' cannot run {what}; use 'farspan'"):
+    model.set_attn_implementation(implementation)
+    with pytest.raises(ValueError, match=f"attn_implementation '{implementation}' cannot run {what}; use 'farspan'"):
         model(tokens(1, 5))
 
 
@@ -138,10 +144,3 @@ def test_one_graph_serves_steps_of_any_number_of_tokens(flat_attention: str) -> 
             torch._dynamo.mark_dynamic(tensor, 1)  # raises for a graph that fixes this number
         assert (step(**options).last_hidden_state - expected).abs().max() <= TIGHT
     assert graphs.frame_count == 1
-
-
-def test_a_base_that_needs_the_length_of_the_request_raises_under_vllm(flat_attention: str) -> None:
-    model = make(rope_parameters=PER_REQUEST)
-    model.set_attn_implementation(flat_attention)
-    with pytest.raises(ValueError, match="attn_implementation 'vllm' cannot run per_request dynamic NTK"):
-        model(tokens(1, 5))

@@ -25,6 +25,8 @@ from tests.models.small import make, tokens
             "1 for real tokens and 0 for padding, got torch.float32 of other",
         ),
         ({"attention_mask": torch.ones(1, 1, 10, 10)}, r"got \(1, 1, 10, 10\); position_ids .* keep packed documents"),
+        ({"attention_mask": torch.ones(1, 1, 10, 10).bool()}, r"got \(1, 1, 10, 10\); position_ids .* keep packed"),
+        ({"output_attentions": True}, "attn_implementation 'farspan', which computes no weights; use .*'eager'"),
         ({"position_ids": torch.arange(10)}, r"position_ids must have shape \(1, 10\).* got \(10,\)"),
         ({"position_ids": torch.arange(9)[None]}, r"position_ids must have shape \(1, 10\)"),
     ],

@@ -7,40 +7,27 @@ import torch
 from transformers import DynamicCache, StaticCache
 
 from farspan import FarspanCache
-from tests.models.small import CONFIGURATIONS, LINEAR, MIXED, PER_REQUEST, TIGHT, make, name_of, tokens
-
-
-def check_chunking(options: dict, dtype: torch.dtype, bound: float) -> None:
-    model, x = make(**options, dtype=dtype), tokens(2, 66)
-    whole = model(x).logits
-    for pieces in ([1] * 66, [7, 1, 9, 20, 29]):
-        cache = FarspanCache(model.config)
-        parts = [model(piece, past_key_values=cache).logits for piece in x.split(pieces, dim=1)]
-        assert (torch.cat(parts, dim=1) - whole).abs().max() <= bound
-    assert whole.std() > 0.05
-
-
-@pytest.mark.parametrize("options", CONFIGURATIONS, ids=name_of)
-@torch.no_grad()
-def test_prefill_equals_decode_equals_any_chunking(options: dict) -> None:
-    """66 tokens at training length 8: dynamic NTK grows through four doublings on the way."""
-    check_chunking(options, torch.float64, TIGHT)
+from tests.models.small import CONFIGURATIONS, LINEAR, MIXED, PER_REQUEST, TIGHT, chunked, make, name_of, tokens
 
 
 @pytest.mark.parametrize(
-    "options", [{"attention": MIXED}, {"attention": LINEAR, "cosformer_beyond": "decay"}], ids=name_of
+    ("options", "dtype", "bound"),
+    [
+        *((options, torch.float64, TIGHT) for options in CONFIGURATIONS),
+        ({"attention": MIXED}, torch.float32, 1e-5),
+        ({"attention": LINEAR, "cosformer_beyond": "decay"}, torch.float32, 1e-5),
+        ({"attention": "coca-exact"}, torch.float16, 0.01),
+    ],
+    ids=lambda x: name_of(x) if isinstance(x, dict) else str(x),
 )
 @torch.no_grad()
-def test_chunking_in_float32_differs_by_rounding(options: dict) -> None:
-    check_chunking(options, torch.float32, 1e-5)
-
-
-@torch.no_grad()
-def test_chunking_in_float16_differs_by_rounding() -> None:
-    model, x = make(dtype=torch.float16), tokens(1, 30)
-    cache = FarspanCache(model.config)
-    parts = [model(piece, past_key_values=cache).logits for piece in x.split([20, 1, 9], dim=1)]
-    assert (torch.cat(parts, dim=1) - model(x).logits).abs().max() <= 0.01
+def test_prefill_equals_decode_equals_any_chunking(options: dict, dtype: torch.dtype, bound: float) -> None:
+    """66 tokens at training length 8: dynamic NTK grows through four doublings on the way."""
+    model, x = make(**options, dtype=dtype), tokens(2, 66)
+    whole = model(x).logits
+    for pieces in ([1] * 66, [7, 1, 9, 20, 29]):
+        assert (chunked(model, x, pieces) - whole).abs().max() <= bound
+    assert whole.std() > 0.05
 
 
 @pytest.mark.parametrize("options", CONFIGURATIONS, ids=name_of)
@@ -51,9 +38,7 @@ def test_right_padding_and_a_static_cache_give_the_same_logits(options: dict) ->
     mask[1, 20:] = 0
     padded, alone = model(x, attention_mask=mask).logits, model(x[1:, :20]).logits
     assert (padded[1, :20] - alone[0]).abs().max() <= TIGHT
-    cache = FarspanCache(model.config, max_length=40)
-    parts = [model(piece, past_key_values=cache).logits for piece in x.split([18, 1, 1, 10], dim=1)]
-    assert (torch.cat(parts, dim=1) - model(x).logits).abs().max() <= TIGHT
+    assert (chunked(model, x, [18, 1, 1, 10], length=40) - model(x).logits).abs().max() <= TIGHT
 
 
 @pytest.mark.parametrize(
@@ -68,9 +53,7 @@ def test_right_padding_and_a_static_cache_give_the_same_logits(options: dict) ->
 @torch.no_grad()
 def test_plain_transformers_caches_work(make_cache) -> None:
     model, x = make(MIXED), tokens(1, 40)
-    cache = make_cache(model.config)
-    parts = [model(piece, past_key_values=cache).logits for piece in x.split([25, 1, 14], dim=1)]
-    assert (torch.cat(parts, dim=1) - model(x).logits).abs().max() <= TIGHT
+    assert (chunked(model, x, [25, 1, 14], cache=make_cache(model.config)) - model(x).logits).abs().max() <= TIGHT
 
 
 @pytest.mark.parametrize("attention", ["coca-slack", "rope", "alibi"])
@@ -78,46 +61,34 @@ def test_plain_transformers_caches_work(make_cache) -> None:
 def test_positions_given_with_a_cache_shift_the_whole_sequence(attention: str) -> None:
     """Slack depends on absolute positions; RoPE and ALiBi must agree in what the cache holds and what is added."""
     model, x = make(attention), tokens(1, 30)
-    want = model(x, position_ids=torch.arange(100, 130)[None]).logits
-    cache, parts = FarspanCache(model.config), []
-    for begin, end in ((0, 11), (11, 12), (12, 30)):
-        positions = torch.arange(100 + begin, 100 + end)[None]
-        parts.append(model(x[:, begin:end], position_ids=positions, past_key_values=cache).logits)
-    assert (torch.cat(parts, dim=1) - want).abs().max() <= TIGHT
+    positions = torch.arange(100, 130)[None]
+    want = model(x, position_ids=positions).logits
+    assert (chunked(model, x, [11, 1, 18], positions=positions) - want).abs().max() <= TIGHT
 
 
 @torch.no_grad()
 def test_right_padding_can_be_continued_without_windows_and_raises_with_them() -> None:
+    """Whatever it holds."""
     mask = torch.ones(1, 23, dtype=torch.long)
     mask[0, 14:20] = 0
     x = tokens(1, 23)
-    real = x[:, mask[0].bool()]
     for attention in ("coca-exact", "coca-slack", "rope", "alibi", "linear-coca"):
         model = make(attention)
-        cache = FarspanCache(model.config)
-        model(x[:, :20], attention_mask=mask[:, :20], past_key_values=cache)
-        continued = model(x[:, 20:], attention_mask=mask, past_key_values=cache).logits
-        assert (continued - model(real).logits[:, -3:]).abs().max() <= TIGHT
-    model = make(MIXED)
-    cache = FarspanCache(model.config)
-    model(x[:, :20], attention_mask=mask[:, :20], past_key_values=cache)
+        bad = model.model.embed_tokens(x).masked_fill(mask[..., None] == 0, torch.nan)
+        want = model(x[:, mask[0].bool()]).logits[:, -3:]
+        assert (chunked(model, x, [20, 3], mask)[:, 20:] - want).abs().max() <= TIGHT
+        assert (chunked(model, bad, [20, 3], mask)[:, 20:] - want).abs().max() <= TIGHT
     with pytest.raises(ValueError, match="window layers cannot continue; pad on the left"):
-        model(x[:, 20:], attention_mask=mask, past_key_values=cache)
+        chunked(make(MIXED), x, [20, 3], mask)
 
 
 @torch.no_grad()
-def test_cache_bytes_are_three_quarters() -> None:
+def test_coca_keeps_three_quarters_of_the_bytes_of_rope_and_a_window_only_its_own() -> None:
     held = {}
     for attention in ("rope", "coca-exact", "coca-slack", "coca-strict"):
-        model = make(attention)
-        held[attention] = model(tokens(1, 64), use_cache=True).past_key_values.nbytes
+        held[attention] = make(attention)(tokens(1, 64), use_cache=True).past_key_values.nbytes
     assert {held[name] / held["rope"] for name in held if name != "rope"} == {0.75}
-
-
-@torch.no_grad()
-def test_window_layers_keep_only_their_window() -> None:
-    model = make(MIXED)
-    cache = model(tokens(1, 64), use_cache=True).past_key_values
+    cache = make(MIXED)(tokens(1, 64), use_cache=True).past_key_values
     assert [layer.keys.shape[2] for layer in cache.layers] == [7, 64, 64]
     assert cache.layers[0].keys.untyped_storage().nbytes() == cache.layers[0].keys.nbytes  # not a view of the prompt
 
@@ -139,9 +110,7 @@ def test_per_request_holds_one_base_for_the_request() -> None:
     for attention in ("coca-exact", "rope"):
         model = make(attention, rope_parameters=PER_REQUEST)
         fixed = model(x, rotary_length=64).logits
-        cache = FarspanCache(model.config)
-        parts = [model(p, past_key_values=cache, rotary_length=64).logits for p in x.split([20, 1, 19], dim=1)]
-        assert (torch.cat(parts, dim=1) - fixed).abs().max() <= TIGHT
+        assert (chunked(model, x, [20, 1, 19], rotary_length=64) - fixed).abs().max() <= TIGHT
         assert (model(x).logits - fixed).abs().max() > 1e-3  # its own length gives another base
         assert (model(x, rotary_length=40).logits - model(x).logits).abs().max() <= TIGHT
 
@@ -157,8 +126,7 @@ def test_a_cache_can_be_reset(options: dict, length: int | None) -> None:
     model(tokens(2, 30), past_key_values=cache)
     cache.reset()
     assert cache.get_seq_length() == 0
-    parts = [model(piece, past_key_values=cache).logits for piece in x.split([12, 1, 7], dim=1)]
-    assert (torch.cat(parts, dim=1) - model(x).logits).abs().max() <= TIGHT
+    assert (chunked(model, x, [12, 1, 7], cache=cache) - model(x).logits).abs().max() <= TIGHT
 
 
 def test_a_cache_that_grew_with_frozen_keys_has_gradients() -> None:
@@ -175,16 +143,11 @@ def test_a_cache_that_grew_with_frozen_keys_has_gradients() -> None:
 
 
 @torch.no_grad()
-def test_a_static_cache_made_in_inference_mode_serves_calls_outside() -> None:
+def test_a_kept_static_cache_serves_calls_outside_inference_mode_and_is_not_pickled() -> None:
     model, x = make(["coca-exact", "cosformer", "rope"], cosformer_beyond="decay"), tokens(1, 8)
+    size = len(pickle.dumps(model))
     options = {"max_new_tokens": 4, "do_sample": False, "cache_implementation": "static", "disable_compile": True}
     with torch.inference_mode():
         inside = model.generate(x, **options)
     assert torch.equal(model.generate(x, **options), inside)
-
-
-def test_a_model_is_pickled_without_its_static_cache() -> None:
-    model, x = make("coca-exact"), tokens(1, 8)
-    size = len(pickle.dumps(model))
-    model.generate(x, max_new_tokens=4, do_sample=False, cache_implementation="static", disable_compile=True)
     assert len(pickle.dumps(model)) <= size + 2000

@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounterWithBackend
 
 from farspan import FarspanCache, FarspanForCausalLM
 from tests.models.small import (
@@ -16,6 +15,7 @@ from tests.models.small import (
     PER_QUERY,
     PER_REQUEST,
     TIGHT,
+    compiled_steps,
     make,
     name_of,
     tokens,
@@ -67,28 +67,17 @@ def test_beam_search_does_not_depend_on_the_cache(options: dict) -> None:
 
 
 @torch.no_grad()
-def test_sampling_and_a_cache_of_ones_own() -> None:
-    model, x = make(), tokens(1, 10)
-    cache = FarspanCache(model.config)
-    out = model.generate(x, max_new_tokens=8, do_sample=True, past_key_values=cache, pad_token_id=0)
-    assert out.shape == (1, 18)
-    assert cache.get_seq_length() == 17
-    cache.crop(-7)
-    again = model(out[:, 10:12], past_key_values=cache).logits
-    assert (again - model(out[:, :12]).logits[:, 10:]).abs().max() <= TIGHT
-
-
-@torch.no_grad()
 def test_what_is_sampled_depends_on_the_seed_and_not_on_the_cache() -> None:
     model, x = make(MIXED, rope_parameters=PER_QUERY), tokens(2, 10)
     options = {"max_new_tokens": 12, "do_sample": True, "temperature": 0.8, "top_p": 0.9, "pad_token_id": 0}
-    samples = []
-    for seed, cache in ((0, {}), (0, {"use_cache": False}), (0, {"cache_implementation": "static"}), (1, {})):
+    own, samples = FarspanCache(model.config), []
+    caches = ({}, {"past_key_values": own}, {"use_cache": False}, {"cache_implementation": "static"})
+    for seed, cache in (*((0, cache) for cache in caches), (1, {})):
         torch.manual_seed(seed)
         samples.append(model.generate(x, **options, **cache))
-    assert torch.equal(samples[0], samples[1])
-    assert torch.equal(samples[0], samples[2])
-    assert not torch.equal(samples[0], samples[3])
+    assert all(torch.equal(sample, samples[0]) for sample in samples[1:4])
+    assert not torch.equal(samples[0], samples[4])
+    assert own.get_seq_length() == 21
 
 
 @pytest.mark.parametrize("attention", ["coca-exact", "rope"])
@@ -195,21 +184,12 @@ def test_training_step_compiles_without_a_graph_break() -> None:
 @torch.no_grad()
 def test_static_decoding_compiles_once(options: dict, masked: bool) -> None:
     """No graph break, and no new graph for each token, also while a window fills up and after."""
-    model, x = make(**options), tokens(2, 24)
-    mask = torch.ones_like(x)
+    model, x, mask = make(**options), tokens(2, 24), torch.ones(2, 24, dtype=torch.long)
     mask[0, :3] = 0
-    cache = FarspanCache(model.config, max_length=28)
-    extra = {"attention_mask": mask[:, :5]} if masked else {}
-    model(x[:, :5], past_key_values=cache, **extra)
-    torch.compiler.reset()
-    graphs = CompileCounterWithBackend("aot_eager")
-    step, parts = torch.compile(model, fullgraph=True, backend=graphs), []
-    for i in range(5, 24):
-        extra = {"attention_mask": torch.nn.functional.pad(mask[:, : i + 1], (0, 27 - i))} if masked else {}
-        parts.append(step(x[:, i : i + 1], past_key_values=cache, **extra).logits)
-    extra = {"attention_mask": mask} if masked else {}
-    assert (torch.cat(parts, dim=1) - model(x, **extra).logits[:, 5:]).abs().max() <= TIGHT
-    assert graphs.frame_count <= 4
+    found, graphs = compiled_steps(model, x, 5, 28, mask if masked else None)
+    want = model(x, attention_mask=mask if masked else None).logits[:, 5:]
+    assert (found - want).abs().max() <= TIGHT
+    assert graphs <= 4
 
 
 @pytest.mark.parametrize("options", [{"attention": MIXED}, {"rope_parameters": PER_REQUEST}], ids=name_of)

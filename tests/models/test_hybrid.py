@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from farspan import FarspanCache, FarspanConfig, FarspanForCausalLM, FarspanForSequenceClassification
+from farspan import FarspanConfig, FarspanForCausalLM, FarspanForSequenceClassification
 from farspan.layers import HYBRIDS, hybrid
 
 
@@ -31,15 +31,11 @@ def test_the_configuration_holds_the_list_of_layers(name: str, tmp_path: Path) -
     model.save_pretrained(tmp_path)
     again = FarspanForCausalLM.from_pretrained(tmp_path)
     assert again.config.attention_specs == model.config.attention_specs
-    ids = torch.randint(0, 512, (1, 100))
+    ids = torch.randint(0, 512, (1, 1000))  # far past training
     with torch.no_grad():
-        assert torch.equal(again(ids).logits, model(ids).logits)
-
-
-def test_a_prompt_far_past_training_keeps_its_scores_finite() -> None:
-    model = make("hybrid")
-    with torch.no_grad():
-        assert model(torch.randint(0, 512, (1, 1000))).logits.isfinite().all()
+        logits = model(ids).logits
+        assert logits.isfinite().all()
+        assert torch.equal(again(ids).logits, logits)
 
 
 @pytest.mark.parametrize("name", ["hybrid-rope", "hybrid-pope"])
@@ -75,22 +71,6 @@ def test_compiled_graphs_serve_all_lengths(name: str) -> None:
 def test_bad_options_get_one_line(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         FarspanConfig.preset("tiny", **{"attention": "hybrid", **options})
-
-
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-@pytest.mark.parametrize("prompt", [5, 40])
-@torch.no_grad()
-def test_other_implementations_hide_empty_slots_of_a_static_window(implementation: str, prompt: int) -> None:
-    model, ids = make("hybrid-rope"), torch.randint(0, 512, (2, prompt + 4))
-    for weight in model.parameters():
-        weight.mul_(3)
-    model.set_attn_implementation(implementation)
-    found = []
-    for cache in (FarspanCache(model.config), FarspanCache(model.config, max_length=64)):
-        logits = [model(ids[:, :prompt], past_key_values=cache).logits[:, -1]]
-        logits += [model(ids[:, i : i + 1], past_key_values=cache).logits[:, -1] for i in range(prompt, prompt + 4)]
-        found.append(torch.stack(logits))
-    assert (found[0] - found[1]).abs().max() <= 1e-4 * found[0].abs().max()
 
 
 def test_an_encoder_cannot_be_a_hybrid() -> None:

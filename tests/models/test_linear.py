@@ -7,11 +7,8 @@ import torch
 from transformers import DynamicCache
 
 from farspan import FarspanCache
-from farspan.ops import NTK, Linear
-from tests.models.small import LOCAL, PER_QUERY, PER_REQUEST, TIGHT, make, tokens
-
-NEAR = [("cosformer", {"cosformer_max_length": 64}), ("linear-coca", {})]
-"""Each with sequences that it was made for."""
+from farspan.ops import NTK
+from tests.models.small import LOCAL, PER_QUERY, PER_REQUEST, TIGHT, chunked, make, tokens
 
 
 @pytest.mark.parametrize(
@@ -45,11 +42,8 @@ def test_a_compiled_model_continues_a_padded_sequence_in_a_growing_cache() -> No
     model, x = make("linear-coca", num_hidden_layers=1), tokens(2, 12)
     mask = (torch.arange(12)[None] >= torch.tensor([[0], [3]])).long()
     torch.compiler.reset()
-    compiled, cache, parts, seen = torch.compile(model, backend="eager"), FarspanCache(model.config), [], 0
-    for piece in x.split([9, 1, 2], dim=1):
-        seen += piece.shape[1]
-        parts.append(compiled(piece, attention_mask=mask[:, :seen], past_key_values=cache).logits)
-    difference = torch.cat(parts, dim=1) - model(x, attention_mask=mask).logits
+    parts = chunked(torch.compile(model, backend="eager"), x, [9, 1, 2], mask)
+    difference = parts - model(x, attention_mask=mask).logits
     assert difference[mask.bool()].abs().max() <= TIGHT
 
 
@@ -65,22 +59,15 @@ def test_a_model_past_its_m_names_the_remedy() -> None:
     assert model.generate(tokens(1, 5), max_new_tokens=4, do_sample=False, pad_token_id=0).shape == (1, 9)
 
 
-@pytest.mark.parametrize(
-    ("attention", "options", "name"), [(*NEAR[0], "cosFormer"), (*NEAR[1], "linear CoCA")], ids=str
-)
+@pytest.mark.parametrize("attention", ["cosformer", "linear-coca"])
 @torch.no_grad()
-def test_sums_cannot_be_cropped_and_other_caches_cannot_hold_them(
-    attention: str, options: dict[str, Any], name: str
-) -> None:
-    model, x = make(attention, **options), tokens(1, 10)
+def test_sums_cannot_be_cropped_and_other_caches_cannot_hold_them(attention: str) -> None:
+    model, x = make(attention), tokens(1, 8)
     cache = model(x, use_cache=True).past_key_values
-    with pytest.raises(ValueError, match="a linear layer cannot remove 3 tokens, they are summed"):
+    with pytest.raises(ValueError, match="cannot remove 3 tokens: this layer keeps only the sums of a linear layer"):
         cache.crop(-3)
     with pytest.raises(ValueError, match=r"must be a FarspanCache .* got DynamicCache; build FarspanCache\(config\)"):
         model(x, past_key_values=DynamicCache())
-    model.set_attn_implementation("sdpa")
-    with pytest.raises(ValueError, match=f"attn_implementation 'sdpa' cannot run {name}; use 'farspan'"):
-        model(x)
 
 
 @torch.no_grad()
@@ -91,14 +78,9 @@ def test_frequencies_follow_the_configuration() -> None:
     model.set_rope_parameters(rope_type="ntk", factor=4.0)
     scalings = [layer.self_attn.rotary and layer.self_attn.rotary.scaling for layer in model.model.layers]
     assert scalings == [NTK(4.0), NTK(4.0), None]
-    stretched = make(model.config.attention, rope_parameters={"rope_type": "ntk", "factor": 4.0})
-    stretched.load_state_dict(model.state_dict())
-    assert torch.equal(model(x).logits, stretched(x).logits)
     assert (model(x).logits - before.logits).abs().max() > 1e-3
     with pytest.raises(ValueError, match=r"state was made by .* and cannot continue as .*NTK"):
         model(tokens(1, 1), past_key_values=cache)
-    model.set_rope_parameters(rope_type="linear", factor=2.0)
-    assert model.model.layers[0].self_attn.rotary.scaling == Linear(2.0)
 
 
 @pytest.mark.parametrize("scaling", [PER_QUERY, PER_REQUEST], ids=["per_query", "per_request"])

@@ -8,8 +8,20 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from farspan import FarspanCache, FarspanConfig, FarspanForCausalLM, FarspanForMaskedLM
-from tests.models.small import CONFIGURATIONS, LINEAR, MIXED, NAMES, NOPE, PER_QUERY, TIGHT, make, name_of, tokens
+from farspan import FarspanCache, FarspanConfig, FarspanForCausalLM
+from tests.models.small import (
+    CONFIGURATIONS,
+    LINEAR,
+    MIXED,
+    NAMES,
+    NOPE,
+    PER_QUERY,
+    TIGHT,
+    chunked,
+    make,
+    name_of,
+    tokens,
+)
 
 
 @pytest.mark.parametrize("options", CONFIGURATIONS, ids=name_of)
@@ -24,13 +36,9 @@ def test_batch_mates_and_history_change_nothing(options: dict) -> None:
     mask[1, :54] = 0
     batched = model(x, attention_mask=mask).logits
     assert (batched[1, 54:] - alone[0]).abs().max() <= TIGHT
-    cache, parts = FarspanCache(model.config), []
-    seen = 0
-    for piece in x.split([60, 1, 1, 13], dim=1):
-        seen += piece.shape[1]
-        parts.append(model(piece, attention_mask=mask[:, :seen], past_key_values=cache).logits)
-    assert (torch.cat(parts, dim=1)[1, 54:] - alone[0]).abs().max() <= TIGHT
-    assert (torch.cat(parts, dim=1)[0] - model(long).logits[0]).abs().max() <= TIGHT
+    in_pieces = chunked(model, x, [60, 1, 1, 13], mask)
+    assert (in_pieces[1, 54:] - alone[0]).abs().max() <= TIGHT
+    assert (in_pieces[0] - model(long).logits[0]).abs().max() <= TIGHT
 
 
 @pytest.mark.parametrize("attention", [*NAMES, MIXED, {"kind": "cosformer", "rotary": False}, "linear-coca"], ids=str)
@@ -47,6 +55,19 @@ def test_packed_documents_equal_separate_ones(attention: object) -> None:
         assert packed.past_key_values is None  # packed documents cannot be continued
     with pytest.raises(ValueError, match="position_ids must go on by one where a cache is used"):
         model(x, position_ids=positions, past_key_values=FarspanCache(model.config))
+
+
+def test_packed_documents_stay_apart_beside_a_padded_row() -> None:
+    """Padding in one row must not join the documents of another."""
+    model, x = make("coca-exact"), tokens(2, 12)
+    positions = torch.cat((torch.arange(5), torch.arange(7)))[None].repeat(2, 1)
+    mask = torch.ones_like(x)
+    mask[1, -1] = 0
+    changed = x.clone()
+    changed[0, :5] = (x[0, :5] + 1) % 50
+    for given in (None, torch.ones_like(x), mask):
+        first, second = (model(ids, position_ids=positions, attention_mask=given).logits[0, 5:] for ids in (x, changed))
+        assert torch.equal(first, second)
 
 
 @torch.no_grad()
@@ -150,53 +171,31 @@ def test_llama_weights_give_llama_logits() -> None:
 
 YARN = {"rope_type": "yarn", "factor": 4.0}
 NTK = {"rope_type": "ntk", "factor": 4.0, "rope_theta": 100.0}
-WEIGHTS = {
-    "rope": {"q_proj": (32, 32), "k_proj": (16, 32), "v_proj": (16, 32), "o_proj": (32, 32)},
-    "alibi": {"q_proj": (32, 32), "k_proj": (16, 32), "v_proj": (16, 32), "o_proj": (32, 32)},
-    "coca-exact": {"q_proj": (32, 32), "t_proj": (8, 32), "v_proj": (16, 32), "o_proj": (32, 32)},
-    "coca-strict": {"q_proj": (16, 32), "t_proj": (8, 32), "v_proj": (16, 32), "o_proj": (32, 32)},
-    "coca-slack": {"q_proj": (32, 32), "t_proj": (8, 32), "v_proj": (16, 32), "o_proj": (32, 32)},
-    "cosformer": {"q_proj": (32, 32), "k_proj": (16, 32), "v_proj": (16, 32), "o_proj": (32, 32)},
-    "linear-coca": {"q_proj": (32, 32), "t_proj": (8, 32), "v_proj": (16, 32), "o_proj": (32, 32)},
-}
-"""Names and shapes of the attention weights of saved models."""
-OTHERS = [
-    "lm_head.weight",
-    "model.embed_tokens.weight",
-    "model.layers.0.input_layernorm.weight",
-    "model.layers.0.mlp.down_proj.weight",
-    "model.layers.0.mlp.gate_proj.weight",
-    "model.layers.0.mlp.up_proj.weight",
-    "model.layers.0.post_attention_layernorm.weight",
-    "model.norm.weight",
-]
+BLOCK = ["input_layernorm", "mlp.down_proj", "mlp.gate_proj", "mlp.up_proj", "post_attention_layernorm"]
 
 
-@pytest.mark.parametrize("attention", WEIGHTS)
-def test_weights_keep_the_names_and_shapes_of_saved_models(attention: str) -> None:
+@pytest.mark.parametrize(
+    ("attention", "query", "key", "width"),
+    [
+        *((name, 32, "k", 16) for name in ("rope", "alibi", "cosformer")),
+        *((name, 32, "t", 8) for name in ("coca-exact", "coca-slack", "linear-coca")),
+        ("coca-strict", 16, "t", 8),
+    ],
+)
+def test_weights_keep_the_names_and_shapes_of_saved_models(attention: str, query: int, key: str, width: int) -> None:
     """Checkpoints of version 0.1 have these."""
-    attended = {f"model.layers.0.self_attn.{name}.weight": shape for name, shape in WEIGHTS[attention].items()}
+    shapes = {"q_proj": (query, 32), f"{key}_proj": (width, 32), "v_proj": (16, 32), "o_proj": (32, 32)}
+    attended = {f"model.layers.0.self_attn.{name}.weight": shape for name, shape in shapes.items()}
+    others = ["lm_head", "model.embed_tokens", "model.norm", *(f"model.layers.0.{name}" for name in BLOCK)]
     state = make(attention, num_hidden_layers=1).state_dict()
-    assert sorted(state) == sorted([*OTHERS, *attended])
+    assert set(state) == {f"{name}.weight" for name in others} | set(attended)
     assert {name: tuple(state[name].shape) for name in attended} == attended
-
-
-@pytest.mark.parametrize(("attention", "key"), [("rope", "k"), ("coca-strict", "t"), ("linear-coca", "t")])
-def test_optional_weights_keep_their_names(attention: str, key: str) -> None:
-    plain, full = (
-        set(make(attention, num_hidden_layers=1, **options).state_dict())
-        for options in ({}, {"qk_norm": True, "qkv_bias": True, "out_bias": True, "mlp_bias": True})
-    )
-    norms = {f"self_attn.{name}_norm.weight" for name in ("q", key)}
-    biases = {f"self_attn.{name}_proj.bias" for name in ("q", key, "v", "o")}
-    biases |= {f"mlp.{name}_proj.bias" for name in ("gate", "up", "down")}
-    assert full - plain == {f"model.layers.0.{name}" for name in norms | biases}
-
-
-def test_an_encoder_has_its_positions_and_heads_beside_the_blocks() -> None:
-    config = make(num_hidden_layers=1).config
-    config.learned_positions = 8
-    assert "model.embed_positions.weight" in FarspanForMaskedLM(config).state_dict()
+    options = {"qk_norm": True, "qkv_bias": True, "out_bias": True, "mlp_bias": True}
+    more = set(make(attention, num_hidden_layers=1, **options).state_dict()) - set(state)
+    optional = {f"self_attn.{name}_norm.weight" for name in ("q", key)}
+    optional |= {f"self_attn.{name}_proj.bias" for name in ("q", key, "v", "o")}
+    optional |= {f"mlp.{name}_proj.bias" for name in ("gate", "up", "down")}
+    assert more == {f"model.layers.0.{name}" for name in optional}
 
 
 @pytest.mark.parametrize(
@@ -212,22 +211,6 @@ def test_save_and_load_through_the_auto_classes(options: dict, tmp_path: Path) -
     assert AutoConfig.from_pretrained(tmp_path).attention_specs == model.config.attention_specs
     assert torch.equal(loaded(x).logits, model(x).logits)
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
-
-
-@pytest.mark.parametrize("layout", ["half", "rotated"])
-def test_a_config_that_names_a_cache_layout_loads(
-    layout: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Version 0.1 wrote it. The rotated layout is gone, which changes no logits."""
-    model, x = make("coca-slack"), tokens(1, 20)
-    model.save_pretrained(tmp_path)
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"cache_layout": layout}))
-    with caplog.at_level(logging.WARNING, logger="farspan"):
-        loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    assert ("cache_layout='rotated' is gone" in caplog.text) == (layout == "rotated")
-    assert torch.equal(loaded(x).logits, model(x).logits)
-    assert "cache_layout" not in loaded.config.to_dict()
 
 
 def test_a_config_may_repeat_what_attention_says_and_loads_in_silence(
@@ -246,11 +229,6 @@ def test_a_config_may_repeat_what_attention_says_and_loads_in_silence(
     assert loaded.rotary() == config.rotary()
 
 
-def test_weights_asked_for_where_there_are_none_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    make()(tokens(1, 4), output_attentions=True)
-    assert "output_attentions needs attn_implementation 'eager'" in caplog.text
-
-
 @pytest.mark.parametrize(
     "options",
     [{"attention": MIXED}, {"attention": "alibi"}, {"attention": LINEAR, "cosformer_beyond": "decay"}],
@@ -267,25 +245,29 @@ def test_gradient_checkpointing_changes_no_gradient(options: dict) -> None:
     assert all(torch.allclose(a, b, atol=TIGHT) for a, b in zip(*gradients, strict=True))
 
 
-def test_the_paper_preset_has_350_million_parameters() -> None:
+def test_presets_have_as_many_parameters_as_they_say() -> None:
+    def size(preset: str, attention: str) -> int:
+        return FarspanForCausalLM(FarspanConfig.preset(preset, attention=attention)).num_parameters()
+
     with torch.device("meta"):
-        sizes = {
-            name: FarspanForCausalLM(FarspanConfig.preset("350m", attention=name)).num_parameters() for name in NAMES
-        }
-    assert 345e6 < sizes["rope"] < 360e6
-    assert sizes["rope"] - sizes["coca-exact"] == 24 * 1024 * 512  # T is half as wide as K
+        assert 345e6 < size("350m", "rope") < 360e6
+        assert 123.5e6 < size("124m", "rope") < 124.5e6
+        assert size("350m", "rope") - size("350m", "coca-exact") == 24 * 1024 * 512  # T is half as wide as K
 
 
+@pytest.mark.parametrize(
+    ("attention", "scaling"), [(MIXED, PER_QUERY), ("linear-coca", {"rope_type": "ntk", "factor": 4.0})], ids=str
+)
 @torch.no_grad()
-def test_another_scaling_can_be_set_on_a_finished_model() -> None:
-    model, x = make(MIXED), tokens(1, 40)
-    stretched = make(MIXED, rope_parameters=PER_QUERY)
+def test_another_scaling_can_be_set_on_a_finished_model(attention: object, scaling: dict) -> None:
+    model, x = make(attention), tokens(1, 40)
+    stretched = make(attention, rope_parameters=scaling)
     stretched.load_state_dict(model.state_dict())
     before = model(x).logits
-    model.set_rope_parameters(**PER_QUERY)
+    model.set_rope_parameters(**scaling)
     assert torch.equal(model(x).logits, stretched(x).logits)
     with pytest.raises(ValueError, match="scaling factor must be at least 1"):
-        model.set_rope_parameters(rope_type="dynamic", factor=0.1)
+        model.set_rope_parameters(rope_type="linear", factor=0.1)
     assert torch.equal(model(x).logits, stretched(x).logits)
     model.set_rope_parameters(rope_type="default")
     assert torch.equal(model(x).logits, before)

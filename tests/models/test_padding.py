@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 
-from farspan import FarspanCache, FarspanForMaskedLM, FarspanForSequenceClassification
-from tests.models.small import CONFIGURATIONS, LINEAR, MIXED, TIGHT, make, name_of, tokens
+from farspan import FarspanForMaskedLM, FarspanForSequenceClassification
+from tests.models.small import CONFIGURATIONS, LINEAR, MIXED, TIGHT, chunked, make, name_of, tokens
 
 LEFT = torch.tensor([[1] * 20, [0] * 5 + [1] * 15])
 RIGHT = LEFT.flip(1)
@@ -21,7 +20,8 @@ def poisoned(embeddings: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("options", CONFIGURATIONS, ids=name_of)
 @torch.no_grad()
-def test_nan_in_padding_changes_no_logits(options: dict) -> None:
+def test_nan_in_padding_changes_no_logits_and_does_not_stay_in_a_cache(options: dict) -> None:
+    """The first chunk is all padding in one row; the last two are single tokens."""
     model = make(**options)
     x = model.model.embed_tokens(tokens(2, 20))
     for mask in (LEFT, RIGHT, BOTH):
@@ -30,33 +30,10 @@ def test_nan_in_padding_changes_no_logits(options: dict) -> None:
         for use_cache in (False, True):
             got = model(inputs_embeds=bad, attention_mask=mask, use_cache=use_cache).logits
             assert (got - want)[real].abs().max() <= TIGHT
-
-
-@pytest.mark.parametrize("length", [None, 24], ids=["growing", "static"])
-@pytest.mark.parametrize("options", CONFIGURATIONS, ids=name_of)
-@torch.no_grad()
-def test_nan_in_padding_does_not_stay_in_a_cache(options: dict, length: int | None) -> None:
-    """The first chunk is all padding in one row; the last two are single tokens."""
-    model = make(**options)
-    x = model.model.embed_tokens(tokens(2, 20))
     want = model(inputs_embeds=x, attention_mask=LEFT).logits
-    cache, parts, seen = FarspanCache(model.config, max_length=length), [], 0
-    for piece in poisoned(x, LEFT).split([4, 14, 1, 1], dim=1):
-        seen += piece.shape[1]
-        parts.append(model(inputs_embeds=piece, attention_mask=LEFT[:, :seen], past_key_values=cache).logits)
-    assert (torch.cat(parts, dim=1) - want)[LEFT.bool()].abs().max() <= TIGHT
-
-
-@pytest.mark.parametrize("attention", ["rope", "coca-exact", "coca-slack", "alibi", "linear-coca"])
-@torch.no_grad()
-def test_right_padding_with_nan_can_be_continued(attention: str) -> None:
-    model, x = make(attention), tokens(1, 17)
-    want = model(x).logits[:, 14:]
-    padded = F.pad(model.model.embed_tokens(x[:, :14]), (0, 0, 0, 3), value=torch.nan)
-    mask = torch.tensor([[1] * 14 + [0] * 3 + [1] * 3])
-    cache = FarspanCache(model.config)
-    model(inputs_embeds=padded, attention_mask=mask[:, :17], past_key_values=cache)
-    assert (model(x[:, 14:], attention_mask=mask, past_key_values=cache).logits - want).abs().max() <= TIGHT
+    for length in (None, 24):
+        got = chunked(model, poisoned(x, LEFT), [4, 14, 1, 1], LEFT, length=length)
+        assert (got - want)[LEFT.bool()].abs().max() <= TIGHT
 
 
 @pytest.mark.parametrize("options", CONFIGURATIONS, ids=name_of)

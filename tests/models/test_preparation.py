@@ -10,10 +10,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 pytest.importorskip("triton", reason="needs triton (pip install farspan[gpu])")
 
-from farspan import FarspanCache, FarspanForCausalLM, layers
+from farspan import FarspanForCausalLM, layers
 from farspan.ops import coca, rotary
 from farspan.ops.dispatch import Table
-from tests.models.small import LOCAL, PER_QUERY, make, name_of, tokens
+from tests.models.small import LOCAL, PER_QUERY, chunked, make, name_of, tokens
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CONFIGURATIONS: list[dict[str, Any]] = [
@@ -70,24 +70,16 @@ def test_logits_and_gradients_are_those_of_plain_torch(options: dict[str, Any], 
 
 
 @torch.no_grad()
-def test_other_attention_implementations_take_its_features(by: Any) -> None:
-    model, x = small({"attention": [LOCAL, "rope", "coca-slack"]}), tokens(1, 20).to(DEVICE)
+def test_chunks_and_other_attention_implementations_take_its_features(by: Any) -> None:
+    x = tokens(1, 20).to(DEVICE)
+    model, mixed = small(CONFIGURATIONS[1]), small(CONFIGURATIONS[0])
     by("torch")
-    want = model(x).logits
-    model.set_attn_implementation("sdpa")
+    want = mixed(x).logits
     by("kernel")
-    assert 0 < (model(x).logits - want).abs().max() <= 1e-4
-
-
-@pytest.mark.parametrize("length", [None, 24])
-@torch.no_grad()
-def test_chunks_equal_the_whole(length: int | None, by: Any) -> None:
-    model, x = small({"attention": "coca-slack", "rope_parameters": PER_QUERY}), tokens(1, 20).to(DEVICE)
-    by("kernel")
-    whole = model(x).logits
-    cache = FarspanCache(model.config, max_length=length)
-    parts = [model(piece, past_key_values=cache).logits for piece in x.split([9, 1, 10], dim=1)]
-    assert (torch.cat(parts, dim=1) - whole).abs().max() <= 1e-4
+    for length in (None, 24):
+        assert (chunked(model, x, [9, 1, 10], length=length) - model(x).logits).abs().max() <= 1e-4
+    mixed.set_attn_implementation("sdpa")
+    assert 0 < (mixed(x).logits - want).abs().max() <= 1e-4
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ import torch
 
 from farspan.data import Shards
 from farspan.data.synthetic import evaluate
-from farspan.tasks import make_task
 from farspan.tasks.examples import (
     PIECE,
     SPLITS,
@@ -21,10 +20,11 @@ from farspan.tasks.examples import (
     chosen_texts,
     generate,
     labelled_texts,
+    make_tables,
     write_table,
 )
 from farspan.utils import silent
-from tests.tasks.small import material, settings, task
+from tests.tasks.small import material, task
 
 
 @pytest.fixture
@@ -79,19 +79,8 @@ def dying_piece(task: Any, length: int, split: int, piece: int) -> Any:
 def test_a_worker_that_dies_is_one_sentence_and_no_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 2)  # with one, the pieces are made in this process
     with pytest.raises(OSError, match=r"got one of 2 that ended by itself, perhaps out of memory; free some memory"):
-        generate(tmp_path, dying_piece, None, 4, dict.fromkeys(SPLITS, 2 * PIECE), silent)
+        make_tables(tmp_path, lambda: generate(dying_piece, None, 4, dict.fromkeys(SPLITS, 2 * PIECE), silent))
     assert not list(tmp_path.glob("*.npy*"))
-
-
-def test_a_text_in_two_files_stays_in_the_test_set_only(tmp_path: Path) -> None:
-    given = material(tmp_path)
-    first = Path(given.labelled[2]).read_text().splitlines()[0]
-    with Path(given.labelled[0]).open("a") as file:
-        file.write(first + "\n")
-    made = make_task("text", settings("text", train=1000), given)
-    made.prepare()
-    assert len(np.load(made.folder / "train.npy")) == 200
-    assert len(np.load(made.folder / "test.npy")) == 30
 
 
 def write_labelled(path: Path, labels: list[int]) -> str:
@@ -99,7 +88,7 @@ def write_labelled(path: Path, labels: list[int]) -> str:
     return str(path)
 
 
-def test_a_file_sorted_by_label_is_cut_to_both_labels(tmp_path: Path) -> None:
+def test_a_file_sorted_by_label_is_cut_to_both_labels_and_no_text_is_in_two_splits(tmp_path: Path) -> None:
     files = tuple(write_labelled(tmp_path / f"{name}.jsonl", [0] * 100 + [1] * 100) for name in SPLITS)
     found = chosen_texts(files, dict.fromkeys(SPLITS, 60))
     for rows in found.values():
@@ -107,6 +96,11 @@ def test_a_file_sorted_by_label_is_cut_to_both_labels(tmp_path: Path) -> None:
         assert 15 <= sum(label for _, label in rows) <= 45
     again = chosen_texts(tuple(reversed(files)), dict.fromkeys(SPLITS, 60))
     assert again["test"] == found["train"]  # of the texts alone
+    first = Path(files[2]).read_text().splitlines()[0]
+    with Path(files[0]).open("a") as file:
+        file.write(first + "\n")
+    once = chosen_texts(files, dict.fromkeys(SPLITS, 1000))
+    assert [len(once[split]) for split in SPLITS] == [200, 200, 200]  # a text in two files is in the test set only
 
 
 @pytest.mark.parametrize(

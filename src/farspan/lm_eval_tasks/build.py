@@ -1,4 +1,4 @@
-"""What the YAML files of this folder call: their documents, and how an answer is judged.
+"""Make the documents of the YAML files in this folder, and judge answers.
 
 lm-eval hands ``--model_args`` and ``--metadata`` to the first kind together, as keyword arguments.
 """
@@ -16,12 +16,12 @@ Docs = list[dict[str, Any]]
 
 
 def passkey(**options: Any) -> dict[str, Any]:
-    """:func:`passkey_docs` as lm-eval wants them."""
+    """Return :func:`passkey_docs` as lm-eval wants them."""
     return _test(passkey_docs(**options))
 
 
 def perplexity(**options: Any) -> dict[str, Any]:
-    """:func:`perplexity_docs` as lm-eval wants them."""
+    """Return :func:`perplexity_docs` as lm-eval wants them."""
     return _test(perplexity_docs(**options))
 
 
@@ -32,7 +32,7 @@ def _test(docs: Docs) -> dict[str, Any]:
 
 
 def passkey_docs(*, length: int = 512, cases: int = 100, seed: int = 0, **model: Any) -> Docs:
-    """The prompts of `farspan eval passkey --lengths LENGTH --cases CASES --seed SEED`, as text.
+    """Make the prompts of `farspan eval passkey --lengths LENGTH --cases CASES --seed SEED`, as text.
 
     lm-eval cuts the text into tokens again. Where filler was cut inside a word they may differ there, and the prompt is
     a few tokens shorter or longer; `same_tokens` is 1 where they do not. With a byte tokenizer they never do.
@@ -47,7 +47,7 @@ def passkey_docs(*, length: int = 512, cases: int = 100, seed: int = 0, **model:
 
 
 def found(doc: dict[str, Any], results: Sequence[str]) -> dict[str, float]:
-    """Whether the key stands in the continuation, and whether the prompt was the one of `farspan eval` to the token.
+    """Tell whether the key is in the continuation, and whether the prompt was that of `farspan eval` to the token.
 
     >>> found({"key": "12345", "same_tokens": 1.0}, [" The passkey is 12345."])
     {'accuracy': 1.0, 'same_tokens': 1.0}
@@ -56,7 +56,7 @@ def found(doc: dict[str, Any], results: Sequence[str]) -> dict[str, float]:
 
 
 def perplexity_docs(*, text: str | list[str] = "", text_tokens: int = 32_768, texts: int = 100, **model: Any) -> Docs:
-    """The first tokens of documents that have so many, as text with their number."""
+    """Cut documents that have so many tokens to them, as text with their number."""
     sources = [text] if isinstance(text, str) else text
     require(
         bool(sources and all(sources)), 'text must name files, got none; add --metadata \'{"text": "books.jsonl"}\''
@@ -76,19 +76,14 @@ def perplexity_docs(*, text: str | list[str] = "", text_tokens: int = 32_768, te
 
 
 def losses(doc: dict[str, Any], results: Sequence[float]) -> dict[str, tuple[float, int]]:
-    """A document's log-likelihood with what each metric divides it by."""
-    likelihood = float(results[0])
-    count = {
-        "ppl": doc["tokens"],
-        "word_perplexity": len(re.split(r"\s+", doc["text"])),
-        "byte_perplexity": len(doc["text"].encode()),
-        "bits_per_byte": len(doc["text"].encode()),
-    }
-    return {metric: (likelihood, number) for metric, number in count.items()}
+    """Pair a document's log-likelihood with what each metric divides it by."""
+    words, size = len(re.split(r"\s+", doc["text"])), len(doc["text"].encode())
+    counts = {"ppl": doc["tokens"], "word_perplexity": words, "byte_perplexity": size, "bits_per_byte": size}
+    return {metric: (float(results[0]), count) for metric, count in counts.items()}
 
 
 def token_perplexity(items: Sequence[tuple[float, int]]) -> float:
-    """exp(sum of losses / number of tokens).
+    """Compute exp(sum of losses / number of tokens).
 
     >>> round(token_perplexity([(-math.log(2) * 3, 3), (-math.log(8), 1)]), 3)
     2.828
@@ -97,7 +92,7 @@ def token_perplexity(items: Sequence[tuple[float, int]]) -> float:
 
 
 def tokenizer_of(model: dict[str, Any]) -> TextTokenizer:
-    """The tokenizer of the model that lm-eval runs."""
+    """Load the tokenizer of the model that lm-eval runs."""
     name = model.get("tokenizer") or model.get("pretrained") or model.get("model")
     require(
         isinstance(name, str),

@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from farspan.data.sources import opened
 from farspan.data.synthetic import IGNORED, MQAR, ListOps, Pathfinder
 from farspan.errors import require
 from farspan.pool import in_order
-from farspan.utils import Progress, atomic_path, lock
+from farspan.utils import Progress, atomic_path, in_phase, lock
 
 SPLITS = ("train", "valid", "test")
 PIECE = 64
@@ -35,6 +35,16 @@ ASKED = 0.15
 MASKED, RANDOM = 0.8, 0.1
 """Of the tokens that masked language modelling asks for, 80% are replaced by the mask, 10% by any token, 10% stay."""
 Piece = Callable[[Any, int, int, int], NDArray[np.int64]]
+Tables = Iterator[tuple[str, NDArray[Any]]]
+"""Splits and their rows."""
+
+
+def make_tables(folder: Path, tables: Callable[[], Tables]) -> None:
+    """Write the tables of all splits, unless they are there."""
+    with lock(folder, wait=True):
+        if not all((folder / f"{split}.npy").is_file() for split in SPLITS):
+            for split, rows in tables():
+                write_table(folder / f"{split}.npy", rows)
 
 
 def write_table(path: Path, rows: NDArray[Any]) -> None:
@@ -45,11 +55,6 @@ def write_table(path: Path, rows: NDArray[Any]) -> None:
     )
     with atomic_path(path) as part, part.open("wb") as file:
         np.save(file, rows.astype(np.uint16))
-
-
-def read_table(path: Path) -> Tensor:
-    """Read all rows in their order, int64."""
-    return torch.from_numpy(np.load(path).astype(np.int64))
 
 
 class TableRows:
@@ -144,30 +149,27 @@ def recall_piece(task: MQAR, length: int, split: int, piece: int) -> NDArray[np.
     return np.concatenate([tokens, np.where(labels == IGNORED, 0, labels)], axis=1)
 
 
-def generate(folder: Path, piece: Piece, task: Any, length: int, examples: dict[str, int], progress: Progress) -> None:
-    """Write train, valid and test tables of distinct examples, unless they are there."""
-    with lock(folder, wait=True):
-        if all((folder / f"{split}.npy").is_file() for split in SPLITS):
-            return
-        seen: set[bytes] = set()
-        for split in reversed(SPLITS):  # the test set first: it must not depend on how much is trained on
-            kept, wanted, pieces = list[NDArray[Any]](), examples[split], 0
-            while len(kept) < wanted:
-                more = range(pieces, pieces + math.ceil((wanted - len(kept)) / PIECE))
-                make, workers = partial(piece, task, length, SPLITS.index(split)), min(os.cpu_count() or 1, len(more))
-                for rows in in_order(make, more, workers, remedy="free some memory and run the same command again"):
-                    for row in rows.astype(np.uint16):
-                        if (key := row.tobytes()) not in seen and len(kept) < wanted:
-                            seen.add(key)
-                            kept.append(row)
-                    progress(len(kept), wanted, f"making {split} examples", phase=f"making {split} examples")
-                require(
-                    pieces < TRIES * (1 + wanted // PIECE),
-                    f"the generator must have {sum(examples.values())} different examples, got {len(seen)}; "
-                    "ask for fewer",
-                )
-                pieces = more.stop
-            write_table(folder / f"{split}.npy", np.stack(kept))
+def generate(piece: Piece, task: Any, length: int, examples: dict[str, int], progress: Progress) -> Tables:
+    """Make tables of distinct examples; the test set first, so that it does not depend on how much is trained on."""
+    seen: set[bytes] = set()
+    for split in reversed(SPLITS):
+        kept, wanted, pieces = list[NDArray[Any]](), examples[split], 0
+        told = in_phase(progress, f"making {split} examples")
+        while len(kept) < wanted:
+            more = range(pieces, pieces + math.ceil((wanted - len(kept)) / PIECE))
+            make, workers = partial(piece, task, length, SPLITS.index(split)), min(os.cpu_count() or 1, len(more))
+            for rows in in_order(make, more, workers, remedy="free some memory and run the same command again"):
+                for row in rows.astype(np.uint16):
+                    if (key := row.tobytes()) not in seen and len(kept) < wanted:
+                        seen.add(key)
+                        kept.append(row)
+                told(len(kept), wanted)
+            require(
+                pieces < TRIES * (1 + wanted // PIECE),
+                f"the generator must have {sum(examples.values())} different examples, got {len(seen)}; ask for fewer",
+            )
+            pieces = more.stop
+        yield split, np.stack(kept)
 
 
 # Labelled texts
@@ -219,23 +221,19 @@ def chosen_texts(labelled: tuple[str, ...], examples: dict[str, int]) -> dict[st
     return chosen
 
 
-def text_tables(
-    folder: Path,
+def encode_texts(
     labelled: tuple[str, ...],
     encode: Callable[[str], list[int]],
     pad: int,
     length: int,
     examples: dict[str, int],
     progress: Progress,
-) -> None:
-    """Write the tables of labelled texts, each cut to `length` tokens and padded on the right."""
-    with lock(folder, wait=True):
-        if all((folder / f"{split}.npy").is_file() for split in SPLITS):
-            return
-        for split, chosen in chosen_texts(labelled, examples).items():
-            rows = np.full((len(chosen), length + 1), pad, np.int64)
-            for i, (text, label) in enumerate(chosen):
-                ids = encode(text)[:length]
-                rows[i, : len(ids)], rows[i, -1] = ids, label
-                progress(i, len(chosen), f"encoding {split} texts", phase=f"encoding {split} texts")
-            write_table(folder / f"{split}.npy", rows)
+) -> Tables:
+    """Make the tables of labelled texts, each cut to `length` tokens and padded on the right."""
+    for split, chosen in chosen_texts(labelled, examples).items():
+        rows, told = np.full((len(chosen), length + 1), pad, np.int64), in_phase(progress, f"encoding {split} texts")
+        for i, (text, label) in enumerate(chosen):
+            ids = encode(text)[:length]
+            rows[i, : len(ids)], rows[i, -1] = ids, label
+            told(i, len(chosen))
+        yield split, rows

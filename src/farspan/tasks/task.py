@@ -27,12 +27,13 @@ from farspan.tasks.examples import (
     MaskedRows,
     Piece,
     TableRows,
+    Tables,
+    encode_texts,
     generate,
     listops_piece,
+    make_tables,
     pathfinder_piece,
-    read_table,
     recall_piece,
-    text_tables,
 )
 from farspan.training import Job, TrainConfig, pretraining_job, run
 from farspan.training.config import Count, LearningRate, OptimizerSection, RunSection, Share, check_pieces
@@ -175,6 +176,7 @@ class Task:
                 learned == 0 or (self.encoder and learned >= self.settings.length),
                 f"tasks.{self.name}.options.learned_positions must be {wanted}, got {learned}; leave it out for none",
             )
+            self.job(variant, 0)  # raises for what a training could not be
         if self.generator is not None:
             require(
                 self.settings.length == self.source_length(),
@@ -184,18 +186,14 @@ class Task:
 
     def prepare(self, progress: Progress = silent) -> None:
         """Make the examples, unless they are there."""
-        if self.generator is not None:
-            self.check(())
-            length, examples = self.settings.length, self.settings.examples
-            generate(self.folder, type(self).piece, self.source, length, examples, progress)
+        self.check(())
+        make_tables(self.folder, lambda: self.tables(progress))
 
-    def train(
-        self,
-        variant: str,
-        seed: int,
-        out: Path,
-        progress: Progress = silent,
-    ) -> Path:
+    def tables(self, progress: Progress) -> Tables:
+        """Make the rows of each split."""
+        return generate(type(self).piece, self.source, self.settings.length, self.settings.examples, progress)
+
+    def train(self, variant: str, seed: int, out: Path, progress: Progress = silent) -> Path:
         """Train a variant, or go on where an earlier call stopped; return the folder of the model."""
         return run(self.job(variant, seed), out, progress=progress)
 
@@ -228,7 +226,8 @@ class Task:
         for split in ("valid", "test"):
             tell = partial(_share, in_phase(progress, f"{split} set"))
             with as_trained(device), torch.no_grad():
-                found[split] = type(self).ask(trained, read_table(self.folder / f"{split}.npy"), tell)
+                rows = torch.from_numpy(np.load(self.folder / f"{split}.npy").astype(np.int64))
+                found[split] = type(self).ask(trained, rows, tell)
         return {**found["test"], "valid": found["valid"]}
 
     def config(self, variant: str, **fields: Any) -> FarspanConfig:
@@ -310,10 +309,10 @@ class TextTask(Task):
         """Count the labels of the training set."""
         return int(np.load(self.folder / "train.npy", mmap_mode="r")[:, -1].max()) + 1
 
-    def prepare(self, progress: Progress = silent) -> None:
-        labelled, settings, pad = self.material.labelled, self.settings, self.ends()["pad_token_id"]
-        encode, told = self.tokenizer.encode, progress
-        text_tables(self.folder, labelled, encode, pad, settings.length, settings.examples, told)
+    def tables(self, progress: Progress) -> Tables:
+        pad, settings = self.ends()["pad_token_id"], self.settings
+        texts, encode = self.material.labelled, self.tokenizer.encode
+        return encode_texts(texts, encode, pad, settings.length, settings.examples, progress)
 
     def write_beside(self, folder: Path) -> None:
         self.tokenizer.save(folder)
@@ -341,21 +340,10 @@ class FinetuningTask(TextTask):
             f"{where}_steps must be at least 1, got {settings.pretraining_steps}; "
             "without pre-training it is the task 'text'",
         )
-        require(
-            settings.pretraining_batch_size % settings.accumulation == 0,
-            f"{where}_batch_size must be a multiple of accumulation = {settings.accumulation}, "
-            f"got {settings.pretraining_batch_size}",
-        )
+        check_pieces(settings.pretraining_batch_size, settings.accumulation, f"{where}_batch_size")
 
-    def train(
-        self,
-        variant: str,
-        seed: int,
-        out: Path,
-        progress: Progress = silent,
-    ) -> Path:
-        pretraining = f"pretraining/{METRICS}"  # all that version 0.1 had until pre-training was done
-        check_folder(out, METRICS if (out / METRICS).is_file() else pretraining, what="of a training run")
+    def train(self, variant: str, seed: int, out: Path, progress: Progress = silent) -> Path:
+        check_folder(out, METRICS, what="of a training run")
         out.mkdir(parents=True, exist_ok=True)
         (out / METRICS).touch()
         first, second = in_phase(progress, "pre-training"), in_phase(progress, "fine-tuning")
@@ -391,26 +379,16 @@ class LanguageModelTask(Task):
     encoder = False
     needs_text = True
 
-    def check(self, variants: Iterable[str]) -> None:
-        variants = list(variants)
-        super().check(variants)
-        for variant in variants:
-            self.job(variant, 0)  # raises for what a pre-training could not be
+    def prepare(self, progress: Progress = silent) -> None:
+        """Do nothing: it trains on running text as it is."""
 
     def job(self, variant: str, seed: int) -> Job:
         settings, (_, optimizer, section) = self.settings, self.sections(variant, seed)
         attention = [attention_of(variant)] * self.config(variant).num_hidden_layers
         data = {"sources": self.material.sources, "length": settings.length, "batch_size": settings.batch_size}
-        return pretraining_job(
-            TrainConfig.parse(
-                {
-                    "model": {"preset": settings.preset, "attention": attention, "options": settings.options},
-                    "data": data,
-                    "optimizer": asdict(optimizer),
-                    "run": asdict(section),
-                }
-            )
-        )
+        model = {"preset": settings.preset, "attention": attention, "options": settings.options}
+        sections = {"model": model, "data": data, "optimizer": asdict(optimizer), "run": asdict(section)}
+        return pretraining_job(TrainConfig.parse(sections))
 
     def score(self, model: Path, device: str, progress: Progress = silent) -> dict[str, Any]:
         trained = FarspanForCausalLM.from_pretrained(model).eval().to(device)

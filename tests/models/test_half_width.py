@@ -1,0 +1,342 @@
+"""A model that decodes on the half-width kernel gives the numbers it gives without, from t as it is cached."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+pytest.importorskip("triton", reason="needs triton (pip install farspan[gpu])")
+
+from farspan import FarspanCache, FarspanForCausalLM, layers
+from farspan.bench.timing import captured
+from farspan.layers import CocaAttention
+from farspan.ops import coca, device
+from tests.models.small import LOCAL, PER_QUERY, PER_REQUEST, chunked, compiled_steps, make, name_of, tokens
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+NOPE = {"kind": "coca", "rotary": False}
+
+
+def model_of(**options: Any) -> FarspanForCausalLM:
+    options = {"attention": ["coca-exact"], "num_key_value_heads": 1, "dtype": torch.float32, **options}
+    return make(num_hidden_layers=len(options["attention"]), **options).to(DEVICE)
+
+
+def on(backend: str, model: FarspanForCausalLM) -> FarspanForCausalLM:
+    """Make the same model with another backend for decoding."""
+    config = copy.deepcopy(model.config)
+    config.decode_backend = backend
+    twin = FarspanForCausalLM(config).to(model.device, model.dtype).eval()
+    twin.load_state_dict(model.state_dict())
+    return twin
+
+
+def without_and_with_kernel(
+    model: FarspanForCausalLM, call: Callable[[FarspanForCausalLM], torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what a call gives without the kernel, and with it."""
+    return call(on("sdpa", model)), call(on("triton", model))
+
+
+def check_near(want: torch.Tensor, got: torch.Tensor) -> None:
+    assert 0 < (got - want).abs().max() <= 1e-5  # not zero, or nothing has been compared
+
+
+class Allocations(TorchDispatchMode):
+    """Note the elements of the largest new tensor, and count the kernel's calls."""
+
+    def __init__(self, *held: torch.Tensor) -> None:
+        super().__init__()
+        self.known, self.largest, self.calls = {x.untyped_storage().data_ptr() for x in held}, 0, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.calls += func.name() == "farspan::half_width_attention"
+        for x in tree_leaves(out):
+            if isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() not in self.known:
+                self.largest = max(self.largest, x.numel())
+        return out
+
+
+def kernel_calls(call: Callable[[], object]) -> int:
+    """Count how often a call runs the half-width kernel."""
+    with Allocations() as made:
+        call()
+    return made.calls
+
+
+def left_padding(rows: int, length: int, pad: int) -> torch.Tensor:
+    return (torch.arange(length, device=DEVICE)[None] >= torch.arange(rows, device=DEVICE)[:, None] * pad).long()
+
+
+WINDOWS = [{"kind": "coca", "form": "slack", "window": 8}, {"kind": "coca", "window": 16}]
+CASES: list[tuple[dict[str, Any], int | None, bool]] = [
+    ({"attention": ["coca-exact"]}, None, False),
+    ({"attention": ["coca-slack"], "num_attention_heads": 2, "num_key_value_heads": 2}, 24, False),
+    ({"attention": ["coca-strict"], "num_key_value_heads": 2, "coca_activation": "softplus"}, 24, True),
+    ({"attention": WINDOWS}, None, True),
+    ({"attention": WINDOWS}, 24, False),
+    ({"attention": ["coca-slack", NOPE, "rope"], "rope_parameters": PER_QUERY}, None, True),
+    ({"attention": ["coca-slack", NOPE, "rope"], "rope_parameters": PER_QUERY}, 24, True),
+    ({"attention": ["coca-exact"], "rope_parameters": PER_REQUEST}, None, True),
+    ({"attention": ["coca-exact"], "rope_parameters": PER_REQUEST}, 24, False),
+    ({"attention": ["coca-exact"], "rope_parameters": {"rope_type": "yarn", "factor": 4.0}, "qk_norm": True}, 24, True),
+    ({"attention": [{"kind": "coca", "window": 1}, {"kind": "coca", "window": 2}]}, 24, True),
+    ({"attention": ["coca-slack", NOPE], "log_length": True}, None, True),
+]
+"""A model, the slots of its cache (None = growing), and whether there is padding. A step of a kernel takes a tenth of a
+second in the interpreter, per layer, row and key head."""
+
+
+@pytest.mark.parametrize(
+    ("options", "length", "padded"), CASES, ids=lambda x: name_of(x) if isinstance(x, dict) else str(x)
+)
+@torch.no_grad()
+def test_decoding_on_the_kernel_equals_decoding_without(
+    options: dict, length: int | None, padded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three tokens at once cross a doubling of dynamic NTK; one window is full before, one in the midst."""
+    x, rotated, features = tokens(2, 18).to(DEVICE), [], coca.coca_features
+    mask = left_padding(2, 18, 2) if padded else None
+    model = model_of(**options)
+    want = chunked(on("sdpa", model), x, [13, 1, 1, 3], mask, length=length)
+    monkeypatch.setattr(
+        coca, "coca_features", lambda q, t, *a, **o: rotated.append(t.shape[2]) or features(q, t, *a, **o)
+    )
+    got = chunked(on("triton", model), x, [13, 1, 1, 3], mask, length=length)
+    check_near(want[:, 13:], got[:, 13:])
+    assert max(rotated, default=0) <= 13  # the prompt's keys may be rotated, but no cached ones again
+
+
+@pytest.mark.parametrize("length", [None, 20], ids=["growing", "static"])
+@torch.no_grad()
+def test_padding_after_real_tokens_is_continued(length: int | None) -> None:
+    """Where ranks and slots differ, each key has its own position."""
+    model, x = model_of(attention=["coca-slack", NOPE], rope_parameters=PER_QUERY), tokens(2, 15).to(DEVICE)
+    mask = torch.ones_like(x)
+    mask[1, 7:12] = 0
+    want, got = without_and_with_kernel(model, lambda model: chunked(model, x, [12, 1, 2], mask, length=length))
+    check_near(want[:, 12:], got[:, 12:])
+    alone = on("sdpa", model)(torch.cat((x[1:, :7], x[1:, 12:]), dim=1)).logits
+    assert (got[1, 12:] - alone[0, 7:]).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize(("rows", "length"), [(1, None), (2, None), (2, 20)])
+@torch.no_grad()
+def test_positions_of_ones_own_are_kept(rows: int, length: int | None) -> None:
+    """Each row begins elsewhere, which slack shows."""
+    model, x = model_of(attention=["coca-slack"]), tokens(2, 16).to(DEVICE)
+    positions = torch.tensor([[100], [40_000]][:rows], device=DEVICE) + torch.arange(16, device=DEVICE)
+    options = {"length": length, "positions": positions}
+    want, got = without_and_with_kernel(model, lambda model: chunked(model, x, [13, 1, 2], **options)[:, 13:])
+    check_near(want, got)
+    assert (want - model(x).logits[:, 13:]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(("length", "rope"), [(None, None), (110, PER_QUERY)], ids=["growing", "static"])
+@torch.no_grad()
+def test_a_step_makes_nothing_as_large_as_the_cache(
+    length: int | None, rope: dict | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("farspan.cache.CHEAP", 0)
+    made_by = model_of(attention=["coca-exact", NOPE], rope_parameters=rope, num_attention_heads=1)
+    x, found = tokens(1, 102).to(DEVICE), {}
+    for backend in ("sdpa", "triton"):
+        model = on(backend, made_by)
+        cache = FarspanCache(model.config, max_length=length)
+        model(x[:, :100], past_key_values=cache)
+        model(x[:, 100:101], past_key_values=cache)  # a growing cache allocates
+        held = [*model.parameters(), *(x for layer in cache.layers for x in (layer.keys, layer.values))]
+        with Allocations(*held) as made:
+            model(x[:, 101:], past_key_values=cache)
+        found[backend] = made.calls, made.largest
+    assert found["triton"][0] == 2
+    assert found["triton"][1] <= (length or 101)  # a static cache has one row of positions for all layers
+    assert found["sdpa"][0] == 0
+    assert found["sdpa"][1] >= 102 * 32  # the keys, 32 wide
+
+
+@torch.no_grad()
+def test_a_static_cache_is_read_as_far_as_it_is_filled() -> None:
+    """What lies beyond may be anything, even while only the device knows where it begins."""
+    model, x = model_of(attention=[NOPE, "coca-slack"], decode_backend="triton"), tokens(2, 15).to(DEVICE)
+    cache = FarspanCache(model.config, max_length=50)
+    model(x[:, :13], past_key_values=cache)
+    for layer in cache.layers:
+        layer.keys[:, :, 15:] = layer.values[:, :, 15:] = torch.nan
+    parts = [model(x[:, i : i + 1], past_key_values=cache).logits for i in (13, 14)]
+    assert (torch.cat(parts, dim=1) - model(x).logits[:, 13:]).abs().max() <= 1e-5
+
+
+# When the kernel is taken
+
+
+@torch.no_grad()
+def test_what_the_kernel_is_not_for_goes_on_as_before() -> None:
+    """Prompts, gradients, packed documents, other implementations of attention."""
+    model, x = model_of(decode_backend="triton"), tokens(1, 12).to(DEVICE)
+    packed = torch.cat((torch.arange(4), torch.arange(3)))[None].to(DEVICE)
+
+    def trains() -> None:
+        with torch.enable_grad():
+            model(x[:, :1]).logits.sum().backward()
+
+    assert kernel_calls(lambda: model(x[:, :9])) == 0  # with four heads per key head
+    assert kernel_calls(lambda: model(x[:, :8])) == 1
+    assert kernel_calls(trains) == 0
+    assert kernel_calls(lambda: model(x[:, :7], position_ids=packed, use_cache=False)) == 0
+    model.set_attn_implementation("sdpa")
+    assert kernel_calls(lambda: chunked(model, x, [10, 1, 1])) == 0
+
+
+def test_what_cannot_run_raises_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    with torch.no_grad(), pytest.raises(ValueError, match=r"^backend='triton' .*, got torch\.float64; use backend='s"):
+        make(decode_backend="triton")(tokens(1, 3))
+    with pytest.raises(ValueError, match="decode_backend must be one of 'auto', 'sdpa', 'triton', got 'tritn'"):
+        make(decode_backend="tritn")
+    monkeypatch.setattr(device, "_interpreted", lambda: False)
+    with torch.no_grad(), pytest.raises(ValueError, match=r"backend='triton' needs CUDA tensors, got cpu"):
+        CocaAttention(32, 4, decode_backend="triton")(torch.randn(1, 3, 32))
+
+
+def test_the_choice_is_of_this_machine_and_never_saved(tmp_path) -> None:
+    model = make(decode_backend="triton")
+    model.save_pretrained(tmp_path)
+    assert "decode_backend" not in (tmp_path / "config.json").read_text()
+    assert FarspanForCausalLM.from_pretrained(tmp_path).config.decode_backend == "auto"
+    assert FarspanForCausalLM.from_pretrained(tmp_path, decode_backend="triton").config.decode_backend == "triton"
+    model.set_rope_parameters(rope_type="ntk", factor=2.0)
+    assert model.config.decode_backend == copy.deepcopy(model.config).decode_backend == "triton"
+
+
+def test_a_frozen_model_decodes_on_the_kernel_in_grad_mode_too() -> None:
+    """Unless a gradient is wanted: of a weight before or in the layer, of the input, or of what is cached."""
+    model, x = model_of(attention=[NOPE, "coca-exact"], decode_backend="triton"), tokens(1, 1).to(DEVICE)
+
+    def taken(**options: Any) -> int:
+        return kernel_calls(lambda: model(**({"input_ids": x} | options)))
+
+    assert taken() == 0
+    model.requires_grad_(False)
+    assert taken() == 2
+    embedded = model.model.embed_tokens(x)
+    assert taken(input_ids=None, inputs_embeds=embedded.requires_grad_()) == 0
+    model.model.layers[0].mlp.requires_grad_()
+    assert taken() == 1
+    model.requires_grad_(False).model.layers[1].self_attn.t_proj.requires_grad_()
+    assert taken() == 1
+    model.requires_grad_(False)
+    cache = FarspanCache(model.config)
+    for layer in range(2):
+        cache.update(*(torch.rand(1, 1, 5, d, device=DEVICE, requires_grad=layer == 0) for d in (4, 8)), layer)
+    assert taken(past_key_values=cache) == 0
+    assert taken() == 2
+
+
+@torch.no_grad()
+def test_under_autocast_the_kernel_gets_what_sdpa_gets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """float32 weights under autocast, as `farspan eval` has them, decode on the kernel where bfloat16 does."""
+    ids, seen, op = tokens(2, 12).to(DEVICE), [], layers.coca_attention
+    monkeypatch.setattr(layers, "coca_attention", lambda q, *a, **o: seen.append(q.dtype) or op(q, *a, **o))
+
+    def last(model: FarspanForCausalLM) -> torch.Tensor:
+        cache = FarspanCache(model.config)
+        with torch.autocast(DEVICE, torch.bfloat16):
+            model(ids[:, :-1], past_key_values=cache)
+            logits = model(ids[:, -1:], past_key_values=cache).logits.float()
+        assert set(seen) == {cache.layers[0].keys.dtype} == {torch.bfloat16}
+        with pytest.raises(ValueError, match=r"cache holds torch\.bfloat16, got torch\.float32"):
+            model(ids[:, -1:], past_key_values=cache)
+        return logits
+
+    plain, kernel = without_and_with_kernel(model_of(), last)
+    assert (plain - kernel).abs().max() <= 0.03 * plain.abs().max()
+
+
+# Generation and graphs
+
+
+@pytest.mark.parametrize(
+    ("options", "settings"),
+    [
+        ({"attention": [LOCAL, "rope", NOPE], "rope_parameters": PER_QUERY}, {}),
+        ({"attention": [LOCAL, "coca-exact"]}, {"cache_implementation": "static"}),
+        ({"attention": ["coca-exact"], "rope_parameters": PER_REQUEST}, {"cache_implementation": "static"}),
+        ({"attention": [LOCAL, "coca-exact"], "rope_parameters": PER_QUERY}, {"num_beams": 2}),
+    ],
+    ids=str,
+)
+@torch.no_grad()
+def test_generate_gives_the_same_tokens(options: dict, settings: dict) -> None:
+    x, mask = tokens(2, 13).to(DEVICE), left_padding(2, 13, 3)
+    settings = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, **settings}
+    assert torch.equal(
+        *without_and_with_kernel(model_of(**options), lambda model: model.generate(x, attention_mask=mask, **settings))
+    )
+
+
+@pytest.mark.parametrize(
+    ("attention", "padded"),
+    [
+        ([LOCAL, "coca-exact"], False),
+        ([LOCAL, "coca-exact"], True),
+        ([LOCAL, LOCAL], True),
+        (["linear-coca", LOCAL], True),
+    ],
+    ids=str,
+)
+@torch.no_grad()
+def test_generate_hands_every_static_step_the_same_shapes(
+    attention: list[Any], padded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or transformers, which compiles the step on a GPU, would record a graph for each token."""
+    model, x = model_of(attention=attention, decode_backend="sdpa"), tokens(2, 13).to(DEVICE)
+    forward, masks = model.forward, []
+    monkeypatch.setattr(
+        model, "forward", lambda **inputs: masks.append(inputs.get("attention_mask")) or forward(**inputs)
+    )
+    mask = left_padding(2, 13, 3) if padded else torch.ones_like(x)
+    settings = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "cache_implementation": "static"}
+    static = model.generate(x, attention_mask=mask, disable_compile=True, **settings)
+    shapes = [None if given is None else tuple(given.shape) for given in masks[1:]]
+    growing = model.generate(x, attention_mask=mask, **(settings | {"cache_implementation": "dynamic"}))
+    assert shapes == [(2, 18) if padded else None] * 4
+    assert torch.equal(static, growing)
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_a_cuda_graph_of_a_step_follows_the_sequence() -> None:
+    model = model_of(attention=["coca-exact", NOPE], rope_parameters=PER_QUERY, decode_backend="triton")
+    x = tokens(2, 14).to(DEVICE)
+    cache, parts = FarspanCache(model.config, max_length=20), []
+    model(x[:, :10], past_key_values=cache)
+    token, logits = x[:, 10:11].clone(), torch.empty(2, 97, device=DEVICE)
+    replay = captured(lambda: logits.copy_(model(token, past_key_values=cache).logits[:, -1]))
+    for layer in cache.layers:
+        layer.cumulative_length.fill_(10)  # before the graph was captured, the step ran once
+    for i in range(10, 14):
+        token.copy_(x[:, i : i + 1])
+        replay()
+        parts.append(logits.clone())
+    assert (torch.stack(parts, dim=1) - model(x).logits[:, 10:]).abs().max() <= 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "masked"),
+    [({"attention": [LOCAL]}, False), ({"attention": ["coca-slack"], "rope_parameters": PER_QUERY}, True)],
+    ids=str,
+)
+@torch.no_grad()
+def test_a_compiled_step_is_one_graph(options: dict, masked: bool) -> None:
+    """No graph break, and no new graph for each token, also while a window fills up and after."""
+    model, x = model_of(decode_backend="triton", **options), tokens(2, 11).to(DEVICE)
+    mask = left_padding(2, 11, 3) if masked else None
+    found, graphs = compiled_steps(model, x, 5, 16, mask)
+    assert (found - on("sdpa", model)(x, attention_mask=mask).logits[:, 5:]).abs().max() <= 1e-5
+    assert graphs <= 4
