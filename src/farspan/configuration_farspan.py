@@ -167,7 +167,7 @@ class FarspanConfig(PreTrainedConfig):
         self._check_numbers(kwargs.get("torch_dtype"))
         self._expand_hybrid(**{name: kwargs.pop(name) for name in HYBRID_OPTIONS if name in kwargs})
         for key in _unknown_keys(kwargs):
-            if near := get_close_matches(key, FIELDS, n=3, cutoff=0.8):  # the default would be used in its place
+            if near := get_close_matches(key, FIELDS, n=3, cutoff=0.85):  # the default would be used in its place
                 raise unknown("configuration key", key, near)
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads

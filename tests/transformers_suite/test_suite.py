@@ -21,6 +21,8 @@ SOURCE = Path(os.environ.get("FARSPAN_TRANSFORMERS") or "none")
 if not (SOURCE / "tests" / "causal_lm_tester.py").exists():
     pytest.skip("FARSPAN_TRANSFORMERS names no checkout of transformers", allow_module_level=True)
 
+from transformers.models.auto import modeling_auto  # noqa: E402
+
 from farspan import FarspanConfig, FarspanForCausalLM, FarspanModel  # noqa: E402
 
 NOT_RUN = {"fsdp": "FSDPTesterMixin", "tensor_parallel": "TensorParallelTesterMixin", "pipeline": "PipelineTesterMixin"}
@@ -46,6 +48,9 @@ def borrow() -> Any:
 
 
 theirs = borrow()
+# Their tests look up here which class takes labels.
+modeling_auto.MODEL_MAPPING_NAMES["farspan"] = "FarspanModel"
+modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["farspan"] = "FarspanForCausalLM"
 
 
 def suite(name: str) -> type:
