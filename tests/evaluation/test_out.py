@@ -58,11 +58,9 @@ def test_a_failed_command_leaves_no_folder_for_its_result(name: str, tmp_path: P
     [
         (["--stride", 0], "Invalid value for '--stride': "),
         (["--stride=-3"], ", got -3; see 'farspan eval ppl --help'"),
-        (["--ntk-mode", "always", "--ntk", 4], "--ntk-mode must be one of 'per_query', 'per_request', got 'always'"),
         (["--scaling", "ntk4"], "--scaling must be own, none, ntk-F, dynamic_ntk-F"),
         (["--lengths", "1"], "--lengths must be at least 2, got [1]"),
         (["--text-tokens", 1000], "--text-tokens must be at least the longest window 2048, got 1000"),
-        (["--mode", "slidng"], "did you mean 'sliding'"),
     ],
 )
 def test_a_bad_option_is_named_with_its_value(arguments: list[object], said: str, tmp_path: Path) -> None:
