@@ -11,8 +11,11 @@ from farspan.tasks import TASKS
 from tests.command_line import refusal
 
 TOML = """
-variants = ["rope", "cosformer", "cosformer-plain", "linear-coca"]
-seeds = { cosformer = 2 }
+[models]
+rope = {}
+cosformer = { seeds = 2 }
+cosformer-plain = {}
+linear-coca = {}
 [corpus]
 train = { "%(folder)s/text.jsonl" = 1.0 }
 labelled = ["%(folder)s/a.jsonl", "%(folder)s/b.jsonl", "%(folder)s/c.jsonl"]
@@ -139,8 +142,8 @@ def test_bad_input_exits_2_with_one_line(arguments: list[str], message: str, tmp
         ("[tasks]\nlistops = 3", "tasks.listops must be .*, got 3"),
     ],
 )
-def test_tasks_that_cannot_be_meant_are_refused(text: str, message: str, tmp_path: Path) -> None:
+def test_tasks_that_cannot_be_meant_raise(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
-    path.write_text('variants = ["rope"]\n' + text)
+    path.write_text("[models.rope]\n" + text)
     with pytest.raises(ValueError, match=message):
         Preset.load(path)
