@@ -16,6 +16,7 @@ rope = {}
 cosformer = { seeds = 2 }
 cosformer-plain = {}
 linear-coca = {}
+hybrid-cosformer = { tasks = ["lm"], options = { num_hidden_layers = 2, global_every = 2 } }
 [corpus]
 train = { "%(folder)s/text.jsonl" = 1.0 }
 labelled = ["%(folder)s/a.jsonl", "%(folder)s/b.jsonl", "%(folder)s/c.jsonl"]
