@@ -33,7 +33,7 @@ from farspan.reproduce.preset import CHECKPOINT, Preset
 from farspan.results import write_result
 from farspan.tasks import Material, Task, TaskSettings, make_task
 from farspan.training import train
-from farspan.utils import Progress, write_json
+from farspan.utils import Progress, remove, write_json
 
 
 class Work:
@@ -111,25 +111,22 @@ class Work:
     def convert(self, name: str, result: Path, progress: Progress) -> None:
         """Convert the checkpoint."""
         corpus, model, out, began = self.preset.corpus, self.preset.models[name], self.path(name), time.perf_counter()
-        made = not out.exists()  # else the call before this one was stopped in between
-        if made:
-            convert_folder(
-                corpus.checkpoint,
-                out,
-                model.attention or name,
-                text=list(corpus.train) if model.calibrate_tokens else (),
-                tokens=model.calibrate_tokens,
-                calibration_config=CalibrationConfig(steps=model.calibrate_steps),
-                window=model.window or None,
-                global_every=model.global_every or None,
-                device=self.device if model.calibrate_tokens else "cpu",
-                progress=progress,
-            )
-        seconds = time.perf_counter() - began if made else None
         tokens = model.calibrate_tokens
-        self._write_model(
-            result, name, tokens=tokens, seconds=seconds, stages=0, passkey_share=0.0, calibrated=tokens > 0
+        remove(out)  # of a call that was stopped before it wrote its result
+        convert_folder(
+            corpus.checkpoint,
+            out,
+            model.attention or name,
+            text=list(corpus.train) if tokens else (),
+            tokens=tokens,
+            calibration_config=CalibrationConfig(steps=model.calibrate_steps),
+            window=model.window or None,
+            global_every=model.global_every or None,
+            device=self.device if tokens else "cpu",
+            progress=progress,
         )
+        took = {"tokens": tokens, "seconds": time.perf_counter() - began, "calibrated": tokens > 0}
+        self._write_model(result, name, stages=0, passkey_share=0.0, **took)
 
     def finetune(self, name: str, result: Path, progress: Progress) -> None:
         """Fine-tune a model with its recipe."""
@@ -147,17 +144,16 @@ class Work:
         )
         known = _rows(self.made(before))[0]
         took = [known, *_rows(out / "recipe.json")]
-        tokens, seconds = sum(one["tokens"] for one in took), [one["seconds"] for one in took]
+        tokens, seconds = (sum(one[what] for one in took) for what in ("tokens", "seconds"))
         if preset.models[preset.origin(name)].start:
-            more: dict[str, Any] = {
-                "stages": known["stages"] + len(stages),
-                "passkey_share": max(s.passkey_share for s in stages),
-            }
-            self._write_model(result, name, tokens=tokens, seconds=None if None in seconds else sum(seconds), **more)
+            share = max(stage.passkey_share for stage in stages)
+            number = known["stages"] + len(stages)
+            self._write_model(result, name, stages=number, tokens=tokens, seconds=seconds, passkey_share=share)
         else:
-            run, steps = out / f"stage-{len(stages)}-{last.name}", sum(stage.optimizer.steps for stage in stages)
+            steps = known["steps"] + sum(stage.optimizer.steps for stage in stages)
             shares = {"passkey_share": last.passkey_share, "retrieval_share": last.retrieval_share}
-            self._write_training(result, run, name, 0, steps=known["steps"] + steps, tokens=tokens, **shares)
+            run = out / f"stage-{len(stages)}-{last.name}"
+            self._write_training(result, run, name, 0, steps=steps, tokens=tokens, **shares)
 
     def _write_training(self, result: Path, run: Path, name: str, seed: int, **more: Any) -> None:
         row = {
