@@ -266,7 +266,7 @@ def _measured(
     rows: Rows = []
     where, progress = device(), common.get("progress", silent)
     loaded = open_model(model, where)
-    own = loaded.config.rope_parameters or {}, loaded.config.log_length
+    own = loaded.config.rope_parameters or {}, loaded.config.log_length or False
     for number, name in enumerate(common.get("scalings") or ("own",)):
         if name.startswith("own") and number:  # an earlier scaling has replaced it
             loaded.set_rope_parameters(**own[0])

@@ -158,7 +158,9 @@ def _task_steps(work: Work, task: str, order: tuple[int, int]) -> Iterator[Step]
     yield Step("examples", examples, result, do, needs, frozenset({task}), (*order, -1))
     for name in preset.models:
         for seed in range(preset.models[name].seeds if task in preset.tasks_of(name) else 0):
-            title, result = f"train {task} {name} seed {seed}", f"task-{task}-{name}-s{seed}.json"
-            do, chosen_by = partial(work.task, task, name, seed), frozenset({task, name})
-            after = (examples, *needs)
-            yield Step("task", title, work.folder / "results" / result, do, after, chosen_by, (*order, seed))
+            done, do = (
+                work.folder / "results" / f"task-{task}-{name}-s{seed}.json",
+                partial(work.task, task, name, seed),
+            )
+            title, chosen_by = f"train {task} {name} seed {seed}", frozenset({task, name})
+            yield Step("task", title, done, do, (examples, *needs), chosen_by, (*order, seed))

@@ -86,14 +86,14 @@ def _run(steps: list[Step], folder: Path, progress: Progress) -> dict[str, str]:
             time.sleep(POLL_SECONDS)
 
 
-def _attempt(step: Step, done: int, steps: int, progress: Progress) -> str:
+def _attempt(step: Step, before: int, steps: int, progress: Progress) -> str:
     """Do a step and return why it failed, or nothing."""
     furthest = 0.0
 
-    def part(now: float, total: float | None, text: str = "", *, phase: str = "") -> None:
+    def part(done: float, total: float | None, text: str = "", *, phase: str = "") -> None:
         nonlocal furthest
-        furthest = max(furthest, now / total if total else 0.0)
-        progress(done + furthest, steps, f"{step.name}: {text or phase}".removesuffix(": "))
+        furthest = max(furthest, done / total if total else 0.0)
+        progress(before + furthest, steps, f"{step.name}: {text or phase}".removesuffix(": "))
 
     part(0, None)
     torch.compiler.reset()  # blocks that were compiled for other shapes would make these shapes dynamic
