@@ -40,11 +40,13 @@ def test_right_and_wrong_answers_are_counted_near_and_far() -> None:
     assert sum(o["right"] for o in row["outcomes"]) == row["correct"]
 
 
-def test_only_here_nobody_is_reminded_that_a_text_is_long(caplog: pytest.LogCaptureFixture) -> None:
-    """transformers says it once a process for each number: hence two."""
+def test_nobody_is_reminded_that_a_prompt_is_long(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers says it once per process for each number: hence two."""
     logger = logging.getLogger("transformers.generation.stopping_criteria")
+    monkeypatch.setattr(logger, "level", logging.WARNING)
     logger.addHandler(caplog.handler)
-    logger.setLevel(logging.WARNING)
     try:
         passkey(make(dtype=torch.float32, max_position_embeddings=61), Letters(), length=300, cases=2, new_tokens=3)
         assert not caplog.messages
@@ -53,7 +55,6 @@ def test_only_here_nobody_is_reminded_that_a_text_is_long(caplog: pytest.LogCapt
         assert "exceeded the model's predefined maximum length (62)" in caplog.messages[0]
     finally:
         logger.removeHandler(caplog.handler)
-        logger.setLevel(logging.NOTSET)
 
 
 @pytest.mark.parametrize("mode", ["per_query", "per_request"])

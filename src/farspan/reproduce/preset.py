@@ -11,6 +11,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from farspan.configuration_farspan import FarspanConfig
+from farspan.data.retrieval import TASKS as RETRIEVAL
 from farspan.data.tokenizer import BYTES_VOCABULARY
 from farspan.errors import require, require_choice
 from farspan.evaluation.conditions import check_scaling
@@ -93,6 +94,8 @@ class Evaluation:
     def __post_init__(self) -> None:
         for name in self.scalings:
             check_scaling(name, "evaluation.scalings")
+        for name in self.retrieval_tasks:
+            require_choice("evaluation.retrieval_tasks", name, RETRIEVAL)
         cases = len(self.long_cases) in (0, len(self.long))
         require(cases, f"evaluation.long_cases must have a number for each limit in long, got {self.long_cases}")
         longest = max(self.perplexity_lengths, default=0)
