@@ -128,12 +128,7 @@ GIVEN = {"checkpoint": "llama", "pairs": "pairs.jsonl", "held-out": "test.jsonl"
         ("dropin", {"checkpoint": "scaled"}, "--checkpoint must have plain rotary angles, got linear-4"),
         ("dropin", {"pairs": "nowhere"}, "--pairs must be a JSONL file"),
         ("dropin-cpu", {}, "--held-out must have a document of at least 2048 tokens"),
-        (
-            "dropin-cpu",  # its rows of 128 tokens are too short for a passkey text of bytes
-            {"held-out": "long.txt"},
-            "length of stage attention of distill-skip-4-skip must be at least 246 tokens for a passkey text with this "
-            "tokenizer, got 128; use longer rows, or passkey_share = 0",
-        ),
+        ("dropin-cpu", {"held-out": "long.txt"}, "passkey length of original must be at least 2"),
         ("dropin", {"tokenizer": "bpe.json"}, "--tokenizer must be left out where a checkpoint brings its own"),
         ("cpu", {"pairs": ""}, "--checkpoint is for a preset that converts, such as dropin, got"),
         ("cosformer-cpu", {"checkpoint": ""}, "--pairs is for a preset that converts, such as dropin"),
@@ -160,6 +155,11 @@ CONVERSION = "[models.a]\nstart = 'checkpoint'\nattention = 'coca-exact'\n"
     ("text", "message"),
     [
         ("[models.x]\nstart = 'a'", "models.x.start must be one of '', 'checkpoint', got 'a'; it must come before"),
+        (
+            "[models.rope]\n[tasks.mqar]\n[models.x]\nstart = 'rope'",
+            "models.x.start .* got 'rope'; .* not be for tasks",
+        ),
+        ("[models.rope]\n[models.x]\nstart = 'rope'\nrecipe = 'distill'", "recipe of x must not distil where"),
         (CONVERSION + "[models.x]\nstart = 'a'\nrecipe = 'papr'", "--recipe must be one of .* mean 'paper'"),
         (CONVERSION.replace("exact", "exat"), "must be one of .* got 'coca-exat'; did you mean 'coca-exact'"),
         (CONVERSION + "global_every = 3", "global_every .*needs window, got 3 without"),

@@ -165,8 +165,8 @@ class Preset:
         for name, model in self.models.items():
             good = bool(name) and name != CHECKPOINT and all(c.isalnum() or c in "-_" for c in name)
             require(good, f"names of models must be letters, digits, - and _, got {name!r}; they name folders")
-            require_choice(f"models.{name}.start", model.start, before, "it must come before")
-            before.append(name)
+            require_choice(f"models.{name}.start", model.start, before, "it must come before, and not be for tasks")
+            before += [] if self.tasks_of(name) else [name]
             self._check_model(name, model)
             for task in self.tasks_of(name):
                 require_choice(f"models.{name}.tasks", task, self.tasks)
@@ -192,12 +192,13 @@ class Preset:
             attention = self.attention(name)
             if attention not in tuple(HYBRIDS):
                 AttentionSpec.parse(attention)  # raises for an unknown name
-            need = (
-                f"global_every of {name} needs window, got {model.global_every} without; add for example window = 512"
-            )
-            require(model.window > 0 or model.global_every == 0, need)
+            every = model.global_every
+            need = f"global_every of {name} needs window, got {every} without; add for example window = 512"
+            require(model.window > 0 or every == 0, need)
         elif model.start:
-            self.recipe(name)
+            distils = any(stage.needs_teacher for stage in self.recipe(name).stages)
+            need = f"recipe of {name} must not distil where no checkpoint is converted, got {model.recipe!r}; try paper"
+            require(self.converts or not distils, need)
         elif not self.tasks_of(name):
             self.train_config(name, 0, {"tokens": 1.0})
 
