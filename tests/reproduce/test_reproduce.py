@@ -296,7 +296,7 @@ def test_texts_that_are_too_short_are_noticed_before_they_are_tokenized(toml: Pa
         reproduce(replace(preset, training={**preset.training, "data": data}), tmp_path / "out")
     small = {**preset.measures["small"], "retrieval_tasks": ["abcdigits", "cwe"]}
     with pytest.raises(ValueError, match="length must leave space for task 'cwe', got 240; use a longer one"):
-        reproduce(replace(preset, measures={"small": small}), tmp_path / "out")
+        reproduce(replace(preset, measures={**preset.measures, "small": small}), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

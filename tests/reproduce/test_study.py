@@ -156,7 +156,7 @@ CONVERSION = "[models.a]\nstart = 'checkpoint'\nattention = 'coca-exact'\n"
     [
         ("[models.x]\nstart = 'a'", "models.x.start must be one of '', 'checkpoint', got 'a'; it must come before"),
         (
-            "[models.rope]\n[tasks.mqar]\n[models.x]\nstart = 'rope'",
+            "[models.rope]\n[tasks.mqar]\nlength = 64\n[models.x]\nstart = 'rope'",
             "models.x.start .* got 'rope'; .* not be for tasks",
         ),
         ("[models.rope]\n[models.x]\nstart = 'rope'\nrecipe = 'distill'", "recipe of x must not distil where"),
