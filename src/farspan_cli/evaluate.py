@@ -27,9 +27,6 @@ Scaling = Annotated[
     ),
 ]
 Ntk = Annotated[float | None, typer.Option(help="Old name of --scaling dynamic_ntk-F.", min=1)]
-NtkMode = Annotated[str, typer.Option(help="With --ntk: per_query or per_request.")]
-Yarn = Annotated[float | None, typer.Option(help="Old name of --scaling yarn-F.", min=1)]
-LogLength = Annotated[bool | None, typer.Option(help="Old name of +log in --scaling; by default as the model has it.")]
 Out = Annotated[Path | None, typer.Option(help="Write the result as JSON.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace an existing result.")]
 Text = Annotated[list[str], typer.Option(help="Long documents, as `farspan data` takes them; short ones are skipped.")]
@@ -46,14 +43,10 @@ def ppl(
     text: Text,
     lengths: Lengths = "512,1024,2048",
     stride: Annotated[int, typer.Option(help="Tokens between windows.", min=1)] = 512,
-    mode: Annotated[str, typer.Option(help="sliding, yarn, whole or disjoint.")] = "sliding",
     text_tokens: TextTokens = 32_768,
     texts: Texts = 100,
     scaling: Scaling = None,
     ntk: Ntk = None,
-    ntk_mode: NtkMode = "per_query",
-    yarn: Yarn = None,
-    log_length: LogLength = None,
     out: Out = None,
     force: Force = False,
 ) -> None:
@@ -61,14 +54,14 @@ def ppl(
 
     Example: `farspan eval ppl runs/mine/model --text test.jsonl.xz --lengths 512,1024 --scaling none,dynamic_ntk-4`
     """
-    from farspan.evaluation import evaluate_perplexity
+    from farspan.evaluation import evaluate_perplexity as measure
 
-    windows, scalings = whole_numbers(lengths), _scalings(model, scaling, ntk, ntk_mode, yarn, log_length)
-    options: dict[str, Any] = {"stride": stride, "mode": mode, "texts": texts, "text_tokens": text_tokens}
-    rows = _run(evaluate_perplexity, model, text, out, lengths=windows, scalings=scalings, force=force, **options)
+    options: dict[str, Any] = {"stride": stride, "texts": texts, "text_tokens": text_tokens, "force": force}
+    options |= {"lengths": whole_numbers(lengths), "scalings": _scalings(scaling, model, ntk)}
+    rows = _run(measure, model, text, out, **options)
     _show(rows, ("scaling", "length", "stride", "mode", "tokens", "ppl"), out)
-    if not any(row["mode"] == "truncated" for row in rows):
-        _say("without the truncation control, whose texts need the training length")
+    if _is_main() and not any(row["mode"] == "truncated" for row in rows):
+        print("without the truncation control, whose texts need the training length")
 
 
 @evaluate.command("passkey")
@@ -80,9 +73,6 @@ def passkey(
     seed: Seed = 0,
     scaling: Scaling = None,
     ntk: Ntk = None,
-    ntk_mode: NtkMode = "per_query",
-    yarn: Yarn = None,
-    log_length: LogLength = None,
     out: Out = None,
     force: Force = False,
 ) -> None:
@@ -90,11 +80,11 @@ def passkey(
 
     Example: `farspan eval passkey runs/mine/model --lengths 512,1024 --cases 100 --out passkey.json`
     """
-    from farspan.evaluation import evaluate_passkey
+    from farspan.evaluation import evaluate_passkey as measure
 
-    options: dict[str, Any] = {"lengths": whole_numbers(lengths), "cases": cases, "new_tokens": new_tokens}
-    scalings = _scalings(model, scaling, ntk, ntk_mode, yarn, log_length)
-    rows = _run(evaluate_passkey, model, out, scalings=scalings, seed=seed, force=force, **options)
+    options: dict[str, Any] = {"cases": cases, "new_tokens": new_tokens, "seed": seed, "force": force}
+    options |= {"lengths": whole_numbers(lengths), "scalings": _scalings(scaling, model, ntk)}
+    rows = _run(measure, model, out, **options)
     _show(rows, ("scaling", "length", "cases", "correct", "accuracy", "ci95"), out)
 
 
@@ -105,10 +95,6 @@ def positions(
     text_tokens: TextTokens = 131_072,
     texts: Texts = 100,
     scaling: Scaling = None,
-    ntk: Ntk = None,
-    ntk_mode: NtkMode = "per_query",
-    yarn: Yarn = None,
-    log_length: LogLength = None,
     out: Out = None,
     force: Force = False,
 ) -> None:
@@ -116,11 +102,10 @@ def positions(
 
     Example: `farspan eval positions runs/mine/model --text test.jsonl.xz --out positions.json`
     """
-    from farspan.evaluation import evaluate_positions
+    from farspan.evaluation import evaluate_positions as measure
 
-    options: dict[str, Any] = {"texts": texts, "text_tokens": text_tokens}
-    scalings = _scalings(model, scaling, ntk, ntk_mode, yarn, log_length)
-    rows = _run(evaluate_positions, model, text, out, scalings=scalings, force=force, **options)
+    options: dict[str, Any] = {"texts": texts, "text_tokens": text_tokens, "force": force}
+    rows = _run(measure, model, text, out, scalings=_scalings(scaling), **options)
     shown = [{**row, "ppl": exp(min(row["nll"] / row["tokens"], 700.0))} for row in rows]
     _show(shown, ("scaling", "start", "stop", "tokens", "ppl", "gain", "gain_ci95"), out)
 
@@ -133,10 +118,6 @@ def retrieval(
     cases: Cases = 100,
     seed: Seed = 0,
     scaling: Scaling = None,
-    ntk: Ntk = None,
-    ntk_mode: NtkMode = "per_query",
-    yarn: Yarn = None,
-    log_length: LogLength = None,
     out: Out = None,
     force: Force = False,
 ) -> None:
@@ -145,11 +126,10 @@ def retrieval(
 
     Example: `farspan eval retrieval runs/mine/model --tasks abcdigits,vt --lengths 512,4096 --out retrieval.json`
     """
-    from farspan.evaluation import evaluate_retrieval
+    from farspan.evaluation import evaluate_retrieval as measure
 
-    options: dict[str, Any] = {"tasks": tasks.split(","), "lengths": whole_numbers(lengths), "cases": cases}
-    scalings = _scalings(model, scaling, ntk, ntk_mode, yarn, log_length)
-    rows = _run(evaluate_retrieval, model, out, scalings=scalings, seed=seed, force=force, **options)
+    options: dict[str, Any] = {"lengths": whole_numbers(lengths), "cases": cases, "seed": seed, "force": force}
+    rows = _run(measure, model, out, tasks=tasks.split(","), scalings=_scalings(scaling), **options)
     everywhere = [row for row in rows if row["depth"] is None]
     _show(everywhere, ("scaling", "task", "length", "cases", "accuracy", "ci95", "recall"), out)
 
@@ -165,9 +145,9 @@ def pairs_command(
 
     Example: `farspan eval pairs models/smollm2-coca --pairs blimp.jsonl.xz --out pairs.json`
     """
-    from farspan.evaluation import evaluate_pairs
+    from farspan.evaluation import evaluate_pairs as measure
 
-    rows = _run(evaluate_pairs, model, pairs, out, force=force)
+    rows = _run(measure, model, pairs, out, force=force)
     shown = [row for row in rows if row["kind"] != "set"]
     _show(shown, ("kind", "field", "cases", "correct", "accuracy", "ci95"), out)
 
@@ -186,63 +166,48 @@ def bits(
 
     Example: `farspan eval bits models/smollm2-coca --text test.jsonl.xz --length 2048 --out bits.json`
     """
-    from farspan.evaluation import evaluate_bits
+    from farspan.evaluation import evaluate_bits as measure
 
-    rows = _run(evaluate_bits, model, text, out, length=length, text_bytes=text_bytes, texts=texts, force=force)
+    rows = _run(measure, model, text, out, length=length, text_bytes=text_bytes, texts=texts, force=force)
     _show(rows, ("length", "texts", "bytes", "tokens", "bits_per_byte"), out)
 
 
 def _is_main() -> bool:
+    """Return whether this process shows progress and prints, of those that torchrun started."""
     return os.environ.get("RANK", "0") == "0"
 
 
-def _say(text: str, file: Any = None) -> None:
-    if _is_main():
-        print(text, file=file or sys.stdout)
-
-
 def _run(function: Callable[..., list[dict[str, Any]]], *arguments: Any, **options: Any) -> list[dict[str, Any]]:
-    """Call a function with progress, which only the main process shows."""
     if not _is_main():
         return function(*arguments, **options)
     with show_progress(Console(stderr=True)) as progress:
         return function(*arguments, progress=progress, **options)
 
 
-def _scalings(
-    model: str, given: list[str] | None, ntk: float | None, mode: str, yarn: float | None, log_length: bool | None
-) -> list[str]:
-    """Return the names of scalings; options of version 0.1 become the name of what they meant, with a note."""
+def _scalings(given: list[str] | None, model: str = "", ntk: float | None = None) -> list[str]:
+    """Return the names of scalings; the option of version 0.1 becomes the name of what it meant, with a note."""
     names = [name.strip() for part in given or [] for name in part.split(",")]
-    if ntk is None and yarn is None and log_length is None:
+    if ntk is None:
         return names or ["own"]
-    from farspan.evaluation import scaling_name
     from farspan.evaluation.evaluate import configuration
 
-    if mode not in ("per_query", "per_request"):
-        fail(f"--ntk-mode must be one of 'per_query', 'per_request', got {mode!r}; leave it out for per_query")
-    if (ntk is not None and yarn is not None) or set(names) - {"own", "none"}:
-        fail(f"--ntk, --yarn and --scaling {','.join(names) or 'NAME'} exclude each other; give --scaling alone")
-    config, plain = configuration(model), names == ["none"]
-    name = "none" if plain else scaling_name(config.rotary().scaling)
-    if yarn is not None:
-        name = f"yarn-{yarn:g}"
-    elif ntk is not None:
-        name = f"dynamic_ntk-{ntk:g}" + ("/per_request" if mode == "per_request" else "")
-    log = config.log_length and not plain if log_length is None else log_length
-    name += "+log" if log else ""
-    _say(f"note: this is --scaling {name} from version 0.2 on", sys.stderr)
+    if names:
+        fail(f"--ntk and --scaling {','.join(names)} exclude each other; give --scaling alone")
+    name = f"dynamic_ntk-{ntk:g}" + ("+log" if configuration(model).log_length else "")
+    if _is_main():
+        print(f"note: this is --scaling {name} from version 0.2 on", file=sys.stderr)
     return [name]
 
 
 def _show(rows: list[dict[str, Any]], columns: tuple[str, ...], out: Path | None) -> None:
+    if not _is_main():
+        return
     table = Table(*columns)
     for row in rows:
         table.add_row(*(_cell(row[column]) for column in columns))
-    if _is_main():
-        Console().print(table)
-        if out is not None:
-            print(f"written: {out}")
+    Console().print(table)
+    if out is not None:
+        print(f"written: {out}")
 
 
 def _cell(value: Any) -> str:

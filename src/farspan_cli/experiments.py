@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -11,40 +11,32 @@ from farspan_cli.app import app, fail, weighted
 from farspan_cli.progress import show_progress
 
 PRESETS = (
-    "`cpu` (minutes, offline), `gpu` (half an hour), `hybrid-cpu`, `hybrid`, `cosformer-cpu`, `cosformer-gpu`, "
-    "`dropin-cpu`, `dropin`, or a TOML file."
+    "`cpu` (minutes, offline), `gpu` (half an hour), `hybrid`, `hybrid-cpu`, `hybrid-ablations`, `hybrid-124m`, "
+    "`cosformer-gpu`, `cosformer-cpu`, `cosformer-lm`, `pi`, `dropin`, `dropin-cpu`, or a TOML file."
 )
 ONLY = "Tables, figures, kinds of step, models or tasks, e.g. table1 or ppl,hybrid-pope or listops. Default: all."
 Sources = Annotated[list[str] | None, typer.Option(help="Training text, or SOURCE=WEIGHT; repeat for a mixture.")]
+HeldOut = Annotated[list[str] | None, typer.Option(help="Text for perplexity; documents long enough are used.")]
+Labelled = Annotated[list[str] | None, typer.Option(help="Three files of labelled texts: training, choices and test.")]
 
 
 @app.command()
 def reproduce(
-    out: Annotated[Path, typer.Option(help="Folder of the run; the same command continues there.", show_default=False)],
+    out: Annotated[Path, typer.Option(help="Folder of the run; the same command continues there.")],
     preset: Annotated[str, typer.Option(help=PRESETS)] = "cpu",
     only: Annotated[str | None, typer.Option(help=ONLY)] = None,
     text: Sources = None,
-    held_out: Annotated[
-        list[str] | None, typer.Option(help="Text for perplexity; documents long enough are used.", show_default=False)
-    ] = None,
+    held_out: HeldOut = None,
     tokenizer: Annotated[str | None, typer.Option(help="A name or folder, or the size of a BPE to train.")] = None,
-    labelled: Annotated[
-        list[str] | None,
-        typer.Option(help="Three files of labelled texts: for training, choices and test.", show_default=False),
-    ] = None,
-    checkpoint: Annotated[
-        str | None, typer.Option(help="`dropin`: what is converted, a folder or GGUF file.", show_default=False)
-    ] = None,
-    pairs: Annotated[
-        list[str] | None,
-        typer.Option(help="`dropin`: JSONL of minimal pairs, with good and bad; repeat.", show_default=False),
-    ] = None,
+    labelled: Labelled = None,
+    checkpoint: Annotated[str | None, typer.Option(help="`dropin`: what is converted, a folder or GGUF file.")] = None,
+    pairs: Annotated[list[str] | None, typer.Option(help="`dropin`: JSONL of minimal pairs; repeat.")] = None,
 ) -> None:
     """The papers' experiments, from nothing to a page, at the budget of the preset.
 
-    CoCA's Tables 1 to 3 and Figures 1, 4 and 5 (`cpu`, `gpu`; its speed, Figure 6, with `--only speed`), layouts of
-    local and global layers (`hybrid-cpu`, `hybrid`), cosFormer's tasks (`cosformer-cpu`, `cosformer-gpu`), or CoCA
-    dropped into a checkpoint (`dropin-cpu`, `dropin`). Several processes may share one folder and its steps.
+    CoCA's Tables 1 to 3 and Figures 1, 4 and 5 (`cpu`, `gpu`; its speed, Figure 6, with `--only speed`) and Table 4
+    (`pi`), layouts of local and global layers (`hybrid…`), cosFormer's tasks (`cosformer-…`), or CoCA dropped into a
+    checkpoint (`dropin…`). Several processes may share one folder and its steps.
 
     Example: `farspan reproduce --preset cpu --out runs/demo`
 
@@ -59,7 +51,7 @@ def reproduce(
     from farspan.reproduce import reproduce as run
 
     chosen = Preset.load(preset)
-    given = {
+    given: dict[str, Any] = {
         "train": dict(weighted(one, "--text", "SOURCE", "--text books.jsonl.xz=0.75") for one in text or []),
         "held_out": held_out,
         "tokenizer": tokenizer,
@@ -67,7 +59,7 @@ def reproduce(
         "checkpoint": checkpoint,
         "pairs": pairs,
     }
-    corpus = replace(chosen.corpus, **{name: value for name, value in given.items() if value})  # type: ignore[arg-type]
+    corpus = replace(chosen.corpus, **{name: value for name, value in given.items() if value})
     console = Console()
     with show_progress(console) as progress:
         names = only.split(",") if only else None

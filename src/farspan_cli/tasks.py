@@ -1,9 +1,11 @@
 """`farspan tasks-path` and `farspan launch-path`: where other programs find files of this package."""
 
-from importlib.util import find_spec
 from pathlib import Path
 
 from farspan_cli.app import app
+
+PACKAGE = Path(__file__).resolve().parents[1] / "farspan"
+"""Not imported: that would load torch to print a path."""
 
 
 @app.command("tasks-path")
@@ -12,7 +14,7 @@ def tasks_path() -> None:
 
     Example: `lm_eval --include_path "$(farspan tasks-path)" --tasks farspan_passkey --model hf --model_args …`
     """
-    print(_package() / "lm_eval_tasks")
+    print(PACKAGE / "lm_eval_tasks")
 
 
 @app.command("launch-path")
@@ -21,11 +23,4 @@ def launch_path() -> None:
 
     Example: `accelerate launch --config_file "$(farspan launch-path)/fsdp2.yaml" -m farspan_cli train CONFIG.toml …`
     """
-    print(_package() / "launch")
-
-
-def _package() -> Path:
-    spec = find_spec("farspan")  # not imported: that would load torch to print a path
-    assert spec is not None
-    assert spec.origin is not None
-    return Path(spec.origin).parent
+    print(PACKAGE / "launch")

@@ -20,37 +20,22 @@ ARGUMENTS = {
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)
-def test_what_is_there_is_kept_without_force(name: str, tmp_path: Path) -> None:
-    """Before the model, the text and the pairs are looked for, none of which is there."""
-    out = tmp_path / "o.json"
-    out.write_text("{}")
-    status, _, err = called("eval", name, tmp_path / "nowhere", *ARGUMENTS[name], "--out", out)
-    assert (status, out.read_text()) == (2, "{}")
-    assert err == f"farspan: {str(out)!r} exists; add --force to replace it, or choose another name\n"
-    status, _, err = called("eval", name, tmp_path / "nowhere", *ARGUMENTS[name], "--out", out, "--force")
-    assert (status, out.read_text()) == (2, "{}")
-    assert "nowhere" in err
-    assert [path.name for path in tmp_path.iterdir()] == ["o.json"]
-
-
-@pytest.mark.parametrize("name", ARGUMENTS)
-def test_an_out_that_cannot_be_written_is_noticed_before_any_work(name: str, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("kept")
-    for out in (tmp_path, tmp_path / "file" / "o.json"):
-        status, _, err = called("eval", name, tmp_path / "nowhere", *ARGUMENTS[name], "--out", out, "--force")
-        assert status == 2
-        assert f"write {out}" in err
-        assert err.count("\n") == 1
-    assert (tmp_path / "file").read_text() == "kept"
-
-
-@pytest.mark.parametrize("name", ARGUMENTS)
-def test_a_failed_command_leaves_no_folder_for_its_result(name: str, tmp_path: Path) -> None:
-    out = tmp_path / "new" / "deep" / "o.json"
-    status, _, err = called("eval", name, tmp_path / "nowhere", *ARGUMENTS[name], "--out", out)
-    assert status == 2
-    assert "nowhere" in err
-    assert not list(tmp_path.iterdir())
+def test_where_a_result_goes_is_checked_before_any_work(name: str, tmp_path: Path) -> None:
+    """Model, text and pairs are not there, and are looked for only where the result can be written."""
+    kept, deep = tmp_path / "o.json", tmp_path / "new" / "deep" / "o.json"
+    kept.write_text("{}")
+    there = f"farspan: {str(kept)!r} exists; add --force to replace it, or choose another name\n"
+    for out, force, said in (
+        (kept, [], there),
+        (kept, ["--force"], "nowhere"),
+        (tmp_path, ["--force"], f"write {tmp_path}"),
+        (kept / "o.json", ["--force"], f"write {kept / 'o.json'}"),
+        (deep, [], "nowhere"),
+    ):
+        status, _, err = called("eval", name, tmp_path / "nowhere", *ARGUMENTS[name], "--out", out, *force)
+        assert (status, err.count("\n"), kept.read_text()) == (2, 1, "{}")
+        assert said in err
+        assert list(tmp_path.iterdir()) == [kept]
 
 
 @pytest.mark.parametrize(
@@ -58,11 +43,9 @@ def test_a_failed_command_leaves_no_folder_for_its_result(name: str, tmp_path: P
     [
         (["--stride", 0], "Invalid value for '--stride': "),
         (["--stride=-3"], ", got -3; see 'farspan eval ppl --help'"),
-        (["--ntk-mode", "always", "--ntk", 4], "--ntk-mode must be one of 'per_query', 'per_request', got 'always'"),
         (["--scaling", "ntk4"], "--scaling must be own, none, ntk-F, dynamic_ntk-F"),
         (["--lengths", "1"], "--lengths must be at least 2, got [1]"),
         (["--text-tokens", 1000], "--text-tokens must be at least the longest window 2048, got 1000"),
-        (["--mode", "slidng"], "did you mean 'sliding'"),
     ],
 )
 def test_a_bad_option_is_named_with_its_value(arguments: list[object], said: str, tmp_path: Path) -> None:

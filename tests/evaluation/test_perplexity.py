@@ -46,28 +46,6 @@ def test_sliding_perplexity_is_the_sum_of_conditional_losses() -> None:
     assert row["ppl"] == pytest.approx(math.exp(total / 19), rel=1e-6)
 
 
-@torch.no_grad()
-def test_a_stride_as_long_as_the_window_is_the_disjoint_convention() -> None:
-    model, (text,) = make(), texts(20)
-    sliding, disjoint = (perplexity(model, [text], length=8, stride=8, mode=mode) for mode in ("sliding", "disjoint"))
-    assert (sliding["nll"], sliding["tokens"]) == (disjoint["nll"], disjoint["tokens"])
-
-
-@torch.no_grad()
-def test_the_conventions_differ_as_documented() -> None:
-    model, (text,) = make(), texts(20)
-    rows = {
-        mode: perplexity(model, [text], length=8, stride=4, mode=mode)
-        for mode in ("sliding", "yarn", "whole", "disjoint")
-    }
-    assert rows["sliding"]["tokens"] == rows["yarn"]["tokens"] == 19
-    assert rows["sliding"]["nll"] == rows["yarn"]["nll"]
-    assert rows["yarn"]["ppl"] != rows["sliding"]["ppl"]  # the first window weighs more
-    assert rows["whole"]["tokens"] == 4 * 7
-    assert rows["disjoint"]["tokens"] == 7 + 7 + 3
-    assert rows["disjoint"]["stride"] == 8
-
-
 def test_the_control_scores_the_same_tokens_with_at_most_the_training_length() -> None:
     scored = [t for w in windows(100, *truncation_control(16)) for t in range(w.score_from, w.end)]
     assert scored == list(range(1, 100))
@@ -87,11 +65,14 @@ def test_batching_and_chunking_change_nothing(rope: dict | None) -> None:
         assert row["tokens"] == want["tokens"] == 63 + 74 + 63
 
 
-def test_bad_windows_are_refused() -> None:
-    model = make()
-    with pytest.raises(ValueError, match="window length 32 is longer than a sequence of 20 tokens"):
-        perplexity(model, texts(20), length=32)
-    with pytest.raises(ValueError, match="did you mean 'sliding'"):
-        perplexity(model, texts(20), length=8, mode="slidng")
-    with pytest.raises(ValueError, match="stride must lie between 1 and the window length 8, got 0"):
-        perplexity(model, texts(20), length=8, stride=0)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"length": 32}, "window length 32 is longer than a sequence of 20 tokens"),
+        ({"length": 8, "stride": 0}, "stride must be at least 1, got 0"),
+        ({"length": 1}, "length must be at least 2 to predict a token, got 1"),
+    ],
+)
+def test_bad_windows_raise(options: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        perplexity(make(), texts(20), **options)

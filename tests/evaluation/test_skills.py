@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import farspan_cli
 from farspan import FarspanConfig, FarspanForCausalLM
 from farspan.data import load_tokenizer
 from farspan.evaluation.answers import Pair, _groups, log_probabilities, minimal_pairs, read_pairs
-from farspan.evaluation.perplexity import bits_per_byte, first_bytes
+from farspan.evaluation.perplexity import bits_per_byte
+from tests.command_line import called
 
 SIZES = {"vocab_size": 257, "hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 2, "train_length": 16, "initializer_range": 0.5}
@@ -72,13 +72,13 @@ def test_equal_sentences_are_not_right(model: FarspanForCausalLM) -> None:
     ("line", "message"),
     [
         ("", "must hold at least one pair, got none"),
-        ("not json", r"p.jsonl:1 must be one JSON object a line"),
+        ("not json", r"p.jsonl:1 must be one JSON object per line"),
         ('{"good": "a"}', r"p.jsonl:1 must have a sentence under 'bad', got None"),
         ('{"good": " ", "bad": "b"}', "must have a sentence under 'good'"),
-        ("[1]", "must be one JSON object a line"),
+        ("[1]", "must be one JSON object per line"),
     ],
 )
-def test_bad_pairs_are_refused(line: str, message: str, tmp_path: Path) -> None:
+def test_bad_pairs_raise(line: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "p.jsonl").write_text(line)
     with pytest.raises(ValueError, match=message):
         list(read_pairs(tmp_path / "p.jsonl"))
@@ -112,34 +112,30 @@ def test_a_model_that_knows_nothing_needs_eight_bits(model: FarspanForCausalLM) 
     assert row["bits_per_byte"] == pytest.approx(math.log2(257), rel=1e-6)
 
 
-def test_texts_are_cut_between_characters() -> None:
-    assert first_bytes("é" * 10, 5) == "éé"
-
-
-def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
-    monkeypatch.setattr("sys.argv", ["farspan", "eval", *map(str, arguments)])
-    with pytest.raises(SystemExit) as stopped:
-        farspan_cli.main()
-    return int(stopped.value.code or 0)
-
-
-def test_the_command_line_writes_both(
-    model: FarspanForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_line_writes_both(model: FarspanForCausalLM, tmp_path: Path) -> None:
+    saved(model, tmp_path)
     folder, pairs, text = tmp_path / "model", tmp_path / "pairs.jsonl.xz", tmp_path / "a.txt"
-    model.save_pretrained(folder)
-    TOKENIZER.save(folder)
     pairs.write_bytes(lzma.compress(b'{"set": "s", "field": "f", "good": "a cat", "bad": "cat a"}\n' * 3))
-    text.write_text("words and words " * 20)
-    assert run(monkeypatch, "pairs", folder, "--pairs", pairs, "--out", tmp_path / "pairs.json") == 0
-    rows = json.loads((tmp_path / "pairs.json").read_text())["rows"]
-    assert [(row["kind"], row["cases"]) for row in rows] == [("all", 3), ("field", 3), ("set", 3)]
-    assert run(monkeypatch, "bits", folder, "--text", text, "--text-bytes", 100, "--out", tmp_path / "bits.json") == 0
-    (row,) = json.loads((tmp_path / "bits.json").read_text())["rows"]
-    assert (row["bytes"], row["length"]) == (100, 16)
-    capsys.readouterr()
-    assert run(monkeypatch, "pairs", folder, "--pairs", tmp_path / "none.jsonl") == 2
-    assert "--pairs must be a JSONL file" in capsys.readouterr().err
+    text.write_text("é" * 90)
+    evaluated("pairs", folder, "--pairs", pairs, "--out", tmp_path / "o.json")
+    assert [(row["kind"], row["cases"]) for row in found(tmp_path)] == [("all", 3), ("field", 3), ("set", 3)]
+    evaluated("bits", folder, "--text", text, "--text-bytes", 101, "--out", tmp_path / "o.json", "--force")
+    (row,) = found(tmp_path)
+    assert (row["bytes"], row["length"]) == (100, 16)  # cut between characters
+    refused("--pairs must be a JSONL file", "pairs", folder, "--pairs", tmp_path / "none.jsonl")
+
+
+def evaluated(*arguments: object) -> str:
+    """Run `farspan eval`; return what it prints."""
+    status, out, err = called("eval", *arguments)
+    assert status == 0, err
+    return out + err
+
+
+def refused(message: str, *arguments: object) -> None:
+    status, _, err = called("eval", *arguments)
+    assert status == 2
+    assert message in err
 
 
 def saved(model: FarspanForCausalLM, folder: Path) -> list[object]:
@@ -154,102 +150,83 @@ def found(folder: Path) -> list[dict[str, float]]:
     return json.loads((folder / "o.json").read_text())["rows"]
 
 
-@pytest.mark.parametrize(
-    ("old", "name"),
-    [
-        (["--yarn", 4], "yarn-4"),
-        (["--ntk", 4], "dynamic_ntk-4"),
-        (["--ntk", 4, "--ntk-mode", "per_request"], "dynamic_ntk-4/per_request"),
-        (["--ntk", 4, "--log-length"], "dynamic_ntk-4+log"),
-        (["--scaling", "none", "--no-log-length"], "none"),
-        (["--log-length"], "none+log"),
-    ],
-)
-def test_options_of_the_first_version_mean_what_they_meant(
-    old: list[object],
-    name: str,
-    model: FarspanForCausalLM,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    options = [*saved(model, tmp_path), "--force", "--out", tmp_path / "o.json"]
-    assert run(monkeypatch, *options, *old) == 0
-    assert f"note: this is --scaling {name} from version 0.2 on" in capsys.readouterr().err
-    before = found(tmp_path)
-    assert run(monkeypatch, *options, "--scaling", name) == 0
-    assert found(tmp_path) == before
-    assert {row["scaling"] for row in before} == {name}
+def test_the_option_of_the_first_version_means_what_it_meant(model: FarspanForCausalLM, tmp_path: Path) -> None:
+    for log, name in ((False, "dynamic_ntk-4"), (True, "dynamic_ntk-4+log")):
+        model.set_log_length(log)
+        options = [*saved(model, tmp_path), "--force", "--out", tmp_path / "o.json"]
+        assert f"note: this is --scaling {name} from version 0.2 on" in evaluated(*options, "--ntk", 4)
+        before = found(tmp_path)
+        evaluated(*options, "--scaling", name)
+        assert found(tmp_path) == before
+        assert {row["scaling"] for row in before} == {name}
+    refused("exclude each other; give --scaling alone", *options, "--ntk", 4, "--scaling", "yarn-4")
 
 
+@pytest.mark.parametrize("log", [True, "step"])
 def test_several_scalings_are_measured_in_turn_and_the_own_one_comes_back(
-    model: FarspanForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    log: bool | str, model: FarspanForCausalLM, tmp_path: Path
 ) -> None:
     model.set_rope_parameters(rope_type="yarn", factor=2.0)
-    model.set_log_length(True)
+    model.set_log_length(log)
     options = [*saved(model, tmp_path), "--out", tmp_path / "o.json", "--force"]
-    given = ["--scaling", "none,dynamic_ntk-4", "--scaling", "ntk-4,own,linear-4"]
-    assert run(monkeypatch, *options, *given) == 0
+    evaluated(*options, "--scaling", "none,dynamic_ntk-4", "--scaling", "ntk-4,own,linear-4")
     rows = {row["scaling"]: row["nll"] for row in found(tmp_path) if row["mode"] == "sliding"}
     assert list(rows) == ["none", "dynamic_ntk-4", "ntk-4", "yarn-2+log", "linear-4"]
     assert len(set(rows.values())) == 5
     assert [row["scaling"] for row in found(tmp_path) if row["mode"] == "truncated"] == ["none"]
     for name, nll in rows.items():
-        assert run(monkeypatch, *options, "--scaling", name) == 0
+        evaluated(*options, "--scaling", name.replace("yarn-2+log", "own"))
         assert found(tmp_path)[0]["nll"] == nll
-    assert run(monkeypatch, *options) == 0
+    evaluated(*options)
     assert found(tmp_path)[0] == {**found(tmp_path)[0], "scaling": "yarn-2+log", "nll": rows["yarn-2+log"]}
-    capsys.readouterr()
-    assert run(monkeypatch, *options, "--ntk", 4, "--yarn", 4) == 2
-    assert "exclude each other; give --scaling alone" in capsys.readouterr().err
 
 
-def test_perplexity_needs_no_end_of_text_token(
-    model: FarspanForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_perplexity_needs_no_end_of_text_token(model: FarspanForCausalLM, tmp_path: Path) -> None:
     options = saved(model, tmp_path)
     tokenizer = tmp_path / "model" / "tokenizer.json"
     tokenizer.write_text(tokenizer.read_text().replace("<|endoftext|>", "<strange>"))
     (tmp_path / "model" / "tokenizer_config.json").unlink()
-    assert run(monkeypatch, *options) == 0
-    assert run(monkeypatch, "bits", tmp_path / "model", "--text", tmp_path / "a.txt") == 2
-    assert "must have an end-of-text token" in capsys.readouterr().err
+    evaluated(*options)
+    refused("must have an end-of-text token", "bits", tmp_path / "model", "--text", tmp_path / "a.txt")
 
 
-def test_every_text_is_looked_for_before_the_first_is_read(
-    model: FarspanForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = [*saved(model, tmp_path), "--texts", 1, "--text", tmp_path / "nowhere.txt"]
-    assert run(monkeypatch, *options) == 2
-    assert "nowhere.txt" in capsys.readouterr().err
+def test_every_text_is_looked_for_before_the_first_is_read(model: FarspanForCausalLM, tmp_path: Path) -> None:
+    refused("nowhere.txt", *saved(model, tmp_path), "--texts", 1, "--text", tmp_path / "nowhere.txt")
 
 
+def test_a_task_that_does_not_fit_is_named_before_any_work(model: FarspanForCausalLM, tmp_path: Path) -> None:
+    saved(model, tmp_path)
+    for lengths in ("200,2000", "2000,200"):
+        given = ["retrieval", tmp_path / "model", "--tasks", "abcdigits,cwe", "--lengths", lengths]
+        refused("length must leave space for task 'cwe', got 200; use a longer one", *given)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options", "texts", "control"),
+    [
+        ((14, 40, 30, 5), [], 2, True),
+        ((14, 40, 30, 5), ["--texts", 1], 1, True),
+        ((14, 40, 30, 5), ["--text-tokens", 12], 3, False),
+        ((14, 10, 5), [], 2, False),
+        ((14, 10, 5), ["--texts", 1], 1, False),
+    ],
+)
 def test_texts_shorter_than_the_training_length_are_measured_without_the_control(
-    model: FarspanForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    sizes: tuple[int, ...],
+    options: list[object],
+    texts: int,
+    control: bool,
+    model: FarspanForCausalLM,
+    tmp_path: Path,
 ) -> None:
     """Trained at 16. Of long and short documents only the long ones count, as the control needs them."""
-    model.save_pretrained(tmp_path / "model")
-    TOKENIZER.save(tmp_path / "model")
-    for name, sizes in {"short": (14, 10, 5), "mixed": (14, 40, 30, 5)}.items():
-        lines = [json.dumps({"text": ("some words " * 5)[:size]}) for size in sizes]
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
-    noted = "without the truncation control, whose texts need the training length"
-    for name, options, texts, control in (
-        ("mixed", [], 2, True),
-        ("mixed", ["--texts", 1], 1, True),
-        ("mixed", ["--text-tokens", 12], 3, False),
-        ("short", [], 2, False),
-        ("short", ["--texts", 1], 1, False),
-    ):
-        out, text = tmp_path / "o.json", tmp_path / f"{name}.jsonl"
-        given = ["ppl", tmp_path / "model", "--text", text, "--lengths", 8, "--stride", 4, *options]
-        given += ["--out", out, "--force"]
-        assert run(monkeypatch, *given) == 0
-        rows = json.loads(out.read_text())["rows"]
-        assert [row["mode"] for row in rows] == ["sliding", *(["truncated"] if control else [])]
-        assert {row["texts"] for row in rows} == {texts}
-        said = capsys.readouterr().out
-        assert (noted in said) == (not control)
-    assert run(monkeypatch, "ppl", tmp_path / "model", "--text", tmp_path / "short.jsonl", "--lengths", 15) == 2
-    said = capsys.readouterr().err
-    assert "--text must hold documents of at least 15 tokens, the longest of --lengths, got none that long" in said
+    saved(model, tmp_path)
+    text = tmp_path / "t.jsonl"
+    text.write_text("\n".join(json.dumps({"text": ("some words " * 5)[:size]}) for size in sizes))
+    given = ["ppl", tmp_path / "model", "--text", text, "--stride", 4, *options, "--out", tmp_path / "o.json"]
+    said = evaluated(*given, "--lengths", 8)
+    assert [row["mode"] for row in found(tmp_path)] == ["sliding", *(["truncated"] if control else [])]
+    assert {row["texts"] for row in found(tmp_path)} == {texts}
+    assert ("without the truncation control, whose texts need the training length" in said) == (not control)
+    message = "--text must hold documents of at least 41 tokens, the longest of --lengths, got none that long"
+    refused(message, *given[:4], "--lengths", 41)

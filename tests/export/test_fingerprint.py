@@ -27,7 +27,7 @@ def test_results_of_another_model_raise_and_those_of_another_scaling_do_not(tmp_
     (tmp_path / "text.txt").write_text("words and words " * 20)
     for name in ("mine", "moved", "slack"):
         load_tokenizer("bytes").save(tmp_path / name)
-        for law in ([], ["--ntk", 4, "--log-length"]):
+        for law in ([], ["--scaling", "dynamic_ntk-4+log"]):
             measured = ("eval", "ppl", tmp_path / name, "--text", tmp_path / "text.txt", "--lengths", 64)
             out = tmp_path / f"{name}{len(law)}.json"
             assert called(*measured, "--text-tokens", 128, *law, "--out", out)[0] == 0
@@ -39,7 +39,7 @@ def test_results_of_another_model_raise_and_those_of_another_scaling_do_not(tmp_
         assert f"results must be about '{tmp_path / 'mine'}', got '{name}0.json' of another model" in err
         assert err.count("\n") == 1
         assert not (tmp_path / "x").exists()
-    results = ["--results", tmp_path / "mine0.json", "--results", tmp_path / "mine3.json"]
+    results = ["--results", tmp_path / "mine0.json", "--results", tmp_path / "mine2.json"]
     assert called("export", tmp_path / "mine", *results, "--dtype", "bfloat16", "--out", tmp_path / "hub")[0] == 0
     card = (tmp_path / "hub" / "README.md").read_text()
     assert "dynamic NTK 4, log length" in card

@@ -283,7 +283,7 @@ def test_the_committed_results_make_the_page(tmp_path: Path) -> None:
         assert head.count("|") == columns + 3
 
 
-SPEED = """variants = ["rope"]
+SPEED = """[models.rope]
 [speed.layer]
 lengths = [33]
 repeats = 1
@@ -311,7 +311,7 @@ def test_a_reproduction_times_coca_on_request_and_shows_it(tmp_path: Path, monke
 
 def test_a_reproduction_times_cosformer_and_shows_it(tmp_path: Path) -> None:
     preset = tmp_path / "preset.toml"
-    task = 'variants = ["rope"]\n[tasks.listops]\nlength = 16\ngenerator = { max_length = 16, min_length = 3 }\n'
+    task = "[models.rope]\n[tasks.listops]\nlength = 16\ngenerator = { max_length = 16, min_length = 3 }\n"
     preset.write_text(f"{task}[speed.cosformer]\nlengths = [64, 128]\nrepeats = 1\n")
     page = reproduce(Preset.load(preset), tmp_path / "run", only=["speed"]).page
     assert "cosFormer against length" in page.read_text()

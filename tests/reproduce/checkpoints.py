@@ -14,7 +14,7 @@ held_out = ["{folder}/test.jsonl"]
 checkpoint = "{folder}/llama"
 pairs = ["{folder}/pairs.jsonl"]
 [training]
-checkpoint_every = 2
+run = {{ checkpoint_every = 2 }}
 [evaluation]
 texts = 2
 text_tokens = 128
@@ -41,12 +41,10 @@ measures = "light"
 start = "calibrated"
 recipe = "{folder}/distill.toml"
 measures = "light"
-middle = "light"
 [models.distill-long]
 start = "calibrated"
 recipe = "{folder}/long.toml"
 measures = "full"
-middle = "light"
 [measures.full]
 window = 16
 perplexity_lengths = [16, 64, 128]
@@ -68,7 +66,7 @@ optimizer = {{ steps = 4, peak_lr = 1e-3, accumulation = 1 }}
 
 
 def made(folder: Path) -> Path:
-    """Everything a study needs; returns its preset, whose second recipe is the first and one stage more."""
+    """Write everything a study needs; return its preset, whose second recipe is the first and one stage more."""
     shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = LlamaConfig(vocab_size=257, max_position_embeddings=32, bos_token_id=None, eos_token_id=0, **shape)
     LlamaForCausalLM(config).save_pretrained(folder / "llama")
@@ -78,11 +76,11 @@ def made(folder: Path) -> Path:
         (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
     pairs = [{"good": f"{i} cats sleep", "bad": f"{i} cats sleeps", "set": "s", "field": "f"} for i in range(4)]
     (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)) + "\n")
-    law = 'rope_parameters = { rope_type = "dynamic", factor = 4.0 }'
+    scaling = 'rope_parameters = { rope_type = "dynamic", factor = 4.0 }'
     first = STAGE.format(name="attention", objective="attention-output", more="train_length = 16")
     first += STAGE.format(name="logits", objective="logit-kl", more="")
     first += STAGE.format(name="text", objective="next-token", more="")
     (folder / "distill.toml").write_text(first)
-    (folder / "long.toml").write_text(first + STAGE.format(name="long", objective="next-token", more=law))
+    (folder / "long.toml").write_text(first + STAGE.format(name="long", objective="next-token", more=scaling))
     (folder / "preset.toml").write_text(STUDY.format(folder=folder))
     return folder / "preset.toml"

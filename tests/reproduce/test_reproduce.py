@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from farspan.configuration_farspan import PRESETS
 from farspan.reproduce import Preset, main_table, reproduce
 from farspan.reproduce.plan import plan
 from farspan.reproduce.preset import NAMES
@@ -19,16 +20,12 @@ from farspan.utils import lock
 from tests.command_line import called, refusal, started
 
 TOML = """
-variants = ["rope", "coca-exact"]
-seeds = { rope = 2 }
 [corpus]
 train = { "%s" = 1.0 }
 [training]
-preset = "tiny"
-length = 16
-batch_size = 4
-steps = 6
-options = { num_hidden_layers = 2, hidden_size = 32, intermediate_size = 48 }
+model = { preset = "tiny", options = { num_hidden_layers = 2, hidden_size = 32, intermediate_size = 48 } }
+data = { length = 16, batch_size = 4 }
+optimizer = { steps = 6, accumulation = 1 }
 [evaluation]
 scalings = ["none", "dynamic_ntk-4"]
 perplexity_lengths = [16, 64]
@@ -40,16 +37,30 @@ position_tokens = 64
 passkey_lengths = [240]
 cases = 2
 new_tokens = 3
+[models]
+rope = { seeds = 2 }
+coca-exact = {}
 [models.small]
 attention = "hybrid-pope"
 length = 32
 options = { window = 8, global_every = 2 }
 scalings = ["none+log"]
 measures = "small"
+[models.longer]
+start = "rope"
+recipe = "long-pi"
+length = 32
+tokens = 128
+measures = "longer"
+[measures.longer]
+scalings = ["own"]
+passkey_lengths = []
+position_tokens = 0
 [measures.small]
 retrieval_tasks = ["abcdigits"]
 retrieval_lengths = [240]
 """
+ROPE = "[models.rope]\n"
 OFTEN = "import farspan.reproduce.run as run; run.POLL_SECONDS = 0.05"
 TELL = (
     OFTEN
@@ -108,6 +119,7 @@ def test_everything_is_measured_once_and_ends_in_a_page(toml: Path, whole: Path)
         ),
         *("ppl-small-s0-none+log", "ppl-small-s0-none+log-from-64", "passkey-small-s0-none+log-from-240"),
         *("positions-small-s0-none+log", "retrieval-small-s0-none+log-from-240"),
+        *("train-longer-s0", "ppl-longer-own", "ppl-longer-own-from-64"),
     }
     result = json.loads((whole / "results" / "ppl-rope-s0-none.json").read_text())
     assert (result["kind"], result["schema"]) == ("perplexity", 2)
@@ -115,6 +127,10 @@ def test_everything_is_measured_once_and_ends_in_a_page(toml: Path, whole: Path)
     assert {(row["variant"], row["seed"], row["scaling"]) for row in result["rows"]} == {("rope", 0, "none")}
     small = json.loads((whole / "results" / "train-small-s0.json").read_text())["rows"][0]
     assert (small["train_length"], small["tokens"]) == (32, 6 * 4 * 16)  # as many tokens as the others
+    longer = json.loads((whole / "results" / "train-longer-s0.json").read_text())["rows"][0]
+    assert (longer["train_length"], longer["tokens"], longer["steps"]) == (32, 6 * 4 * 16 + 4 * 32, 6 + 4)
+    scaled = json.loads((whole / "results" / "ppl-longer-own.json").read_text())["rows"]
+    assert {row["scaling"] for row in scaled} == {"linear-2"}
     before = stamps(whole)
     page, failed = reproduce(Preset.load(toml), whole)
     assert "RoPE" in page.read_text()
@@ -122,7 +138,8 @@ def test_everything_is_measured_once_and_ends_in_a_page(toml: Path, whole: Path)
     assert stamps(whole) == before
     table = main_table(whole)
     assert [row[0] for row in table[1:]] == [
-        *("coca-exact", "coca-exact + dynamic_ntk-4", "rope", "rope + dynamic_ntk-4", "small + none+log"),
+        *("coca-exact", "coca-exact + dynamic_ntk-4", "longer + linear-2"),
+        *("rope", "rope + dynamic_ntk-4", "small + none+log"),
     ]
 
 
@@ -197,8 +214,9 @@ def test_a_failed_step_is_named_and_the_rest_go_on(
 
 def test_a_folder_keeps_to_its_preset_and_is_no_other_commands(toml: Path, whole: Path, tmp_path: Path) -> None:
     preset = Preset.load(toml)
-    with pytest.raises(ValueError, match=r"this reproduction began with training.steps = 6, got 7; keep it or use"):
-        reproduce(replace(preset, training=replace(preset.training, steps=7)), whole)
+    other = replace(preset, training={**preset.training, "optimizer": {"steps": 7, "accumulation": 1}})
+    with pytest.raises(ValueError, match=r"this reproduction began with training.optimizer.steps = 6, got 7; keep it"):
+        reproduce(other, whole)
     (tmp_path / "config.json").touch()
     with pytest.raises(ValueError, match=r"begun by farspan reproduce, got .* with 'config.json'; choose another name"):
         reproduce(preset, tmp_path)
@@ -206,12 +224,15 @@ def test_a_folder_keeps_to_its_preset_and_is_no_other_commands(toml: Path, whole
 
 @pytest.mark.parametrize("name", NAMES)
 def test_shipped_presets_plan_what_is_needed_first(name: str, tmp_path: Path) -> None:
+    if name == "hybrid-124m" and "124m" not in PRESETS:
+        pytest.skip("needs FarspanConfig.preset('124m')")
     steps = plan(Preset.load(name), tmp_path)
     assert steps[0].name == "tokens source-0"
     assert len({step.result for step in steps}) == len({step.name for step in steps}) == len(steps)
     for number, step in enumerate(steps):
         assert set(step.needs) <= {before.name for before in steps[:number]}
-    assert not any("alibi" in step.name and "ntk" in step.name for step in steps)
+    fixed = ("alibi", "cosformer", "linear-coca", "elu")
+    assert not any("ntk" in step.name and step.name.split()[1].startswith(fixed) for step in steps)
 
 
 def test_cheap_steps_come_before_other_seeds_and_long_windows_last(tmp_path: Path) -> None:
@@ -244,17 +265,15 @@ def test_only_chooses_models_and_kinds_with_what_they_need(tmp_path: Path) -> No
     with pytest.raises(ValueError, match=r"--only must name some of table1, .*, got 'table9'; separate"):
         names("cpu", "table9")
     with pytest.raises(ValueError, match=r"--only must name some of tokens, train, alibi, got 'ppl'"):
-        plan(Preset.parse({"variants": ["alibi"]}), tmp_path, ["alibi", "ppl"])
+        plan(Preset.parse({"models": {"alibi": {}}}), tmp_path, ["alibi", "ppl"])
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--preset", "gppu"], "'cosformer-cpu', 'cosformer-gpu', 'dropin-cpu', 'dropin', got 'gppu'; did you mean"),
+        (["--preset", "gppu"], "preset must be one of 'cosformer-cpu', 'cosformer-gpu', "),
         (["--only", "table9"], "--only must name some of table1, table3, figure1"),
         (["--text", "books=many"], "--text must be SOURCE or SOURCE=WEIGHT with a weight above 0, got 'books=many'"),
-        (["--text", "books=inf"], "--text must be SOURCE or SOURCE=WEIGHT with a weight above 0, got 'books=inf'"),
-        (["--text", "books=nan"], "--text must be SOURCE or SOURCE=WEIGHT with a weight above 0, got 'books=nan'"),
         (["--text", "nowhere.txt=1"], "source must exist, got 'nowhere.txt'"),
         (["--held-out", "nowhere.txt"], "source must exist, got 'nowhere.txt'"),
         (["--tokenizer", "nowhere.json"], "tokenizer must exist, got 'nowhere.json'"),
@@ -270,55 +289,67 @@ def test_texts_that_are_too_short_are_noticed_before_they_are_tokenized(toml: Pa
     long = replace(preset, evaluation=replace(preset.evaluation, text_tokens=2000))
     with pytest.raises(ValueError, match="--held-out must have a document of at least 2000 tokens, got none in"):
         reproduce(long, tmp_path / "out")
-    share = replace(preset, training=replace(preset.training, passkey_share=0.04))
-    with pytest.raises(ValueError, match=r"training.length must be at least \d+ tokens for a passkey text .*, got 16"):
-        reproduce(share, tmp_path / "out")
+    data = {**preset.training["data"], "passkey_share": 0.04}
+    with pytest.raises(
+        ValueError, match=r"training length of rope must be at least \d+ tokens for a passkey .*, got 16"
+    ):
+        reproduce(replace(preset, training={**preset.training, "data": data}), tmp_path / "out")
+    small = {**preset.measures["small"], "retrieval_tasks": ["abcdigits", "cwe"]}
+    with pytest.raises(ValueError, match="length must leave space for task 'cwe', got 240; use a longer one"):
+        reproduce(replace(preset, measures={**preset.measures, "small": small}), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('variants = ["ropee"]', "must be one of .* got 'ropee'; did you mean 'rope'?"),
-        ('[evaluation]\nscalings = ["ntk4"]', "evaluation.scalings must be own, none, ntk-F.* got 'ntk4'"),
-        ("variants = [", "is not valid TOML"),
-        ("variants = []", "variants must name at least one attention, got none"),
-        ("seeds = { rope = 0 }", "seeds.rope must be greater than or equal to 1, got 0"),
-        ("seeds = { alibi = 2 }", "seeds must be one of 'rope', got 'alibi'"),
-        ("seeds = { rope = 'x' }", "seeds.rope must be a valid integer, got 'x'"),
-        ("[evaluation]\nscalings = [4]", "evaluation.scalings.0 must be a valid string, got 4"),
-        (
-            "[evaluation]\nperplexity_lengths = [-64]",
-            "perplexity_lengths.0 must be greater than or .* got -64",
-        ),
-        ("[evaluation]\nperplexity_lengths = [99999]", "text_tokens must be at least the longest window 99999"),
-        ("[evaluation]\nlong = [4]\nlong_cases = [1, 2]", "long_cases must have a number for each limit in long"),
-        ("[training]\nsteps = -2", "training.steps must be greater than or equal to 1, got -2"),
-        ("[training]\nlength = 1", "training.length must be greater than or equal to 2, got 1"),
-        ("[training]\nwarmup_share = 5", r"warmup_share must be less than or equal to 1, got 5"),
-        ("[training]\npeak_lr = nan", "training.peak_lr must be a finite number"),
-        ("[training]\npasskey_share = 1.0", r"passkey_share must be less than or equal to 0.05, got 1.0"),
-        ("[training]\nbatch_size = 3\naccumulation = 2", "batch_size must be a multiple of optimizer.accumulation = 2"),
-        ("[training]\npreset = 'tny'", "training.preset must be one of .* got 'tny'; did you mean 'tiny'"),
-        ("[training.options]\nwindo = 3", "options of preset 'tiny' must be a model's fields, got 'windo'"),
+        ("[models.ropee]", "must be one of .* got 'ropee'; did you mean 'rope'?"),
+        ("models = [", "is not valid TOML"),
+        ("[evaluation]", "models must name at least one model, got none"),
+        ("[models]\na = 3", "models.a must be .*, got 3"),
+        ("base = 'hybrid'\nmodels = 3", r"models must be tables \[models.NAME\], got 3"),
+        ("base = 'hybird'", "preset must be one of .* got 'hybird'; did you mean 'hybrid'?"),
+        ("[models.rope]\nlenth = 3", "configuration key models.rope.lenth must be one of .* did you mean 'length'?"),
+        ("[models.rope]\nlength = 3", r"models.rope.length must divide the 256 × 512 tokens of a step"),
         ("[models.x]\nattention = 'hybrid'\noptions = { window = 0 }", "window must be .*got 0"),
-        ("[models.x]\nattention = 'rope'\nlength = 3", r"models.x.length must divide the 64 × 64 tokens of a step"),
-        ("[models.x]\nlenth = 3", "configuration key models.x.lenth must be one of .* did you mean 'length'?"),
+        ("[models.rope]\noptions = { windo = 3 }", "options of preset '350m' must be a model's fields, got 'windo'"),
         ("[models.'a/b']", "names of models must be letters, digits, - and _, got 'a/b'"),
         ("[models.rope]\nmeasures = 'ful'\n[measures.full]", "measures must be one of '', 'full', got 'ful'"),
         ("[measures.full]\ncase = 3\n[models.rope]\nmeasures = 'full'", "key measures.full.case must be one of"),
-        ("[corpus]\ntrain = { a = nan }", "corpus.train.a must be a finite number"),
-        ("[corpus]\ntrain = { a = -1 }", "corpus.train.a must be greater than 0, got -1"),
-        ("[corpus]\ntokenizer = '5'", "tokenizer must be a name, a folder or a size from 257 on, got 5; try 8192"),
-        ("[corpus]\nheld_out = [3]", "corpus.held_out.0 must be a valid string, got 3"),
-        ("[corpus]\nlabelled = ['a', 'b', 'c']", "labelled texts are for a preset with tasks, such as cosformer-cpu"),
-        ("[corpus]\nlabelled = ['a']", "labelled must name three files"),
-        ("[speed.layr]", "speed must be one of 'cosformer', 'layer', 'decode', got 'layr'"),
-        ("[trainin]", "configuration key trainin must be one of .* did you mean 'training'?"),
+        (ROPE + '[evaluation]\nscalings = ["ntk4"]', "evaluation.scalings must be own, none, ntk-F.* got 'ntk4'"),
+        (ROPE + "[evaluation]\nretrieval_tasks = ['cew']", "retrieval_tasks must be one of .* did you mean 'cwe'"),
+        (ROPE + "[evaluation]\nperplexity_lengths = [-64]", "perplexity_lengths.0 must be greater than or .* got -64"),
+        (ROPE + "[evaluation]\nperplexity_lengths = [99999]", "text_tokens must be at least the longest window 99999"),
+        (ROPE + "[evaluation]\nlong = [4]\nlong_cases = [1, 2]", "long_cases must have a number for each limit"),
+        (ROPE + "[training]\noptimizer = { steps = -2 }", "training.optimizer.steps must be greater than .* got -2"),
+        (ROPE + "[training]\nmodel = { preset = 'tny' }", "preset must be one of .* got 'tny'; did you mean 'tiny'"),
+        (ROPE + "[corpus]\ntrain = { a = -1 }", "corpus.train.a must be greater than 0, got -1"),
+        (ROPE + "[corpus]\ntokenizer = '5'", "tokenizer must be a name, a folder or a size from 257 on, got 5"),
+        (ROPE + "[corpus]\nlabelled = ['a', 'b', 'c']", "--labelled is for a preset that has tasks, such as cosformer"),
+        (ROPE + "[corpus]\nlabelled = ['a']", "labelled must name three files"),
+        (ROPE + "[speed.layr]", "speed must be one of 'cosformer', 'layer', 'decode', got 'layr'"),
+        (ROPE + "[trainin]", "configuration key trainin must be one of .* did you mean 'training'?"),
     ],
 )
 def test_a_preset_that_cannot_be_meant_raises(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
-    path.write_text(text if text.startswith("variants") else 'variants = ["rope"]\n' + text)
+    path.write_text(text)
     with pytest.raises(ValueError, match=message):
         Preset.load(path)
+
+
+def test_a_preset_with_a_base_has_its_values_and_names_its_models(tmp_path: Path) -> None:
+    preset = Preset.parse(
+        {
+            "base": "hybrid",
+            "training": {"optimizer": {"steps": 7}},
+            "evaluation": {"long": [], "long_cases": []},
+            "models": {"x": {"attention": "pope"}, "rope": {"seeds": 1}},
+        }
+    )
+    hybrid, optimizer = Preset.load("hybrid"), preset.base_config.optimizer
+    assert (optimizer.steps, optimizer.peak_lr) == (7, hybrid.base_config.optimizer.peak_lr)
+    assert (preset.evaluation.long, preset.evaluation.cases) == ([], 100)
+    assert list(preset.models) == ["x", "rope"]
+    assert preset.models["rope"] == replace(hybrid.models["rope"], seeds=1)
+    assert not hybrid.speed  # its base has some

@@ -1,10 +1,8 @@
 """A drop-in study runs end to end, shares what its runs have in common, and goes on after any interruption."""
 
 import json
-import signal
-import time
-from functools import partial
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import pytest
@@ -12,13 +10,9 @@ import pytest
 import farspan.training.loop as loop
 from farspan.reproduce import Preset, reproduce
 from farspan.reproduce.plan import plan
-from farspan.reproduce.preset import Member
-from farspan.reproduce.work import Work
-from tests.command_line import refusal, started
+from tests.command_line import refusal
 from tests.helpers import losses
 from tests.reproduce.checkpoints import made
-
-STAGES = ["distill-1-attention", "distill-2-logits", "distill-3-text", "distill-long-4-long"]
 
 
 @pytest.fixture(scope="module")
@@ -45,20 +39,19 @@ def test_every_model_is_made_and_measured_and_shown(toml: Path, whole: Path) -> 
     assert windows == [(16, "sliding", 8), (32, "truncated", 8)]  # cut to its own training length
     far = rows(whole, "ppl-original-yarn-4-from-64")
     assert [(row["length"], row["mode"], row["stride"]) for row in far] == [(64, "sliding", 32), (128, "sliding", 32)]
-    assert not (whole / "results" / "ppl-distill-long-4-long-dynamic_ntk-4.json").exists()  # the same as none
+    assert not (whole / "results" / "ppl-distill-long-dynamic_ntk-4.json").exists()  # the same as none
     assert rows(whole, "bits-calibrated")[0]["bytes"] == 2 * 300
     assert rows(whole, "pairs-calibrated")[0]["cases"] == 3
-    assert "Distilled, 4: and longer rows" in (whole / "report" / "tables" / "dropin.md").read_text()
+    assert "CoCA, calibrated" in (whole / "report" / "tables" / "dropin.md").read_text()
 
 
-def test_stages_that_two_recipes_share_are_trained_once(whole: Path) -> None:
-    assert sorted(path.name for path in (whole / "runs").iterdir()) == STAGES
-    spent = {name: rows(whole, f"model-{name}")[0]["tokens"] for name in ("calibrated", *STAGES)}
-    assert list(spent.values()) == [1024 + 4 * 2 * 16 * stages for stages in (0, 1, 2, 3, 4)]
-    last = whole / "runs" / "distill-long-4-long" / "stage-1-long"
+def test_a_model_says_what_it_and_those_before_it_took(whole: Path) -> None:
+    models = {name: rows(whole, f"model-{name}")[0] for name in ("calibrated", "distill", "distill-long")}
+    assert [model["tokens"] for model in models.values()] == [1024 + 4 * 2 * 16 * stages for stages in (0, 3, 4)]
+    assert [model["stages"] for model in models.values()] == [0, 3, 4]
+    assert models["calibrated"]["seconds"] < models["distill"]["seconds"]
+    last = whole / "runs" / "distill-long" / "stage-4-long"
     assert json.loads((last / "model" / "trainer.json").read_text())["config"]["run"]["seed"] == 3
-    seconds = [rows(whole, f"model-{name}")[0]["seconds"] for name in ("calibrated", *STAGES)]
-    assert seconds == sorted(seconds)
 
 
 @pytest.mark.usefixtures("no_page")
@@ -67,13 +60,13 @@ def test_a_folder_belongs_to_its_recipes_and_not_to_their_names(tmp_path: Path) 
     reproduce(Preset.load(toml), tmp_path / "out", only=["convert", "original"])
     recipe = tmp_path / "long.toml"
     recipe.write_text(recipe.read_text().replace("1e-3", "2e-3"))
-    with pytest.raises(ValueError, match="this reproduction began with stages"):
+    with pytest.raises(ValueError, match="this reproduction began with recipes"):
         reproduce(Preset.load(toml), tmp_path / "out")
 
 
 def test_a_scaling_of_its_own_is_dropped_where_none_is_asked_for(whole: Path) -> None:
-    assert rows(whole, "model-distill-long-4-long")[0]["own_scaling"] == "dynamic_ntk-4"
-    plain, own = (rows(whole, f"ppl-distill-long-4-long-{name}-from-64") for name in ("none", "dynamic_ntk-4"))
+    assert rows(whole, "model-distill-long")[0]["own_scaling"] == "dynamic_ntk-4"
+    plain, own = (rows(whole, f"ppl-distill-long-{name}-from-64") for name in ("none", "dynamic_ntk-4"))
     assert [row["scaling"] for row in plain + own] == ["none", "none", "dynamic_ntk-4", "dynamic_ntk-4"]
     assert all(a["nll"] != b["nll"] for a, b in zip(plain, own, strict=True))
 
@@ -100,147 +93,58 @@ def test_a_study_stopped_in_training_goes_on_to_the_same_models(
     only = ["distill", "ppl"]
     with pytest.raises(KeyboardInterrupt):
         reproduce(Preset.load(toml), tmp_path, only=only)
-    assert not (tmp_path / "results" / "model-distill-2-logits.json").exists()
+    assert not (tmp_path / "results" / "model-distill.json").exists()
     assert reproduce(Preset.load(toml), tmp_path, only=only).failed == []
     assert calls[8:] == [2, 3, 0, 1, 2, 3]  # from the checkpoint after step 2, and then the last stage
     assert not (tmp_path / "models" / "original").exists()  # nothing that was not asked for
-    for name in STAGES[:3]:
-        stage = f"stage-1-{name.split('-')[-1]}"
-        assert losses(tmp_path / "runs" / name / stage) == losses(whole / "runs" / name / stage)
-    name = "ppl-distill-3-text-none"
-    assert rows(tmp_path, name) == rows(whole, name)
-
-
-def test_a_killed_study_goes_on_to_the_same_rows(toml: Path, whole: Path, tmp_path: Path) -> None:
-    command = partial(started, "reproduce", "--preset", toml, "--out", tmp_path)
-    with command() as running:
-        deadline = time.monotonic() + 240
-        while not (tmp_path / "runs" / "distill-1-attention").exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-        running.process.kill()
-        assert running.wait().returncode == -signal.SIGKILL
-    with command() as again:
-        done = again.wait()
-    assert done.returncode == 0, done
-    for path in (whole / "results").iterdir():
-        for row, expected in zip(rows(tmp_path, path.stem), rows(whole, path.stem), strict=True):
-            for key in {"nll", "correct", "bytes", "tokens"} & expected.keys():
-                assert row[key] == expected[key], path.name
-
-
-@pytest.mark.usefixtures("no_page")
-def test_a_stage_that_fails_leaves_the_rest_going(toml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = Work.finetune
-
-    def fails(self: Work, member: Member, *more: Any) -> None:
-        if member.name == "distill-2-logits":
-            raise RuntimeError("out of memory")
-        original(self, member, *more)
-
-    monkeypatch.setattr(Work, "finetune", fails)
-    _, failed = reproduce(Preset.load(toml), tmp_path, only=["distill"])
-    assert failed == ["finetune distill-2-logits: RuntimeError: out of memory"]
-    assert (tmp_path / "results" / "bits-distill-1-attention.json").exists()
-    assert not (tmp_path / "results" / "model-distill-3-text.json").exists()
+    for stage in ("stage-1-attention", "stage-2-logits", "stage-3-text"):
+        assert losses(tmp_path / "runs" / "distill" / stage) == losses(whole / "runs" / "distill" / stage)
+    assert rows(tmp_path, "ppl-distill-none") == rows(whole, "ppl-distill-none")
 
 
 @pytest.mark.parametrize("name", ["dropin", "dropin-cpu"])
-def test_the_shipped_studies_make_every_model_first_and_share_stages(name: str, tmp_path: Path) -> None:
+def test_the_shipped_studies_make_every_model_first(name: str, tmp_path: Path) -> None:
     steps = plan(Preset.load(name), tmp_path)
-    kinds = [step.kind for step in steps]
-    assert [step.kind for step in steps[1:4]] == ["convert"] * 3  # the longest, with calibration
+    kinds, names = [step.kind for step in steps], {step.name for step in steps}
+    assert kinds[1:4] == ["convert"] * 3  # the longest, with calibration
     assert max(i for i, kind in enumerate(kinds) if kind == "finetune") == kinds.index("cache") - 1
-    trained = [step.name.removeprefix("finetune ") for step in steps if step.kind == "finetune"]
-    first = [name for name in trained if name.endswith("attention")]
-    assert first == [f"{run}-1-attention" for run in ("distilled-rope", "distilled-coca", "distill-skip")]
-    names = {step.name for step in steps}
     assert "ppl original yarn-4" in names
     assert "ppl original dynamic_ntk-4" not in names  # the same as none
-    assert not any("distilled-rope-3-text dynamic" in name for name in names)
+    assert not any("distilled-rope dynamic" in name for name in names)
+    some = [step.name for step in plan(Preset.load(name), tmp_path, ["distill-skip-4-skip", "bits"])]
+    assert some == ["tokens source-0", "convert calibrated", "finetune distill-skip-4-skip", "bits distill-skip-4-skip"]
 
 
-def test_only_takes_a_run_with_all_it_comes_from(toml: Path, tmp_path: Path) -> None:
-    def names(preset: str | Path, *only: str) -> list[str]:
-        return [step.name for step in plan(Preset.load(preset), tmp_path, list(only))]
-
-    steps = names(toml, "distill-long")
-    assert [name for name in steps if name.startswith(("convert", "finetune"))] == [
-        "convert calibrated",
-        *(f"finetune {name}" for name in STAGES),
-    ]
-    assert "bits calibrated" not in steps
-    ends = names("dropin", "distill-skip-4-skip", "calibrated")
-    assert {name for name in ends if name.startswith("bits")} == {"bits distill-skip-4-skip", "bits calibrated"}
-    made = [*STAGES[:3], "distill-skip-4-skip"]
-    assert [name for name in ends if name.startswith("finetune")] == [
-        f"finetune {name.replace('distill-', 'distill-skip-') if name in STAGES else name}" for name in made
-    ]
+GIVEN = {"checkpoint": "llama", "pairs": "pairs.jsonl", "held-out": "test.jsonl"}
 
 
 @pytest.mark.parametrize(
-    ("preset", "arguments", "message"),
+    ("preset", "changed", "message"),
     [
-        ("dropin", [], "--checkpoint must be given for a preset that converts, got none"),
-        ("dropin", ["--checkpoint", "{0}/llama"], "--pairs must be given for a preset that converts, got none"),
-        (
-            "dropin",
-            ["--checkpoint", "{0}/llama", "--pairs", "{0}/pairs.jsonl"],
-            "--held-out must be given for a preset that converts, got none; try --held-out test.jsonl.xz",
-        ),
-        (
-            "dropin",
-            ["--checkpoint", "{0}/nowhere", "--pairs", "{0}/pairs.jsonl", "--held-out", "{0}/test.jsonl"],
-            "checkpoint must be a folder or a .gguf file",
-        ),
-        (
-            "dropin",
-            ["--checkpoint", "{0}/scaled", "--pairs", "{0}/pairs.jsonl", "--held-out", "{0}/test.jsonl"],
-            "--checkpoint must have plain rotary angles, got linear-4",
-        ),
-        (
-            "dropin",
-            ["--checkpoint", "{0}/llama", "--pairs", "{0}/nowhere", "--held-out", "{0}/test.jsonl"],
-            "--pairs must be a JSONL file",
-        ),
-        (
-            "dropin-cpu",
-            ["--checkpoint", "{0}/llama", "--pairs", "{0}/pairs.jsonl", "--held-out", "{0}/test.jsonl"],
-            "--held-out must have a document of at least 2048 tokens",
-        ),
-        (
-            "dropin-cpu",  # its rows of 128 tokens are too short for a passkey text of bytes
-            [
-                "--checkpoint",
-                "{0}/llama",
-                "--pairs",
-                "{0}/pairs.jsonl",
-                "--held-out",
-                "{0}/long.txt",
-                "--only",
-                "distill-skip",
-            ],
-            "length of stage distill-skip-1-attention must be at least 246 tokens for a passkey text with this "
-            "tokenizer, got 128; use longer rows, or passkey_share = 0",
-        ),
-        ("dropin", ["--tokenizer", "bpe.json"], "--tokenizer must be left out where a checkpoint brings its own"),
-        ("cpu", ["--checkpoint", "x.gguf"], "--checkpoint is for a preset that converts, such as dropin, got 'x.gguf'"),
-        ("cosformer-cpu", ["--pairs", "x.jsonl"], "--pairs is for a preset that converts, such as dropin"),
+        ("dropin", {"checkpoint": ""}, "--checkpoint must be given for a preset that converts, got none"),
+        ("dropin", {"pairs": ""}, "--pairs must be given for a preset that converts, got none"),
+        ("dropin", {"held-out": ""}, "--held-out must be given for a preset that converts, got none; try --held-out"),
+        ("dropin", {"checkpoint": "nowhere"}, "checkpoint must be a folder or a .gguf file"),
+        ("dropin", {"checkpoint": "scaled"}, "--checkpoint must have plain rotary angles, got linear-4"),
+        ("dropin", {"pairs": "nowhere"}, "--pairs must be a JSONL file"),
+        ("dropin-cpu", {}, "--held-out must have a document of at least 2048 tokens"),
+        ("dropin-cpu", {"held-out": "long.txt"}, "passkey length of original must be at least 2"),
+        ("dropin", {"tokenizer": "bpe.json"}, "--tokenizer must be left out where a checkpoint brings its own"),
+        ("cpu", {"pairs": ""}, "--checkpoint is for a preset that converts, such as dropin, got"),
+        ("cosformer-cpu", {"checkpoint": ""}, "--pairs is for a preset that converts, such as dropin"),
     ],
 )
 def test_bad_input_exits_2_with_one_line(
-    preset: str, arguments: list[str], message: str, toml: Path, tmp_path: Path
+    preset: str, changed: dict[str, str], message: str, toml: Path, tmp_path: Path
 ) -> None:
     folder = toml.parent
     if not (folder / "scaled").exists():
-        (folder / "scaled").mkdir()
-        for file in (folder / "llama").iterdir():
-            (folder / "scaled" / file.name).write_bytes(file.read_bytes())
+        copytree(folder / "llama", folder / "scaled")
         config = json.loads((folder / "scaled" / "config.json").read_text())
         config["rope_parameters"] = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
         (folder / "scaled" / "config.json").write_text(json.dumps(config))
         (folder / "long.txt").write_text("some words " * 1000)
-    given = [argument.format(folder) for argument in arguments]
+    given = [f"--{name}={folder / value}" for name, value in {**GIVEN, **changed}.items() if value]
     assert message in refusal("reproduce", "--preset", preset, *given, "--out", "out", cwd=tmp_path)
 
 
@@ -250,20 +154,13 @@ CONVERSION = "[models.a]\nstart = 'checkpoint'\nattention = 'coca-exact'\n"
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[models.x]\nstart = 'a'", "models.x.start must be one of , got 'a'|models.x.start must be .* got 'a'"),
-        (CONVERSION + "[models.x]\nstart = 'b'", "models.x.start must be one of 'a', got 'b'"),
-        (CONVERSION + "[models.x]\nstart = 'a'\nrecipe = 'papr'", "--recipe must be one of .* mean 'paper'"),
-        (CONVERSION + "measures = 'ful'\n[measures.full]", "measures must be one of '', 'full', got 'ful'"),
-        (CONVERSION + "token = 3", "configuration key models.a.token must be one of"),
-        (CONVERSION + "scalings = ['ntk4']", "evaluation.scalings must be own, none.* got 'ntk4'"),
-        (CONVERSION + "[tasks.listops]", r"models must be left out beside tasks, got \['a'\]"),
-        ("[models]\na = 3", "models.a must be .*, got 3"),
+        ("[models.x]\nstart = 'a'", "models.x.start must be one of '', 'checkpoint', got 'a'; it must come before"),
         (
-            "[models.x-1-t]\nstart = 'checkpoint'\nattention = 'rope'\n[models.x]\nstart = 'x-1-t'",
-            r"models must have names of their own, got \['x-1-t'\] twice",
+            "[models.rope]\n[tasks.mqar]\nlength = 64\n[models.x]\nstart = 'rope'",
+            "models.x.start .* got 'rope'; .* not be for tasks",
         ),
-        (CONVERSION + "calibrate_tokens = -5", "models.a.calibrate_tokens must be greater than or equal to 0, got -5"),
-        (CONVERSION + "[models.x]\nstart = 'a'\ntokens = -1", "models.x.tokens must be greater than or equal to 0"),
+        ("[models.rope]\n[models.x]\nstart = 'rope'\nrecipe = 'distill'", "recipe of x must not distil where"),
+        (CONVERSION + "[models.x]\nstart = 'a'\nrecipe = 'papr'", "--recipe must be one of .* mean 'paper'"),
         (CONVERSION.replace("exact", "exat"), "must be one of .* got 'coca-exat'; did you mean 'coca-exact'"),
         (CONVERSION + "global_every = 3", "global_every .*needs window, got 3 without"),
     ],

@@ -12,7 +12,6 @@ from farspan.evaluation.evaluate import (
 )
 from farspan.evaluation.perplexity import bits_per_byte, loss_by_position, perplexity
 from farspan.evaluation.retrieval import passkey, retrieval
-from farspan.utils import wilson
 
 __all__ = [
     "as_trained",
@@ -32,5 +31,4 @@ __all__ = [
     "scaling_name",
     "scaling_of",
     "set_scaling",
-    "wilson",
 ]

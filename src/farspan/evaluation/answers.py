@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from farspan.data.sources import opened
 from farspan.errors import require
@@ -17,18 +18,16 @@ from farspan.modeling_farspan import FarspanForCausalLM, FarspanForSequenceClass
 from farspan.utils import Progress, share, silent
 
 TOKENS_AT_ONCE = 2**16
+Tell = Callable[[float], object]
+"""Receive the share of the work that is done."""
 
 
-def row_labels(
-    model: FarspanForSequenceClassification, rows: Tensor, progress: Callable[[float], None] | None = None
-) -> dict[str, Any]:
+def row_labels(model: FarspanForSequenceClassification, rows: Tensor, tell: Tell | None = None) -> dict[str, Any]:
     """Count right labels: rows (cases, n+1), the label last → ``cases, correct, accuracy, ci95``."""
-    return _count(rows, lambda part: model(part[:, :-1]).logits.argmax(-1) == part[:, -1], model.device, progress)
+    return _count(rows, lambda part: model(part[:, :-1]).logits.argmax(-1) == part[:, -1], model.device, tell)
 
 
-def asked_tokens(
-    model: FarspanForCausalLM, rows: Tensor, progress: Callable[[float], None] | None = None
-) -> dict[str, Any]:
+def asked_tokens(model: FarspanForCausalLM, rows: Tensor, tell: Tell | None = None) -> dict[str, Any]:
     """Count right answers: rows (examples, 2n), tokens and then answers (0 = nothing asked) → the same fields."""
 
     def right(part: Tensor) -> Tensor:
@@ -37,22 +36,17 @@ def asked_tokens(
         hidden = model.model(tokens, use_cache=False).last_hidden_state[asked]
         return model.lm_head(hidden).argmax(-1) == answers[asked]
 
-    return _count(rows, right, model.device, progress)
+    return _count(rows, right, model.device, tell)
 
 
 @torch.no_grad()
-def _count(
-    rows: Tensor,
-    right: Callable[[Tensor], Tensor],
-    device: torch.device,
-    progress: Callable[[float], None] | None,
-) -> dict[str, Any]:
+def _count(rows: Tensor, right: Callable[[Tensor], Tensor], device: torch.device, tell: Tell | None) -> dict[str, Any]:
     cases = correct = done = 0
     for part in rows.split(max(1, TOKENS_AT_ONCE // rows.shape[1])):
         found = right(part.to(device))
         cases, correct, done = cases + found.numel(), correct + int(found.sum()), done + len(part)
-        if progress is not None:
-            progress(done / len(rows))
+        if tell is not None:
+            tell(done / len(rows))
     return share(correct, cases)
 
 
@@ -61,7 +55,7 @@ def _count(
 
 @dataclass(frozen=True)
 class Pair:
-    """Two sentences that differ in one point of grammar, the set (phenomenon) they belong to and its field."""
+    """Two sentences that differ in one point of grammar, their set (phenomenon) and its field."""
 
     good: str
     bad: str
@@ -93,15 +87,13 @@ def read_pairs(path: str | Path) -> Iterator[Pair]:
 def _pair(line: bytes, where: str) -> Pair:
     try:
         record = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where} must be one JSON object a line, got {line[:40]!r} ({error}); repair it") from error
-    require(isinstance(record, dict), f"{where} must be one JSON object a line, got {line[:40]!r}; repair it")
+    except (ValueError, RecursionError):
+        record = None
+    require(isinstance(record, dict), f"{where} must be one JSON object per line, got {line[:40]!r}; repair it")
     for key in ("good", "bad"):
         value = record.get(key)
-        require(
-            isinstance(value, str) and bool(value.strip()),
-            f"{where} must have a sentence under {key!r}, got {value!r}; write {{'good': …, 'bad': …}}",
-        )
+        need = f"{where} must have a sentence under {key!r}, got {value!r}; write {{'good': …, 'bad': …}}"
+        require(isinstance(value, str) and bool(value.strip()), need)
     return Pair(record["good"], record["bad"], str(record.get("set", "")), field_name(str(record.get("field", ""))))
 
 
@@ -118,22 +110,19 @@ def log_probabilities(
     device = next(model.parameters()).device
 
     def scores(group: list[int]) -> list[float]:
-        longest = len(sentences[group[-1]])
-        ids = torch.full((len(group), longest + 1), start)
-        for row, number in enumerate(group):
-            ids[row, 1 : len(sentences[number]) + 1] = torch.tensor(sentences[number])
-        ids = ids.to(device)
+        rows = [torch.tensor([start, *sentences[number]]) for number in group]
+        ids = pad_sequence(rows, batch_first=True, padding_value=start).to(device)
         # Padding is behind the sentence, where no earlier token sees it.
         losses = token_losses(model, model.model(ids[:, :-1], use_cache=False).last_hidden_state, ids[:, 1:])
-        lengths = torch.tensor([len(sentences[number]) for number in group], device=device)
-        real = torch.arange(longest, device=device)[None] < lengths[:, None]
-        return (-losses.double().masked_fill(~real, 0.0).sum(1)).tolist()
+        lengths = torch.tensor([len(row) - 1 for row in rows], device=device)
+        padding = torch.arange(losses.shape[1], device=device) >= lengths[:, None]
+        return (-losses.double().masked_fill(padding, 0.0).sum(1)).tolist()
 
-    groups = _groups(sentences, tokens_at_once)
-    found: dict[int, float] = {}
+    groups, found = _groups(sentences, tokens_at_once), [0.0] * len(sentences)
     for group, made in zip(groups, in_shares(scores, groups, progress, "sentences"), strict=True):
-        found |= zip(group, made, strict=True)
-    return [found[i] for i in range(len(sentences))]
+        for number, score in zip(group, made, strict=True):
+            found[number] = score
+    return found
 
 
 def _groups(sentences: list[list[int]], tokens_at_once: int) -> list[list[int]]:
@@ -166,12 +155,12 @@ def minimal_pairs(
     made = list(pairs)
     ids = [encode(text) for pair in made for text in (pair.good, pair.bad)]
     scores = log_probabilities(model, ids, start, progress=progress)
-    right = [scores[2 * i] > scores[2 * i + 1] for i in range(len(made))]
-    groups: dict[tuple[str, str, str], list[bool]] = {("all", "", ""): right}
-    for kind in ("field", "set"):
-        for pair, ok in zip(made, right, strict=True):
-            if getattr(pair, kind):
-                groups.setdefault((kind, pair.set if kind == "set" else "", pair.field), []).append(ok)
+    groups: dict[tuple[str, str, str], list[bool]] = {}
+    for kind in ("all", "field", "set"):
+        for number, pair in enumerate(made):
+            if kind == "all" or getattr(pair, kind):
+                key = (kind, pair.set if kind == "set" else "", "" if kind == "all" else pair.field)
+                groups.setdefault(key, []).append(scores[2 * number] > scores[2 * number + 1])
     return [
         {"kind": kind, "set": name, "field": field, **share(sum(outcomes), len(outcomes))}
         for (kind, name, field), outcomes in groups.items()

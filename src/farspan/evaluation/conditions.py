@@ -18,16 +18,11 @@ from farspan.utils import Progress, silent
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-NAMES: dict[type[Scaling], str] = {
-    NTK: "ntk",
-    DynamicNTK: "dynamic_ntk",
-    Linear: "linear",
-    YaRN: "yarn",
-    Llama3: "llama3",
-}
-ROPE_TYPES = {"ntk": "ntk", "dynamic_ntk": "dynamic", "linear": "linear", "yarn": "yarn"}
+NAMES = {NTK: "ntk", DynamicNTK: "dynamic_ntk", Linear: "linear", YaRN: "yarn", Llama3: "llama3"}
 LOG = "+log"
-SCALING = re.compile(r"(own|none|(?:ntk|linear|yarn|dynamic_ntk)-\d+(?:\.\d+)?(?:/per_query|/per_request)?)(\+log)?")
+SCALING = re.compile(
+    r"own|none|(?P<kind>ntk|linear|yarn|dynamic_ntk)-(?P<factor>\d+(\.\d+)?)(/(?P<mode>per_query|per_request))?"
+)
 
 
 # Device, rounding and processes
@@ -114,15 +109,14 @@ def check_scaling(name: str, argument: str = "scaling") -> None:
 
     >>> check_scaling("dynamic_ntk-4/per_request+log")
     """
-    found = SCALING.fullmatch(name)
+    found = SCALING.fullmatch(name.removesuffix(LOG))
     require(
-        found is not None and ("/" not in name or name.startswith("dynamic")),
+        found is not None and (found["mode"] is None or found["kind"] == "dynamic_ntk"),
         f"{argument} must be own, none, ntk-F, dynamic_ntk-F (/per_request), yarn-F or linear-F with a factor F, each "
         f"perhaps with +log, got {name!r}; try dynamic_ntk-4",
     )
-    factor = re.search(r"-([\d.]+)", name)
     require(
-        factor is None or 1 <= float(factor[1]) < 1e6,
+        found is None or found["factor"] is None or 1 <= float(found["factor"]) < 1e6,
         f"{argument} must have a factor from 1 on and below a million, got {name!r}; try dynamic_ntk-4",
     )
 
@@ -143,8 +137,8 @@ def set_scaling(model: FarspanForCausalLM, name: str) -> None:
         return
     if model.config.rotary().scaling is not None:
         model.set_rope_parameters(rope_type="default")
-    method, _, mode = plain.partition("/")
-    kind, _, factor = method.partition("-")
-    if kind != "none":
-        more = {"mode": mode or "per_query"} if kind == "dynamic_ntk" else {}
-        model.set_rope_parameters(rope_type=ROPE_TYPES[kind], factor=float(factor), **more)
+    found = SCALING.fullmatch(plain)
+    if found is not None and found["kind"]:
+        kind = found["kind"].removesuffix("_ntk")
+        more = {"mode": found["mode"] or "per_query"} if kind == "dynamic" else {}
+        model.set_rope_parameters(rope_type=kind, factor=float(found["factor"]), **more)

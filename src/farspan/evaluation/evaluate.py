@@ -1,7 +1,7 @@
 """Each command of `farspan eval` as one function: a model's folder in, rows and a result file out.
 
 Everything is checked before the model is loaded, which happens once per call. Under `torchrun` or `accelerate launch`
-the processes share batches, cases and documents; each returns the rows of one process, and the main one writes them.
+the processes share batches, cases and documents; each returns all rows, and the main one writes them.
 
 The functions have these arguments in common:
 
@@ -15,8 +15,8 @@ The functions have these arguments in common:
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import islice
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
@@ -32,8 +32,7 @@ from farspan.data.sources import resolve
 from farspan.errors import require, require_choice
 from farspan.evaluation.answers import minimal_pairs, read_pairs
 from farspan.evaluation.conditions import as_trained, check_scaling, device, is_main, scaling_of, set_scaling
-from farspan.evaluation.perplexity import MODES, bits_per_byte, first_bytes, loss_by_position, perplexity
-from farspan.evaluation.perplexity import truncation_control as control_of
+from farspan.evaluation.perplexity import bits_per_byte, loss_by_position, perplexity, truncation_control
 from farspan.evaluation.retrieval import passkey, retrieval
 from farspan.results import check_out, write_result
 from farspan.utils import Progress, silent
@@ -43,8 +42,9 @@ if TYPE_CHECKING:
 
 Rows = list[dict[str, Any]]
 PathLike = str | os.PathLike[str]
-Measure = Callable[["FarspanForCausalLM", Progress, bool], Rows]
-"""Measure an open model under one scaling; the last argument says whether it is the first."""
+Text = Sequence[str] | Sequence[Tensor]
+Measure = Callable[["FarspanForCausalLM", bool, Progress], Rows]
+"""Measure an open model under one scaling; the second argument says whether it is the first."""
 
 
 class Common(TypedDict, total=False):
@@ -58,12 +58,11 @@ class Common(TypedDict, total=False):
 
 def evaluate_perplexity(
     model: PathLike,
-    text: Sequence[str] | Sequence[Tensor],
+    text: Text,
     out: PathLike | None = None,
     *,
     lengths: Sequence[int] = (512, 1024, 2048),
     stride: int = 512,
-    mode: str = "sliding",
     texts: int = 100,
     text_tokens: int = 32_768,
     control: bool = True,
@@ -79,38 +78,32 @@ def evaluate_perplexity(
         text: sources as `farspan data` takes them, or token sequences.
         texts: at most so many documents, each cut to `text_tokens`.
     """
-    require_choice("--mode", mode, MODES[:-1])
-    require(stride >= 1, f"--stride must be at least 1, got {stride}; the paper uses 512")
-    needed = max(_lengths(lengths, 2))
-    require(
-        needed <= text_tokens,
-        f"--text-tokens must be at least the longest window {needed}, got {text_tokens}; raise it",
-    )
-    config = _check(model, out, common)
-    trained = config.train_length
-    found = _sequences(model, text, text_tokens, texts, needed, trained)
+    longest = max(_checked(lengths, 2))
+    need = f"--text-tokens must be at least the longest window {longest}, got {text_tokens}; raise it"
+    require(longest <= text_tokens, need)
+    trained = _check(model, out, common).train_length
+    found = _sequences(model, text, text_tokens, texts, longest, trained)
     require(
         bool(found),
-        f"--text must hold documents of at least {needed} tokens, the longest of --lengths, got none that long; "
+        f"--text must hold documents of at least {longest} tokens, the longest of --lengths, got none that long; "
         "use longer texts or shorter --lengths",
     )
-    windows = [(length, stride, mode) for length in lengths]
-    controls = [control_of(trained)] if control and len(found[0]) >= trained else []
 
-    def measure(loaded: "FarspanForCausalLM", progress: Progress, first: bool) -> Rows:
-        return [
-            perplexity(
-                loaded, found, length=n, stride=step, mode=name, tokens_at_once=tokens_at_once, progress=progress
-            )
-            for n, step, name in [*windows, *(controls if first else [])]
-        ]
+    def measure(loaded: "FarspanForCausalLM", first: bool, progress: Progress) -> Rows:
+        options: dict[str, Any] = {"tokens_at_once": tokens_at_once, "progress": progress}
+        rows = [perplexity(loaded, found, length=length, stride=stride, **options) for length in lengths]
+        if control and first and len(found[0]) >= trained:
+            cut_length, cut_stride = truncation_control(trained)
+            row = perplexity(loaded, found, length=cut_length, stride=cut_stride, **options)
+            rows.append({**row, "mode": "truncated"})
+        return rows
 
     return _measured("perplexity", model, out, measure, common)
 
 
 def evaluate_positions(
     model: PathLike,
-    text: Sequence[str] | Sequence[Tensor],
+    text: Text,
     out: PathLike | None = None,
     *,
     texts: int = 100,
@@ -119,12 +112,11 @@ def evaluate_positions(
     **common: Unpack[Common],
 ) -> Rows:
     """Measure the loss by position, and the gain over a context cut to the training length on the same tokens."""
-    config = _check(model, out, common)
-    needed = config.train_length + 1
+    needed = _check(model, out, common).train_length + 1
     found = _sequences(model, text, text_tokens, texts, needed, needed)
     require(bool(found), f"--text must hold documents of at least {needed} tokens, got none; use longer ones")
 
-    def measure(loaded: "FarspanForCausalLM", progress: Progress, first: bool) -> Rows:
+    def measure(loaded: "FarspanForCausalLM", _: bool, progress: Progress) -> Rows:
         return loss_by_position(loaded, found, tokens_at_once=tokens_at_once, progress=progress)
 
     return _measured("positions", model, out, measure, common)
@@ -142,14 +134,13 @@ def evaluate_passkey(
     **common: Unpack[Common],
 ) -> Rows:
     """Measure passkey retrieval by length, with Wilson intervals and the near/far split at the training length."""
-    wanted = _lengths(lengths, 1)
-    _check(model, out, common)
+    shortest, _ = min(_checked(lengths, 1)), _check(model, out, common)
     tokenizer = _tokenizer(model)
-    check_prompt(tokenizer, min(wanted), "--lengths")
+    check_prompt(tokenizer, shortest, "--lengths")
+    options: dict[str, Any] = {"cases": cases, "new_tokens": new_tokens, "tokens_at_once": tokens_at_once, "seed": seed}
 
-    def measure(loaded: "FarspanForCausalLM", progress: Progress, first: bool) -> Rows:
-        options: dict[str, Any] = {"cases": cases, "new_tokens": new_tokens, "seed": seed, "progress": progress}
-        return [passkey(loaded, tokenizer, length=n, tokens_at_once=tokens_at_once, **options) for n in wanted]
+    def measure(loaded: "FarspanForCausalLM", _: bool, progress: Progress) -> Rows:
+        return [passkey(loaded, tokenizer, length=length, progress=progress, **options) for length in lengths]
 
     return _measured("passkey", model, out, measure, common, seed)
 
@@ -166,21 +157,28 @@ def evaluate_retrieval(
     **common: Unpack[Common],
 ) -> Rows:
     """Measure retrieval tasks (:mod:`farspan.data.retrieval`) by length and depth, with Wilson intervals."""
-    wanted = _lengths(lengths, 1)
-    for name in tasks:
-        require_choice("--tasks", name, TASKS)
+    _checked(lengths, 1)
+    for task in tasks:
+        require_choice("--tasks", task, TASKS)
     _check(model, out, common)
     tokenizer = _tokenizer(model)
-    for name in tasks:
-        for length in (min(wanted), max(wanted)):  # raises if a prompt cannot have this length
-            retrieval_case(tokenizer, name, length, np.random.default_rng(seed), 0.5)
+    check_retrieval(tokenizer, tasks, lengths)
+    options: dict[str, Any] = {"cases": cases, "tokens_at_once": tokens_at_once, "seed": seed}
 
-    def measure(loaded: "FarspanForCausalLM", progress: Progress, first: bool) -> Rows:
-        options: dict[str, Any] = {"cases": cases, "seed": seed, "tokens_at_once": tokens_at_once, "progress": progress}
-        made = [retrieval(loaded, tokenizer, task=name, length=n, **options) for name in tasks for n in wanted]
+    def measure(loaded: "FarspanForCausalLM", _: bool, progress: Progress) -> Rows:
+        made = (
+            retrieval(loaded, tokenizer, task=task, length=length, progress=progress, **options)
+            for task, length in product(tasks, lengths)
+        )
         return [row for rows in made for row in rows]
 
     return _measured("retrieval", model, out, measure, common, seed)
+
+
+def check_retrieval(tokenizer: TextTokenizer, tasks: Sequence[str], lengths: Sequence[int]) -> None:
+    """Raise for the first task that has no prompt of some length."""
+    for task, length in product(tasks, (min(lengths), max(lengths))):
+        retrieval_case(tokenizer, task, length, np.random.default_rng(0), 0.5)
 
 
 def evaluate_pairs(
@@ -199,7 +197,7 @@ def evaluate_pairs(
     made = [pair for file in pairs for pair in islice(read_pairs(os.fspath(file)), most)]
     tokenizer, start = _with_start(model, config)
 
-    def measure(loaded: "FarspanForCausalLM", progress: Progress, first: bool) -> Rows:
+    def measure(loaded: "FarspanForCausalLM", _: bool, progress: Progress) -> Rows:
         return minimal_pairs(loaded, made, tokenizer.encode, start=start, progress=progress)
 
     return _measured("pairs", model, out, measure, common)
@@ -219,15 +217,15 @@ def evaluate_bits(
 
     Args:
         length: tokens per window; None takes the training length, at most 2048.
-        texts: at most so many documents, each cut to `text_bytes`.
+        texts: at most so many documents, each cut to `text_bytes`, between characters.
     """
     config = _check(model, out, common)
-    found = [first_bytes(one, text_bytes) for one in islice(_documents(text), texts)]
+    found = [one.encode()[:text_bytes].decode(errors="ignore") for one in islice(_documents(text), texts)]
     require(bool(found), f"--text must hold at least one document, got none in {', '.join(text)}; name another file")
     tokenizer, start = _with_start(model, config)
     window = length or min(2048, config.train_length)
 
-    def measure(loaded: "FarspanForCausalLM", progress: Progress, first: bool) -> Rows:
+    def measure(loaded: "FarspanForCausalLM", _: bool, progress: Progress) -> Rows:
         return [bits_per_byte(loaded, found, tokenizer.encode, start=start, length=window, progress=progress)]
 
     return _measured("bits", model, out, measure, common)
@@ -268,14 +266,14 @@ def _measured(
     rows: Rows = []
     where, progress = device(), common.get("progress", silent)
     loaded = open_model(model, where)
-    own = loaded.config.rope_parameters, bool(loaded.config.log_length)
+    own = loaded.config.rope_parameters or {}, loaded.config.log_length or False
     for number, name in enumerate(common.get("scalings") or ("own",)):
         if name.startswith("own") and number:  # an earlier scaling has replaced it
-            loaded.set_rope_parameters(**(own[0] or {}))
+            loaded.set_rope_parameters(**own[0])
             loaded.set_log_length(own[1])
         set_scaling(loaded, name)
         with as_trained(where):
-            made = measure(loaded, progress, number == 0)
+            made = measure(loaded, number == 0, progress)
         rows += [{**common.get("label", {}), **row, "scaling": scaling_of(loaded.config)} for row in made]
     if out is not None and is_main():
         write_result(out, rows, device=where, seed=seed, kind=kind, model=fingerprint(open_source(Path(model))))
@@ -291,12 +289,11 @@ def _tokenizer(model: PathLike) -> TextTokenizer:
     try:
         return text_tokenizer(model)
     except ValueError:
+        file = Path(model) / "tokenizer.json"
         check_tokenizer(Path(model), configuration(model).vocab_size)  # raises for broken files
-        try:
-            return TextTokenizer(Tokenizer.from_file(str(Path(model) / "tokenizer.json")), end=-1)
-        except Exception:  # the library raises plain Exception; the first error says more
-            pass
-        raise
+        if not file.is_file():
+            raise
+        return TextTokenizer(Tokenizer.from_file(str(file)), end=-1)
 
 
 def _with_start(model: PathLike, config: FarspanConfig) -> tuple[TextTokenizer, int]:
@@ -307,11 +304,11 @@ def _with_start(model: PathLike, config: FarspanConfig) -> tuple[TextTokenizer, 
     return tokenizer, tokenizer.end if begin is None else int(begin)
 
 
-def _lengths(lengths: Sequence[int], least: int) -> list[int]:
+def _checked(lengths: Sequence[int], least: int) -> Sequence[int]:
     require(bool(lengths), "--lengths must name at least one length, got none; try 512")
     short = [length for length in lengths if length < least]
     require(not short, f"--lengths must be at least {least}, got {short}; use the training length or more")
-    return list(lengths)
+    return lengths
 
 
 def _documents(sources: Sequence[str]) -> Iterator[str]:
@@ -321,28 +318,19 @@ def _documents(sources: Sequence[str]) -> Iterator[str]:
     return (document.text for source in sources for document in documents(source))
 
 
-def _sequences(
-    model: PathLike,
-    text: Sequence[str] | Sequence[Tensor],
-    cut: int,
-    most: int,
-    needed: int,
-    trained: int,
-) -> list[Tensor]:
-    """Return at most so many documents of the training length, else all that are long enough, cut to `cut` tokens."""
-    goal, long, short = max(needed, trained), list[Tensor](), list[Tensor]()
-    given = [one for one in text if isinstance(one, Tensor)]
-    if given:
-        made: Iterator[Tensor] = iter(given)
-    else:
+def _sequences(model: PathLike, text: Text, cut: int, most: int, needed: int, trained: int) -> list[Tensor]:
+    """Return at most so many documents of the training length, else those that are long enough, cut to `cut` tokens."""
+    goal = max(needed, trained) if trained <= cut else needed
+    made: Iterable[Tensor] = [one for one in text if isinstance(one, Tensor)]
+    if not made:
         tokenizer = _tokenizer(model)
         made = (torch.tensor(tokenizer.encode(one)) for one in _documents([str(source) for source in text]))
+    long, short = list[Tensor](), list[Tensor]()
     for ids in made:
-        ids = ids[:cut]
-        if len(ids) >= goal:
-            long.append(ids)
-        elif len(ids) >= needed and len(short) < most:
-            short.append(ids)
-        if len(long) == most or (cut < goal and len(short) == most):
+        if len(ids[:cut]) >= goal:
+            long.append(ids[:cut])
+        elif len(ids[:cut]) >= needed and len(short) < most:
+            short.append(ids[:cut])
+        if len(long) == most:
             break
     return long or short

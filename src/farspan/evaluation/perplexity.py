@@ -1,21 +1,15 @@
 """Losses on long texts: perplexity by window length, loss by position, and bits per byte.
 
-How a sequence is cut into windows, and which of a window's tokens count::
+A sequence is cut into sliding windows (Press et al. 2022; the CoCA paper takes stride 512). Each token is scored once,
+with the longest context that its window allows::
 
-    sliding   window 4, stride 2        tokens  0 1 2 3 4 5 6 7      . = context only, ■ = scored (token 0 has none)
-                                                . ■ ■ ■
-                                                    . . ■ ■
-                                                        . . ■ ■
+    window 4, stride 2        tokens  0 1 2 3 4 5 6 7      . = context only, ■ = scored (token 0 has none)
+                                      . ■ ■ ■
+                                          . . ■ ■
+                                              . . ■ ■
 
-========== ======================================================================================================
-sliding    Press et al. 2022, the CoCA paper (stride 512): each token is scored once, with the longest context the
-           window allows; perplexity = exp(sum of losses / number of tokens). With stride = window the first token of a
-           window has no context and is left out, as in the published scripts
-yarn       the same windows, but perplexity = exp(mean of the windows' mean losses), as in YaRN's script
-whole      LongLoRA's script: the same windows, every token of every window scored
-disjoint   windows side by side (stride = window), every token scored
-truncated  the control for any of them: the same tokens, context cut to the training length
-========== ======================================================================================================
+With stride = window the first token of a window has no context and is left out. The truncation control scores the same
+tokens with the context cut to the training length.
 """
 
 import math
@@ -28,12 +22,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from farspan.errors import require, require_choice
+from farspan.errors import require
 from farspan.evaluation.conditions import in_shares
 from farspan.modeling_farspan import FarspanCache, FarspanForCausalLM
 from farspan.utils import Progress, silent
 
-MODES = ("sliding", "yarn", "whole", "disjoint", "truncated")
 LOGITS_AT_ONCE = 2**26
 """Elements of the logits held at a time (256 MiB in float32)."""
 BLOCK = 512
@@ -51,24 +44,16 @@ class Window(NamedTuple):
     score_from: int
 
 
-def windows(tokens: int, length: int, stride: int, mode: str = "sliding") -> Iterator[Window]:
+def windows(tokens: int, length: int, stride: int) -> Iterator[Window]:
     """Cut a sequence of so many tokens into windows.
 
     >>> [tuple(w) for w in windows(8, 4, 2)]
     [(0, 4, 1), (2, 6, 4), (4, 8, 6)]
     """
-    require_choice("mode", mode, MODES)
-    require(length >= 2, f"length must be at least 2 to predict a token, got {length}; use the training length or more")
-    require(
-        1 <= stride <= length,
-        f"stride must lie between 1 and the window length {length}, got {stride}; the paper uses 512",
-    )
-    if mode == "disjoint":
-        stride = length
     scored = 1
     for begin in range(0, tokens, stride):
         end = min(begin + length, tokens)
-        first = begin + 1 if mode in ("whole", "disjoint") else max(scored, begin + 1)
+        first = max(scored, begin + 1)
         if first < end:
             yield Window(begin, end, first)
         scored = end
@@ -76,23 +61,23 @@ def windows(tokens: int, length: int, stride: int, mode: str = "sliding") -> Ite
             return
 
 
-def truncation_control(trained: int) -> tuple[int, int, str]:
-    """Return length, stride and mode of the control: no context past the training length, and at least ¾ of it.
+def truncation_control(trained: int) -> tuple[int, int]:
+    """Return length and stride of the control: no context past the training length, and at least ¾ of it.
 
     >>> truncation_control(512)
-    (512, 128, 'truncated')
+    (512, 128)
     """
-    return trained, max(1, trained // 4), "truncated"
+    return trained, max(1, trained // 4)
 
 
 Batch = list[tuple[Tensor, Window]]
 
 
-def window_batches(texts: Sequence[Tensor], length: int, stride: int, mode: str, size: int) -> Iterator[Batch]:
+def window_batches(texts: Sequence[Tensor], length: int, stride: int, tokens_at_once: int = 2**16) -> Iterator[Batch]:
     """Yield windows of equal shape together; the last, shorter ones of a sequence come by themselves."""
-    pending: dict[tuple[int, int], Batch] = {}
+    size, pending = max(1, tokens_at_once // length), dict[tuple[int, int], Batch]()
     for text in texts:
-        for window in windows(text.shape[0], length, stride, mode):
+        for window in windows(len(text), length, stride):
             shape = (window.end - window.begin, window.end - window.score_from)
             group = pending.setdefault(shape, [])
             group.append((text, window))
@@ -136,6 +121,16 @@ def token_losses(model: FarspanForCausalLM, hidden: Tensor, targets: Tensor) -> 
 # Measures
 
 
+def _sums(model: FarspanForCausalLM, batch: Batch, chunk: int = 8192) -> list[tuple[float, int]]:
+    """Sum the losses of each window, and count them."""
+    return [(float(loss.double().sum()), loss.numel()) for loss in window_losses(model, batch, chunk)]
+
+
+def _total(sums: Sequence[tuple[float, int]]) -> tuple[float, int]:
+    """Add losses and counts in this order, so that the sum does not depend on the number of processes."""
+    return sum((nll for nll, _ in sums), 0.0), sum(tokens for _, tokens in sums)
+
+
 @torch.no_grad()
 def perplexity(
     model: FarspanForCausalLM,
@@ -143,7 +138,6 @@ def perplexity(
     *,
     length: int,
     stride: int = 512,
-    mode: str = "sliding",
     tokens_at_once: int = 2**16,
     chunk: int = 8192,
     progress: Progress = silent,
@@ -152,7 +146,7 @@ def perplexity(
 
     Args:
         texts: token sequences (n,), each at least `length` long.
-        length: window length; for mode "truncated" the training length.
+        length: window length.
         tokens_at_once: windows are batched up to this many tokens.
         chunk: longer windows are read in pieces of this many tokens through a cache, to bound memory.
 
@@ -163,36 +157,18 @@ def perplexity(
     (63, True)
     """
     require(len(texts) > 0, "texts must hold at least one token sequence, got none")
-    for text in texts:
-        require(
-            text.shape[0] >= length,
-            f"window length {length} is longer than a sequence of {text.shape[0]} tokens; choose a shorter window",
-        )
-    stride = min(stride, length)
-    batches = list(window_batches(texts, length, stride, mode, max(1, tokens_at_once // length)))
-
-    made = in_shares(
-        lambda batch: _sums(model, batch, chunk), batches, progress, f"{mode} windows of {length:,} tokens"
+    require(length >= 2, f"length must be at least 2 to predict a token, got {length}; use the training length or more")
+    require(stride >= 1, f"stride must be at least 1, got {stride}; the paper uses 512")
+    shortest, stride = min(map(len, texts)), min(stride, length)
+    require(
+        shortest >= length,
+        f"window length {length} is longer than a sequence of {shortest} tokens; choose a shorter window",
     )
-    found = [one for batch in made for one in batch]
-    nll, tokens = 0.0, 0
-    for loss, size in found:  # in this order, so that the sum does not depend on the number of processes
-        nll, tokens = nll + loss, tokens + size
-    mean = sum(loss / size for loss, size in found) / len(found) if mode == "yarn" else nll / tokens
-    return {
-        "length": length,
-        "stride": length if mode == "disjoint" else stride,
-        "mode": mode,
-        "nll": nll,
-        "tokens": tokens,
-        "texts": len(texts),
-        "ppl": math.exp(min(mean, 700.0)),
-    }
-
-
-def _sums(model: FarspanForCausalLM, batch: Batch, chunk: int = 8192) -> list[tuple[float, int]]:
-    """Sum the losses of each window, and count them."""
-    return [(float(loss.double().sum()), loss.numel()) for loss in window_losses(model, batch, chunk)]
+    batches = list(window_batches(texts, length, stride, tokens_at_once))
+    made = in_shares(lambda batch: _sums(model, batch, chunk), batches, progress, f"windows of {length:,} tokens")
+    nll, tokens = _total([one for batch in made for one in batch])
+    row = {"length": length, "stride": stride, "mode": "sliding", "nll": nll, "tokens": tokens, "texts": len(texts)}
+    return {**row, "ppl": math.exp(min(nll / tokens, 700.0))}
 
 
 @torch.no_grad()
@@ -223,14 +199,14 @@ def loss_by_position(
     require(len(sequences) > 0, "sequences must hold at least one sequence, got none")
     for ids in sequences:
         require(len(ids) >= 2, f"a sequence must have at least 2 tokens, got {len(ids)}")
-    longest, (length, stride, mode) = max(map(len, sequences)), truncation_control(model.config.train_length)
+    longest, (length, stride) = max(map(len, sequences)), truncation_control(model.config.train_length)
     edges = [1, *takewhile(lambda edge: edge < longest, (length << i for i in count())), longest]
 
     def blocks(ids: Tensor) -> list[list[tuple[float, float, int]]]:
         """Sum the losses of a sequence, with all context and with a cut one, over blocks of each bin."""
         full = window_losses(model, [(ids, Window(0, len(ids), 1))], chunk)[0].double().cpu().numpy()
         cut = np.empty_like(full)
-        for batch in window_batches([ids], length, stride, mode, max(1, tokens_at_once // length)):
+        for batch in window_batches([ids], length, stride, tokens_at_once):
             for (_, window), losses in zip(batch, window_losses(model, batch, chunk).cpu(), strict=True):
                 cut[window.score_from - 1 : window.end - 1] = losses.numpy()
         parts = [
@@ -245,11 +221,11 @@ def loss_by_position(
         sums = np.array([block for sequence in made for block in sequence[number]])
         nll, control, tokens = (float(total) for total in sums.sum(0))
         row: dict[str, Any] = {"start": start, "stop": stop, "nll": nll, "tokens": int(tokens), "control_nll": control}
-        rows.append(row | {"gain": (control - nll) / tokens, "gain_ci95": _interval(sums, draws, seed)})
+        rows.append(row | {"gain": (control - nll) / tokens, "gain_ci95": _gain_interval(sums, draws, seed)})
     return rows
 
 
-def _interval(sums: Any, draws: int, seed: int) -> list[float] | None:
+def _gain_interval(sums: Any, draws: int, seed: int) -> list[float] | None:
     """Bootstrap the mean gain per token: blocks (n, 3) of loss, loss with a cut context, and tokens, drawn as one."""
     from scipy.stats import bootstrap  # type: ignore[import-untyped]
 
@@ -259,26 +235,9 @@ def _interval(sums: Any, draws: int, seed: int) -> list[float] | None:
     def gain(nll: Any, control: Any, tokens: Any, axis: int) -> Any:
         return (control.sum(axis) - nll.sum(axis)) / tokens.sum(axis)
 
-    drawn = bootstrap(
-        tuple(sums.T),
-        gain,
-        paired=True,
-        vectorized=True,
-        method="percentile",
-        n_resamples=draws,
-        batch=64,
-        rng=np.random.default_rng(seed),
-    )
-    return [float(drawn.confidence_interval.low), float(drawn.confidence_interval.high)]
-
-
-def first_bytes(text: str, count: int) -> str:
-    """Return the beginning of a text, of at most so many bytes of UTF-8, cut between characters.
-
-    >>> first_bytes("aé", 2), first_bytes("aé", 3)
-    ('a', 'aé')
-    """
-    return text.encode()[:count].decode(errors="ignore")
+    how: dict[str, Any] = {"paired": True, "vectorized": True, "method": "percentile", "batch": 64}
+    drawn = bootstrap(tuple(sums.T), gain, n_resamples=draws, rng=np.random.default_rng(seed), **how)
+    return [float(end) for end in drawn.confidence_interval]
 
 
 @torch.no_grad()
@@ -306,18 +265,9 @@ def bits_per_byte(
     def losses(text: str) -> tuple[float, int]:
         ids = torch.tensor([start, *encode(text)])
         window = min(length, len(ids))
-        batches = window_batches([ids], window, min(stride, len(ids) - 1, window), "sliding", max(1, 2**16 // window))
-        found = [one for batch in batches for one in _sums(model, batch)]
-        return sum(loss for loss, _ in found), sum(tokens for _, tokens in found)
+        batches = window_batches([ids], window, min(stride, len(ids) - 1, window))
+        return _total([one for batch in batches for one in _sums(model, batch)])
 
-    made = in_shares(losses, texts, progress, "bits per byte")
-    nll, tokens = sum(loss for loss, _ in made), sum(count for _, count in made)
-    return {
-        "length": length,
-        "stride": stride,
-        "nll": nll,
-        "tokens": tokens,
-        "bytes": size,
-        "texts": len(texts),
-        "bits_per_byte": nll / math.log(2) / size,
-    }
+    nll, tokens = _total(in_shares(losses, texts, progress, "bits per byte"))
+    row = {"length": length, "stride": stride, "nll": nll, "tokens": tokens, "bytes": size, "texts": len(texts)}
+    return {**row, "bits_per_byte": nll / math.log(2) / size}

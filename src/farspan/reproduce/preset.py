@@ -10,17 +10,20 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from farspan.configuration_farspan import PRESETS, FarspanConfig
+from farspan.configuration_farspan import FarspanConfig
+from farspan.data.retrieval import TASKS as RETRIEVAL
 from farspan.data.tokenizer import BYTES_VOCABULARY
 from farspan.errors import require, require_choice
 from farspan.evaluation.conditions import check_scaling
-from farspan.finetune import Recipe, Stage
+from farspan.finetune import Recipe
 from farspan.layers import HYBRIDS, AttentionSpec
 from farspan.tasks import TASKS, VARIANTS, Material, TaskSettings, attention_of, make_task
 from farspan.training import TrainConfig
 from farspan.utils import parse, read_settings
 
-NAMES = ("cpu", "gpu", "hybrid-cpu", "hybrid", "cosformer-cpu", "cosformer-gpu", "dropin-cpu", "dropin")
+PRESETS = files("farspan").joinpath("presets")
+NAMES = tuple(sorted(file.name.removesuffix(".toml") for file in PRESETS.iterdir()))
+"""The presets that come with the package."""
 CHECKPOINT = "checkpoint"
 Count = Annotated[int, Field(ge=1)]
 Least2 = Annotated[int, Field(ge=2)]
@@ -47,38 +50,13 @@ class Corpus:
     def __post_init__(self) -> None:
         require(bool(self.train), "corpus.train must name at least one source, got none; try { stdlib = 1.0 }")
         size = int(self.tokenizer) if self.tokenizer.isdigit() else BYTES_VOCABULARY
-        require(
-            size >= BYTES_VOCABULARY,
-            f"tokenizer must be a name, a folder or a size from {BYTES_VOCABULARY} on, got {size}; try 8192",
-        )
+        need = f"tokenizer must be a name, a folder or a size from {BYTES_VOCABULARY} on, got {size}; try 8192"
+        require(size >= BYTES_VOCABULARY, need)
         require(
             len(self.labelled) in (0, 3),
             f"labelled must name three files, for training, for choices and for the test, got {len(self.labelled)}; "
             "repeat --labelled",
         )
-
-
-@dataclass(frozen=True)
-class Training:
-    """``[training]``: what all models that are trained from nothing share."""
-
-    preset: str = "tiny"
-    length: Least2 = 64
-    batch_size: Count = 64
-    steps: Count = 100
-    peak_lr: float = 1e-4
-    end_lr: float = 1e-5
-    warmup_share: float = 0.01
-    accumulation: Count = 1
-    passkey_share: float = 0.0
-    retrieval_share: float = 0.0
-    compile: bool = False
-    checkpoint_every: Natural = 0
-    """Steps; 0 = a fifth of `steps`, but at least 50."""
-    options: dict[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        require_choice("training.preset", self.preset, PRESETS)
 
 
 @dataclass(frozen=True)
@@ -116,17 +94,13 @@ class Evaluation:
     def __post_init__(self) -> None:
         for name in self.scalings:
             check_scaling(name, "evaluation.scalings")
+        for name in self.retrieval_tasks:
+            require_choice("evaluation.retrieval_tasks", name, RETRIEVAL)
         cases = len(self.long_cases) in (0, len(self.long))
         require(cases, f"evaluation.long_cases must have a number for each limit in long, got {self.long_cases}")
         longest = max(self.perplexity_lengths, default=0)
-        require(
-            longest <= self.text_tokens,
-            f"evaluation.text_tokens must be at least the longest window {longest}, got {self.text_tokens}; raise it",
-        )
-
-    def cases_of(self, far: int) -> int:
-        """Return the cases of prompts beyond so many limits."""
-        return self.long_cases[far - 1] if far and self.long_cases else self.cases
+        need = f"evaluation.text_tokens must be at least the longest window {longest}, got {self.text_tokens}; raise it"
+        require(longest <= self.text_tokens, need)
 
 
 @dataclass(frozen=True)
@@ -136,12 +110,15 @@ class Model:
     attention: str = ""
     """Empty = NAME."""
     start: str = ""
-    """Empty = trained from nothing by ``[training]``; "checkpoint" = converted; else the model that is fine-tuned."""
+    """Empty = trained from nothing; "checkpoint" = converted; else the model (of seed 0) that is fine-tuned."""
     seeds: Count = 1
+    """Of a model from nothing."""
+    tasks: list[str] | None = None
+    """Of a model from nothing: the tasks that it is trained for, by default all; without any, by ``[training]``."""
     length: Natural = 0
-    """Rows, in place of ``training.length`` with as many tokens per step; of a recipe, at most so many tokens."""
+    """Rows, in place of ``training.data.length`` with as many tokens per step; of a recipe, at most so many tokens."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Fields of `FarspanConfig`, such as window, global_every, log_length or rope_parameters."""
+    """Of a model from nothing: fields of `FarspanConfig`, such as window, log_length or rope_parameters."""
     calibrate_tokens: Natural = 0
     """Of a conversion: tokens of the training text that new layers are fitted on; 0 = copied weights."""
     calibrate_steps: Natural = 100
@@ -149,194 +126,192 @@ class Model:
     """Of a conversion: the keys that each layer sees; 0 = as the checkpoint has it."""
     global_every: Natural = 0
     """Of a conversion: make every so manieth layer global and position-free; 0 = none."""
-    recipe: str = ""
+    recipe: str = "paper"
+    """Of fine-tuning."""
     tokens: Natural = 0
     """Budget of all stages of the recipe together; 0 = the recipe's."""
     scalings: list[str] = field(default_factory=list)
     """In place of ``evaluation.scalings``."""
     measures: str = ""
     """Name of ``[measures.NAME]``; empty = ``[evaluation]``."""
-    middle: str = ""
-    """The same for the models of all stages but the last; empty = they are not measured."""
-
-
-@dataclass(frozen=True)
-class Member:
-    """A model of the plan: a model of the preset, or what a stage of its recipe leaves."""
-
-    name: str
-    model: Model
-    stages: tuple[Stage, ...] = ()
-    before: str = ""
-    """The member that its last stage begins with."""
-    measures: Evaluation | None = None
-    runs: tuple[str, ...] = ()
-    """Names that choose it: its own, and those of the runs that share it."""
-    ends: bool = True
-    """Whether a run ends with it."""
 
 
 @dataclass(frozen=True)
 class Preset:
     """A complete reproduction.
 
-    >>> Preset.load("cpu").training.length, list(Preset.load("cosformer-cpu").tasks)[:2]
+    >>> Preset.load("cpu").base_config.data.length, list(Preset.load("cosformer-cpu").tasks)[:2]
     (64, ['listops', 'lm'])
-    >>> [name for name in Preset.load("dropin").members if "-" not in name]
-    ['original', 'calibrated', 'copied']
     """
 
-    variants: list[str] = field(default_factory=list)
-    """Models that are trained from nothing, in this order, with nothing to say but their attention."""
-    seeds: dict[str, Count] = field(default_factory=dict)
-    """Seeds of a variant, where more than one."""
     corpus: Corpus = field(default_factory=Corpus)
-    training: Training = field(default_factory=Training)
+    training: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """What the models trained from nothing share: settings of `farspan train`, without sources and attention."""
     evaluation: Evaluation = field(default_factory=Evaluation)
     models: dict[str, Model] = field(default_factory=dict)
     measures: dict[str, dict[str, Any]] = field(default_factory=dict)
     """``[measures.NAME]``: ``[evaluation]`` with other values, for the models that name it."""
     tasks: dict[str, TaskSettings] = field(default_factory=dict)
-    """``[tasks.NAME]``: models from nothing are trained and tested for these, and not by ``[training]``."""
     speed: dict[str, dict[str, Any]] = field(default_factory=dict)
     """``[speed.cosformer]``, ``[speed.layer]`` and ``[speed.decode]``: arguments of these benchmarks, which run only
     with ``--only speed``: nothing else should be on the device."""
 
     def __post_init__(self) -> None:
-        require(bool(self.members), "variants must name at least one attention, got none; try ['rope', 'coca-exact']")
-        for name in [*self.models, *self.variants]:
+        require(bool(self.models), "models must name at least one model, got none; try [models.rope]")
+        for names, options in ((self.tasks, TASKS), (self.speed, ("cosformer", "layer", "decode"))):
+            for name in names:
+                require_choice("tasks" if names is self.tasks else "speed", name, options)
+        before = ["", CHECKPOINT]
+        for name, model in self.models.items():
             good = bool(name) and name != CHECKPOINT and all(c.isalnum() or c in "-_" for c in name)
             require(good, f"names of models must be letters, digits, - and _, got {name!r}; they name folders")
-        for name in self.seeds:
-            require_choice("seeds", name, self.variants)
-        for name in self.tasks:
-            require_choice("tasks", name, TASKS)
-        for name in self.speed:
-            require_choice("speed", name, ("cosformer", "layer", "decode"))
-        scratch = [name for name, member in self.members.items() if not member.model.start]
-        for name in scratch:
+            require_choice(f"models.{name}.start", model.start, before, "it must come before, and not be for tasks")
+            before += [] if self.tasks_of(name) else [name]
+            self._check_model(name, model)
+            for task in self.tasks_of(name):
+                require_choice(f"models.{name}.tasks", task, self.tasks)
+                attention, settings = self.task_settings(name, task)
+                make_task(task, settings, Material(Path(), {"tokens": 1.0}, lambda: [])).check([attention])
+        labelled, corpus = any(TASKS[task].needs_labelled for task in self.tasks), self.corpus
+        for option, value, needed, such in (
+            ("labelled", corpus.labelled, labelled, "has tasks, such as cosformer-cpu"),
+            ("checkpoint", corpus.checkpoint, self.converts, "converts, such as dropin"),
+            ("pairs", corpus.pairs, self.converts, "converts, such as dropin"),
+        ):
+            require(needed or not value, f"--{option} is for a preset that {such}, got {value!r}; leave it out")
+        require(
+            not self.converts or corpus.tokenizer == "bytes",
+            f"--tokenizer must be left out where a checkpoint brings its own, got {corpus.tokenizer!r}",
+        )
+
+    def _check_model(self, name: str, model: Model) -> None:
+        measured = self.measured(name)
+        need = "evaluation.window is for a preset that converts, such as dropin; leave it out"
+        require(self.converts or measured.window == 0, need)
+        if model.start == CHECKPOINT:
+            attention = self.attention(name)
+            if attention not in tuple(HYBRIDS):
+                AttentionSpec.parse(attention)  # raises for an unknown name
+            every = model.global_every
+            need = f"global_every of {name} needs window, got {every} without; add for example window = 512"
+            require(model.window > 0 or every == 0, need)
+        elif model.start:
+            distils = any(stage.needs_teacher for stage in self.recipe(name).stages)
+            need = f"recipe of {name} must not distil where no checkpoint is converted, got {model.recipe!r}; try paper"
+            require(self.converts or not distils, need)
+        elif not self.tasks_of(name):
             self.train_config(name, 0, {"tokens": 1.0})
-        for name, member in self.members.items():
-            model = member.model
-            require(
-                model.window > 0 or model.global_every == 0,
-                f"global_every of {name} needs window, got {model.global_every} without; add for example window = 512",
-            )
-            require(
-                self.converts or member.measures is None or member.measures.window == 0,
-                "evaluation.window is for a preset that converts, such as dropin; leave it out",
-            )
-            if model.start == CHECKPOINT:
-                attention = self.attention(name)
-                if attention not in HYBRIDS:
-                    AttentionSpec.parse(attention)  # raises for an unknown name
-        for task, settings in self.tasks.items():
-            require(not self.models, f"models must be left out beside tasks, got {list(self.models)}; name variants")
-            make_task(task, settings, Material(Path(), {"tokens": 1.0}, lambda: [])).check(scratch)
-        require(
-            bool(self.tasks) or not self.corpus.labelled,
-            "labelled texts are for a preset with tasks, such as cosformer-cpu, got "
-            f"{self.corpus.labelled}; leave them out",
-        )
-        for option, value in (("checkpoint", self.corpus.checkpoint), ("pairs", self.corpus.pairs)):
-            require(
-                self.converts or not value,
-                f"--{option} is for a preset that converts, such as dropin, got {value!r}; leave it out",
-            )
-        require(
-            not self.converts or self.corpus.tokenizer == "bytes",
-            f"--tokenizer must be left out where a checkpoint brings its own, got {self.corpus.tokenizer!r}",
-        )
 
     @property
     def converts(self) -> bool:
         """Whether a checkpoint is converted."""
-        return any(member.model.start == CHECKPOINT for member in self.members.values())
+        return any(model.start == CHECKPOINT for model in self.models.values())
+
+    def tasks_of(self, name: str) -> list[str]:
+        """Return the tasks that a model is trained for."""
+        model = self.models[name]
+        return [] if model.start else list(self.tasks) if model.tasks is None else model.tasks
+
+    def origin(self, name: str) -> str:
+        """Return the model that was trained from nothing or converted, and from which this one was fine-tuned."""
+        while self.models[name].start not in ("", CHECKPOINT):
+            name = self.models[name].start
+        return name
 
     def attention(self, name: str) -> Any:
         """Return what :class:`farspan.FarspanConfig` calls a model's attention."""
-        attention = self.members[name].model.attention or name
+        attention = self.models[self.origin(name)].attention or self.origin(name)
         return attention_of(attention) if attention in VARIANTS else attention
+
+    def recipe(self, name: str) -> Recipe:
+        """Return the recipe of a fine-tuned model."""
+        model = self.models[name]
+        recipe = Recipe.load(model.recipe)
+        recipe = recipe.capped(model.length) if model.length else recipe
+        return recipe.scaled(model.tokens) if model.tokens else recipe
+
+    def rows_of(self, name: str) -> list[tuple[str, int, float]]:
+        """Return where a model's training rows are set, their length, and the share that holds passkeys."""
+        if self.models[name].start == CHECKPOINT or self.tasks_of(name):
+            return []
+        if self.models[name].start:
+            stages = self.recipe(name).stages
+            return [(f"length of stage {stage.name} of {name}", stage.length, stage.passkey_share) for stage in stages]
+        data = self.train_config(name, 0, {"tokens": 1.0}).data
+        return [(f"training length of {name}", data.length, data.passkey_share)]
+
+    def task_settings(self, name: str, task: str) -> tuple[str, TaskSettings]:
+        """Return the attention and the settings of a model that is trained for a task."""
+        model, settings = self.models[name], self.tasks[task]
+        return model.attention or name, replace(settings, options={**settings.options, **model.options})
+
+    @cached_property
+    def base_config(self) -> TrainConfig:
+        """``[training]`` as `farspan train` takes it."""
+        data = {"sources": {"tokens": 1.0}, **self.training.get("data", {})}
+        return parse(TrainConfig, {**self.training, "data": data}, "training.")
 
     def train_config(self, name: str, seed: int, sources: dict[str, float]) -> TrainConfig:
         """Return the training of a model from nothing."""
-        training, model = self.training, self.members[name].model
-        length, options = model.length or training.length, {**training.options, **model.options}
-        rows = training.batch_size * training.length / length
+        base, model, attention = self.base_config, self.models[name], self.attention(name)
+        length, options = model.length or base.data.length, {**base.model.options, **model.options}
+        rows, rest = divmod(base.data.batch_size * base.data.length, length)
         require(
-            rows.is_integer() and rows >= 1,
-            f"models.{name}.length must divide the {training.batch_size} × {training.length} tokens of a step, "
+            rows >= 1 and rest == 0,
+            f"models.{name}.length must divide the {base.data.batch_size} × {base.data.length} tokens of a step, "
             f"got {length}; choose another",
         )
-        attention = self.attention(name)
-        layers = FarspanConfig.preset(training.preset, attention=attention, **options).num_hidden_layers
-        named = attention if isinstance(attention, str) else [attention] * layers
-
-        def some(*names: str) -> dict[str, Any]:
-            return {name: getattr(training, name) for name in names}
-
-        sizes = {"sources": sources, "length": length, "batch_size": int(rows)}
-        every = training.checkpoint_every or max(50, training.steps // 5)
-        return TrainConfig.parse(
-            {
-                "model": {"preset": training.preset, "attention": named, "options": options},
-                "data": {**sizes, **some("passkey_share", "retrieval_share")},
-                "optimizer": some("steps", "peak_lr", "end_lr", "warmup_share", "accumulation"),
-                "run": {"seed": seed, "checkpoint_every": every, **some("compile")},
-            }
+        config = FarspanConfig.preset(base.model.preset, attention=attention, **options)
+        named = attention if isinstance(attention, str) else [attention] * config.num_hidden_layers
+        return replace(
+            base,
+            model=replace(base.model, attention=named, options=options),
+            data=replace(base.data, sources=sources, length=length, batch_size=rows),
+            run=replace(base.run, seed=seed),
         )
 
-    def measured(self, name: str, scalings: list[str]) -> Evaluation:
-        """Return ``[measures.NAME]`` for a model with these scalings, if it has any of its own."""
-        require_choice("measures", name, ("", *self.measures))
-        values = {**asdict(self.evaluation), **self.measures.get(name, {})}
-        return parse(Evaluation, {**values, **({"scalings": scalings} if scalings else {})}, f"measures.{name}.")
-
-    @cached_property
-    def members(self) -> dict[str, Member]:
-        """Every model by its name: first those that no recipe makes, then what each stage of a recipe leaves."""
-        models = {name: Model(seeds=self.seeds.get(name, 1)) for name in self.variants} | self.models
-        found: dict[tuple[str, str], Member] = {
-            (name, ""): Member(name, one, (), "", self.measured(one.measures, one.scalings), (name,))
-            for name, one in models.items()
-            if one.start in ("", CHECKPOINT)
-        }
-        for run, model in models.items():
-            if model.start not in ("", CHECKPOINT):
-                require_choice(f"models.{run}.start", model.start, [key[0] for key in found if not key[1]])
-                self._add_stages(found, run, model)
-        names = [member.name for member in found.values()]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        require(not twice, f"models must have names of their own, got {twice} twice; rename one")
-        return {member.name: member for member in found.values()}
-
-    def _add_stages(self, found: dict[tuple[str, str], Member], run: str, model: Model) -> None:
-        """Add what each stage leaves, once: runs with the same start and the same stages so far share a model."""
-        recipe = Recipe.load(model.recipe or "paper")
-        recipe = recipe.capped(model.length) if model.length else recipe
-        recipe = recipe.scaled(model.tokens) if model.tokens else recipe
-        before = model.start
-        for number, stage in enumerate(recipe.stages, 1):
-            last, stages = number == len(recipe.stages), recipe.stages[:number]
-            group = model.measures if last else model.middle
-            measures = self.measured(group, model.scalings) if group else None
-            made = Member(f"{run}-{number}-{stage.name}", model, stages, before, measures, (run,), last)
-            known = found.setdefault((model.start, repr(stages)), made)
-            if known is not made:  # the end of one run may be a middle of another
-                own = made if measures is not None and (last or known.measures is None) else known
-                known = replace(known, measures=own.measures, ends=known.ends or last, runs=tuple({*known.runs, run}))
-            found[model.start, repr(stages)] = replace(known, runs=tuple(dict.fromkeys((known.name, *known.runs))))
-            before = known.name
+    def measured(self, name: str) -> Evaluation:
+        """Return what is measured of a model."""
+        model = self.models[name]
+        require_choice("measures", model.measures, ("", *self.measures))
+        values = {**asdict(self.evaluation), **self.measures.get(model.measures, {})}
+        values |= {"scalings": model.scalings} if model.scalings else {}
+        return parse(Evaluation, values, f"measures.{model.measures}.")
 
     @classmethod
     def load(cls, name: str | Path) -> "Preset":
         """Load a shipped preset by its name, or a TOML file."""
-        if Path(name).suffix == ".toml":
-            return cls.parse(read_settings(name, "preset"))
-        require_choice("preset", str(name), NAMES)
-        return cls.parse(tomllib.loads(files("farspan").joinpath("presets", f"{name}.toml").read_text()))
+        return cls.parse(read_settings(name, "preset") if Path(name).suffix == ".toml" else _shipped(str(name)))
 
     @classmethod
     def parse(cls, values: Mapping[str, Any]) -> "Preset":
         """Make a preset from nested mappings."""
-        return parse(cls, values)
+        return parse(cls, _with_base(values))
+
+
+def _shipped(name: str) -> dict[str, Any]:
+    require_choice("preset", name, NAMES)
+    return tomllib.loads(PRESETS.joinpath(f"{name}.toml").read_text(encoding="utf-8"))
+
+
+def _with_base(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Put a preset over the shipped one that its ``base`` names, key by key.
+
+    ``[models]`` names all models: of the base's, only those that it names remain. ``[speed]`` is not taken over.
+    """
+    own = dict(values)
+    if "base" not in own:
+        return own
+    base = _with_base(_shipped(str(own.pop("base"))))
+    base.pop("speed", None)
+    models = base.pop("models")
+    kept = own.get("models", models)
+    require(isinstance(kept, Mapping), f"models must be tables [models.NAME], got {kept!r}")
+    return {**_over(base, own), "models": {name: _over(models.get(name), one) for name, one in kept.items()}}
+
+
+def _over(base: Any, own: Any) -> Any:
+    """Put a table over another; any other value takes the place of what was there."""
+    if not (isinstance(base, Mapping) and isinstance(own, Mapping)):
+        return own
+    return {**base, **{key: _over(base.get(key), value) for key, value in own.items()}}

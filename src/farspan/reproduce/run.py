@@ -3,11 +3,10 @@
 import json
 import os
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,7 +14,8 @@ from farspan.data import documents, load_tokenizer
 from farspan.data.passkey import check_prompt, check_row
 from farspan.data.sources import resolve
 from farspan.errors import require
-from farspan.evaluation import read_pairs
+from farspan.evaluation import read_pairs, scaling_name
+from farspan.evaluation.evaluate import check_retrieval, configuration
 from farspan.reproduce.plan import Step, plan
 from farspan.reproduce.preset import Preset
 from farspan.reproduce.work import Work
@@ -50,16 +50,71 @@ def reproduce(
     folder = Path(out).resolve()
     check_folder(folder, SETTINGS, what="begun by farspan reproduce")
     steps = plan(preset, folder, only)
-    _check_inputs(preset, folder, [step for step in steps if not step.result.exists()])
-    stages = {name: [asdict(stage) for stage in member.stages] for name, member in preset.members.items()}
+    _check_inputs(preset, Work(preset, folder), [step for step in steps if not step.result.exists()])
+    recipes = {name: asdict(preset.recipe(name)) for name in preset.models if preset.origin(name) != name}
     with lock(folder, wait=True):
-        check_same(folder / SETTINGS, {**asdict(preset), "stages": stages}, "reproduction")
+        check_same(folder / SETTINGS, {**asdict(preset), "recipes": recipes}, "reproduction")
     failed = _run(steps, folder, progress)
     with lock(folder / "locks", wait=True, name="page.lock"):
         _write_status(folder / "status.json", steps, failed)
         from farspan.report import write_report
 
         return Outcome(write_report(folder), [f"{name}: {message}" for name, message in failed.items()])
+
+
+def _run(steps: list[Step], folder: Path, progress: Progress) -> dict[str, str]:
+    """Do what is ready, wait for what other processes do, and return the steps that failed with their messages."""
+    failed: dict[str, str] = {}
+    while True:
+        done, blocked = {step.name for step in steps if step.result.exists()}, set(failed)
+        for step in steps:  # what a step needs comes before it
+            blocked |= {step.name} if blocked.intersection(step.needs) else set()
+        left = [step for step in steps if step.name not in done | blocked]
+        if not left:
+            return failed
+        for step in (step for step in left if done.issuperset(step.needs)):
+            with ExitStack() as held:
+                try:
+                    held.enter_context(lock(folder / "locks", name=step.name.replace("/", "-") + ".lock"))
+                except ValueError:
+                    continue  # another process works on it
+                if not step.result.exists():  # it may have been done since
+                    message = _attempt(step, len(done), len(steps), progress)
+                    failed |= {step.name: message} if message else {}
+            break  # back to the top: what comes first in the plan may be ready by now
+        else:
+            time.sleep(POLL_SECONDS)
+
+
+def _attempt(step: Step, before: int, steps: int, progress: Progress) -> str:
+    """Do a step and return why it failed, or nothing."""
+    furthest = 0.0
+
+    def part(done: float, total: float | None, text: str = "", *, phase: str = "") -> None:
+        nonlocal furthest
+        furthest = max(furthest, done / total if total else 0.0)
+        progress(before + furthest, steps, f"{step.name}: {text or phase}".removesuffix(": "))
+
+    part(0, None)
+    torch.compiler.reset()  # blocks that were compiled for other shapes would make these shapes dynamic
+    try:
+        step.do(step.result, part)
+    except Exception as error:  # whatever it is: name it, and let the other steps go on
+        return " ".join(f"{type(error).__name__}: {error}".split())
+    finally:
+        if torch.cuda.is_available():  # other processes may share the GPU
+            torch.cuda.empty_cache()
+    return ""
+
+
+def _write_status(path: Path, steps: list[Step], failed: dict[str, str]) -> None:
+    """Write how each step stands, for the page; how a step failed for another process stays until it is done."""
+    known = {row["step"]: row for row in json.loads(path.read_text(encoding="utf-8"))} if path.is_file() else {}
+    for step in steps:
+        state = "done" if step.result.exists() else "failed" if step.name in failed else "pending"
+        if state != "pending" or known.get(step.name, {}).get("state") != "failed":
+            known[step.name] = {"step": step.name, "state": state, "message": failed.get(step.name, "")}
+    write_json(path, list(known.values()))
 
 
 def main_table(folder: str | os.PathLike[str]) -> list[list[str]]:
@@ -85,149 +140,56 @@ def _mean(values: list[float]) -> str:
     return f"{sum(values) / len(values):.4g}" if values else "–"
 
 
-def _write_status(path: Path, steps: list[Step], failed: dict[str, str]) -> None:
-    """Write how each step stands, for the page; how a step failed for another process stays until it is done."""
-    known = {row["step"]: row for row in json.loads(path.read_text(encoding="utf-8"))} if path.is_file() else {}
-    for step in steps:
-        state = "done" if step.result.exists() else "failed" if step.name in failed else "pending"
-        if state != "pending" or known.get(step.name, {}).get("state") != "failed":
-            known[step.name] = {"step": step.name, "state": state, "message": failed.get(step.name, "")}
-    write_json(path, list(known.values()))
-
-
-def _run(steps: list[Step], folder: Path, progress: Progress) -> dict[str, str]:
-    """Do what is ready, wait for what other processes do, and return the steps that failed with their messages."""
-    failed: dict[str, str] = {}
-    names = {step.name: step for step in steps}
-    while True:
-        left = [step for step in steps if not step.result.exists() and step.name not in failed]
-        hopeless = [step for step in left if _lacks(step, names, failed)]
-        ready = [
-            step for step in left if all(names[name].result.exists() for name in step.needs) and step not in hopeless
-        ]
-        if len(left) == len(hopeless):
-            return failed
-        for step in ready:
-            with _taken(folder, step) as mine:
-                if not mine:
-                    continue
-                if not step.result.exists():  # another process may have done it since
-                    message = _attempt(step, steps, progress)
-                    failed |= {step.name: message} if message else {}
-            break  # back to the top: what comes first in the plan may be ready by now
-        else:
-            time.sleep(POLL_SECONDS)
-
-
-def _lacks(step: Step, names: dict[str, Step], failed: dict[str, str]) -> bool:
-    """Return whether a step needs one that failed."""
-    return any(name in failed or _lacks(names[name], names, failed) for name in step.needs)
-
-
-@contextmanager
-def _taken(folder: Path, step: Step) -> Iterator[bool]:
-    """Yield whether this process alone has the step."""
-    with ExitStack() as held:
-        try:
-            held.enter_context(lock(folder / "locks", name=step.name.replace("/", "-") + ".lock"))
-        except ValueError:
-            yield False
-        else:
-            yield True
-
-
-def _attempt(step: Step, steps: list[Step], progress: Progress) -> str:
-    """Do a step and return why it failed, or nothing."""
-    before = sum(one.weight for one in steps if one.result.exists())
-    everything, furthest = sum(one.weight for one in steps), 0.0
-
-    def part(done: float, total: float | None, text: str = "", *, phase: str = "") -> None:
-        nonlocal furthest
-        furthest = max(furthest, done / total if total else 0.0)
-        progress(before + furthest * step.weight, everything, f"{step.name}: {text or phase}".removesuffix(": "))
-
-    part(0, None)
-    torch.compiler.reset()  # blocks that were compiled for other shapes would make these shapes dynamic
-    try:
-        step.do(step.result, part)
-    except Exception as error:  # whatever it is: name it, and let the other steps go on
-        return " ".join(f"{type(error).__name__}: {error}".split())
-    finally:
-        if torch.cuda.is_available():  # other processes may share the GPU
-            torch.cuda.empty_cache()
-    return ""
-
-
 # What is checked before any work
 
 
-def _check_inputs(preset: Preset, folder: Path, steps: list[Step]) -> None:
+def _check_inputs(preset: Preset, work: Work, steps: list[Step]) -> None:
     """Raise for what is missing, misspelt or too short, before anything is tokenized."""
-    corpus, work = preset.corpus, Work(preset, folder)
+    corpus, kinds, chosen = preset.corpus, {s.kind for s in steps}, set[str]().union(*(s.chosen_by for s in steps))
     if not steps:
         return
-    for option, value, example in (
-        ("checkpoint", corpus.checkpoint, "SmolLM2.gguf"),
-        ("pairs", corpus.pairs, "blimp.jsonl.xz"),
-        ("held-out", corpus.held_out, "test.jsonl.xz"),
-    ):
-        need = f"--{option} must be given for a preset that converts, got none; try --{option} {example}"
-        require(bool(value) or not preset.converts, need)
     if preset.converts:
-        _check_checkpoint(corpus.checkpoint)
+        for option, value, example in (
+            ("checkpoint", corpus.checkpoint, "SmolLM2.gguf"),
+            ("pairs", corpus.pairs, "blimp.jsonl.xz"),
+            ("held-out", corpus.held_out, "test.jsonl.xz"),
+        ):
+            need = f"--{option} must be given for a preset that converts, got none; try --{option} {example}"
+            require(bool(value), need)
+        scaling = scaling_name(configuration(corpus.checkpoint).rotary().scaling)
+        require(
+            scaling == "none",
+            f"--checkpoint must have plain rotary angles, got {scaling}: 'none' would not be the original; "
+            "use farspan convert, finetune and eval by themselves",
+        )
     vocabulary = work.vocabulary
-    tokenizer = load_tokenizer(vocabulary) if isinstance(vocabulary, str) else vocabulary
+    tokenizer: Any = load_tokenizer(vocabulary) if isinstance(vocabulary, str) else vocabulary
     for source in [*corpus.train, *corpus.held_out]:
         resolve(source)
     for path in corpus.labelled:
         require(Path(path).is_file(), f"--labelled must name a JSON-lines file, got {path!r}, which does not exist")
     for path in corpus.pairs:
-        for _ in read_pairs(path):
-            pass
-    kinds = {step.kind for step in steps}
-    if kinds & {"ppl", "positions", "tokens"}:
-        _check_long_texts(preset, kinds)
-    if not isinstance(tokenizer, int):
-        _check_prompts(preset, tokenizer, {name for step in steps for name in step.chosen_by}, kinds)
-
-
-def _check_checkpoint(path: str) -> None:
-    from farspan.evaluation import scaling_name
-    from farspan.evaluation.evaluate import configuration
-
-    scaling = configuration(path).rotary().scaling
-    require(
-        scaling is None,
-        f"--checkpoint must have plain rotary angles, got {scaling_name(scaling)}: 'none' would not be the original; "
-        "use farspan convert, finetune and eval by themselves",
-    )
+        list(read_pairs(path))
+    _check_long_texts(preset, kinds)
+    if isinstance(tokenizer, int):  # is to be trained
+        return
+    for name in (name for name in preset.models if name in chosen):
+        for where, length, share in preset.rows_of(name):
+            if share:
+                check_row(tokenizer, length, where)
+        of = preset.measured(name)
+        if of.passkey_lengths and "passkey" in kinds:
+            check_prompt(tokenizer, min(of.passkey_lengths), f"passkey length of {name}")
+        if of.retrieval_tasks and of.retrieval_lengths and "retrieval" in kinds:
+            check_retrieval(tokenizer, of.retrieval_tasks, of.retrieval_lengths)
 
 
 def _check_long_texts(preset: Preset, kinds: set[str]) -> None:
     """Raise unless some document may have the tokens that are measured: a token has at least one byte."""
-    groups = [member.measures for member in preset.members.values() if member.measures]
-    wanted = [one.text_tokens for one in groups if one.perplexity_lengths] if "ppl" in kinds else []
-    wanted += [one.position_tokens for one in groups] if "positions" in kinds else []
-    needed = max(wanted, default=0)
-    sources = preset.corpus.held_out or list(preset.corpus.train)
+    groups = [preset.measured(name) for name in preset.models]
+    wanted = [one.text_tokens for one in groups if one.perplexity_lengths and "ppl" in kinds]
+    wanted += [one.position_tokens for one in groups if "positions" in kinds]
+    needed, sources = max(wanted, default=0), preset.corpus.held_out or list(preset.corpus.train)
     found = (len(document.text.encode()) >= needed for source in sources for document in documents(source))
-    require(
-        not needed or any(found),
-        f"--held-out must have a document of at least {needed} tokens, got none in {', '.join(sources)}; "
-        "use longer texts",
-    )
-
-
-def _check_prompts(preset: Preset, tokenizer: object, chosen: set[str], kinds: set[str]) -> None:
-    """Raise for rows and prompts that a passkey does not fit into."""
-    for name, member in preset.members.items():
-        if name not in chosen:
-            continue
-        if member.stages and member.stages[-1].passkey_share:
-            check_row(tokenizer, member.stages[-1].length, f"length of stage {name}")  # type: ignore[arg-type]
-        training = preset.training
-        if not member.model.start and not preset.tasks and training.passkey_share:
-            check_row(tokenizer, member.model.length or training.length, "training.length")  # type: ignore[arg-type]
-        if member.measures and member.measures.passkey_lengths and "passkey" in kinds:
-            shortest = min(member.measures.passkey_lengths)
-            check_prompt(tokenizer, shortest, f"passkey length of {name}")  # type: ignore[arg-type]
+    need = f"--held-out must have a document of at least {needed} tokens, got none in {', '.join(sources)}; "
+    require(not needed or any(found), need + "use longer texts")

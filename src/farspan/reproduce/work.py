@@ -27,14 +27,13 @@ from farspan.evaluation import (
     scaling_of,
 )
 from farspan.evaluation.evaluate import open_model
-from farspan.finetune import Recipe, finetune
+from farspan.finetune import finetune
 from farspan.modeling_farspan import FarspanCache
-from farspan.reproduce.preset import Member, Preset
+from farspan.reproduce.preset import CHECKPOINT, Preset
 from farspan.results import write_result
-from farspan.tasks import Material, Task, make_task
+from farspan.tasks import Material, Task, TaskSettings, make_task
 from farspan.training import train
-from farspan.training.config import RunSection
-from farspan.utils import Progress, write_json
+from farspan.utils import Progress, remove, write_json
 
 
 class Work:
@@ -87,111 +86,120 @@ class Work:
 
     # Models
 
-    def path(self, member: Member, seed: int = 0) -> Path:
+    def path(self, name: str, seed: int = 0) -> Path:
         """Return the folder of a model."""
-        if not member.model.start:
-            return self.folder / "runs" / f"{member.name}-s{seed}" / "model"
-        return self.folder / "runs" / member.name / "model" if member.stages else self.folder / "models" / member.name
+        start = self.preset.models[name].start
+        if start == CHECKPOINT:
+            return self.folder / "models" / name
+        return self.folder / "runs" / (name if start else f"{name}-s{seed}") / "model"
+
+    def made(self, name: str, seed: int = 0) -> Path:
+        """Return the result that says what making a model took."""
+        converted = self.preset.models[self.preset.origin(name)].start
+        return self.folder / "results" / (f"model-{name}.json" if converted else f"train-{name}-s{seed}.json")
 
     def train(self, name: str, seed: int, result: Path, progress: Progress) -> None:
         """Train a model from nothing."""
         config = self.preset.train_config(name, seed, self.sources)
         run = self.folder / "runs" / f"{name}-s{seed}"
-        model = train(config, run, progress=progress)
+        train(config, run, progress=progress)
         steps, data = config.optimizer.steps, config.data
+        shares = {"passkey_share": data.passkey_share, "retrieval_share": data.retrieval_share}
+        tokens = steps * data.batch_size * data.length
+        self._write_training(result, run, name, seed, steps=steps, tokens=tokens, **shares)
+
+    def convert(self, name: str, result: Path, progress: Progress) -> None:
+        """Convert the checkpoint."""
+        corpus, model, out, began = self.preset.corpus, self.preset.models[name], self.path(name), time.perf_counter()
+        tokens = model.calibrate_tokens
+        remove(out)  # of a call that was stopped before it wrote its result
+        convert_folder(
+            corpus.checkpoint,
+            out,
+            model.attention or name,
+            text=list(corpus.train) if tokens else (),
+            tokens=tokens,
+            calibration_config=CalibrationConfig(steps=model.calibrate_steps),
+            window=model.window or None,
+            global_every=model.global_every or None,
+            device=self.device if tokens else "cpu",
+            progress=progress,
+        )
+        took = {"tokens": tokens, "seconds": time.perf_counter() - began, "calibrated": tokens > 0}
+        self._write_model(result, name, stages=0, passkey_share=0.0, **took)
+
+    def finetune(self, name: str, result: Path, progress: Progress) -> None:
+        """Fine-tune a model with its recipe."""
+        preset, recipe, out = self.preset, self.preset.recipe(name), self.folder / "runs" / name
+        before, stages, last = preset.models[name].start, recipe.stages, recipe.stages[-1]
+        teacher = preset.corpus.checkpoint if any(stage.needs_teacher for stage in stages) else ""
+        finetune(
+            self.path(before),
+            self.sources,
+            recipe,
+            out,
+            teacher=teacher or None,
+            run=preset.base_config.run,
+            progress=progress,
+        )
+        known = _rows(self.made(before))[0]
+        took = [known, *_rows(out / "recipe.json")]
+        tokens, seconds = (sum(one[what] for one in took) for what in ("tokens", "seconds"))
+        if preset.models[preset.origin(name)].start:
+            share = max(stage.passkey_share for stage in stages)
+            number = known["stages"] + len(stages)
+            self._write_model(result, name, stages=number, tokens=tokens, seconds=seconds, passkey_share=share)
+        else:
+            steps = known["steps"] + sum(stage.optimizer.steps for stage in stages)
+            shares = {"passkey_share": last.passkey_share, "retrieval_share": last.retrieval_share}
+            run = out / f"stage-{len(stages)}-{last.name}"
+            self._write_training(result, run, name, 0, steps=steps, tokens=tokens, **shares)
+
+    def _write_training(self, result: Path, run: Path, name: str, seed: int, **more: Any) -> None:
         row = {
             "variant": name,
             "seed": seed,
-            "tokens": steps * data.batch_size * data.length,
-            "steps": steps,
-            "length": self.preset.training.length,  # what the page measures lengths by, also those of other models
-            "train_length": data.length,
-            **training_facts(run, model),
-            "passkey_share": data.passkey_share,
-            "retrieval_share": data.retrieval_share,
+            "length": self.preset.base_config.data.length,  # what the page measures lengths by, also of other models
+            "train_length": FarspanConfig.from_pretrained(run / "model").train_length,
+            **training_facts(run, run / "model"),
+            **more,
         }
         write_result(result, [row], device=self.device, seed=seed, kind="training")
 
-    def convert(self, member: Member, result: Path, progress: Progress) -> None:
-        """Convert the checkpoint."""
-        corpus, model, out, began = self.preset.corpus, member.model, self.path(member), time.perf_counter()
-        made = not out.exists()  # else the call before this one was stopped in between
-        if made:
-            convert_folder(
-                corpus.checkpoint,
-                out,
-                model.attention or member.name,
-                text=list(corpus.train) if model.calibrate_tokens else (),
-                tokens=model.calibrate_tokens,
-                calibration_config=CalibrationConfig(steps=model.calibrate_steps),
-                window=model.window or None,
-                global_every=model.global_every or None,
-                device=self.device if model.calibrate_tokens else "cpu",
-                progress=progress,
-            )
-        seconds = time.perf_counter() - began if made else None
-        self._write_model(member, result, model.calibrate_tokens, seconds, calibrated=model.calibrate_tokens > 0)
-
-    def finetune(self, member: Member, result: Path, progress: Progress) -> None:
-        """Train one stage, in a folder of its own, so that other runs can begin where it ends."""
-        training, stage = self.preset.training, member.stages[-1]
-        out = self.folder / "runs" / member.name
-        finetune(
-            self.path(self.preset.members[member.before]),
-            self.sources,
-            Recipe("", (stage,)),
-            out,
-            teacher=self.preset.corpus.checkpoint if stage.needs_teacher else None,
-            run=RunSection(
-                seed=len(member.stages) - 1,  # as `farspan finetune` counts
-                compile=training.compile,
-                checkpoint_every=training.checkpoint_every or 500,
-            ),
-            progress=progress,
-        )
-        row, before = _first_row(out / "recipe.json"), _first_row(result.with_name(f"model-{member.before}.json"))
-        seconds = None if before["seconds"] is None else before["seconds"] + row["seconds"]
-        self._write_model(member, result, before["tokens"] + row["tokens"], seconds, stage=row)
-
-    def _write_model(self, member: Member, result: Path, tokens: int, seconds: float | None, **more: Any) -> None:
-        """Write what a model is, and the tokens and seconds that it and those before it took."""
-        config = FarspanConfig.from_pretrained(self.path(member))
-        start = self.preset.members[member.model.start] if member.stages else member
+    def _write_model(self, result: Path, name: str, **more: Any) -> None:
+        config, origin = FarspanConfig.from_pretrained(self.path(name)), self.preset.origin(name)
+        first = self.preset.models[origin]
         row = {
-            "model": member.name,
-            "start": start.name,
-            "attention": start.model.attention or start.name,
-            "window": start.model.window,
-            "global_every": start.model.global_every,
-            "stages": len(member.stages),
-            "tokens": tokens,
-            "seconds": seconds,
+            "model": name,
+            "start": origin,
+            "attention": first.attention or origin,
+            "window": first.window,
+            "global_every": first.global_every,
             "train_length": config.train_length,
             "own_scaling": scaling_of(config),
-            "passkey_share": max((stage.passkey_share for stage in member.stages), default=0.0),
             **more,
         }
         write_result(result, [row], device=self.device, seed=0, kind="model")
 
     # Tasks
 
-    def _task(self, name: str) -> Task:
+    def _task(self, name: str, settings: TaskSettings) -> Task:
         corpus, tokens = self.preset.corpus, self.preset.evaluation.text_tokens
         material = Material(self.folder / "data", self.sources, lambda: self.held_out(tokens), tuple(corpus.labelled))
-        return make_task(name, self.preset.tasks[name], material)
+        return make_task(name, settings, material)
 
     def examples(self, name: str, result: Path, progress: Progress) -> None:
         """Make the examples of a task."""
-        self._task(name).prepare(progress)
+        self._task(name, self.preset.tasks[name]).prepare(progress)
         write_json(result, {"task": name})
 
     def task(self, name: str, variant: str, seed: int, result: Path, progress: Progress) -> None:
         """Train for a task and answer its test."""
-        task, settings = self._task(name), self.preset.tasks[name]
-        run = self.folder / "runs" / f"{name}-{variant}-s{seed}"
+        attention, settings = self.preset.task_settings(variant, name)
+        task, run = self._task(name, settings), self.folder / "runs" / f"{name}-{variant}-s{seed}"
         if self.device == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        model = task.train(variant, seed, run, progress)
+        model = task.train(attention, seed, run, progress)
         facts = training_facts(run, model)
         del facts["mfu"]  # it counts the products of softmax attention
         row = {
@@ -213,7 +221,7 @@ class Work:
     def measure(
         self,
         kind: str,
-        member: Member,
+        name: str,
         seed: int,
         scaling: str,
         lengths: Sequence[int],
@@ -222,10 +230,10 @@ class Work:
         progress: Progress,
     ) -> None:
         """Measure a model under a scaling, at lengths beyond `far` of the limits of ``evaluation.long``."""
-        of, model, corpus = member.measures, self.path(member, seed), self.preset.corpus
-        assert of is not None
-        common: Any = {"scalings": [scaling], "label": {"variant": member.name, "seed": seed}, "progress": progress}
-        asked: Any = {"lengths": lengths, "cases": of.cases_of(far), "tokens_at_once": of.tokens_at_once, **common}
+        of, model, corpus = self.preset.measured(name), self.path(name, seed), self.preset.corpus
+        common: Any = {"scalings": [scaling], "label": {"variant": name, "seed": seed}, "progress": progress}
+        cases = of.long_cases[far - 1] if far and of.long_cases else of.cases
+        asked: Any = {"lengths": lengths, "cases": cases, "tokens_at_once": of.tokens_at_once, **common}
         if kind == "ppl":
             evaluate_perplexity(
                 model,
@@ -280,9 +288,9 @@ class Work:
         run(steps, kind=f"bench-{part}", device=self.device, seed=0, out=result, force=True, progress=progress)
 
 
-def _first_row(path: Path) -> dict[str, Any]:
-    row: dict[str, Any] = json.loads(path.read_text())["rows"][0]
-    return row
+def _rows(path: Path) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    return rows
 
 
 def training_facts(run: Path, model: Path) -> dict[str, Any]:

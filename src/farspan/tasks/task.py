@@ -19,7 +19,7 @@ from farspan.data.synthetic import LEVELS, MQAR, TOKENS, ListOps, Pathfinder
 from farspan.errors import require, require_choice
 from farspan.evaluation import as_trained, perplexity
 from farspan.evaluation.answers import asked_tokens, row_labels
-from farspan.layers import NAMES
+from farspan.layers import HYBRIDS, NAMES
 from farspan.modeling_farspan import FarspanForCausalLM, FarspanForMaskedLM, FarspanForSequenceClassification
 from farspan.ops.device import product_dtype
 from farspan.tasks.examples import (
@@ -43,7 +43,7 @@ from farspan.utils import Progress, check_folder, in_phase, parse, silent
 
 PLAIN = "cosformer-plain"
 """cosFormer without its re-weighting: the paper's ablation."""
-VARIANTS = (*NAMES, PLAIN)
+VARIANTS = (*NAMES, *HYBRIDS, PLAIN)
 
 
 def attention_of(variant: str) -> str | dict[str, Any]:
@@ -384,7 +384,8 @@ class LanguageModelTask(Task):
 
     def job(self, variant: str, seed: int) -> Job:
         settings, (_, optimizer, section) = self.settings, self.sections(variant, seed)
-        attention = [attention_of(variant)] * self.config(variant).num_hidden_layers
+        named = attention_of(variant)
+        attention = named if variant in HYBRIDS else [named] * self.config(variant).num_hidden_layers
         data = {"sources": self.material.sources, "length": settings.length, "batch_size": settings.batch_size}
         model = {"preset": settings.preset, "attention": attention, "options": settings.options}
         sections = {"model": model, "data": data, "optimizer": asdict(optimizer), "run": asdict(section)}
