@@ -464,7 +464,7 @@ class FarspanModel(FarspanPreTrainedModel):
             return False
         if position_ids is None or torch.compiler.is_compiling():
             return True
-        fits = attention_mask is not None and attention_mask.shape[-1] == position_ids.shape[-1]
+        fits = attention_mask is not None and attention_mask.shape[1:] == position_ids.shape[1:]
         return is_consecutive(position_ids, attention_mask.bool() if fits else None)  # type: ignore[union-attr]
 
     def _dense_masks(

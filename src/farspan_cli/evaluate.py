@@ -27,6 +27,8 @@ Scaling = Annotated[
     ),
 ]
 Ntk = Annotated[float | None, typer.Option(help="Old name of --scaling dynamic_ntk-F.", min=1)]
+Yarn = Annotated[float | None, typer.Option(help="Old name of --scaling yarn-F.", min=1)]
+LogLength = Annotated[bool, typer.Option("--log-length", help="Old name of +log behind a scaling.")]
 Out = Annotated[Path | None, typer.Option(help="Write the result as JSON.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace an existing result.")]
 Text = Annotated[list[str], typer.Option(help="Long documents, as `farspan data` takes them; short ones are skipped.")]
@@ -47,6 +49,8 @@ def ppl(
     texts: Texts = 100,
     scaling: Scaling = None,
     ntk: Ntk = None,
+    yarn: Yarn = None,
+    log_length: LogLength = False,
     out: Out = None,
     force: Force = False,
 ) -> None:
@@ -57,7 +61,7 @@ def ppl(
     from farspan.evaluation import evaluate_perplexity as measure
 
     options: dict[str, Any] = {"stride": stride, "texts": texts, "text_tokens": text_tokens, "force": force}
-    options |= {"lengths": whole_numbers(lengths), "scalings": _scalings(scaling, model, ntk)}
+    options |= {"lengths": whole_numbers(lengths), "scalings": _scalings(scaling, model, ntk, yarn, log_length)}
     rows = _run(measure, model, text, out, **options)
     _show(rows, ("scaling", "length", "stride", "mode", "tokens", "ppl"), out)
     if _is_main() and not any(row["mode"] == "truncated" for row in rows):
@@ -73,6 +77,8 @@ def passkey(
     seed: Seed = 0,
     scaling: Scaling = None,
     ntk: Ntk = None,
+    yarn: Yarn = None,
+    log_length: LogLength = False,
     out: Out = None,
     force: Force = False,
 ) -> None:
@@ -83,7 +89,7 @@ def passkey(
     from farspan.evaluation import evaluate_passkey as measure
 
     options: dict[str, Any] = {"cases": cases, "new_tokens": new_tokens, "seed": seed, "force": force}
-    options |= {"lengths": whole_numbers(lengths), "scalings": _scalings(scaling, model, ntk)}
+    options |= {"lengths": whole_numbers(lengths), "scalings": _scalings(scaling, model, ntk, yarn, log_length)}
     rows = _run(measure, model, out, **options)
     _show(rows, ("scaling", "length", "cases", "correct", "accuracy", "ci95"), out)
 
@@ -184,16 +190,26 @@ def _run(function: Callable[..., list[dict[str, Any]]], *arguments: Any, **optio
         return function(*arguments, progress=progress, **options)
 
 
-def _scalings(given: list[str] | None, model: str = "", ntk: float | None = None) -> list[str]:
-    """Return the names of scalings; the option of version 0.1 becomes the name of what it meant, with a note."""
+def _scalings(
+    given: list[str] | None,
+    model: str = "",
+    ntk: float | None = None,
+    yarn: float | None = None,
+    log_length: bool = False,
+) -> list[str]:
+    """Return the names of scalings; options of version 0.1 become the name of what they meant, with a note."""
     names = [name.strip() for part in given or [] for name in part.split(",")]
-    if ntk is None:
+    factors = {"dynamic_ntk": ntk, "yarn": yarn}
+    old = [f"{name}-{factor:g}" for name, factor in factors.items() if factor is not None]
+    if not old and not log_length:
         return names or ["own"]
+    from farspan.evaluation import scaling_name
     from farspan.evaluation.evaluate import configuration
 
-    if names:
-        fail(f"--ntk and --scaling {','.join(names)} exclude each other; give --scaling alone")
-    name = f"dynamic_ntk-{ntk:g}" + ("+log" if configuration(model).log_length else "")
+    if len(names) + len(old) > 1 or (names and log_length):
+        fail(f"--ntk, --yarn, --log-length and --scaling {','.join(names)} exclude each other; give --scaling alone")
+    config = configuration(model)
+    name = (old or [scaling_name(config.rotary().scaling)])[0] + "+log" * bool(log_length or config.log_length)
     if _is_main():
         print(f"note: this is --scaling {name} from version 0.2 on", file=sys.stderr)
     return [name]
