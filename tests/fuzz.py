@@ -139,7 +139,7 @@ COMMANDS = [
     "analyze model --text text.txt --texts 1 --text-tokens 256 --queries 8 --out out",
     "reproduce --preset tiny.toml --only ppl --out out",
     "bench attention --lengths 32 --window 8 --repeats 1 --out out.json",
-    "bench cosformer --lengths 32 --softmax-lengths 32 --published-length 64 --repeats 1 --out out.json",
+    "bench cosformer --lengths 32 --published-length 64 --repeats 1 --out out.json",
     "doctor",
 ]
 NUMBERS = ["0", "-1", "1", "nan", "inf", "-inf", "1e300", "1e-320", "99999999999999999999", "1,,2", "²", "0x10", "1_0"]

@@ -1,6 +1,7 @@
 """`farspan bench`: speed and memory against peers, in one run."""
 
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -31,8 +32,7 @@ Repeats = Annotated[int, typer.Option(help="Timed rounds; the median counts.", m
 Lengths = Annotated[str | None, typer.Option(help="Tokens, separated by commas.")]
 Published = Annotated[int | None, typer.Option(help="Tokens of the published formulation.", min=64, max=LONGEST)]
 Window = Annotated[int | None, typer.Option(help="Time windows of so many keys beside full RoPE.", min=1, max=LONGEST)]
-Layouts = Annotated[str | None, typer.Option(help="Time layouts too: rope,hybrid-rope,hybrid-pope, …")]
-GlobalEvery = Annotated[int, typer.Option(help="Layers of a layout per global one.", min=2)]
+GlobalEvery = Annotated[int | None, typer.Option(help="Layers of a hybrid per global one.", min=2)]
 Preset = Annotated[str, typer.Option(help="350m, 124m, 33m or tiny.")]
 
 
@@ -41,8 +41,6 @@ def bench_attention(
     lengths: Lengths = None,
     published_length: Published = None,
     window: Window = None,
-    layouts: Layouts = None,
-    global_every: GlobalEvery = 4,
     repeats: Repeats = 3,
     quick: Quick = False,
     device: Device = "cpu",
@@ -52,8 +50,7 @@ def bench_attention(
 ) -> None:
     """Attention alone: CoCA, RoPE, ALiBi and CoCA as published on a CPU; the half-width kernel on a GPU.
 
-    With `--window` or `--layouts`: windows of this library, FlexAttention's and flash-attn's beside full RoPE, forward
-    and with gradients, on either device. A layout is one period of its layers.
+    With `--window`: windows of this library, FlexAttention's and flash-attn's beside full RoPE, on either device.
 
     Example: `farspan bench attention --window 256 --lengths 2048,8192 --out results/window.json`
     """
@@ -61,16 +58,16 @@ def bench_attention(
     from farspan.bench import attention
 
     options: dict[str, Any] = {"repeats": repeats, "device": device, "seed": seed}
-    if window is not None or layouts is not None:
-        chosen = numbers(lengths or ("1024,4096" if quick else "8192,32768"))
-        steps = attention.window_steps(chosen, window or 128, names(layouts), global_every, **options)
-    elif device == "cuda":
+    if window is None and device == "cuda":
         if lengths is not None or published_length is not None:
             fail("--lengths on cuda needs --window: the half-width kernel has its own shapes; leave the lengths out")
         steps = attention.kernel_steps(attention.NOTED if quick else attention.decoding_shapes(), **options)
     else:
         chosen = numbers(lengths or ("1024,4096" if quick else "8192,32768"))
-        steps = attention.steps(chosen, published_length or (4096 if quick else 8192), **options)
+        if window is not None:
+            steps = attention.window_steps(chosen, window, **options)
+        else:
+            steps = attention.steps(chosen, published_length or (4096 if quick else 8192), **options)
     show(steps, attention.tables, "bench-attention", device, seed, out, force)
 
 
@@ -79,8 +76,8 @@ def bench_layer(
     lengths: Lengths = None,
     groups: Annotated[str, typer.Option(help="Query heads per key head: 1, 2, 4 or 8, by commas.")] = "1",
     window: Window = None,
-    layouts: Layouts = None,
-    global_every: GlobalEvery = 4,
+    layouts: Annotated[str | None, typer.Option(help="Time bodies: rope,hybrid-rope,hybrid-pope, …")] = None,
+    global_every: GlobalEvery = None,
     preset: Annotated[str | None, typer.Option(help="Model of the layouts.", show_default="350m; cpu: tiny")] = None,
     repeats: Annotated[int | None, typer.Option(min=1, show_default="20; cpu with a window: 3")] = None,
     quick: Quick = False,
@@ -93,7 +90,7 @@ def bench_layer(
     """One compiled attention layer with its projections: CoCA against RoPE on every kernel, FlexAttention and ALiBi.
 
     On a GPU in bfloat16: 64 × 512, 16 × 2048, 2 × 16384 and 1 × 32768 tokens, up to 4096 wide. On a CPU each length is
-    a toy. With `--window`: windows of this library and of others beside full RoPE. With `--layouts`: the body of a
+    a toy. With `--window`: windows of this library and of others beside full RoPE. With `--layouts`: only the body of a
     model in each layout, forward and backward.
 
     Example: `farspan bench layer --lengths 2048 --groups 1,4 --device cuda --out results/layer-2048.json`
@@ -104,18 +101,15 @@ def bench_layer(
     usual = ("2048,32768" if device == "cuda" else "64") if quick else "512,2048,16384,32768"
     chosen = numbers(lengths or usual)
     rounds = repeats or (3 if window is not None and device == "cpu" else 20)
-    options: dict[str, Any] = {"repeats": rounds, "device": device, "seed": seed}
-    steps: Steps = []
-    if layouts is None or window is not None:
-        todo = layer.shapes(chosen, numbers(groups, "--groups", "1,4"), device, window)
-        whom = layer.QUICK if quick else None
-        steps = layer.steps(todo, only=whom, window=window, eager=eager, **options)
+    options: dict[str, Any] = {"repeats": rounds, "device": device, "seed": seed, "window": window}
     if layouts is not None:
-        options |= {"window": window or 128, "global_every": global_every, "compile": device == "cuda" and not eager}
-        steps += model.bodies(preset or ("350m" if device == "cuda" else "tiny"), names(layouts), chosen, **options)
-
-    both = lambda rows: [*model.tables(rows), *layer.tables(rows)]  # noqa: E731
-    show(steps, both, "bench-layer", device, seed, out, force)
+        options |= {"global_every": global_every, "compile": device == "cuda" and not eager}
+        steps = model.bodies(preset or ("350m" if device == "cuda" else "tiny"), names(layouts), chosen, **options)
+        show(steps, model.tables, "bench-layer", device, seed, out, force)
+        return
+    todo = layer.shapes(chosen, numbers(groups, "--groups", "1,4"), device, window)
+    only = layer.QUICK if quick and window is None else None
+    show(layer.steps(todo, only=only, eager=eager, **options), layer.tables, "bench-layer", device, seed, out, force)
 
 
 @bench.command("decode")
@@ -124,15 +118,12 @@ def bench_decode(
     contexts: Annotated[str, typer.Option(help="Tokens in the cache, separated by commas.")] = "512,8192,32768",
     batch: Annotated[str, typer.Option(help="Sequences at once, separated by commas.")] = "1,8",
     prompts: Annotated[str, typer.Option(help="Tokens of prompts to read, or none.")] = "32768,131072",
-    compile: Annotated[str, typer.Option(help="all, none, or one: the longest context, the first batch.")] = "one",
     layouts: Annotated[str, typer.Option(help="What to compare with rope, by commas.")] = "rope,coca-exact",
     window: Annotated[int | None, typer.Option(help="Window of hybrid layouts.", min=1, max=LONGEST)] = None,
-    global_every: Annotated[int | None, typer.Option(help="Their layers per global one.", min=2)] = None,
+    global_every: GlobalEvery = None,
     llama: Annotated[bool, typer.Option("--llama", help="Only a token beside transformers' LLaMA, on a CPU.")] = False,
     repeats: Repeats = 10,
-    group: Annotated[int, typer.Option(help="Query heads per key head.", min=1)] = 1,
-    head_dim: Annotated[int | None, typer.Option(help="Width of a head.", min=2, show_default="the preset's")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Longest context, shortest prompt, no compile.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Only the longest context and the shortest prompt.")] = False,
     device: Device = "cpu",
     seed: Seed = 0,
     out: Out = None,
@@ -141,34 +132,30 @@ def bench_decode(
     """A complete model: greedy tokens per second after a context, reading a long prompt, and what the cache holds.
 
     On a GPU the half-width kernel reads CoCA's cache. The context is random numbers, written into the cache. Decoding
-    runs with a growing cache (eager), with a static cache and a CUDA graph (graph), and compiled. Each mode's logits
-    are compared before times are reported. To quote one ratio, take "best", where each model has its best mode.
+    runs with a growing cache (eager), and on a GPU with a static cache and a CUDA graph (graph). Logits are compared
+    before times are reported. To quote one ratio, take "best", where each model has its best mode.
 
     Example: `farspan bench decode --layouts hybrid-rope,hybrid-pope --window 128 --device cuda --out results/d.json`
     """
-    if compile not in ("one", "all", "none"):
-        fail(f"--compile must be one, all or none, got {compile!r}; name one of them")
     check_device(device)
     given, batches = numbers(contexts, "--contexts"), numbers(batch, "--batch", "1,8")
     reads = [] if prompts == "none" else numbers(prompts, "--prompts")
     if quick:
-        given, reads, compile = [max(given)], sorted(reads)[:1], "none"
+        given, reads = [max(given)], sorted(reads)[:1]
     from farspan.bench import decode
 
-    options: dict[str, Any] = {"contexts": given, "batches": batches, "prompts": reads, "compile": compile}
-    options |= {"group": group, "head_dim": head_dim, "layouts": names(layouts), "window": window}
-    options |= {"global_every": global_every, "device": device}
+    options: dict[str, Any] = {"layouts": names(layouts), "repeats": repeats, "seed": seed}
     if llama:
-        steps = decode.llama_steps(preset, layouts=names(layouts), repeats=repeats, seed=seed)
+        steps = decode.llama_steps(preset, **options)
     else:
-        steps = decode.steps(preset, repeats=repeats, seed=seed, **options)
+        options |= {"contexts": given, "batches": batches, "prompts": reads, "device": device}
+        steps = decode.steps(preset, window=window, global_every=global_every, **options)
     show(steps, decode.tables, "bench-decode", device, seed, out, force)
 
 
 @bench.command("cosformer")
 def bench_cosformer(
     lengths: Lengths = None,
-    softmax_lengths: Annotated[str | None, typer.Option(help="Tokens against softmax attention, by commas.")] = None,
     published_length: Published = None,
     repeats: Annotated[int | None, typer.Option(help="Timed rounds.", min=1, show_default="5, cuda: 20")] = None,
     quick: Quick = False,
@@ -177,7 +164,7 @@ def bench_cosformer(
     out: Out = None,
     force: Force = False,
 ) -> None:
-    """Causal cosFormer (8 heads, width 64): its growth, against softmax attention, and as it was published.
+    """Causal cosFormer (8 heads, width 64): against softmax attention up to 4,096 tokens, and as it was published.
 
     On a CUDA device: the kernels (bfloat16, 16 heads, widths 64 and 128, 65,536 tokens at a time), forward and
     backward, against flash-linear-attention with the same features, where it is installed, and flash attention.
@@ -191,10 +178,9 @@ def bench_cosformer(
         chosen = numbers(lengths) if lengths else cosformer.QUICK if quick else cosformer.LENGTHS
         steps = cosformer.kernel_steps(cosformer.shapes(chosen), repeats=repeats or 20, device=device, seed=seed)
     else:
-        usual = ("1024,4096", "256,1024") if quick else ("4096,8192,16384,32768,65536", "256,512,1024,2048,4096")
-        chosen, peers = numbers(lengths or usual[0]), numbers(softmax_lengths or usual[1], "--softmax-lengths")
+        chosen = numbers(lengths or ("256,1024" if quick else "256,512,1024,2048,4096,8192,16384,32768,65536"))
         published = published_length or (512 if quick else 2048)
-        steps = cosformer.steps(chosen, peers, published, repeats=repeats or 5, device=device, seed=seed)
+        steps = cosformer.steps(chosen, published, repeats=repeats or 5, device=device, seed=seed)
     show(steps, cosformer.tables, "bench-cosformer", device, seed, out, force)
 
 
@@ -203,9 +189,7 @@ def bench_model(
     preset: Preset = "350m",
     length: Annotated[int, typer.Option(help="Tokens of a training row.", min=2, max=LONGEST)] = 512,
     rows: Annotated[int, typer.Option(help="Rows of a training step.", min=1, max=LONGEST)] = 64,
-    window: Annotated[
-        int, typer.Option(help="Tokens of the long window; 0 leaves it out.", min=0, max=LONGEST)
-    ] = 32_768,
+    layouts: Annotated[str | None, typer.Option(help="What to compare with rope.", show_default="CoCA's forms")] = None,
     repeats: Repeats = 10,
     compile: Annotated[bool, typer.Option(help="torch.compile, block by block.")] = True,
     device: Device = "cpu",
@@ -213,16 +197,15 @@ def bench_model(
     out: Out = None,
     force: Force = False,
 ) -> None:
-    """The complete model: training steps of RoPE and each CoCA form in turn, and the memory of one long window.
+    """The complete model: training steps of RoPE and of each CoCA form or layout, in turn.
 
     Example: `farspan bench model --preset 350m --device cuda --out results/model.json`
     """
     check_device(device)
     from farspan.bench import model
 
-    options: dict[str, Any] = {"device": device, "seed": seed}
-    steps = model.training(preset, length=length, rows=rows, repeats=repeats, compile=compile, **options)
-    steps += model.window(preset, length=window, **options) if window else []
+    options: dict[str, Any] = {"repeats": repeats, "compile": compile, "device": device, "seed": seed}
+    steps = model.training(preset, length=length, rows=rows, variants=names(layouts) or model.VARIANTS, **options)
     show(steps, model.tables, "bench-model", device, seed, out, force)
 
 
@@ -296,18 +279,15 @@ def show(
 
 
 def print_table(console: "Console", title: str, headings: list[str], lines: list[list[str]]) -> None:
-    """Print a table whose cells break at spaces where it is narrow; rich alone would cut a figure short."""
+    """Print a table. Where it is too narrow, cells break at commas and brackets, so that no figure is cut."""
     from rich.table import Table
 
-    columns = list(zip(headings, *lines, strict=True))
-    widths = [max(map(len, cells)) for cells in columns]
-    least = [max(len(word) for cell in cells for word in cell.split() or [""]) for cells in columns]
-    while sum(widths) + 3 * len(widths) + 1 > console.width and widths != least:
-        slack = [width - needed for width, needed in zip(widths, least, strict=True)]
-        widths[slack.index(max(slack))] -= 1
-    table = Table(title=title)
-    for index, (heading, width) in enumerate(zip(headings, widths, strict=True)):
-        table.add_column(heading, justify="right" if index else "left", overflow="fold", width=width)
-    for line in lines:
+    cells = [headings, *lines]
+    if sum(max(map(len, column)) + 3 for column in zip(*cells, strict=True)) + 1 > console.width:
+        cells = [[re.sub(r"(?<=,) | (?=[(/])", "\n", cell) for cell in line] for line in cells]
+    table = Table(*cells[0], title=title)
+    for column in table.columns[1:]:
+        column.justify, column.overflow = "right", "fold"
+    for line in cells[1:]:
         table.add_row(*line)
     console.print(table)

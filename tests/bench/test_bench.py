@@ -14,7 +14,7 @@ from rich.console import Console
 from farspan import bench
 from farspan.bench import Steps, attention, cosformer, decode, layer, model, timing, unfinished
 from farspan.bench.checks import ResultsDifferError, check
-from farspan.bench.timing import WITH_LAUNCHES, Timed, in_turn, measure_once, peak_bytes, ratio, time_candidates
+from farspan.bench.timing import in_turn, peak_bytes, time_candidates
 from farspan_cli import bench as command
 from tests.command_line import called, refusal
 
@@ -22,35 +22,17 @@ MEGABYTE = 2**20
 
 
 def test_peak_memory_is_what_was_touched() -> None:
-    for megabytes in (64, 8):  # what is freed must not hide the next
-        assert (
-            megabytes - 2
-            <= peak_bytes(lambda m=megabytes: torch.ones(m * MEGABYTE // 4), "cpu") / MEGABYTE
-            < megabytes + 4
-        )
-
-
-@pytest.mark.parametrize("device", ["cuda", "cuda:0", "cpu"])
-def test_every_gpu_is_waited_for(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    waited: list[str] = []
-    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
-    measure_once(lambda: None, device)
-    assert waited == ([] if device == "cpu" else [device])
+    for size in (64, 8):  # what is freed must not hide the next
+        assert size - 2 <= peak_bytes(lambda m=size: torch.ones(m * MEGABYTE // 4), "cpu") / MEGABYTE < size + 4
 
 
 def test_calls_take_turns_in_random_orders() -> None:
     made: list[str] = []
     found = in_turn({name: partial(made.append, name) for name in "abc"}, repeats=12, device="cpu")
     assert {name: len(seconds) for name, seconds in found.items()} == dict.fromkeys("abc", 12)
-    rounds = ["".join(made[i : i + 3]) for i in range(3, 39, 3)]  # after one that warms up
+    rounds = ["".join(made[i : i + 3]) for i in range(0, 36, 3)]
     assert all(sorted(order) == list("abc") for order in rounds)
     assert len(set(rounds)) > 3
-
-
-def test_ratios_are_of_the_same_round() -> None:
-    """A machine that slows down tenfold half way changes none."""
-    slow = [1.0] * 5 + [10.0] * 5
-    assert ratio([0.9 * x for x in slow], slow) == pytest.approx((0.9, 0.9, 0.9))
 
 
 def test_a_candidate_that_fails_is_missing_unless_it_is_required() -> None:
@@ -65,10 +47,22 @@ def test_a_candidate_that_fails_is_missing_unless_it_is_required() -> None:
         time_candidates(calls, repeats=3, device="cpu", required=["flash"])
 
 
-def test_a_peer_timed_with_its_launches_is_not_divided_by_ours_without() -> None:
-    found = Timed({"ours": [1.0], "flash": [2.0], "cudnn": [1.5]}, {}, {}, {"ours", "flash"})
-    assert found.fair("ours") == {"ours", "flash"}
-    assert found.missing == {"cudnn": WITH_LAUNCHES}
+def test_on_a_gpu_graphs_are_replayed_and_what_cannot_be_captured_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+
+    def capture(call: Callable[[], Any]) -> Callable[[], None]:
+        if call.args == ("flash",):  # type: ignore[attr-defined]
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return partial(made.append, "replayed")
+
+    monkeypatch.setattr(timing, "captured", capture)
+    monkeypatch.setattr(timing, "peak_bytes", lambda call, device: call() or 0)
+    monkeypatch.setattr(timing, "in_turn", lambda calls, **options: {name: [call()] for name, call in calls.items()})
+    calls = {name: partial(made.append, name) for name in ("ours", "flash")}
+    found = time_candidates(calls, repeats=1, device="cuda", graph=True)
+    assert found.missing == {"flash": "RuntimeError: operation not permitted when stream is capturing"}
+    assert set(found.seconds) == {"ours"}
+    assert made == ["ours", "flash", "replayed", "replayed"]  # tried again when all graphs exist, then timed
 
 
 @pytest.mark.parametrize("wrong", [1.01, torch.nan, -1.0])
@@ -118,14 +112,6 @@ def test_rows_are_on_disk_after_each_step_and_name_their_kind(tmp_path: Path) ->
     assert kinds(out) == ["a"]
 
 
-def test_a_failed_check_leaves_no_figures_on_disk(tmp_path: Path) -> None:
-    out = tmp_path / "result.json"
-    with pytest.raises(ResultsDifferError):
-        bench.run(two_steps(ResultsDifferError("rope is wrong")), out=out, **SETTINGS)
-    assert json.loads(unfinished(out).read_text())["rows"] == [{"kind": "no figures", "why": "rope is wrong"}]
-    assert not out.exists()
-
-
 @pytest.mark.parametrize(
     ("failure", "status", "message"),
     [
@@ -154,7 +140,7 @@ def test_an_out_that_exists_or_cannot_be_written_is_noticed_before_measuring(
     monkeypatch.setattr(model, "training", lambda *args, **options: [("never", pytest.fail)])
     (tmp_path / "file").write_text("kept")
     for out in (tmp_path, tmp_path / "file", tmp_path / "file" / "result.json"):
-        status, _, err = called("bench", "model", "--preset", "tiny", "--window", 0, "--out", out)
+        status, _, err = called("bench", "model", "--preset", "tiny", "--out", out)
         assert status == 2
         assert len(err.splitlines()) == 1
     assert (tmp_path / "file").read_text() == "kept"
@@ -172,19 +158,15 @@ def test_an_out_that_exists_or_cannot_be_written_is_noticed_before_measuring(
         ("attention --repetas 3", "No such option: --repetas"),
         ("attention --window 0", "'--window'"),
         ("attention --seed 99999999999999999999", "'--seed'"),
-        ("attention --layouts hybrid-rope --global-every 1", "'--global-every'"),
-        ("attention --layouts hybrid-cosformer", "window must be left out of 'hybrid-cosformer'"),
+        ("layer --layouts hybrid-rope --global-every 1", "'--global-every'"),
+        ("layer --layouts hybrid-cosformer --window 8", "window must be left out of 'hybrid-cosformer'"),
         ("layer --groups 3", "groups must be of (1, 2, 4, 8), query heads per key head, got 3"),
         ("layer --groups 0", "--groups must be whole numbers ≥ 1 separated by commas, got '0'; try --groups 1,4"),
         ("layer --layouts hybrid-rop", "--layouts must be one of"),
         ("layer --layouts hybrid-rope --lengths 64 --global-every 9 --window 8", "global_every must be 2 … 4"),
-        ("decode --compile some", "--compile must be one, all or none, got 'some'"),
         ("decode --preset 7b --contexts 8 --prompts none", "preset"),
-        ("decode --preset tiny --group 3", "group must divide the 4 heads, got 3"),
-        ("decode --preset tiny --head-dim 48", "head_dim must divide the hidden size 128, got 48"),
-        ("decode --preset tiny --layouts cosformer", "layouts must be of layers with a softmax, got 'cosformer'"),
+        ("decode --preset tiny --layouts cosformer", "layouts must have a softmax in every layer, got 'cosformer'"),
         ("decode --batch 0", "--batch must be whole numbers ≥ 1 separated by commas, got '0'; try --batch 1,8"),
-        ("cosformer --softmax-lengths a", "--softmax-lengths must be whole numbers ≥ 1 separated by commas, got 'a'"),
         ("model --preset 7b", "preset must be"),
         ("model --length 99999999999999999999", "'--length'"),
     ],
@@ -211,11 +193,9 @@ def test_what_is_asked_for_wins_over_quick(
     assert asked == [(lengths, published)]
 
 
-def test_help_shows_an_example() -> None:
-    for name in ("attention", "layer", "decode", "cosformer", "model"):
-        status, out, _ = called("bench", name, "--help")
-        assert status == 0
-        assert f"farspan bench {name} --" in out
+@pytest.mark.parametrize("name", ["attention", "layer", "decode", "cosformer", "model"])
+def test_help_shows_an_example(name: str) -> None:
+    assert f"farspan bench {name} --" in called("bench", name, "--help")[1]
 
 
 def spread(median: float) -> dict[str, float]:
@@ -228,14 +208,14 @@ def rows_of_layers() -> list[dict[str, Any]]:
     row |= {"b": 1, "n": 32_768, "h": 32, "d": 128, "g": 32, "best_rope": "rope"}
     row |= {"milliseconds": {name: {"median": 1234.567} for name in names}}
     row |= {"time_over_best_rope": {names[1]: spread(1.074), names[2]: spread(21.345)}}
-    row |= {"time_over_same_kernel": {names[1]: spread(0.983)}, "peak_bytes": dict.fromkeys(names, 123e9)}
+    row |= {"time_over_best_peer": {names[1]: spread(0.983)}, "peak_bytes": dict.fromkeys(names, 123e9)}
     row |= {"missing": {"x": "a reason in [brackets]"}}
     return [row, {"kind": "check", "attention": "rope", "error": 1e-6, "allowed": 1e-4}]
 
 
 def rows_of_decoding() -> list[dict[str, Any]]:
-    row: dict[str, Any] = {"kind": "decode", "context": 131_072, "batch": 32, "mode": "compiled", "reads": "9 slots"}
-    row |= {"attention": "hybrid-coca-exact", "decodes_on": "SDPA", "tokens_per_second": 123456.0}
+    row: dict[str, Any] = {"kind": "decode", "context": 131_072, "batch": 32, "mode": "graph"}
+    row |= {"attention": "hybrid-coca-exact", "tokens_per_second": 123456.0}
     row |= {"peak_bytes": 123e9, "cache_bytes": 1234.5e6, "cache_over_rope": 0.75, "speed_over_rope": spread(1.07)}
     return [row]
 
@@ -266,9 +246,3 @@ def test_gpu_shapes_cover_the_record_and_fit() -> None:
     layers = layer.shapes(list(layer.SHAPES), [1, 4], "cuda")
     assert {shape.b * shape.n for shape in layers} == {32_768}
     assert {shape.d for shape in layers} == {64, 128} == {shape.d for shape in shapes}
-
-
-def test_a_copy_has_a_speed_and_is_what_memory_allows(monkeypatch: pytest.MonkeyPatch) -> None:
-    slow, fast = [0.5, 0.5], [0.25, 0.25]
-    monkeypatch.setattr(timing, "in_turn", lambda calls, **options: {"mul": slow, "copy": fast})
-    assert timing.copy_speed("cpu", 10**6) == pytest.approx(2 * 1e6 / 0.25 / 1e12)

@@ -1,7 +1,6 @@
-"""Causal cosFormer: its growth, beside softmax attention and as published; on a GPU its kernels and their peers."""
+"""Causal cosFormer beside softmax attention and as it was published; on a GPU its kernels and their peers."""
 
 import math
-import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
@@ -13,19 +12,133 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from farspan.bench import Row, Steps, Table, table
-from farspan.bench.attention import HEADS, LAST, WIDTH, beside_published
-from farspan.bench.checks import LOOSE, check, worst
-from farspan.bench.layer import PASSES, missing_lines, show, worst_line
-from farspan.bench.timing import in_turn, measure_once, peak_bytes, quantiles, ratio, time_candidates
-from farspan.ops import cosformer_attention, cosformer_attention_reference
+from farspan.bench import Row, Steps, Table, notes, show, table
+from farspan.bench.checks import PASSES, Candidate, checked_tokens, compare
+from farspan.bench.timing import ratio, spread
+from farspan.ops import cosformer_attention
 
 LENGTHS = [1024, 2048, 4096, 8192, 16_384, 32_768, 65_536]
 QUICK = [2048, 16_384]
 TOKENS = 65_536
 """Tokens of a row of the GPU's table: shorter sequences come in larger batches."""
 WIDTHS = (64, 128)
-OURS = "triton"
+OURS, PEERS = "triton", ("softmax", "published", "flash softmax", "fla")
+SOFTMAX = 4096
+"""Tokens beyond which softmax attention takes minutes on a CPU, and is left out."""
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""q, k and v (b, n, h, d), as projections leave them → (b, n, h, d)."""
+
+
+class Shape(NamedTuple):
+    """b sequences of n tokens, h heads of width d."""
+
+    b: int
+    h: int
+    n: int
+    d: int
+
+
+def shapes(lengths: Sequence[int]) -> list[Shape]:
+    """Return as many tokens of each width at each length."""
+    return [Shape(max(1, TOKENS // n), 16, n, d) for d in WIDTHS for n in lengths]
+
+
+def steps(lengths: Sequence[int], published_length: int, *, repeats: int, device: str, seed: int) -> Steps:
+    """Time cosFormer at each length, beside softmax attention where that is short, and as published; on a CPU."""
+    settings: dict[str, Any] = {"repeats": repeats, "device": device, "seed": seed}
+    found: Steps = []
+    for n in sorted({*lengths, published_length}):
+        names = ["cosformer"] + ["softmax"] * (n <= SOFTMAX) + ["published"] * (n == published_length)
+        found.append((f"{n:,} tokens", partial(time_length, names, n, PASSES[0], **settings)))
+    work = partial(time_length, ["cosformer", "published"], published_length, PASSES[1], **settings)
+    return [*found, (f"{published_length:,} tokens, {PASSES[1]}", work)]
+
+
+def kernel_steps(todo: Sequence[Shape], *, repeats: int, device: str, seed: int) -> Steps:
+    """Check and time the kernels at each shape in both passes.
+
+    Peers are flash-linear-attention with the same features, where it is installed, and flash attention.
+    """
+    settings: dict[str, Any] = {"repeats": repeats, "device": device, "seed": seed}
+    timed = ((shape, passes) for shape in todo for passes in PASSES)
+    return [
+        (f"{passes}, width {x.d}, {x.b} × {x.n:,} tokens", partial(time_kernels, x, passes, **settings))
+        for x, passes in timed
+    ]
+
+
+def make_candidates(shape: Shape, ops: dict[str, Attention], dtype: torch.dtype, device: str) -> dict[str, Candidate]:
+    """Make candidates on the same random inputs. Those named "softmax" are another function, which is not checked."""
+    leaves = {name: torch.randn(shape.b, shape.n, shape.h, shape.d, device=device).to(dtype) for name in "qkv"}
+    for name in "qk":
+        leaves[name] += 0.5  # rows that hardly meet a key have no digits to compare
+    for leaf in leaves.values():
+        leaf.requires_grad_()
+
+    def twin(dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
+        inputs = [x[-1:].detach().to(dtype).requires_grad_() for x in leaves.values()]
+        exact = by_heads(partial(cosformer_attention, max_length=shape.n, backend="reference"))
+        attend = exact if dtype == torch.float64 else partial(plain_attention, waves=angles(shape.n, inputs[0]))
+        q, k, v = inputs
+        found = [attend(q[:, [i]], k[:, : i + 1], v[:, : i + 1]) for i in checked_tokens(shape.n)]
+        return torch.cat(found, dim=1), inputs
+
+    made = {}
+    for name, op in ops.items():
+        run, known = partial(op, *leaves.values()), None if "softmax" in name else twin
+        made[name] = Candidate(run, leaves, known, ours=name not in PEERS)
+    return made
+
+
+def by_heads(attend: Attention) -> Attention:
+    """Take attention of (b, h, n, d) to :data:`Attention`."""
+    return lambda q, k, v: attend(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
+
+
+def angles(n: int, like: Tensor) -> Sequence[Tensor]:
+    """Return cos and sin of positions, (n, 1, 1)."""
+    phase = (math.pi / 2 / n * torch.arange(n, dtype=torch.float64, device=like.device))[:, None, None]
+    return phase.cos().to(like.dtype), phase.sin().to(like.dtype)
+
+
+def features(x: Tensor, waves: Sequence[Tensor]) -> Tensor:
+    """Compute [ReLU(x) cos, ReLU(x) sin]: (b, n, h, d) → (b, n, h, 2d), at the last n positions of the waves."""
+    return torch.cat([x.relu() * wave[-x.shape[1] :] for wave in waves], dim=-1)
+
+
+def plain_attention(q: Tensor, k: Tensor, v: Tensor, *, waves: Sequence[Tensor]) -> Tensor:
+    """Compute what anyone would write of the last query, (b, 1, h, d), all in the inputs' dtype."""
+    seen = [wave[: k.shape[1]] for wave in waves]
+    weights = features(q, seen).transpose(1, 2) @ features(k, seen).transpose(1, 2).mT
+    total = weights.sum(-1, keepdim=True).clamp(min=1e-3)
+    return (weights @ v.transpose(1, 2) / total).transpose(1, 2)
+
+
+# On a CPU
+
+
+def time_length(names: Sequence[str], length: int, passes: str, *, repeats: int, device: str, seed: int) -> list[Row]:
+    """Time the op, 8 heads of width 64 in float32, beside others: a row of its own forward, and one per other."""
+    torch.manual_seed(seed)
+    ops: dict[str, Attention] = {
+        "cosformer": partial(cosformer_attention, max_length=length),
+        "softmax": partial(F.scaled_dot_product_attention, is_causal=True),
+        "published": partial(published_cosformer, max_length=length),
+    }
+    ops = {name: by_heads(ops[name]) for name in names}
+    made = make_candidates(Shape(1, 8, length, 64), ops, torch.float32, device)
+    like = made["cosformer"].leaves["v"]
+    checks, (seconds, peaks, _) = compare(made, like, passes, missing={}, repeats=repeats, device=device)
+    ours, peak = seconds["cosformer"], peaks["cosformer"]
+    label: Row = {"passes": passes, "length": length, "heads": 8, "head_dim": 64}
+    rows = []
+    if passes == PASSES[0]:
+        median = spread(ours)["median"]
+        rows.append(label | {"kind": "length", "seconds": ours, "median": median, "peak_bytes": peak})
+    for name in names[1:]:
+        row = label | {"kind": name, "seconds": seconds[name], "speedup": ratio(seconds[name], ours)["median"]}
+        rows.append(row | {"memory_ratio": peaks[name] / max(1, peak)})
+    return [*checks, *rows]
 
 
 def published_cosformer(q: Tensor, k: Tensor, v: Tensor, max_length: int) -> Tensor:
@@ -39,263 +152,46 @@ def published_cosformer(q: Tensor, k: Tensor, v: Tensor, max_length: int) -> Ten
     return numerator * (1 / denominator.clamp(min=1e-6))[..., None]
 
 
-def steps(
-    lengths: Sequence[int], peer_lengths: Sequence[int], published_length: int, *, repeats: int, device: str, seed: int
-) -> Steps:
-    """Measure growth with length, softmax attention, and the published formulation; on a CPU."""
-    growth: list[Row] = []
-    peers: list[Row] = []
-
-    def kept(into: list[Row], function: Callable[..., Row], *arguments: Any) -> list[Row]:
-        into.append(function(*arguments, repeats, device, seed))
-        return into[-1:]
-
-    found: Steps = [(f"cosFormer, {n:,} tokens", partial(kept, growth, time_length, n)) for n in lengths]
-    if len(lengths) > 1:
-        found.append(("growth", lambda: [fit([x["length"] for x in growth], [x["median"] for x in growth])]))
-    found += [(f"softmax attention, {n:,} tokens", partial(kept, peers, against_softmax, n)) for n in peer_lengths]
-    found.append(("crossover", lambda: [crossover(peers)]))
-    for passes in PASSES:
-        label = f"published formulation, {passes}, {published_length:,} tokens"
-        found.append((label, partial(kept, [], against_published, published_length, passes)))
-    return found
+# On a GPU
 
 
-def fit(lengths: list[int], seconds: list[float]) -> Row:
-    """Fit seconds = c·length^exponent by least squares on logarithms; 1 is linear.
+def time_kernels(shape: Shape, passes: str, *, repeats: int, device: str, seed: int) -> list[Row]:
+    """Make rows of checks and one row: milliseconds, time over ours, memory over the least, and the state's bytes.
 
-    >>> fit([1000, 2000, 4000], [0.1, 0.2, 0.4])["exponent"]
-    1.0
-    """
-    x, y = ([math.log(value) for value in values] for values in (lengths, seconds))
-    slope, intercept = statistics.linear_regression(x, y)
-    deviation = max(abs(math.exp(b - slope * a - intercept) - 1) for a, b in zip(x, y, strict=True))
-    return {"kind": "fit", "lengths": lengths, "exponent": round(slope, 4), "largest_deviation": deviation}
-
-
-def crossover(rows: list[Row]) -> Row:
-    """Find the shortest measured length from which on cosFormer was faster at every longer one; None if at none.
-
-    >>> crossover([{"length": n, "speedup": s} for n, s in ((256, 2.0), (512, 0.9), (1024, 1.1), (2048, 1.5))])
-    {'kind': 'crossover', 'length': 1024}
-    """
-    shortest = None
-    for row in sorted(rows, key=lambda row: -row["length"]):
-        if row["speedup"] <= 1:
-            break
-        shortest = row["length"]
-    return {"kind": "crossover", "length": shortest}
-
-
-def random_inputs(length: int, device: str, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, k and v; their beginning was run, to load kernels and start threads."""
-    torch.manual_seed(seed)
-    q, k, v = (torch.randn(1, HEADS, length, WIDTH, device=device) for _ in range(3))
-    cosformer_attention(q[:, :, :64], k[:, :, :64], v[:, :, :64], max_length=64)
-    return q, k, v
-
-
-@torch.no_grad()
-def time_length(length: int, repeats: int, device: str, seed: int) -> Row:
-    """Time the op and measure its memory at one length."""
-    q, k, v = random_inputs(length, device, seed)
-    kept: dict[str, Tensor] = {}
-
-    def call() -> None:
-        kept["out"] = cosformer_attention(q, k, v, max_length=length)
-
-    peak = peak_bytes(call, device)
-    seconds = [measure_once(call, device) for _ in range(repeats)]
-    row: Row = {"kind": "length", "length": length, "heads": HEADS, "head_dim": WIDTH, "seconds": seconds}
-    row |= {"median": statistics.median(seconds) if seconds else math.nan, "peak_bytes": peak}
-    return row | check_last(kept["out"], q, k, v)
-
-
-def check_last(out: Tensor, q: Tensor, k: Tensor, v: Tensor) -> dict[str, float]:
-    """Compare the last outputs of a timed call with the definition in float64."""
-    n, found = k.shape[2], []
-    for dtype in (torch.float64, out.dtype):
-        inputs = q[:, :, -LAST:].to(dtype), k.to(dtype), v.to(dtype)
-        found.append(cosformer_attention(*inputs, max_length=n, backend="reference"))
-    return check(f"cosformer, {n} tokens,", out[:, :, -LAST:], found[0], found[1])
-
-
-@torch.no_grad()
-def against_softmax(length: int, repeats: int, device: str, seed: int) -> Row:
-    """Compare speed alone: the two are different functions."""
-    q, k, v = random_inputs(length, device, seed)
-    calls: dict[str, Callable[[], Tensor]] = {
-        "cosformer": lambda: cosformer_attention(q, k, v, max_length=length),
-        "softmax": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True),
-    }
-    checked = check_last(calls["cosformer"](), q, k, v)
-    seconds = in_turn(calls, repeats=repeats, device=device)
-    row: Row = {"kind": "softmax", "length": length, "heads": HEADS, "head_dim": WIDTH, "seconds": seconds}
-    return row | {"speedup": ratio(seconds["softmax"], seconds["cosformer"]).median} | checked
-
-
-def against_published(length: int, passes: str, repeats: int, device: str, seed: int) -> Row:
-    """Compare time, memory and results with the published formulation, forward or with gradients."""
-    inputs = random_inputs(length, device, seed)
-    backward = passes != PASSES[0]
-    for x in inputs:
-        x.requires_grad_(backward)
-
-    def call(op: Callable[..., Tensor]) -> tuple[Tensor, ...]:
-        with torch.set_grad_enabled(backward):
-            out = op(*inputs, max_length=length)
-            return (out, *torch.autograd.grad(out.sum(), inputs)) if backward else (out,)
-
-    calls = {"farspan": lambda: call(cosformer_attention), "published": lambda: call(published_cosformer)}
-    return {"passes": passes} | beside_published("cosFormer", length, calls, repeats, device)
-
-
-# Kernels on a GPU, inputs (b, n, h, d) as projections leave them
-
-Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
-class Shape(NamedTuple):
-    """b sequences of n tokens, h heads of width d."""
-
-    b: int
-    h: int
-    n: int
-    d: int
-
-
-TOY = [Shape(1, 1, 66, 16)]
-
-
-def shapes(lengths: Sequence[int]) -> list[Shape]:
-    """Return as many tokens of each width at each length."""
-    return [Shape(max(1, TOKENS // n), 16, n, d) for d in WIDTHS for n in lengths]
-
-
-def kernel_steps(todo: Sequence[Shape], *, repeats: int, device: str, seed: int) -> Steps:
-    """Check the kernels of each width against float64, then time each shape in both passes.
-
-    Peers are flash-linear-attention with the same features, where it is installed, and flash attention.
+    The least that a training step can hold is q, k, v, the output, and the gradient of each. The state is what decoding
+    keeps per sequence.
     """
     torch.manual_seed(seed)
-    peer, missing = flash_linear_attention(device)
-    small = dict.fromkeys(Shape(1, min(4, x.h), min(1000, x.n), x.d) for x in todo)
-    found: Steps = [(f"width {x.d} against float64", partial(check_kernels, x, device, peer)) for x in small]
-    for shape in todo:
-        for passes in PASSES:
-            label = f"{passes}, width {shape.d}, {shape.b} × {shape.n:,} tokens"
-            found.append((label, partial(compare, shape, passes, device, repeats, peer, missing)))
-    return found
-
-
-def candidates(n: int, device: str, peer: Callable[..., Tensor] | None) -> dict[str, Attention]:
-    """Return attention of q, k, v (b, n, h, d), by name."""
-
-    def turned(attend: Attention) -> Attention:
-        return lambda q, k, v: attend(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
-
     softmax: Attention = partial(F.scaled_dot_product_attention, is_causal=True)
     if device != "cpu":
         softmax = sdpa_kernel(SDPBackend.FLASH_ATTENTION)(softmax)
-    found: dict[str, Attention] = {"flash softmax": turned(softmax)}
-    for name in (OURS, "chunked"):
-        found[name] = turned(partial(cosformer_attention, max_length=n, backend=name))
+    ops = {name: by_heads(partial(cosformer_attention, max_length=shape.n, backend=name)) for name in (OURS, "chunked")}
+    ops["flash softmax"] = by_heads(softmax)
+    peer, missing = flash_linear_attention(device)
     if peer is not None:
-        waves = angles(n, device)
-        found["fla"] = lambda q, k, v: peer(features(q, waves), features(k, waves), v, normalize=True)
+        waves = angles(shape.n, torch.empty(0, dtype=torch.bfloat16, device=device))
+        ops["fla"] = lambda q, k, v: peer(features(q, waves), features(k, waves), v)
+    made, backward = make_candidates(shape, ops, torch.bfloat16, device), passes != PASSES[0]
+    v = made[OURS].leaves["v"]
+    how: dict[str, Any] = {"missing": missing, "repeats": repeats, "device": device, "graph": not backward}
+    checks, (seconds, peaks, _) = compare(made, v, passes, **how)
+    held, least = v.nbytes * (4 if backward else 3), (8 if backward else 4) * v.nbytes
+    row: Row = {"kind": "linear", "passes": passes, **shape._asdict(), "state_bytes": state_bytes(made[OURS], shape.n)}
+    row["milliseconds"] = {name: spread(x, 1e3) for name, x in seconds.items()}
+    row["speedup"] = {name: ratio(x, seconds[OURS]) for name, x in seconds.items() if name != OURS}
+    row["memory_over_least"] = {name: (held + peak) / least for name, peak in peaks.items()}
+    return [*checks, row | {"missing": missing}]
+
+
+@torch.no_grad()
+def state_bytes(candidate: Candidate, n: int) -> int:
+    """Return the bytes that one sequence leaves for the next token."""
+    q, k, v = (x[:1].transpose(1, 2) for x in candidate.leaves.values())
+    found: int = cosformer_attention(q, k, v, max_length=n, return_state=True)[1].nbytes
     return found
 
 
-def angles(n: int, device: str) -> tuple[Tensor, Tensor]:
-    """Return cos and sin of positions, (n, 1, 1) in bfloat16."""
-    phase = (math.pi / 2 / n * torch.arange(n, dtype=torch.float64, device=device))[:, None, None]
-    return phase.cos().bfloat16(), phase.sin().bfloat16()
-
-
-def features(x: Tensor, waves: tuple[Tensor, Tensor]) -> Tensor:
-    """Compute [ReLU(x) cos, ReLU(x) sin]: (b, n, h, d) → (b, n, h, 2d), for cosines and sines (n, 1, 1)."""
-    return torch.cat([x.relu() * wave for wave in waves], dim=-1)
-
-
-def plain_attention(q: Tensor, k: Tensor, v: Tensor, *, waves: tuple[Tensor, Tensor]) -> Tensor:
-    """Compute what anyone would write: N×N weights, everything in the inputs' dtype."""
-    q_, k_ = (features(x, waves).transpose(1, 2) for x in (q, k))
-    weights = (q_ @ k_.mT).tril()
-    return (weights @ v.transpose(1, 2) / weights.sum(-1, keepdim=True).clamp(min=1e-3)).transpose(1, 2)
-
-
-def check_kernels(shape: Shape, device: str, peer: Callable[..., Tensor] | None) -> list[Row]:
-    """Check output and gradients of each candidate against the definition in float64.
-
-    Ours may have twice the error of the plain formula in bfloat16; a peer must only be the same function.
-    """
-    q, k, v = (torch.randn(shape.b, shape.n, shape.h, shape.d, device=device).bfloat16() for _ in range(3))
-    leaves = [q + 0.5, k + 0.5, v]  # rows that hardly meet a key have no digits to compare
-    weights = torch.randn_like(v)
-
-    def results(attend: Attention, dtype: torch.dtype) -> list[Tensor]:
-        inputs = [x.to(dtype).requires_grad_() for x in leaves]
-        out = attend(*inputs)
-        return [out.detach(), *torch.autograd.grad(out, inputs, weights.to(dtype))]
-
-    def defined(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return cosformer_attention_reference(q, k, v, max_length=shape.n).transpose(1, 2)
-
-    truth = results(defined, torch.float64)
-    plain = results(partial(plain_attention, waves=angles(shape.n, device)), torch.bfloat16)
-    rows: list[Row] = []
-    for name, attend in candidates(shape.n, device, peer).items():
-        if name == "flash softmax":  # another function
-            continue
-        limit = None if name in (OURS, "chunked") else LOOSE[torch.bfloat16]
-        parts = zip(("output", "dq", "dk", "dv"), results(attend, torch.bfloat16), truth, plain, strict=True)
-        found = [check(f"{name}, {what}, width {shape.d},", a, b, c, limit=limit) for what, a, b, c in parts]
-        rows.append({"kind": "check", "attention": name, **shape._asdict(), **worst(found)})
-    return rows
-
-
-def compare(
-    shape: Shape, passes: str, device: str, repeats: int, peer: Callable[..., Tensor] | None, missing: dict[str, str]
-) -> list[Row]:
-    """Make one row: milliseconds of each candidate, its time over ours, and memory over the least.
-
-    The least that a training step can hold is q, k, v, the output, and the gradient of each.
-    """
-    backward = passes != PASSES[0]
-    inputs = [torch.randn(shape.b, shape.n, shape.h, shape.d, device=device).bfloat16() for _ in range(3)]
-    calls = {name: as_call(attend, inputs, backward) for name, attend in candidates(shape.n, device, peer).items()}
-    checked: dict[str, float] = {}
-    if not backward:
-        q, k, v = (x[:1].transpose(1, 2) for x in inputs)
-        with torch.no_grad():
-            checked = check_last(calls[OURS]()[:1].transpose(1, 2), q, k, v)
-    timed = time_candidates(calls, repeats=repeats, device=device, required=(OURS,), graph=not backward, ahead=backward)
-    fair = timed.fair(OURS) - {OURS}
-    held, least = inputs[0].nbytes * (4 if backward else 3), (8 if backward else 4) * inputs[0].nbytes
-    times = {name: quantiles(seconds) for name, seconds in timed.seconds.items()}
-    row: Row = {"kind": "linear", "passes": passes, **shape._asdict(), "attention": OURS}
-    row["milliseconds"] = {name: x.milliseconds | {"graph": name in timed.graphs} for name, x in times.items()}
-    row["speedup"] = {name: ratio(timed.seconds[name], timed.seconds[OURS]).spread for name in times if name in fair}
-    row["memory_over_least"] = {name: (held + peak) / least for name, peak in timed.peaks.items()}
-    return [row | {"missing": missing | timed.missing} | checked]
-
-
-def as_call(attend: Attention, inputs: list[Tensor], backward: bool) -> Callable[[], Any]:
-    """Return a call of the attention, or of a training step of it alone."""
-    leaves = [x.detach().requires_grad_(backward) for x in inputs]
-    if not backward:
-        return torch.no_grad()(partial(attend, *leaves))
-    weights = torch.randn_like(leaves[2])
-
-    def step() -> tuple[Tensor, ...]:
-        out = attend(*leaves)
-        return (out, *torch.autograd.grad(out, leaves, weights))
-
-    return step
-
-
-def flash_linear_attention(device: str) -> tuple[Callable[..., Tensor] | None, dict[str, str]]:
+def flash_linear_attention(device: str) -> tuple[Attention | None, dict[str, str]]:
     """Return its chunk_linear_attn as a function of features q, k and of v, all (b, n, h, ·), or why there is none.
 
     It tries some fifty variants of each kernel at the first call, which takes minutes.
@@ -305,27 +201,20 @@ def flash_linear_attention(device: str) -> tuple[Callable[..., Tensor] | None, d
     if find_spec("fla") is None:
         return None, {"fla": "not installed; pip install fla-core"}
     chunk_linear_attn = import_module("fla.ops.linear_attn").chunk_linear_attn
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, *, normalize: bool) -> Tensor:
-        out: Tensor = chunk_linear_attn(q, k, v, scale=1.0, normalize=normalize)[0]
-        return out
-
-    return attend, {}
+    return lambda q, k, v: chunk_linear_attn(q, k, v, scale=1.0, normalize=True)[0], {}
 
 
 def tables(rows: list[Row]) -> list[Table | str]:
     """Tabulate growth with length and ratios to peers."""
-    kernels = [row for row in rows if row["kind"] == "linear"]
-    others = [{"row": row, "name": name} for row in kernels for name in row["speedup"]]
     found = table(
         "kernels",
-        others,
+        [{**row, "other": name} for row in rows if row["kind"] == "linear" for name in row["speedup"]],
         {
-            "passes": lambda x: f"{x['row']['passes']}, {x['row']['b']} × {x['row']['n']:,}, width {x['row']['d']}",
-            "ms": lambda x: f"{x['row']['milliseconds'][OURS]['median']:.3f}",
-            "memory / least": lambda x: f"{x['row']['memory_over_least'][OURS]:.2f}",
-            "other": lambda x: x["name"],
-            "time / ours": lambda x: show(x["row"]["speedup"][x["name"]], 2),
+            "passes": lambda x: f"{x['passes']}, {x['b']} × {x['n']:,}, width {x['d']}",
+            "ms": lambda x: f"{x['milliseconds'][OURS]['median']:.3f}",
+            "memory / least": lambda x: f"{x['memory_over_least'][OURS]:.2f}",
+            "other": lambda x: x["other"],
+            "time / ours": lambda x: show(x["speedup"][x["other"]], 2),
         },
     )
     found += table(
@@ -338,18 +227,14 @@ def tables(rows: list[Row]) -> list[Table | str]:
             "peak MB": lambda x: f"{x['peak_bytes'] / 1e6:,.0f}",
         },
     )
-    for row in rows:
-        if row["kind"] == "fit":
-            deviation = 100 * row["largest_deviation"]
-            found.append(f"time grows as length^{row['exponent']:.2f} (largest deviation {deviation:.0f}%)")
-        elif row["kind"] == "softmax":
-            found.append(f"against softmax attention, {row['length']:,} tokens: {row['speedup']:.2f}× as fast")
-        elif row["kind"] == "crossover":
-            n = row["length"]
-            found.append("slower than softmax at the longest length" if n is None else f"faster from {n:,} tokens on")
-        elif row["kind"] == "published":
-            found.append(
-                f"against cosFormer as published, {row['passes']}, {row['length']:,} tokens: {row['speedup']:.1f}× "
-                f"faster, {row['memory_ratio']:.0f}× less memory, largest difference {row['error']:.1e}"
-            )
-    return [*found, *missing_lines(kernels), *worst_line([{"attention": "cosformer", **row} for row in rows])]
+    found += table(
+        "others over cosFormer",
+        [row for row in rows if row["kind"] in ("softmax", "published")],
+        {
+            "passes": lambda x: f"{x['passes']}, {x['length']:,} tokens",
+            "other": lambda x: x["kind"],
+            "time": lambda x: f"{x['speedup']:.2f}",
+            "memory": lambda x: f"{x['memory_ratio']:.1f}",
+        },
+    )
+    return [*found, *notes(rows)]

@@ -1,6 +1,6 @@
-"""One attention layer with its projections, compiled or not: this library's and others' kernels."""
+"""Softmax attention alone or as a layer with its projections: this library's kernels and others', compiled or not."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from farspan.bench import Row, Steps, Table, table
-from farspan.bench.checks import LOOSE, check, definition, reason, worst
-from farspan.bench.timing import Timed, best, quantiles, ratio, time_candidates
+from farspan.bench import Row, Steps, Table, notes, show, table
+from farspan.bench.checks import PASSES, Candidate, compare, definition
+from farspan.bench.timing import Timed, best, ratio, spread
 from farspan.errors import require
 from farspan.layers import Attention, AttentionSpec
 from farspan.ops import Rotary, alibi_slopes, coca_features
@@ -23,22 +23,25 @@ SHAPES = {512: (64, 1024, 16), 2048: (16, 1024, 16), 16_384: (2, 2048, 16), 32_7
 """Tokens → sequences, hidden width, heads: the shapes that the project's aims name."""
 WINDOW_WIDTH, WINDOW_TOY = (1024, 16), (128, 2)
 """Hidden width and heads of a layer beside its window, on a GPU and elsewhere."""
-FAMILIES = ("rope", "coca-exact", "coca-slack", "coca-strict", "alibi")
-WINDOWED = ("rope", "coca-exact", "pope")
-MUST_RUN = ("rope", "coca-exact", "coca-slack", "coca-strict", *(f"{name}, window" for name in WINDOWED))
-"""If one of these fails there is no row; of the others the reason is reported."""
-KERNELS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
-WITH_KERNEL = ("rope", "coca-exact", "coca-slack")
-"""Families timed on each of SDPA's kernels by name as well, so that no ratio hangs on which one SDPA picks."""
-PLAIN = ("coca-exact, plain", "coca-slack, plain")
-"""Families that the library prepares with its kernel, timed without it too."""
-QUICK = {*MUST_RUN, "rope, flash", "rope, cudnn", *PLAIN}
+QUICK = (
+    *("rope", "coca-exact", "coca-slack", "coca-strict", "rope, flash", "rope, cudnn"),
+    *("coca-exact, plain", "coca-slack, plain"),
+)
+FULL = (
+    *("rope", "coca-exact", "coca-slack", "coca-strict"),
+    *("rope, flash", "coca-exact, flash", "coca-slack, flash", "rope, cudnn", "coca-exact, cudnn", "coca-slack, cudnn"),
+    *("coca-exact, plain", "coca-slack, plain", "coca-slack, published", "rope, flex", "alibi, flex"),
+)
+WINDOWS = (
+    *("rope", "rope, window", "coca-exact, window", "pope, window"),
+    *("rope, window, flex", "rope, window, flash-attn"),
+)
+PEERS = ("rope, window, flex", "rope, window, flash-attn", "coca-slack, published")
+"""What is timed: an attention, then "window" if it has one, then whose kernel computes it if not the library's own.
+RoPE and CoCA are timed on each of SDPA's kernels by name as well, so that no ratio hangs on which one SDPA picks."""
 SCORES = 2**31
 """The most N×N scores for which the published formulation is run."""
-UNROLLED = 4096
-"""Tokens beyond which ALiBi is left out: it goes block by block, which torch.compile would unroll for minutes."""
 GROUPS = (1, 2, 4, 8)
-PASSES = ("forward", "forward and backward")
 ALLOWED_GRAPHS = 128
 """torch.compile gives up after eight versions of one function. Here each candidate is one, with and without grad."""
 
@@ -57,21 +60,6 @@ class Shape(NamedTuple):
         return self.hidden // self.h
 
 
-Core = Callable[[Attention, Tensor, Tensor, Tensor], Tensor]
-"""layer, q, k or t, and v → (b, h, n, d)."""
-
-
-class Peer(Attention):
-    """An attention layer with the library's projections and another's attention."""
-
-    def __init__(self, shape: Shape, spec: AttentionSpec, core: Core) -> None:
-        super().__init__(shape.hidden, shape.h, spec, num_key_heads=shape.g)
-        self.core = core
-
-    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
-        return self.o_proj(self.core(self, *self.project(x)).transpose(1, 2).flatten(2))
-
-
 def shapes(lengths: Sequence[int], groups: Sequence[int], device: str, window: int | None = None) -> list[Shape]:
     """Return the named shapes, and 32,768 tokens at a time of other lengths; on a CPU a toy of each length."""
     for group in groups:
@@ -85,58 +73,25 @@ def shapes(lengths: Sequence[int], groups: Sequence[int], device: str, window: i
     return found
 
 
-def candidates(
-    shape: Shape, device: str, *, window: int | None = None, compiled: bool = True
-) -> tuple[dict[str, Attention], dict[str, str]]:
-    """Return layers by name, and why others are left out. Layers of one spec have the same weights.
+Core = Callable[[Attention, Tensor, Tensor, Tensor], Tensor]
+"""layer, q (b, h, n, d), k or t (b, g, n, ·), and v (b, g, n, d) → (b, h, n, d)."""
 
-    With a window: window layers of this library and of others, beside full RoPE.
-    """
-    cores: dict[str, tuple[AttentionSpec, Core | None]] = {}
-    missing: dict[str, str] = {}
-    flex = [("rope", window)] if window is not None else [("rope", None), ("alibi", None)]
-    if window is not None:
-        rope = AttentionSpec("rope", window=window)
-        cores["rope"] = AttentionSpec("rope"), None
-        for name in WINDOWED:
-            cores[f"{name}, window"] = (
-                AttentionSpec.parse({**AttentionSpec.parse(name).to_dict(), "window": window}),
-                None,
-            )
-        if device != "cuda":
-            missing["rope, window, flash-attn"] = "it needs a CUDA device"
-        elif find_spec("flash_attn") is None:
-            missing["rope, window, flash-attn"] = "not installed; pip install flash-attn"
-        else:
-            cores["rope, window, flash-attn"] = rope, through_flash_attn
-    else:
-        cores |= {name: (AttentionSpec.parse(name), None) for name in FAMILIES}
-        if shape.n > UNROLLED:
-            del cores["alibi"]
-            missing["alibi"] = f"its blocks would be unrolled by torch.compile beyond {UNROLLED} tokens"
-        for kernel, backend in KERNELS.items():
-            for name in WITH_KERNEL:
-                cores[f"{name}, {kernel}"] = AttentionSpec.parse(name), through_sdpa(backend)
-        if device == "cuda":
-            cores |= {name: (AttentionSpec.parse(name.split(",")[0]), by_torch) for name in PLAIN}
-        scores = shape.b * shape.h * shape.n**2
-        if scores <= SCORES:
-            cores["coca-slack, published"] = AttentionSpec.parse("coca-slack"), published
-        else:
-            missing["coca-slack, published"] = f"{scores:.1e} scores at once, more than {SCORES:.1e}"
-    for kind, width in flex:
-        name = f"{kind}, window, flex" if width else f"{kind}, flex"
-        if compiled:
-            cores[name] = AttentionSpec(kind, window=width), through_flex(shape, device, kind == "alibi", width)
-        else:
-            missing[name] = "FlexAttention is made to be compiled"
-    layers: dict[str, Attention] = {}
-    first: dict[AttentionSpec, Attention] = {}
-    for name, (spec, core) in cores.items():
-        own = partial(Attention, shape.hidden, shape.h, spec, num_key_heads=shape.g)
-        layers[name] = own() if core is None else Peer(shape, spec, core)
-        layers[name].load_state_dict(first.setdefault(spec, layers[name]).state_dict())
-    return layers, missing
+
+class Peer(Attention):
+    """An attention layer with the library's projections and another's attention."""
+
+    def __init__(self, core: Core, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.core = core
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return self.o_proj(self.core(self, *self.project(x)).transpose(1, 2).flatten(2))
+
+
+def own(layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Call this library's op, mask and angles included."""
+    mask = make_mask(q.shape[2], k.shape[2], q.shape[0], q.device, window=layer.spec.window)
+    return layer.attend(q, k, v, mask, layer.rotary)
 
 
 def features(layer: Attention, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -145,34 +100,29 @@ def features(layer: Attention, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def sdpa(layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Compute causal attention to ready keys, on the kernel that is allowed or chosen."""
     grouped = layer.num_heads != layer.num_key_heads
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=layer.scaling, enable_gqa=grouped)
 
 
-def through_sdpa(backend: SDPBackend) -> Core:
-    """Take SDPA's kernel of that name and no other, on rotated queries and keys."""
-
-    def core(layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        with sdpa_kernel(backend):
-            return sdpa(layer, *features(layer, q, k), v)
-
-    return core
+def on_kernel(backend: SDPBackend, layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Call SDPA's kernel of that name and no other, on rotated queries and keys."""
+    with sdpa_kernel(backend):
+        return sdpa(layer, *features(layer, q, k), v)
 
 
-def by_torch(layer: Attention, q: Tensor, t: Tensor, v: Tensor) -> Tensor:
+def plain(layer: Attention, q: Tensor, t: Tensor, v: Tensor) -> Tensor:
     """Compute CoCA's features by plain torch from tables of angles, for torch.compile to fuse."""
     assert layer.rotary is not None
     angles = make_mask(q.shape[2], t.shape[2], q.shape[0], q.device).angles(layer.rotary)
     return sdpa(layer, *coca_features(q, t, angles.query(q.dtype), angles.key(q.dtype), form=layer.form), v)
 
 
-def through_flex(shape: Shape, device: str, alibi: bool = False, window: int | None = None) -> Core:
-    """Take FlexAttention with a block mask, made once; ALiBi is its score modification."""
+def make_flex(shape: Shape, spec: AttentionSpec, device: str) -> Core:
+    """Make FlexAttention with a block mask, made once; ALiBi is its score modification."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     def seen(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return query >= key if window is None else (query >= key) & (query - key < window)
+        return query >= key if spec.window is None else (query >= key) & (query - key < spec.window)
 
     make = torch.compile(create_block_mask) if device == "cuda" else create_block_mask  # else N×N numbers are made
     mask = make(seen, None, None, shape.n, shape.n, device=device)
@@ -181,18 +131,18 @@ def through_flex(shape: Shape, device: str, alibi: bool = False, window: int | N
     def lowered(score: Tensor, b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return score - slopes[h] * (query - key)
 
-    def core(layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def flex(layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k = features(layer, q, k)
-        grouped, change = layer.num_heads != layer.num_key_heads, lowered if alibi else None
+        grouped, change = layer.num_heads != layer.num_key_heads, lowered if spec.kind == "alibi" else None
         out = flex_attention(q, k, v, score_mod=change, block_mask=mask, scale=layer.scaling, enable_gqa=grouped)
         assert isinstance(out, Tensor)
         return out
 
-    return core
+    return flex
 
 
-def through_flash_attn(layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Take flash-attn's window, where it is installed."""
+def flash_attn(layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Call the window of the package flash-attn."""
     from flash_attn import flash_attn_func  # type: ignore[import-not-found]
 
     assert layer.spec.window is not None
@@ -217,214 +167,157 @@ def published_coca(q: Tensor, t: Tensor, v: Tensor, rotary: Rotary) -> Tensor:
     return torch.softmax(torch.where(causal, scores, torch.finfo(scores.dtype).min), dim=-1) @ v
 
 
+KERNELS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+CORES: dict[str, Core] = {name: partial(on_kernel, kernel) for name, kernel in KERNELS.items()}
+CORES |= {"plain": plain, "published": published, "flash-attn": flash_attn}
+
+
+# What is timed
+
+
+def why_not(name: str, shape: Shape, device: str, compiled: bool) -> str | None:
+    """Return why a candidate is left out, or None."""
+    scores = shape.b * shape.h * shape.n**2
+    reasons = {
+        "published": (scores > SCORES, f"{scores:.1e} scores at once, more than {SCORES:.1e}"),
+        "plain": (device != "cuda", "what the library itself does without CUDA"),
+        "flex": (not compiled, "FlexAttention is made to be compiled"),
+        "flash-attn": (device != "cuda" or not find_spec("flash_attn"), "needs CUDA, and pip install flash-attn"),
+    }
+    applies, why = reasons.get(name.split(", ")[-1], (False, ""))
+    return why if applies else None
+
+
+def make_candidate(
+    name: str, shape: Shape, x: Tensor, *, alone: bool, window: int | None, compiler: str | None
+) -> Candidate:
+    """Make the candidate of a name: the op `alone`, on ready q, k and v, or a layer of x with its projections."""
+    kind, *rest = name.split(", ")
+    spec = AttentionSpec.parse(AttentionSpec.parse(kind).to_dict() | {"window": window if "window" in rest else None})
+    core: Core = own
+    if rest and rest[-1] != "window":
+        core = make_flex(shape, spec, x.device.type) if rest[-1] == "flex" else CORES[rest[-1]]
+    make: Callable[..., Attention] = Attention if core is own else partial(Peer, core)
+    options: dict[str, Any] = {"spec": spec, "num_key_heads": shape.g}
+    layer = make(shape.hidden, shape.h, **options).to(x.device, x.dtype)
+    compiled = partial(torch.compile, backend=compiler, dynamic=False) if compiler else lambda run, **_: run
+
+    def twin(dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
+        one = Attention(shape.hidden, shape.h, **options).to(x.device, dtype)
+        one.load_state_dict(layer.state_dict())
+        inputs = [part[-1:].detach().to(dtype).requires_grad_() for part in leaves.values()]
+        if alone:
+            return definition(one, *inputs).transpose(1, 2), inputs
+        out = definition(one, *one.project(inputs[0])).transpose(1, 2).flatten(2)
+        return one.o_proj(out), [inputs[0], *one.parameters()]
+
+    if alone:
+        leaves = {c: part.detach().requires_grad_() for c, part in zip("qkv", layer.project(x), strict=True)}
+        attend = compiled(core)
+        run: Callable[[], Tensor] = lambda: attend(layer, *leaves.values()).transpose(1, 2)  # noqa: E731
+    else:
+        leaves = {"input": x.detach().requires_grad_(), **dict(layer.named_parameters())}
+        run = partial(compiled(layer, fullgraph=True), leaves["input"])
+    return Candidate(run, leaves, twin, ours=core in (own, plain))
+
+
 def steps(
     todo: Sequence[Shape],
     *,
     repeats: int = 20,
-    only: Collection[str] | None = None,
+    only: Sequence[str] | None = None,
     window: int | None = None,
+    alone: bool = False,
     device: str = "cpu",
     seed: int = 0,
-    dtype: torch.dtype | None = None,
     eager: bool = False,
 ) -> Steps:
-    """Check small layers against float64, then time each shape in both passes.
+    """Check and time candidates at each shape in both passes.
 
     bfloat16 and Inductor on a GPU. Elsewhere float32, where torch.compile only traces, and windows are not compiled.
 
     Args:
-        only: whom to time, by name; all are checked in any case.
+        only: whom to time, by name.
         window: time window layers of this width beside full RoPE.
+        alone: time the op without projections.
         eager: compile nothing.
     """
-    torch.manual_seed(seed)
-    dtype = dtype or (torch.bfloat16 if device == "cuda" else torch.float32)
     compiler = "inductor" if device == "cuda" else "aot_eager" if window is None else None
-    how: dict[str, Any] = {"device": device, "dtype": dtype, "window": window}
-    timing = how | {"repeats": repeats, "only": only, "compiler": None if eager else compiler}
-    small = dict.fromkeys(Shape(2, 200, 8 * x.d, 8, max(1, 8 * x.g // x.h)) for x in todo)
-    found: Steps = [(f"width {x.d} against float64", partial(check_small, x, **how)) for x in small]
+    settings: dict[str, Any] = {"alone": alone, "window": window, "repeats": repeats, "device": device, "seed": seed}
+    settings["compiler"] = None if eager else compiler
+    names = only or (FULL if window is None else WINDOWS)
     timed = ((x, passes) for x in todo for passes in PASSES)
-    return found + [(f"{passes}, {x.b} × {x.n:,}", partial(compare, x, passes, **timing)) for x, passes in timed]
+    return [(f"{passes}, {x.b} × {x.n:,}", partial(time_shape, names, x, passes, **settings)) for x, passes in timed]
 
 
-def results(layer: Attention, run: Callable[[Tensor], Tensor], x: Tensor, weights: Tensor) -> dict[str, Tensor]:
-    """Return output and gradients, for a given gradient of the output."""
-    x = x.detach().requires_grad_()
-    out = run(x)
-    names, leaves = zip(*layer.named_parameters(), strict=True)
-    gradients = torch.autograd.grad(out, [x, *leaves], weights)
-    return {"output": out.detach(), **dict(zip(("d input", *(f"d {name}" for name in names)), gradients, strict=True))}
-
-
-def check_small(shape: Shape, device: str, dtype: torch.dtype, window: int | None = None) -> list[Row]:
-    """Check output and gradients of each candidate against the equations in float64.
-
-    A layer on another's kernel must only be the same function: how exactly it computes is not ours to judge.
-    """
-    layers, _ = candidates(shape, device, window=window and min(window, 60))
-    x = torch.randn(shape.b, shape.n, shape.hidden, device=device).to(dtype)
-    weights = torch.randn_like(x)
-    truths: dict[AttentionSpec, list[dict[str, Tensor]]] = {}
-    rows = []
-    for name, layer in layers.items():
-        layer.to(device, dtype)
-        if layer.spec not in truths:
-            twins = [Peer(shape, layer.spec, definition).to(device, wide) for wide in (torch.float64, dtype)]
-            truths[layer.spec] = []
-            for twin, wide in zip(twins, (torch.float64, dtype), strict=True):
-                twin.load_state_dict(layer.state_dict())
-                truths[layer.spec].append(results(twin, twin, x.to(wide), weights.to(wide)))
-        truth, plain = truths[layer.spec]
-        row: Row = {"kind": "check", "attention": name, **shape._asdict()}
-        try:
-            got = results(layer, layer, x, weights)
-        except RuntimeError as failure:
-            if name in MUST_RUN:
-                raise
-            rows.append(row | {"missing": reason(failure)})
-            continue
-        limit = LOOSE[dtype] if isinstance(layer, Peer) and layer.core is not by_torch else None
-        rows.append(row | worst([check(f"{name}, {x},", got[x], truth[x], plain[x], limit=limit) for x in truth]))
-    return rows
-
-
-def compare(
+def time_shape(
+    names: Sequence[str],
     shape: Shape,
     passes: str,
     *,
-    compiler: str | None,
-    device: str,
-    dtype: torch.dtype,
-    repeats: int,
-    only: Collection[str] | None = None,
+    alone: bool,
     window: int | None = None,
+    compiler: str | None = None,
+    repeats: int,
+    device: str,
+    seed: int,
+    dtype: torch.dtype | None = None,
 ) -> list[Row]:
-    """Check each layer at the size and in the way it is timed, then time all in turn: rows of checks, one of times."""
-    layers, missing = candidates(shape, device, window=window, compiled=compiler is not None)
+    """Check and time candidates at one shape: rows of checks, one of times."""
+    torch.manual_seed(seed)
+    dtype = dtype or (torch.bfloat16 if device == "cuda" else torch.float32)
+    reasons = {name: why_not(name, shape, device, compiler is not None) for name in names}
+    missing = {name: why for name, why in reasons.items() if why is not None}
     x = torch.randn(shape.b, shape.n, shape.hidden, device=device).to(dtype)
-    calls: dict[str, Callable[[], tuple[Tensor, ...]]] = {}
-    rows: list[Row] = []
-    wanted: dict[AttentionSpec, tuple[Tensor, ...]] = {}
+    how: dict[str, Any] = {"alone": alone, "window": window, "compiler": compiler}
     torch.compiler.reset()
     with torch._dynamo.config.patch(recompile_limit=ALLOWED_GRAPHS):
-        for name, layer in layers.items():
-            if only is not None and name not in only:
-                continue
-            layer.to(device, dtype)
-            if layer.spec not in wanted:
-                own = Attention(shape.hidden, shape.h, layer.spec, num_key_heads=shape.g).to(device, dtype)
-                own.load_state_dict(layer.state_dict())
-                wanted[layer.spec] = as_call(own, own, x, passes)()
-            timed: Callable[[Tensor], Tensor] = layer
-            if compiler is not None:
-                timed = torch.compile(layer, backend=compiler, dynamic=False, fullgraph=True)
-            call = as_call(layer, timed, x, passes)
-            try:
-                got = call()
-            except RuntimeError as error:
-                if name in MUST_RUN:
-                    raise
-                missing[name] = reason(error)
-                continue
-            what = ["output"] if passes == "forward" else ["d input", *(f"d {n}" for n, _ in layer.named_parameters())]
-            parts = zip(what, got, wanted[layer.spec], strict=True)
-            checked = worst([check(f"{name}, {part},", ours, own_eager) for part, ours, own_eager in parts])
-            rows.append({"kind": "check as timed", "attention": name, "passes": passes, **shape._asdict(), **checked})
-            calls[name] = call
-        del wanted
-        found = time_candidates(calls, repeats=repeats, device=device, required=MUST_RUN, ahead=True)
-    row = {"kind": "layer" if window is None else "window layer", "compiler": compiler or "none", "dtype": str(dtype)}
-    return [*rows, row | {"passes": passes, "window": window} | report(shape, found, missing)]
+        made = {name: make_candidate(name, shape, x, **how) for name in names if name not in missing}
+        like = x.view(shape.b, shape.n, shape.h, shape.d) if alone else x
+        checks, found = compare(made, like, passes, missing=missing, repeats=repeats, device=device)
+    row: Row = {"kind": "op" if alone else "layer" if window is None else "window layer", "passes": passes}
+    row |= {"compiler": compiler or "none", "dtype": str(dtype), "window": window}
+    return [*checks, row | report(shape, found) | {"missing": missing}]
 
 
-def as_call(
-    layer: Attention, run: Callable[[Tensor], Tensor], x: Tensor, passes: str
-) -> Callable[[], tuple[Tensor, ...]]:
-    """Return a call for the layer's output, or for the gradients of its input and of every weight."""
-    if passes == "forward":
-        return torch.no_grad()(lambda: (run(x),))
-    leaves = [x.detach().requires_grad_(), *layer.parameters()]
-    weights = torch.ones_like(x)
-    weights[:, ::2] = -1  # a constant gradient would cancel in the softmax
-    return lambda: torch.autograd.grad(run(leaves[0]), leaves, weights)
-
-
-def report(shape: Shape, found: Timed, missing: dict[str, str]) -> Row:
+def report(shape: Shape, found: Timed) -> Row:
     """Return milliseconds with quantiles, and ratios of times of the same round.
 
-    `time_over_best_rope`: against the full RoPE layer with the least median; `time_over_same_kernel`: against RoPE on
-    the kernel of the same name; `time_over_best_peer`: windows against the best of other libraries' windows.
+    `time_over_best_rope`: against the full RoPE with the least median; `time_over_best_peer`: this library's own
+    against the best of other libraries' windows, or CoCA as published.
     """
     seconds = found.seconds
-    ropes = [name for name in seconds if name.split(",")[0] == "rope" and ", window" not in name]
-    first, peer = best(seconds, ropes), best(seconds, ["rope, window, flex", "rope, window, flash-attn"])
+    ropes = [name for name in seconds if name.split(", ")[0] == "rope" and "window" not in name]
+    first, peer = best(seconds, ropes), best(seconds, PEERS)
     assert first is not None
     others = [name for name in seconds if name not in ropes]
-    twins = {name: ", ".join(["rope", *name.split(", ")[1:]]) for name in others if ", window" not in name}
-    twins = {name: twin for name, twin in twins.items() if twin in seconds}
-    windows = {name: peer for name in others if peer and name.endswith(", window")}
-
-    def over(pairs: dict[str, str]) -> dict[str, dict[str, float]]:
-        return {name: ratio(seconds[name], seconds[other]).spread for name, other in pairs.items()}
-
     return {
         **shape._asdict(),
         "d": shape.d,
-        "milliseconds": {name: quantiles(x).milliseconds for name, x in seconds.items()},
+        "milliseconds": {name: spread(x, 1e3) for name, x in seconds.items()},
         "best_rope": first,
-        "time_over_best_rope": over(dict.fromkeys(others, first)),
-        "time_over_same_kernel": over(twins),
+        "time_over_best_rope": {name: ratio(seconds[name], seconds[first]) for name in others},
         "best_peer": peer,
-        "time_over_best_peer": over(windows),
+        "time_over_best_peer": {x: ratio(seconds[x], seconds[peer]) for x in others if peer and x not in PEERS},
         "peak_bytes": found.peaks,
-        "missing": missing | found.missing,
     }
 
 
 def tables(rows: list[Row]) -> list[Table | str]:
-    """Tabulate ratios of times to the best RoPE's, to RoPE on the same kernel or the best other window, and memory."""
+    """Tabulate ratios of times to the best RoPE's and the best other window's, and memory."""
     found: list[Table | str] = []
     for row in (row for row in rows if "best_rope" in row):
         how = [f"window {row['window']}"] * bool(row["window"]) + ["not compiled"] * (row["compiler"] == "none")
         size = f"{row['b']} × {row['n']:,} tokens, {row['h']} heads of {row['d']} on {row['g']}"
-        beside = "time_over_best_peer" if row["window"] else "time_over_same_kernel"
         columns: dict[str, Callable[[Row], str]] = {
             "attention": lambda x: x["name"] + " (best)" * (x["name"] == x["best_rope"]),
             "ms": lambda x: f"{x['milliseconds'][x['name']]['median']:.3f}",
             "time / best RoPE": lambda x: show(x["time_over_best_rope"].get(x["name"])),
-            "time / " + beside[10:].replace("_", " "): lambda x: show(x["beside"].get(x["name"])),
+            "time / best peer": lambda x: show(x["time_over_best_peer"].get(x["name"])),
             "peak MB": lambda x: f"{x['peak_bytes'][x['name']] / 1e6:,.1f}",
         }
-        lines = [{**row, "name": name, "beside": row[beside]} for name in row["milliseconds"]]
+        if not row["time_over_best_peer"]:
+            del columns["time / best peer"]
+        lines = [{**row, "name": name} for name in row["milliseconds"]]
         found += table(", ".join([row["passes"], size, *how]), lines, columns)
-    return [*found, *missing_lines(rows), *worst_line(rows)]
-
-
-def show(found: dict[str, float] | None, digits: int = 3) -> str:
-    """Write a ratio with the quantiles around it.
-
-    >>> show({"median": 1.0, "low": 0.9, "high": 1.25}, 2), show(None)
-    ('1.00 (0.90–1.25)', '–')
-    """
-    if found is None:
-        return "–"
-    return f"{found['median']:.{digits}f} ({found['low']:.{digits}f}–{found['high']:.{digits}f})"
-
-
-def missing_lines(rows: list[Row]) -> list[str]:
-    """Name the candidates without figures, and why."""
-    found = (x for row in rows if isinstance(row.get("missing"), dict) for x in row["missing"].items())
-    return sorted({f"missing: {name}: {why}" for name, why in found})
-
-
-def worst_line(rows: list[Row]) -> list[str]:
-    """Name the check that came nearest to its limit."""
-    checks = [row for row in rows if "error" in row]
-    if not checks:
-        return []
-    row = max(checks, key=lambda row: row["error"] / row["allowed"])
-    return [
-        f"{len(checks)} checks passed; nearest to its limit: {row['attention']}, {row['error']:.1e} of the largest "
-        f"number (allowed: {row['allowed']:.1e})"
-    ]
+    return [*found, *notes(rows)]

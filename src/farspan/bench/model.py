@@ -1,4 +1,4 @@
-"""Complete models: training steps of each attention in turn, bodies of layouts, and the memory of one long window."""
+"""Training steps of complete models, of each attention in turn, and bodies of layouts."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from farspan.bench import Row, Steps, Table, table
-from farspan.bench.checks import WIDER, ResultsDifferError, apart, check
+from farspan.bench import Row, Steps, Table, show, table
+from farspan.bench.checks import WIDER, apart, check, worst
 from farspan.bench.decode import make_config
-from farspan.bench.layer import ALLOWED_GRAPHS, show
-from farspan.bench.timing import in_turn, measure_once, peak_bytes, quantiles, ratio
+from farspan.bench.layer import ALLOWED_GRAPHS
+from farspan.bench.timing import in_turn, peak_bytes, ratio, spread
 from farspan.configuration_farspan import FarspanConfig
-from farspan.evaluation import as_trained, perplexity
+from farspan.evaluation import as_trained
 from farspan.modeling_farspan import FarspanForCausalLM
 from farspan.training.config import OptimizerSection
 from farspan.training.loop import compile_blocks, flops_per_token, make_optimizer, matmul_peak
@@ -21,7 +21,7 @@ from farspan.training.pretraining import NextToken
 
 VARIANTS = ("rope", "coca-exact", "coca-slack", "coca-strict")
 LOSS = {torch.bfloat16: 1e-3, torch.float32: 1e-5}
-"""How far a step's loss may be from that of the same weights in a wider dtype, as a part of it."""
+"""How far a step's loss may be from that of the same weights in a wider dtype, relative to it."""
 GRADIENTS = {torch.bfloat16: 0.5, torch.float32: 1e-2}
 """The same of each weight's gradient, by root mean squares.
 
@@ -81,7 +81,7 @@ def training(
     device: str = "cpu",
     seed: int = 0,
 ) -> Steps:
-    """Time training steps on `rows` × `length` random tokens, in bfloat16 on a GPU.
+    """Time training steps on `rows` × `length` random tokens, in bfloat16 on a GPU; RoPE comes first in any case.
 
     All models are held at once and step in turn, so that ratios of times are those of one machine in one state.
 
@@ -89,8 +89,8 @@ def training(
         body: time forward and backward without the head.
         window, global_every: of the layouts among the variants.
     """
-    fields = {} if body else {"train_length": length}
-    configs = {v: make_config(preset, v, window, global_every, **fields) for v in variants}  # raises early
+    names = list(dict.fromkeys(["rope", *variants]))
+    configs = {x: make_config(preset, x, window, global_every, train_length=length) for x in names}  # raises early
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     calls: dict[str, Step] = {}
     figures: dict[str, Row] = {}
@@ -113,17 +113,16 @@ def training(
 
     def timed() -> list[Row]:
         with torch._dynamo.config.patch(recompile_limit=ALLOWED_GRAPHS):
-            seconds = in_turn(calls, repeats=repeats, device=device, warm_up=0)
+            seconds = in_turn(calls, repeats=repeats, device=device)
         peak, found = matmul_peak(torch.device(device), dtype), []
         label: Row = {"kind": "body" if body else "training", "preset": preset, "rows": rows, "length": length}
         label |= {"compile": compile} | ({"window": window} if window else {})
-        for variant in variants:
-            times, over = quantiles(seconds[variant]), ratio(seconds[variant], seconds["rope"])
-            speed = rows * length / times.median
+        for variant in names:
+            over = ratio(seconds[variant], seconds["rope"])
+            speed = rows * length / spread(seconds[variant])["median"]
             row = {**label, "attention": variant, "seconds": seconds[variant], "tokens_per_second": speed}
             row |= {"matmul_peak": peak, "mfu": speed * figures[variant]["flops_a_token"] / peak}
-            row |= {"time_over_rope": over.median, "range_over_rope": {"low": over.low, "high": over.high}}
-            found.append(row | figures[variant])
+            found.append(row | {"time_over_rope": over.pop("median"), "range_over_rope": over} | figures[variant])
         calls.clear()
         return found
 
@@ -132,24 +131,11 @@ def training(
     return [*found, (f"{what}: timed", timed)]
 
 
-def bodies(
-    preset: str,
-    layouts: Sequence[str],
-    lengths: Sequence[int],
-    *,
-    window: int,
-    global_every: int,
-    repeats: int,
-    device: str,
-    seed: int,
-    compile: bool,
-) -> Steps:
+def bodies(preset: str, layouts: Sequence[str], lengths: Sequence[int], *, device: str, **options: Any) -> Steps:
     """Time the body of a model in each layout at each length, 32,768 tokens at once on a GPU, full RoPE first."""
-    names = list(dict.fromkeys(["rope", *layouts]))
-    options: dict[str, Any] = {"window": window, "global_every": global_every, "repeats": repeats, "device": device}
-    options |= {"seed": seed, "compile": compile, "body": True, "variants": names}
-    rows = [max(1, 32_768 // n) if device == "cuda" else 1 for n in lengths]
-    return [step for n, b in zip(lengths, rows, strict=True) for step in training(preset, length=n, rows=b, **options)]
+    rows = {n: max(1, 32_768 // n) if device == "cuda" else 1 for n in lengths}
+    options |= {"body": True, "variants": layouts, "device": device}
+    return [step for n in lengths for step in training(preset, length=n, rows=rows[n], **options)]
 
 
 def check_step(variant: str, step: Step, dtype: torch.dtype) -> dict[str, float]:
@@ -168,57 +154,23 @@ def check_step(variant: str, step: Step, dtype: torch.dtype) -> dict[str, float]
         part.backward()
         want += part.detach()
     found = check(f"{variant}, the loss of a step", loss, want, limit=LOSS[dtype])
-    worst, allowed = 0.0, GRADIENTS[dtype]
+    checks = []
     for (name, ours), theirs in zip(step.model.named_parameters(), twin.parameters(), strict=True):
         if ours.grad is None and theirs.grad is None:  # the head of a body
             continue
         assert ours.grad is not None
         assert theirs.grad is not None
-        error = apart(ours.grad, theirs.grad)
-        if not error <= allowed:
-            raise ResultsDifferError(
-                f"{variant}, the gradient of {name} is wrong by {error:.1e} (allowed: {allowed:.0e})"
-            )
-        worst = max(worst, error)
+        what = f"{variant}, the gradient of {name}"
+        checks.append(check(what, ours.grad, theirs.grad, limit=GRADIENTS[dtype], error_of=apart))
     step.optimizer.zero_grad()
-    return {**found, "gradient_error": worst, "gradient_allowed": allowed}
-
-
-def window(
-    preset: str = "350m",
-    *,
-    variants: Sequence[str] = VARIANTS,
-    length: int = 32_768,
-    chunk: int = 8192,
-    device: str = "cpu",
-    seed: int = 0,
-) -> Steps:
-    """Measure the memory of reading one window for its perplexity, weights included."""
-
-    def measure(variant: str) -> list[Row]:
-        torch.manual_seed(seed)
-        config = FarspanConfig.preset(preset, attention=variant)
-        model = FarspanForCausalLM(config).eval().to(device)
-        tokens = torch.randint(0, config.vocab_size, (length,))
-
-        def read() -> None:
-            with as_trained(device):
-                perplexity(model, [tokens], length=length, tokens_at_once=length, chunk=chunk)
-
-        weights = sum(p.numel() * p.element_size() for p in model.parameters())
-        row: Row = {"kind": "window", "preset": preset, "attention": variant, "length": length, "chunk": chunk}
-        row |= {"weight_bytes": weights, "peak_bytes": weights + peak_bytes(read, device)}
-        return [row | {"seconds": [measure_once(read, device)]}]
-
-    return [(f"{variant}: {length:,} tokens read", partial(measure, variant)) for variant in variants]
+    return found | {f"gradient_{name}": value for name, value in worst(checks).items()}
 
 
 def tables(rows: list[Row]) -> list[Table | str]:
     """Tabulate ratios of times to RoPE's."""
-    timed = [row for row in rows if row["kind"] in ("training", "body")]
-    found = table(
+    return table(
         "training step, or forward and backward of the body",
-        timed,
+        [row for row in rows if row["kind"] in ("training", "body")],
         {
             "attention": lambda x: x["attention"],
             "rows × tokens": lambda x: f"{x['rows']} × {x['length']:,}",
@@ -228,6 +180,3 @@ def tables(rows: list[Row]) -> list[Table | str]:
             "peak GB": lambda x: f"{x['peak_bytes'] / 1e9:.2f}",
         },
     )
-    for row in (row for row in rows if row["kind"] == "window"):
-        found.append(f"{row['attention']}, one window of {row['length']:,} tokens: {row['peak_bytes'] / 1e9:.2f} GB")
-    return found

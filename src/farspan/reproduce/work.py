@@ -276,7 +276,7 @@ class Work:
 
         options, cuda = dict(self.preset.speed[part]), self.device == "cuda"
         if part == "decode":
-            steps = decode.steps(options.pop("model"), compile="one" if cuda else "none", device=self.device, **options)
+            steps = decode.steps(options.pop("model"), device=self.device, **options)
         elif part == "layer":
             shapes = layer.shapes(options.pop("lengths"), [1], self.device)
             steps = layer.steps(shapes, only=None if cuda else layer.QUICK, device=self.device, **options)
@@ -284,7 +284,7 @@ class Work:
             steps = cosformer.kernel_steps(cosformer.shapes(options.pop("lengths")), device="cuda", seed=0, **options)
         else:
             lengths = options.pop("lengths")
-            steps = cosformer.steps(lengths, lengths, min(lengths), device="cpu", seed=0, **options)
+            steps = cosformer.steps(lengths, min(lengths), device="cpu", seed=0, **options)
         run(steps, kind=f"bench-{part}", device=self.device, seed=0, out=result, force=True, progress=progress)
 
 
