@@ -307,9 +307,9 @@ def check_same(path: Path, settings: Mapping[str, Any], what: str) -> None:
 
 
 def check_unchanged(before: Any, now: Any, what: str) -> None:
-    """Raise for the first setting that differs from what it was when `what` began."""
-    for key, old, new in differences(before, now):
-        raise ValueError(f"this {what} began with {key} = {old!r}, got {new!r}; keep it or use another folder")
+    """Raise for the settings that differ from what they were when `what` began."""
+    found = [f"{key} = {old!r}, got {new!r}" for key, old, new in differences(before, now)]
+    require(not found, f"this {what} began with {'; '.join(found)}; keep it or use another folder")
 
 
 def differences(before: Any, now: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
