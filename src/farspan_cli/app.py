@@ -62,13 +62,13 @@ def main() -> None:
 
 
 def is_out_of_memory(error: MemoryError | RuntimeError) -> bool:
-    """Whether Python or torch could not allocate; a size beyond int64 counts too."""
+    """Return whether Python or torch could not allocate; a size beyond int64 counts too."""
     texts = "out of memory", "not enough memory", "can't allocate memory", "Storage size calculation overflowed"
     return isinstance(error, MemoryError) or any(text in str(error) for text in texts)
 
 
 def _given(error: UsageError) -> str:
-    """What the option in question was given, where the message does not say."""
+    """Say what the option in question was given, where the message does not."""
     for name in getattr(getattr(error, "param", None), "opts", []):
         for word, after in zip(sys.argv, [*sys.argv[1:], ""], strict=True):
             value = after if word == name else word.removeprefix(f"{name}=") if word.startswith(f"{name}=") else ""
@@ -78,7 +78,7 @@ def _given(error: UsageError) -> str:
 
 
 def _command(error: UsageError) -> str:
-    """The command in question, however the program was started."""
+    """Name the command in question, however the program was started."""
     names, context = list[str](), error.ctx
     while context is not None and context.parent is not None:
         names.insert(0, str(context.info_name))
@@ -88,7 +88,7 @@ def _command(error: UsageError) -> str:
 
 @contextmanager
 def making(out: Path) -> Iterator[None]:
-    """Ctrl-C once the model's folder has its name says so: the same command again would refuse it as not empty."""
+    """Make a Ctrl-C that comes after the model's folder is complete say so: the same command would raise for it."""
     config = out / "config.json"  # the last of its files to come
     before = config.exists()
     try:
@@ -100,7 +100,7 @@ def making(out: Path) -> Iterator[None]:
 
 
 def fail(message: str) -> NoReturn:
-    """One line on stderr, exit 2."""
+    """Print one line on stderr and exit with 2."""
     print(f"farspan: {' '.join(message.split())}", file=sys.stderr)
     sys.exit(2)
 
@@ -119,7 +119,7 @@ def options(
 
 
 def whole_numbers(text: str, option: str = "--lengths", example: str = "2048,8192") -> list[int]:
-    """ "512,1024" → [512, 1024]."""
+    """Read "512,1024" as [512, 1024]."""
     try:
         numbers = [int(part) for part in text.split(",")]
     except ValueError:
@@ -130,11 +130,7 @@ def whole_numbers(text: str, option: str = "--lengths", example: str = "2048,819
 
 
 def weighted(text: str, option: str, kind: str, example: str) -> tuple[str, float]:
-    """ "books" → ("books", 1.0); "books=0.75" → ("books", 0.75). `kind`: what the option calls a source.
-
-    >>> weighted("a=b=3", "--data", "DIR", "--data books=3")
-    ('a=b', 3.0)
-    """
+    """Read "books=0.75" as ("books", 0.75), and "books" as ("books", 1.0). `kind`: what the option calls a source."""
     source, sign, weight = text.rpartition("=")
     if not sign:
         return text, 1.0
