@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from farspan.data import prepare
-from farspan.finetune import finetune, open_origin
+from farspan.finetune import finetune
+from farspan.finetune.run import open_origin
 from farspan.utils import lock
 from tests.finetune.folders import recipe
 
