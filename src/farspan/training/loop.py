@@ -72,9 +72,7 @@ class Job:
     """Rows per step, all processes together."""
     tokens_per_row: int
     start: Callable[[], PreTrainedModel]
-    """Make the model that training begins with."""
     load: Callable[[Path], PreTrainedModel]
-    """Read a checkpoint of this job."""
     batches: Callable[[], Rows]
     objective: Callable[[Any], nn.Module]
     """Model → module with it as ``.model`` whose forward is the loss of one batch. Keep what must be neither saved nor
@@ -88,7 +86,6 @@ class Status:
     """How far a run is, and how fast."""
 
     step: int
-    steps: int
     loss: float
     tokens_per_second: float
     """Since the first reading, so that compilation does not count."""
@@ -99,7 +96,7 @@ class Status:
 
     def __str__(self) -> str:
         """
-        >>> print(Status(10, 20, 0.00041234, 1500.0, 0.412, 3.0))
+        >>> print(Status(10, 0.00041234, 1500.0, 0.412, 3.0))
         step 10, loss 0.00041, 1,500 tokens/s, MFU 41%
         """
         speed = f"{self.tokens_per_second:,.0f} tokens/s, MFU {self.mfu:.0%}"
@@ -162,6 +159,10 @@ def main_process() -> bool:
     return bool(_processes().is_main_process)
 
 
+def _processes() -> PartialState:
+    return PartialState(cpu=not torch.cuda.is_available())
+
+
 def on_main(function: Callable[[], T]) -> T:
     """Call a function in the main process; return its value, or raise its error, in all of them."""
     if _processes().num_processes == 1:
@@ -176,10 +177,6 @@ def on_main(function: Callable[[], T]) -> T:
     if isinstance(found[0], Exception):
         raise found[0]
     return found[0]
-
-
-def _processes() -> PartialState:
-    return PartialState(cpu=not torch.cuda.is_available())
 
 
 @contextmanager
@@ -319,8 +316,8 @@ class _Run:
         speed = tokens / max(now - began, 1e-9)
         if self.status is None:
             self.clock = (self.step, now)
-        seconds, steps = self.earlier_seconds + now - self.started, self.job.optimizer.steps
-        self.status = Status(self.step, steps, self.last_loss, speed, speed * self.flops / self.peak, seconds)
+        seconds = self.earlier_seconds + now - self.started
+        self.status = Status(self.step, self.last_loss, speed, speed * self.flops / self.peak, seconds)
         return self.status
 
     def any_process(self, flag: bool) -> bool:
