@@ -21,8 +21,8 @@ PRELOADED = [
     "farspan.report.figures",
     "farspan.reproduce",
     "farspan_cli",
+    "tensorboard.summary.writer.record_writer",
     "tests.training.runs",
-    "torch.utils.tensorboard",
 ]
 """Seconds of imports, which a process started with `subprocess` would spend again."""
 

@@ -32,7 +32,7 @@ def in_order(
         sampler=items,
         num_workers=workers,
         collate_fn=lambda result: result,
-        worker_init_fn=lambda _: signal.signal(signal.SIGINT, signal.SIG_IGN),  # Ctrl-C is the parent's to handle
+        worker_init_fn=_leave_interrupts,
         multiprocessing_context="fork",
         generator=torch.Generator(),  # else it draws a seed from the global one
     )
@@ -58,3 +58,7 @@ class _Calls(Dataset[Any]):
             return self._function(item)
         except Exception as error:  # the loader would put its own traceback into the message
             return error
+
+
+def _leave_interrupts(_: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
