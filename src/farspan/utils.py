@@ -69,9 +69,7 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
     """
     path = Path(path)
     temporary = path.with_name(path.name + ".part")
-    missing = [x for x in path.parents if not x.exists()]
-    with explain_write_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
+    with explain_write_errors(path), _made_parents(path):
         remove(temporary)
         try:
             yield temporary
@@ -83,10 +81,20 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
             sync(path.parent)
         except BaseException:
             remove(temporary)
-            for folder in missing:  # the innermost first
-                with suppress(OSError):
-                    folder.rmdir()
             raise
+
+
+@contextmanager
+def _made_parents(path: Path) -> Iterator[None]:
+    """Make the folders above a path; afterwards remove those that were new and are empty."""
+    missing = [x for x in path.parents if not x.exists()]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield
+    finally:
+        for folder in missing:  # the innermost first
+            with suppress(OSError):
+                folder.rmdir()
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
@@ -125,18 +133,13 @@ def sha256(path: Path) -> str:
 
 def check_writable(path: Path) -> None:
     """Raise OSError, with the remedy, if :func:`atomic_path` could not write a file there. Leave nothing behind."""
-    probe, missing = path.with_name(path.name + ".part"), [x for x in path.parents if not x.exists()]
+    probe = path.with_name(path.name + ".part")
     with explain_write_errors(path):
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, "Is a directory")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+        with _made_parents(path):
             probe.touch()
             probe.unlink()
-        finally:
-            for folder in missing:  # the innermost first
-                with suppress(OSError):
-                    folder.rmdir()
 
 
 def check_folder(out: Path, marker: str | None = None, *, what: str = "of this command") -> None:
