@@ -41,11 +41,12 @@ app = typer.Typer(
 def main() -> None:
     """Entry point."""
     try:
-        sys.exit(app(standalone_mode=False))
+        sys.exit(app(prog_name="farspan", standalone_mode=False))
     except UsageError as error:
         if not error.format_message():  # a command without arguments: its help was shown
             sys.exit(2)
-        fail(f"{error.format_message().rstrip('.')}{_given(error)}; see '{_command(error)} --help'")
+        command = error.ctx.command_path if error.ctx else "farspan"
+        fail(f"{error.format_message().rstrip('.')}{_given(error)}; see '{command} --help'")
     except (ValueError, OSError) as error:
         fail(str(error))
     except (InterruptedByUserError, KeyboardInterrupt, typer.Abort) as error:
@@ -75,15 +76,6 @@ def _given(error: UsageError) -> str:
             if value and repr(value) not in error.format_message():
                 return f", got {value}"
     return ""
-
-
-def _command(error: UsageError) -> str:
-    """Name the command in question, however the program was started."""
-    names, context = list[str](), error.ctx
-    while context is not None and context.parent is not None:
-        names.insert(0, str(context.info_name))
-        context = context.parent
-    return " ".join(("farspan", *names))
 
 
 @contextmanager
