@@ -307,8 +307,8 @@ def give_lengths(model: FarspanForCausalLM, stage: Stage) -> None:
     32 → 64 → 128 ends with factor 4.
     """
     config, rope, longest = model.config, dict(stage.rope_parameters), stage.length * stage.reach
-    # Where positions jump a window would reach across, log_length count keys that are not there, and a linear
-    # attention run out of its table.
+    # Skipped positions would take a window across the gap, let log_length count absent keys, and leave a linear
+    # layer's table.
     steady = not config.log_length and all(not spec.linear and spec.window is None for spec in config.attention_specs)
     require(
         stage.reach == 1 or steady,
