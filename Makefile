@@ -8,7 +8,7 @@ EXTRAS := dev,data,train,report
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test test-transformers lint format docs wheel fuzz clean
+.PHONY: demo test test-transformers lint format docs wheel fuzz kills clean
 
 demo: $(VENV)/.installed
 	$(BIN)/farspan demo
@@ -48,6 +48,9 @@ wheel: $(VENV)/.installed
 
 fuzz: $(VENV)/.installed
 	HF_HUB_OFFLINE=1 $(BIN)/python -m tests.fuzz --commands 5000 --ops 20000
+
+kills: $(VENV)/.installed
+	HF_HUB_OFFLINE=1 $(BIN)/python -m tests.kills --kills 200
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

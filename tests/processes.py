@@ -21,8 +21,8 @@ PRELOADED = [
     "farspan.report.figures",
     "farspan.reproduce",
     "farspan_cli",
+    "tensorboard.summary.writer.record_writer",
     "tests.training.runs",
-    "torch.utils.tensorboard",
 ]
 """Seconds of imports, which a process started with `subprocess` would spend again."""
 
@@ -59,7 +59,8 @@ class Started:
         self.process.join(seconds)
         self.process.kill()
         self.process.join()
-        out, err = ((Path(self._folder.name) / name).read_text() for name in ("stdout", "stderr"))
+        files = [Path(self._folder.name) / name for name in ("stdout", "stderr")]
+        out, err = (file.read_text() if file.exists() else "" for file in files)  # killed early, it has none
         return CompletedProcess([], self.process.exitcode or 0, out, err)
 
 

@@ -22,9 +22,6 @@ def in_order(
     Args:
         workers: 1 = this process.
         remedy: what to do when a process ends by itself, for the error that then says so.
-
-    >>> list(in_order(abs, range(-3, 1), 1, remedy="try again"))
-    [3, 2, 1, 0]
     """
     if workers == 1:
         yield from map(function, items)
@@ -34,24 +31,22 @@ def in_order(
         batch_size=None,
         sampler=items,
         num_workers=workers,
-        collate_fn=_unchanged,
+        collate_fn=lambda result: result,
         worker_init_fn=_leave_interrupts,
         multiprocessing_context="fork",
         generator=torch.Generator(),  # else it draws a seed from the global one
     )
-    results = iter(loader)
-    while True:
-        try:
-            result = next(results)
-        except StopIteration:
-            return
-        except RuntimeError as error:
-            raise OSError(
-                f"workers must survive, got one of {workers} that ended by itself, perhaps out of memory; {remedy}"
-            ) from error
-        if isinstance(result, Exception):
-            raise result
-        yield result
+    try:
+        for result in loader:
+            if isinstance(result, Exception):
+                raise result
+            yield result
+    except RuntimeError as error:
+        if "DataLoader worker" not in str(error):
+            raise
+        raise OSError(
+            f"workers must survive, got one of {workers} that ended by itself, perhaps out of memory; {remedy}"
+        ) from error
 
 
 class _Calls(Dataset[Any]):
@@ -63,10 +58,6 @@ class _Calls(Dataset[Any]):
             return self._function(item)
         except Exception as error:  # the loader would put its own traceback into the message
             return error
-
-
-def _unchanged(result: Any) -> Any:
-    return result
 
 
 def _leave_interrupts(_: int) -> None:

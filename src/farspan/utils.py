@@ -8,15 +8,14 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, get_args, get_type_hints
 
-from farspan.errors import require
+from farspan.errors import require, unknown
 
 Settings = TypeVar("Settings")
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-DEEPEST = 200
-"""Levels of nesting that a settings file may have; parsers of deeper ones exhaust Python's stack."""
 
 
 # Progress
@@ -46,8 +45,8 @@ def explain_write_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        full = "free some space and run the same command again"
-        remedies = {errno.EISDIR: "add a file name"} | dict.fromkeys(DISK_FULL, full)
+        remedies = dict.fromkeys(DISK_FULL, "free some space and run the same command again")
+        remedies[errno.EISDIR] = "add a file name"
         remedy = remedies.get(error.errno or 0, "choose a folder that can be written to")
         failure = OSError(f"cannot write {path}: {error.strerror or error}; {remedy}")
         failure.errno = error.errno
@@ -58,9 +57,8 @@ def explain_write_errors(path: Path) -> Iterator[None]:
 def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield a path to write a file or a folder at; rename it to `path` once the block ends without an error.
 
-    All files are synced to disk before the rename, and the folder that holds them after it. A folder replaces only an
-    empty folder. What a killed process left is removed by the next writer of the same path: one writer at a time
-    (:func:`lock`).
+    Sync all files to disk before the rename, and the folder that holds them after it. A folder replaces only an empty
+    folder. The next writer of the same path removes what a killed process left: one writer at a time (:func:`lock`).
 
     >>> import tempfile
     >>> out = Path(tempfile.mkdtemp(), "a.txt")
@@ -71,9 +69,7 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
     """
     path = Path(path)
     temporary = path.with_name(path.name + ".part")
-    missing = [x for x in path.parents if not x.exists()]
-    with explain_write_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
+    with explain_write_errors(path), _made_parents(path):
         remove(temporary)
         try:
             yield temporary
@@ -85,10 +81,20 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
             sync(path.parent)
         except BaseException:
             remove(temporary)
-            for folder in missing:  # the innermost first
-                with suppress(OSError):
-                    folder.rmdir()
             raise
+
+
+@contextmanager
+def _made_parents(path: Path) -> Iterator[None]:
+    """Make the folders above a path; afterwards remove those that were new and are empty."""
+    missing = [x for x in path.parents if not x.exists()]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield
+    finally:
+        for folder in missing:  # the innermost first
+            with suppress(OSError):
+                folder.rmdir()
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
@@ -127,18 +133,13 @@ def sha256(path: Path) -> str:
 
 def check_writable(path: Path) -> None:
     """Raise OSError, with the remedy, if :func:`atomic_path` could not write a file there. Leave nothing behind."""
-    probe, missing = path.with_name(path.name + ".part"), [x for x in path.parents if not x.exists()]
+    probe = path.with_name(path.name + ".part")
     with explain_write_errors(path):
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, "Is a directory")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+        with _made_parents(path):
             probe.touch()
             probe.unlink()
-        finally:
-            for folder in missing:  # the innermost first
-                with suppress(OSError):
-                    folder.rmdir()
 
 
 def check_folder(out: Path, marker: str | None = None, *, what: str = "of this command") -> None:
@@ -195,11 +196,6 @@ def read_settings(path: str | os.PathLike[str], argument: str = "config") -> dic
     kind = "JSON" if path.suffix == ".json" else "TOML"
     try:
         text = path.read_text(encoding="utf-8")
-        depth = deepest = 0
-        for character in text:
-            depth += (character in "[{") - (character in "]}")
-            deepest = max(deepest, depth)
-        require(deepest <= DEEPEST, f"it nests {deepest} levels; at most {DEEPEST} are read")
         values = json.loads(text) if kind == "JSON" else tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # also what is not UTF-8
         raise ValueError(f"{argument} {str(path)!r} is not valid {kind}: {error}; correct it") from error
@@ -210,8 +206,8 @@ def read_settings(path: str | os.PathLike[str], argument: str = "config") -> dic
 def parse(cls: type[Settings], values: Mapping[str, Any], prefix: str = "") -> Settings:
     """Make a dataclass from nested mappings with pydantic. Raise one line for the first wrong or unknown key.
 
-    Whole numbers stand for decimals and lists for tuples; nothing else is converted, and nan and inf are wrong. Limits
-    of a field are annotations: ``steps: Annotated[int, Field(ge=1)] = 1000``.
+    Only whole numbers become decimals, and lists tuples; nan and inf are wrong. Limits of a field are annotations:
+    ``steps: Annotated[int, Field(ge=1)] = 1000``.
 
     >>> from dataclasses import dataclass
     >>> @dataclass(frozen=True)
@@ -236,9 +232,6 @@ def parse(cls: type[Settings], values: Mapping[str, Any], prefix: str = "") -> S
 
 def _forbid_unknown(cls: Any, config: Any) -> None:
     """Give a dataclass, and those in its fields, pydantic's configuration."""
-    from dataclasses import fields, is_dataclass
-    from typing import get_args, get_type_hints
-
     if "__pydantic_config__" in vars(cls):
         return
     cls.__pydantic_config__ = config
@@ -255,7 +248,7 @@ def _finite(value: Any, name: str) -> Any:
         dot = "" if not name or name.endswith(".") else "."
         return {str(key): _finite(one, f"{name}{dot}{key}") for key, one in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(one, name) for one in value]
+        return [_finite(one, f"{name}[{i}]") for i, one in enumerate(value)]
     plain = value is None or isinstance(value, bool | str) or (isinstance(value, float) and math.isfinite(value))
     require(
         plain or (type(value) is int and abs(value) < 2**63),
@@ -265,24 +258,20 @@ def _finite(value: Any, name: str) -> Any:
 
 
 def _first_line(cls: Any, error: Mapping[str, Any], prefix: str) -> str:
-    from dataclasses import fields, is_dataclass
-    from typing import get_args, get_type_hints
-
-    from farspan.errors import unknown
-
-    where = [str(part) for part in error["loc"]]
-    name, message, given = prefix + ".".join(where), str(error["msg"]), error["input"]
+    *above, last = error["loc"] or ("",)
+    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in error["loc"]).lstrip(".")
+    name, message = prefix + path, str(error["msg"])
     if error["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
-        for part in where[:-1]:
+        for part in above:
             hint = get_type_hints(cls).get(part) if is_dataclass(cls) else None
             cls = next((kind for kind in (hint, *get_args(hint)) if is_dataclass(kind)), cls)
-        return str(unknown(f"configuration key {name}", where[-1], [f.name for f in fields(cls)]))
+        return str(unknown(f"configuration key {name}", last, [f.name for f in fields(cls)]))
     if error["type"] == "value_error":  # our own, of a __post_init__
         return message.removeprefix("Value error, ")
     if error["type"] == "missing":
         return f"configuration key {name} must be given; add it"
     _, should, rest = message.partition(" should ")  # "Input should be …", "String should match …"
-    return f"{name} must {rest}, got {given!r}" if should else f"{name}: {message}, got {given!r}"
+    return f"{name} must {rest}, got {error['input']!r}" if should else f"{name}: {message}, got {error['input']!r}"
 
 
 def check_same(path: Path, settings: Mapping[str, Any], what: str) -> None:
@@ -307,9 +296,9 @@ def check_same(path: Path, settings: Mapping[str, Any], what: str) -> None:
 
 
 def check_unchanged(before: Any, now: Any, what: str) -> None:
-    """Raise for the first setting that differs from what it was when `what` began."""
-    for key, old, new in differences(before, now):
-        raise ValueError(f"this {what} began with {key} = {old!r}, got {new!r}; keep it or use another folder")
+    """Raise for the settings that differ from what they were when `what` began."""
+    found = [f"{key} = {old!r}, got {new!r}" for key, old, new in differences(before, now)]
+    require(not found, f"this {what} began with {'; '.join(found)}; keep it or use another folder")
 
 
 def differences(before: Any, now: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:

@@ -41,11 +41,12 @@ app = typer.Typer(
 def main() -> None:
     """Entry point."""
     try:
-        sys.exit(app(standalone_mode=False))
+        sys.exit(app(prog_name="farspan", standalone_mode=False))
     except UsageError as error:
         if not error.format_message():  # a command without arguments: its help was shown
             sys.exit(2)
-        fail(f"{error.format_message().rstrip('.')}{_given(error)}; see '{_command(error)} --help'")
+        command = error.ctx.command_path if error.ctx else "farspan"
+        fail(f"{error.format_message().rstrip('.')}{_given(error)}; see '{command} --help'")
     except (ValueError, OSError) as error:
         fail(str(error))
     except (InterruptedByUserError, KeyboardInterrupt, typer.Abort) as error:
@@ -62,13 +63,13 @@ def main() -> None:
 
 
 def is_out_of_memory(error: MemoryError | RuntimeError) -> bool:
-    """Whether Python or torch could not allocate; a size beyond int64 counts too."""
+    """Return whether Python or torch could not allocate; a size beyond int64 counts too."""
     texts = "out of memory", "not enough memory", "can't allocate memory", "Storage size calculation overflowed"
     return isinstance(error, MemoryError) or any(text in str(error) for text in texts)
 
 
 def _given(error: UsageError) -> str:
-    """What the option in question was given, where the message does not say."""
+    """Say what the option in question was given, where the message does not."""
     for name in getattr(getattr(error, "param", None), "opts", []):
         for word, after in zip(sys.argv, [*sys.argv[1:], ""], strict=True):
             value = after if word == name else word.removeprefix(f"{name}=") if word.startswith(f"{name}=") else ""
@@ -77,18 +78,9 @@ def _given(error: UsageError) -> str:
     return ""
 
 
-def _command(error: UsageError) -> str:
-    """The command in question, however the program was started."""
-    names, context = list[str](), error.ctx
-    while context is not None and context.parent is not None:
-        names.insert(0, str(context.info_name))
-        context = context.parent
-    return " ".join(("farspan", *names))
-
-
 @contextmanager
 def making(out: Path) -> Iterator[None]:
-    """Ctrl-C once the model's folder has its name says so: the same command again would refuse it as not empty."""
+    """Make a Ctrl-C that comes after the model's folder is complete say so: the same command would raise for it."""
     config = out / "config.json"  # the last of its files to come
     before = config.exists()
     try:
@@ -100,7 +92,7 @@ def making(out: Path) -> Iterator[None]:
 
 
 def fail(message: str) -> NoReturn:
-    """One line on stderr, exit 2."""
+    """Print one line on stderr and exit with 2."""
     print(f"farspan: {' '.join(message.split())}", file=sys.stderr)
     sys.exit(2)
 
@@ -119,7 +111,7 @@ def options(
 
 
 def whole_numbers(text: str, option: str = "--lengths", example: str = "2048,8192") -> list[int]:
-    """ "512,1024" → [512, 1024]."""
+    """Read "512,1024" as [512, 1024]."""
     try:
         numbers = [int(part) for part in text.split(",")]
     except ValueError:
@@ -130,11 +122,7 @@ def whole_numbers(text: str, option: str = "--lengths", example: str = "2048,819
 
 
 def weighted(text: str, option: str, kind: str, example: str) -> tuple[str, float]:
-    """ "books" → ("books", 1.0); "books=0.75" → ("books", 0.75). `kind`: what the option calls a source.
-
-    >>> weighted("a=b=3", "--data", "DIR", "--data books=3")
-    ('a=b', 3.0)
-    """
+    """Read "books=0.75" as ("books", 0.75), and "books" as ("books", 1.0). `kind`: what the option calls a source."""
     source, sign, weight = text.rpartition("=")
     if not sign:
         return text, 1.0

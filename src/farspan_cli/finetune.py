@@ -1,8 +1,9 @@
 """`farspan finetune`."""
 
+import json
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -21,10 +22,7 @@ def finetune(
         list[str], typer.Option(help="Token folder of `farspan data --tokenizer MODEL`, or DIR=WEIGHT; repeat to mix.")
     ],
     out: Annotated[Path, typer.Option(help="Folder of the run; the same command continues there.", show_default=False)],
-    recipe: Annotated[
-        str,
-        typer.Option(help="One of those above, or a TOML file."),
-    ] = "distill",
+    recipe: Annotated[str, typer.Option(help="One of those above, or a TOML file.")] = "distill",
     teacher: Annotated[
         str | None,
         typer.Option(help="The original, for a recipe that distils. Default: what MODEL was converted from."),
@@ -60,45 +58,27 @@ def finetune(
     from farspan.finetune import finetune as run
     from farspan.training import TrainingStoppedError
     from farspan.training.config import RunSection
-    from farspan.training.loop import main_process
+    from farspan.training.loop import format_loss, main_process
 
     chosen = Recipe.load(recipe)
     chosen = chosen if length is None else chosen.capped(length)
     chosen = chosen if tokens is None else chosen.scaled(tokens)
     section = RunSection(seed, precision, compile, gradient_checkpointing, checkpoint_every)  # type: ignore[arg-type]
     console = Console(quiet=not main_process())
+
+    def plan() -> None:
+        for stage in chosen.stages:
+            rows = f"{stage.batch_size:,} row{'s' if stage.batch_size > 1 else ''} of {stage.length:,} tokens"
+            console.print(f"stage {stage.name}: {stage.optimizer.steps:,} steps of {rows}", highlight=False)
+
+    sources = dict(weighted(one, "--data", "DIR", "--data books=3 --data code=1") for one in data)
     with show_progress(console) as show:
-
-        def plan() -> None:
-            for stage in chosen.stages:
-                rows = f"{stage.batch_size:,} row{'s' if stage.batch_size > 1 else ''} of {stage.length:,} tokens"
-                console.print(f"stage {stage.name}: {stage.optimizer.steps:,} steps of {rows}", highlight=False)
-
         try:
-            written = run(
-                model,
-                dict(weighted(one, "--data", "DIR", "--data books=3 --data code=1") for one in data),
-                chosen,
-                out,
-                teacher=teacher,
-                run=section,
-                begin=plan,
-                progress=show,
-            )
+            written = run(model, sources, chosen, out, teacher=teacher, run=section, begin=plan, progress=show)
         except TrainingStoppedError as error:
             fail(str(error))
-    _show(console, out)
-    console.print(f"model: {written}")
-
-
-def _show(console: Console, out: Path) -> None:
-    import json
-
-    from farspan.training.loop import format_loss
-
-    rows: list[dict[str, Any]] = json.loads((out / "recipe.json").read_text())["rows"]
     table = Table("stage", "objective", "trained", "tokens", "time", Column("loss", no_wrap=True))
-    for row in rows:
+    for row in json.loads((out / "recipe.json").read_text())["rows"]:
         table.add_row(
             row["name"],
             " + ".join(name if weight == 1 else f"{weight:g} {name}" for name, weight in row["objective"].items()),
@@ -108,3 +88,4 @@ def _show(console: Console, out: Path) -> None:
             f"{format_loss(row['first_loss'])} → {format_loss(row['last_loss'])}",
         )
     console.print(table)
+    console.print(f"model: {written}")

@@ -51,8 +51,7 @@ class _Log:
     def __init__(self) -> None:
         self.started = time.monotonic()
         self.phase: str | None = None
-        self.begun = self.first = 0.0
-        self.last = self.started - EVERY
+        self.begun = self.first = self.last = 0.0
 
     def __call__(self, done: float, total: float | None, text: str = "", *, phase: str = "") -> None:
         now = time.monotonic()
@@ -60,19 +59,8 @@ class _Log:
             self.phase, self.begun, self.first, self.last = phase, now, done, now - EVERY
         if now - self.started < SILENT or now - self.last < EVERY:
             return
-        self.last = now
-        share, left = f"{done / total:4.0%}  " if total else "", self._left(done, total, now)
-        print(f"{share}{text or phase}{f'  ({left} left)' if left else ''}", file=sys.stderr, flush=True)
-
-    def _left(self, done: float, total: float | None, now: float) -> str:
-        if not total or done <= self.first:
-            return ""
-        return duration((now - self.begun) * (total - done) / (done - self.first))
-
-
-def duration(seconds: float) -> str:
-    """
-    >>> duration(3725.4)
-    '1:02:05'
-    """
-    return str(timedelta(seconds=round(seconds)))
+        self.last, left = now, ""
+        if total and done > self.first:
+            seconds = (now - self.begun) * (total - done) / (done - self.first)
+            left = f"  ({timedelta(seconds=round(seconds))} left)"
+        print(f"{done / total:4.0%}  " if total else "", text or phase, left, sep="", file=sys.stderr, flush=True)

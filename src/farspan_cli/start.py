@@ -42,8 +42,8 @@ def doctor() -> None:
 
     console, device = Console(), "cuda" if torch.cuda.is_available() else "cpu"
     names = ("farspan", "torch", "transformers", "accelerate", "triton", "flash-attn", "vllm")
-    versions = [f"python {platform.python_version()}", *(f"{name} {version(name)}" for name in names if version(name))]
-    console.print(", ".join(versions), highlight=False)
+    versions = {"python": platform.python_version()} | {name: version(name) for name in names}
+    console.print(", ".join(f"{name} {found}" for name, found in versions.items() if found), highlight=False)
     console.print(f"device: {device_name(device)}", highlight=False)
     missing = [name for name, need in EXTRAS.items() if any(version(package) is None for package in need)]
     console.print(f"extras not installed: {', '.join(missing) or 'none'}", highlight=False)

@@ -35,10 +35,7 @@ def finetune(folders: tuple[Path, Path, str], tmp_path: Path) -> Finetune:
     [
         (["--recipe", "distil"], "did you mean 'distill'"),
         (["--length", "128"], "length of stage attention must be at least 246 tokens for a passkey text"),
-        (
-            ["--recipe", "paper", "--teacher", "nowhere"],
-            "--teacher must be left out for a recipe that",
-        ),
+        (["--recipe", "paper", "--teacher", "nowhere"], "--teacher must be left out for a recipe that"),
         (["--teacher", "nowhere"], "--teacher must exist, got 'nowhere'"),
         (["--data", "gone"], "data must be a folder with manifest.json, got 'gone'"),
         (["--recipe", "TOML"], "configuration key stages[0].lenght"),
@@ -79,21 +76,19 @@ def test_ctrl_c_says_where_it_stopped_and_the_same_command_goes_on(
     given = ["--recipe", "paper", "--length", 16, "--tokens", 240]
     original = loop._Run.advance
 
-    def press(self, step: int) -> None:
+    def press(self: loop._Run, step: int) -> None:
         original(self, step)
         if step == 2:
             os.kill(os.getpid(), signal.SIGINT)
 
     monkeypatch.setattr(loop._Run, "advance", press)
     status, _, said = finetune(*given)
-    assert status == 130
-    assert said == "interrupted; stopped at step 3; the same command continues\n"
+    assert (status, said) == (130, "interrupted; stopped at step 3; the same command continues\n")
     assert "stopping after this training step; Ctrl-C again stops sooner, back at step 0\n" in capfd.readouterr().err
-    monkeypatch.setattr(loop._Run, "advance", original)
+    monkeypatch.undo()
     assert finetune(*given)[0] == 0
-    assert [
-        row["optimizer"]["steps"] for row in json.loads((tmp_path / "out" / "recipe.json").read_text())["rows"]
-    ] == [5] * 3
+    rows = json.loads((tmp_path / "out" / "recipe.json").read_text())["rows"]
+    assert [row["optimizer"]["steps"] for row in rows] == [5] * 3
 
 
 def test_the_command_line_applies_a_recipe(finetune: Finetune, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from farspan import FarspanConfig, FarspanForCausalLM
 from farspan.evaluation import scaling_of as law_of
-from farspan.finetune import Recipe, finetune
+from farspan.finetune import finetune
 from farspan.finetune.run import begun, give_lengths
 from tests.finetune.folders import FAR_UNDER_NTK, recipe, weights
 from tests.helpers import losses
@@ -54,60 +54,43 @@ def test_a_run_from_before_there_was_a_reach_is_the_same_run(folders: tuple[Path
     finetune(coca, {source: 1.0}, near, tmp_path / "near")
     settings = json.loads((tmp_path / "near" / "stage-1-s0" / "model" / "trainer.json").read_text())["config"]
     assert "reach" not in settings["stage"]
-    with pytest.raises(ValueError, match=r"stage.reach is 2, but .* was started with None"):
+    with pytest.raises(ValueError, match=r"began with stage.reach = None, got 2"):
         finetune(coca, {source: 1.0}, far, tmp_path / "near")
     finetune(coca, {source: 1.0}, far, tmp_path / "far")
-    with pytest.raises(ValueError, match=r"stage.reach is None, but .* was started with 2"):
+    with pytest.raises(ValueError, match=r"began with stage.reach = 2, got None"):
         finetune(coca, {source: 1.0}, near, tmp_path / "far")
 
 
 @pytest.mark.parametrize("kind", ["linear", "yarn"])
-def test_long_recipes_stretch_the_angles_to_their_rows(kind: str, folders: tuple[Path, Path, str]) -> None:
-    stage = replace(Recipe.load("long-pi").capped(128).stages[0], rope_parameters={"rope_type": kind})
-    model = begun(folders[1], stage)
-    rope = model.config.rope_parameters
-    assert (rope["rope_type"], rope["factor"], model.config.train_length) == (kind, 4.0, 128)
-    rotary = model.model.layers[0].self_attn.rotary
-    assert rotary == model.config.rotary()
-    if kind == "yarn":
-        assert rope["original_max_position_embeddings"] == 32
-
-
-def test_dynamic_scaling_measures_against_the_stages_own_training_length(folders: tuple[Path, Path, str]) -> None:
-    stage = recipe({"train_length": 16, "length": 64, "rope_parameters": {"rope_type": "dynamic", "factor": 4.0}})
-    model = begun(folders[1], stage.stages[0])
-    assert model.config.rotary().scaling.train_length == 16
-
-
-def test_rows_longer_than_512_can_be_distilled(folders: tuple[Path, Path, str], tmp_path: Path) -> None:
-    _, coca, source = folders
-    rope = {"rope_type": "dynamic", "factor": 4.0}
-    long = recipe(
-        {
-            "objective": {"logit-kl": 1.0, "attention-output": 0.5},
-            "length": 600,
-            "batch_size": 1,
-            "rope_parameters": rope,
-            "passkey_share": 0.05,
-            "optimizer": {"steps": 3, "accumulation": 1},
-        }
-    )
-    finetune(coca, {source: 1.0}, long, tmp_path / "out")
-    assert len(losses(tmp_path / "out" / "stage-1-s0")) == 3
-
-
-@pytest.mark.parametrize("kind", ["linear", "yarn"])
 @pytest.mark.parametrize("said", [True, False])
-def test_stretching_twice_compounds(kind: str, said: bool, folders: tuple[Path, Path, str], tmp_path: Path) -> None:
+def test_stretching_follows_the_rows_and_compounds(
+    kind: str, said: bool, folders: tuple[Path, Path, str], tmp_path: Path
+) -> None:
     """32 → 64 → 128 is factor 4, whether or not the stages say what the training length is."""
     stages = recipe(
         *({"length": n, "train_length": n if said else 0, "rope_parameters": {"rope_type": kind}} for n in (64, 128))
     ).stages
     begun(folders[1], stages[0]).save_pretrained(tmp_path / "once")
-    model = begun(tmp_path / "once", stages[1])
-    assert model.config.rope_parameters["factor"] == 4.0
-    plain = begun(folders[1], stages[1])
-    assert model.config.rotary() == plain.config.rotary()
+    twice, plain = begun(tmp_path / "once", stages[1]), begun(folders[1], stages[1])
+    assert twice.config.rope_parameters["factor"] == 4.0
+    assert twice.config.rotary() == plain.config.rotary() == plain.model.layers[0].self_attn.rotary
+    assert plain.config.train_length == (128 if said or kind == "linear" else 32)
+    if kind == "yarn":
+        assert plain.config.rope_parameters["original_max_position_embeddings"] == 32
+
+
+def test_dynamic_scaling_measures_against_the_stages_own_training_length(folders: tuple[Path, Path, str]) -> None:
+    stage = recipe({"train_length": 16, "length": 64, "rope_parameters": {"rope_type": "dynamic", "factor": 4.0}})
+    assert begun(folders[1], stage.stages[0]).config.rotary().scaling.train_length == 16
+
+
+def test_rows_longer_than_512_can_be_distilled(folders: tuple[Path, Path, str], tmp_path: Path) -> None:
+    _, coca, source = folders
+    stage = {"objective": {"logit-kl": 1.0, "attention-output": 0.5}, "length": 600, "batch_size": 1}
+    rope = {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}, "passkey_share": 0.05}
+    long = recipe({**stage, **rope, "optimizer": {"steps": 3, "accumulation": 1}})
+    finetune(coca, {source: 1.0}, long, tmp_path / "out")
+    assert len(losses(tmp_path / "out" / "stage-1-s0")) == 3
 
 
 def test_a_scaling_does_not_silently_replace_another(folders: tuple[Path, Path, str], tmp_path: Path) -> None:

@@ -15,7 +15,9 @@ from farspan.finetune.recipe import FEWEST_STEPS, NAMES
 def test_shipped_recipes_load_and_scale(name: str) -> None:
     whole = Recipe.load(name)
     assert whole.description
+    assert name not in ("distill", "hybrid") or whole.tokens <= 100_000_000
     assert whole.scaled(whole.tokens) == whole
+    assert whole.scaled(3 * whole.tokens).stages[0].optimizer.steps == 3 * whole.stages[0].optimizer.steps
     small = whole.scaled(20_000_000)
     assert [s.name for s in small.stages] == [s.name for s in whole.stages]
     assert sum(s.tokens for s in small.stages) == pytest.approx(20_000_000, rel=0.05)
@@ -31,10 +33,6 @@ def test_the_published_schedule_is_the_papers() -> None:
     (long,) = Recipe.load("long-pi").stages
     assert (long.optimizer.steps, long.length, long.batch_size) == (6000, 32_768, 32)
     assert long.optimizer.peak_lr == long.optimizer.end_lr == long.optimizer.start_lr == 2e-5
-
-
-def test_our_recipes_keep_to_the_budget() -> None:
-    assert all(Recipe.load(name).tokens <= 100_000_000 for name in ("distill", "hybrid"))
 
 
 def test_far_positions_come_after_distillation_and_their_control_has_the_same_stage() -> None:
@@ -63,25 +61,19 @@ def test_a_small_budget_keeps_the_shares_and_at_least_a_row() -> None:
 def test_the_recipe_in_the_documentation_is_one() -> None:
     text = (Path(__file__).parents[2] / "docs" / "finetuning.md").read_text().split("## Write a recipe")[1]
     block = [line for line in text.split("- `after =")[0].splitlines() if line.startswith("    ")]
-    assert [stage.name for stage in Recipe.parse(tomllib.loads(dedent("\n".join(block)))).stages] == [
-        "attention",
-        "long",
-    ]
-
-
-def test_a_larger_budget_takes_more_steps() -> None:
-    whole = Recipe.load("distill")
-    assert whole.scaled(3 * whole.tokens).stages[1].optimizer.steps == 3 * whole.stages[1].optimizer.steps
+    stages = Recipe.parse(tomllib.loads(dedent("\n".join(block)))).stages
+    assert [stage.name for stage in stages] == ["attention", "long"]
 
 
 BAD = {
-    "": r"at least one \[\[stages\]\] table",
+    "": "configuration key stages must be given",
+    "stages = 3": "stages must be a valid array, got 3",
     "after = 'distil'\n[[stages]]\nname = 'a'": "after of a recipe must be one of .*did you mean 'distill'",
     "after = 'distill'\n[[stages]]\nname = 'text'": "names of their own",
-    "stage = 1": "recipe key must be one of .*did you mean 'stages'",
+    "stage = 1": "configuration key stage must be one of .*did you mean 'stages'",
     "[[stages]]\nlength = 5": "names of their own, got",
     "[[stages]]\nname = 'a/b'": r"stages\[0\].name must match pattern",
-    "log_length = 2048\n[[stages]]\nname = 'a'": "log_length of a recipe must be true or false, got 2048",
+    "log_length = 2048\n[[stages]]\nname = 'a'": "log_length must be a valid boolean, got 2048",
     "[[stages]]\nname = 'a'\n[[stages]]\nname = 'a'": "names of their own",
     "[[stages]\n": "--recipe .* is not valid TOML",
     **{
@@ -92,7 +84,7 @@ BAD = {
             "lora = { rank = 5 }": r"stages\[0\].lora.rank must be one of 'r'",
             "lora = { r = -1 }": r"lora.r must be greater than or equal to 0, got -1",
             "lora = { r = 2 }\ntrain = ['x']": "train of stage a must be left out",
-            "lora = { r = 1, target_modules = [1] }": "lora.target_modules.0 must be a valid string, got 1",
+            "lora = { r = 1, target_modules = [1] }": r"lora.target_modules\[0\] must be a valid string, got 1",
             "objective = { logits-kl = 1.0 }": "objective of stage a .*did you mean 'logit-kl'",
             "objective = { logit-kl = 0 }": "logit-kl must be greater than 0, got 0",
             "objective = { next-token = true }": "next-token must be a valid number, got True",
@@ -100,7 +92,7 @@ BAD = {
             "objective = { next-token = 0.5 }": "next-token of stage a must have weight 1 where it stands alone",
             "objective = {}": "objective must have at least 1 item",
             "train = []": "train must have at least 1 item",
-            "train = [['*']]": "train.0 must be a valid string",
+            "train = [['*']]": r"train\[0\] must be a valid string",
             "passkey_share = 0.2": "passkey_share must be less than or equal to 0.05, got 0.2",
             "batch_size = 3": "multiple of optimizer.accumulation = 2, got 3",
             "reach = 3": "reach of stage a must be a power of two, .* got 3; try 16",

@@ -3,12 +3,10 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from shutil import copytree
 
 import pytest
 import torch
 
-import farspan.training.loop as loop
 from farspan import FarspanForCausalLM
 from farspan.checkpoints import read_note
 from farspan.convert import from_pretrained
@@ -17,6 +15,7 @@ from farspan.finetune.run import begun, merge_lora, resumed
 from farspan.training.config import RunSection
 from tests.finetune.folders import FAR_UNDER_NTK, recipe, weights
 from tests.helpers import losses
+from tests.training.runs import PowerCutError, cut_at
 
 DISTIL = recipe(
     {"objective": {"attention-output": 1.0}, "train": ["*.self_attn.*"]},
@@ -94,44 +93,33 @@ def test_the_published_stages_move_what_the_paper_says(
 
 
 def test_a_recipe_stopped_anywhere_goes_on_to_the_same_model(
-    whole: Path, folders: tuple[Path, Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    whole: Path, folders: tuple[Path, Path, str], tmp_path: Path
 ) -> None:
     _, coca, source = folders
-    original, calls = loop._Run.advance, []
-
-    def crash(self, step: int) -> None:
-        calls.append(step)
-        if len(calls) in (6, 15, 26):
-            raise RuntimeError("power cut")
-        original(self, step)
-
-    monkeypatch.setattr(loop._Run, "advance", crash)
     often = RunSection(checkpoint_every=3)
-    for _ in range(3):
-        with pytest.raises(RuntimeError, match="power cut"):
-            finetune(coca, {source: 1.0}, DISTIL, tmp_path / "run", run=often)
-    finetune(coca, {source: 1.0}, DISTIL, tmp_path / "run", run=often)
+    with cut_at(5, 14, 25):
+        for _ in range(3):
+            with pytest.raises(PowerCutError):
+                finetune(coca, {source: 1.0}, DISTIL, tmp_path / "run", run=often)
+        finetune(coca, {source: 1.0}, DISTIL, tmp_path / "run", run=often)
     for stage in ("stage-1-s0", "stage-2-s1", "stage-3-s2"):
         assert losses(tmp_path / "run" / stage) == losses(whole / stage)
     ours, theirs = weights(tmp_path / "run" / "model"), weights(whole / "model")
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def test_a_finished_recipe_is_not_repeated(whole: Path, folders: tuple[Path, Path, str]) -> None:
+def test_a_finished_recipe_is_not_repeated_and_progress_counts_the_tokens_of_all_stages(
+    whole: Path, folders: tuple[Path, Path, str], tmp_path: Path
+) -> None:
     _, coca, source = folders
     before = (whole / "model" / "model.safetensors").stat().st_mtime_ns
-    reports: list[float] = []
-    report = lambda done, total, text="", **_: reports.append(done)  # noqa: E731
+    reports: list[tuple[float, float | None, str]] = []
+    report = lambda *now, **_: reports.append(now)  # noqa: E731
     assert finetune(coca, {f"{source}/": 1.0}, DISTIL, whole, progress=report) == whole / "model"
     assert (whole / "model" / "model.safetensors").stat().st_mtime_ns == before
     assert not reports
-
-
-def test_progress_counts_the_tokens_of_all_stages(folders: tuple[Path, Path, str], tmp_path: Path) -> None:
-    _, coca, source = folders
-    reports: list[tuple[float, float | None, str]] = []
     two = recipe({}, {"length": 8})
-    finetune(coca, {source: 1.0}, two, tmp_path / "out", progress=lambda *now, **_: reports.append(now))  # type: ignore[arg-type]
+    finetune(coca, {source: 1.0}, two, tmp_path / "out", progress=report)
     assert [now[:2] for now in reports] == [(8 * 4 * 16, two.tokens), (two.tokens, two.tokens)]
     assert [now[2].split(",")[0] for now in reports] == ["s0: step 8", "s1: step 8"]
 
@@ -140,26 +128,18 @@ def test_a_folder_holds_one_recipe(whole: Path, folders: tuple[Path, Path, str])
     _, coca, source = folders
     more = Recipe(DISTIL.description, (*DISTIL.stages, recipe({"name": "more"}).stages[0]))
     for other, message in (
-        (DISTIL.capped(12), r"stage.length is 12, but .*stage-1-s0 was started with 16"),
-        (DISTIL.scaled(2 * DISTIL.tokens), r"^stage.optimizer.steps is 16, but \S*stage-1-s0 was started with 8;"),
         (
-            DISTIL.scaled(round(0.43 * DISTIL.tokens)),
-            r"^stage.batch_size is 1, but \S*s0 was started with 4, stage.optimizer.steps is 14 and was 8; choose",
+            DISTIL.capped(12),
+            r"^this run in '.*stage-1-s0' began with stage.length = 16, got 12; keep it or use",
         ),
+        (DISTIL.scaled(2 * DISTIL.tokens), r"began with stage.optimizer.steps = 8, got 16; keep it"),
+        (DISTIL.scaled(round(0.43 * DISTIL.tokens)), r"began with stage.batch_size = 4, got 1; stage.optimizer.steps"),
         (more, r"this fine-tuning began with stages = .*, got .*stage-4-more"),
         (Recipe("", DISTIL.stages[:2]), r"this fine-tuning began with stages = .*stage-3-s2'\], got"),
         (replace(DISTIL, log_length=True), r"this fine-tuning began with log_length = False, got True; keep it"),
     ):
         with pytest.raises(ValueError, match=message):
             finetune(coca, {source: 1.0}, other, whole)
-
-
-def test_a_run_of_version_0_1_goes_on(whole: Path, folders: tuple[Path, Path, str], tmp_path: Path) -> None:
-    """It had no finetune.json, and no lock."""
-    copytree(whole, tmp_path / "run")
-    for name in ("finetune.json", ".lock"):
-        (tmp_path / "run" / name).unlink()
-    assert finetune(folders[1], {folders[2]: 1.0}, DISTIL, tmp_path / "run") == tmp_path / "run" / "model"
 
 
 def test_merged_lora_gives_the_logits_of_the_unmerged(folders: tuple[Path, Path, str], tmp_path: Path) -> None:
@@ -183,30 +163,18 @@ def test_merged_lora_gives_the_logits_of_the_unmerged(folders: tuple[Path, Path,
 
 
 @pytest.mark.parametrize("stage", [{"lora": {"r": 2}}, FAR_UNDER_NTK], ids=["lora", "far positions"])
-def test_a_stage_goes_on_where_it_stopped(
-    stage: dict, folders: tuple[Path, Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stage_goes_on_where_it_stopped(stage: dict, folders: tuple[Path, Path, str], tmp_path: Path) -> None:
     _, coca, source = folders
     stages, often = recipe(stage), RunSection(checkpoint_every=3)
     finetune(coca, {source: 1.0}, stages, tmp_path / "whole", run=often)
-    original = loop._Run.advance
-
-    def crash(self, step: int) -> None:
-        if step == 5:
-            raise RuntimeError("power cut")
-        original(self, step)
-
-    monkeypatch.setattr(loop._Run, "advance", crash)
-    with pytest.raises(RuntimeError, match="power cut"):
+    with cut_at(5), pytest.raises(PowerCutError):
         finetune(coca, {source: 1.0}, stages, tmp_path / "cut", run=often)
-    monkeypatch.undo()
     finetune(coca, {source: 1.0}, stages, tmp_path / "cut", run=often)
     assert losses(tmp_path / "cut" / "stage-1-s0") == losses(tmp_path / "whole" / "stage-1-s0")
 
 
 def test_merging_nothing_changes_nothing(folders: tuple[Path, Path, str]) -> None:
-    stage = recipe({"lora": {"r": 2}}).stages[0]
-    merged = merge_lora(begun(folders[1], stage))  # B starts at zero
-    plain = from_pretrained(folders[1], attention=None)
-    assert {n: p.shape for n, p in merged.named_parameters()} == {n: p.shape for n, p in plain.named_parameters()}
-    assert all(torch.equal(a, b) for a, b in zip(merged.parameters(), plain.parameters(), strict=True))
+    merged = merge_lora(begun(folders[1], recipe({"lora": {"r": 2}}).stages[0]))  # B starts at zero
+    before, after = from_pretrained(folders[1], attention=None).state_dict(), merged.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)

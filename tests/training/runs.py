@@ -4,8 +4,11 @@ import json
 import resource
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from accelerate import Accelerator, PartialState
@@ -41,6 +44,25 @@ def settings(source: str, **changes: Any) -> dict[str, dict[str, Any]]:
 
 def config(source: str, **changes: Any) -> TrainConfig:
     return TrainConfig.parse(settings(source, **changes))
+
+
+class PowerCutError(Exception):
+    """What ends a run in a test as a power cut would."""
+
+
+@contextmanager
+def cut_at(*calls: int) -> Iterator[list[int]]:
+    """Raise PowerCutError in place of the n-th steps taken; yield the steps that were asked for."""
+    advance, asked = loop._Run.advance, list[int]()
+
+    def cut(self: loop._Run, step: int) -> None:
+        asked.append(step)
+        if len(asked) - 1 in calls:
+            raise PowerCutError
+        advance(self, step)
+
+    with patch.object(loop._Run, "advance", cut):
+        yield asked
 
 
 def run_quietly(out: str, source: str, *changes: str) -> None:

@@ -62,13 +62,6 @@ def test_every_bucket_of_dynamic_ntk_is_met(n: int, reach: int) -> None:
     assert met == {32 << k for k in range(5)}
 
 
-def test_positions_follow_from_the_tokens() -> None:
-    ids = drawn(0)
-    assert torch.equal(skipped_positions(ids, 8), skipped_positions(ids.clone(), 8))  # type: ignore[arg-type]
-    assert not torch.equal(skipped_positions(ids, 8), skipped_positions(ids.flip(1), 8))  # type: ignore[arg-type]
-    assert skipped_positions(ids, 1) is None
-
-
 def test_under_per_query_ntk_all_batches_have_the_same_runs() -> None:
     """A compiled block would be compiled again for each new set of runs."""
     rotary = Rotary(8, scaling=DynamicNTK(4.0, 8))

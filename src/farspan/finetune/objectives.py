@@ -1,7 +1,4 @@
-"""What a stage lowers: distances from a frozen teacher, alone or together with the loss of the next token.
-
-The divergence comes straight from hidden states: neither model's logits of a batch ever exist all at once.
-"""
+"""What a stage lowers: distances from a frozen teacher, alone or together with the loss of the next token."""
 
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -22,14 +19,14 @@ NEXT_TOKEN, ATTENTION_OUTPUT, LOGIT_KL = OBJECTIVES = ("next-token", "attention-
 
 
 def new_layers(ours: FarspanConfig, theirs: FarspanConfig | None) -> list[int]:
-    """The layers whose attention is another than the teacher's, and has something to match; without a teacher, all.
+    """Return the layers whose attention differs from the teacher's; without a teacher, all.
 
     >>> theirs = FarspanConfig.preset("tiny", attention="rope")
     >>> new_layers(FarspanConfig.preset("tiny", attention=["rope", "coca-exact"] * 2), theirs)
     [1, 3]
     """
-    before = theirs.attention_specs if theirs is not None else [None] * len(ours.attention_specs)
-    return [i for i, (new, old) in enumerate(zip(ours.attention_specs, before, strict=True)) if new != old]
+    specs = ours.attention_specs
+    return [i for i, spec in enumerate(specs) if theirs is None or spec != theirs.attention_specs[i]]
 
 
 def attend(block: FarspanBlock, hidden: Tensor, context: AttentionContext) -> Tensor:
@@ -51,19 +48,19 @@ def relative_error(ours: Tensor, theirs: Tensor) -> Tensor:
 
 
 class Distillation(nn.Module):
-    """ids (b, n+1) → weighted sum of distances from a frozen teacher and, if it has a weight, of the next token's loss.
+    """Weighted sum, for ids (b, n+1), of distances from a frozen teacher and of the next token's loss.
 
-    "attention-output": each of :func:`new_layers` is given what entered the teacher's layer, and :func:`relative_error`
-    of what its attention makes of it is averaged over them. No error travels from layer to layer, so all of them learn
-    from one forward pass of the teacher, and the rest of the student is not run.
+    "attention-output": give each of :func:`new_layers` what entered the teacher's layer, and average
+    :func:`relative_error` of what its attention makes of it. No error travels from layer to layer: all learn from one
+    forward pass of the teacher, and the rest of the student is not run.
     "logit-kl": KL(teacher ‖ student) of the next token, a mean over tokens.
 
     Args:
         teacher: frozen; kept out of the module's own parameters, so that it is neither saved nor wrapped.
         weights: objective → weight, by the names in :data:`OBJECTIVES`.
         compile: compile the teacher's blocks and the loss.
-        reach: the student's positions go up to so many times the row (:func:`skipped_positions`), the teacher's
-            count on: it reads sequences of a length that it knows. 1 = both count on.
+        reach: the student's positions go up to so many times the row (:func:`skipped_positions`). The teacher's count
+            on: it reads sequences of a length that it knows.
     """
 
     def __init__(
@@ -94,14 +91,14 @@ class Distillation(nn.Module):
         if set(self.weights) == {ATTENTION_OUTPUT}:
             return loss
         ours = self.model.model(inputs, position_ids=positions, use_cache=False).last_hidden_state
-        ours = _narrow(ours.flatten(0, 1))
+        ours = ours.flatten(0, 1).to(product_dtype(ours))  # autocast's dtype, whose products the fused loss takes over
         head, targets = self.model.lm_head.weight, ids[:, 1:].flatten()
         if theirs is None:
             return loss + self.weights[NEXT_TOKEN] * linear_cross_entropy(ours, head, targets)
         return loss + linear_distillation(
             ours,
             head,
-            _narrow(theirs.flatten(0, 1)),
+            theirs.flatten(0, 1).to(product_dtype(theirs)),
             teacher.lm_head.weight,
             targets,
             divergence=self.weights[LOGIT_KL],
@@ -112,8 +109,7 @@ class Distillation(nn.Module):
     def _through_teacher(
         self, teacher: FarspanForCausalLM, ids: Tensor, positions: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """The mean error of the new layers, which stand at `positions`, and the teacher's last hidden states where they
-        are wanted."""
+        """Return the mean error of the new layers, at `positions`, and the teacher's last hidden states if wanted."""
         wanted = LOGIT_KL in self.weights
         with torch.no_grad():
             hidden = teacher.model.embed_tokens(ids)
@@ -132,11 +128,6 @@ class Distillation(nn.Module):
             return local, teacher.model.norm(hidden) if wanted else None
 
 
-def _narrow(hidden: Tensor) -> Tensor:
-    """In the dtype of autocast, whose products the fused loss takes over."""
-    return hidden.to(product_dtype(hidden))
-
-
 def check_teacher(ours: FarspanConfig, theirs: FarspanConfig, weights: Mapping[str, float]) -> None:
     """Raise for a teacher of another shape, and for an objective that finds nothing to match."""
     for name in ("num_hidden_layers", "hidden_size", "vocab_size"):
@@ -147,9 +138,6 @@ def check_teacher(ours: FarspanConfig, theirs: FarspanConfig, weights: Mapping[s
         "objective 'attention-output' needs layers that were changed, got only the teacher's; convert the model first, "
         "e.g. farspan convert SOURCE --attention coca-exact",
     )
-
-
-# The divergence
 
 
 def soft_error(
@@ -193,12 +181,11 @@ def linear_distillation(
     """Mean over tokens of divergence · KL(teacher ‖ student) + cross_entropy · -log student[target].
 
     Args:
-        hidden, teacher_hidden: last hidden states (tokens, width) of each; products run in their dtypes.
+        hidden, teacher_hidden: last hidden states (tokens, width); products run in their dtypes.
         weight, teacher_weight: heads (vocabulary, width); widths may differ, the vocabulary may not.
-        targets: (tokens).
         compile: fuse what is done to the logits; worth it on a GPU.
 
-    No gradient goes to the teacher. Memory is one piece of each model's logits, not all of them.
+    No gradient goes to the teacher. Memory is one piece of each model's logits (:func:`linear_loss`).
 
     >>> h, w, y = torch.randn(3, 2), torch.randn(8, 2), torch.tensor([1, 2, 3])
     >>> round(linear_distillation(h, w, h, w, y).item(), 6)  # nothing to learn from oneself

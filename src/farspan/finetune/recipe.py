@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,7 +19,7 @@ RECIPES = files("farspan").joinpath("recipes")
 NAMES = tuple(sorted(file.name.removesuffix(".toml") for file in RECIPES.iterdir()))
 """The recipes that come with the package."""
 FEWEST_STEPS = 500
-"""A budget below a recipe's own first takes rows from a step, and steps only when no more than these are left."""
+"""Steps that a smaller budget leaves each stage while its batches can still be halved."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +51,11 @@ def _check_rope(stage: str, rope: Mapping[str, Any]) -> None:
         require_choice(f"{where}: key", key, ("rope_type", "rope_theta", *ROPE_KEYS[kind]))
         if key == "mode":
             require_choice(f"{where}: mode", value, ("per_query", "per_request"))
+        elif key == "truncate":
+            require(isinstance(value, bool), f"{where}: truncate must be true or false, got {value!r}")
         elif key != "rope_type":
-            good = isinstance(value, bool) if key == "truncate" else type(value) in (int, float) and value > 0
-            need = "true or false" if key == "truncate" else "a number above 0"
-            require(good, f"{where}: {key} must be {need}, got {value!r}")
+            good = type(value) in (int, float) and value > 0
+            require(good, f"{where}: {key} must be a number above 0, got {value!r}")
     follows = "factor" in rope or kind in ("default", "linear", "yarn")
     require(follows, f"{where} must have a factor for {kind!r}, got {dict(rope)}; try factor = 4.0")
 
@@ -72,18 +73,16 @@ class Stage:
     length: Length = 2048
     batch_size: Count = 256
     reach: Count = 1
-    """Positions go up to so many times `length` (:func:`farspan.training.pretraining.skipped_positions`); 1 = they
-    count on."""
+    """Positions go up to so many times `length` (:func:`farspan.training.pretraining.skipped_positions`)."""
     passkey_share: PasskeyShare = 0.0
     retrieval_share: RetrievalShare = 0.0
     """Share of rows that show retrieval tasks with answers (:mod:`farspan.data.retrieval`), passkeys among them."""
     train_length: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
-    """What the model's training length is from here on, which dynamic NTK and YaRN measure against; 0 = as it is, or
-    `length` times `reach` where linear scaling takes its factor from the lengths."""
+    """The model's training length from here on, which dynamic NTK and YaRN measure against; 0 = as it is, or `length`
+    times `reach` where linear scaling takes its factor from the lengths."""
     rope_parameters: dict[str, Any] = field(default_factory=dict)
-    """Another scaling of the angles from here on, as in transformers. A missing factor of linear and yarn is the one
-    that takes the training length to `length` times `reach`: the one before the model's own scaling, if that is of the
-    same kind. Where it is of another kind, these raise."""
+    """Another scaling of the angles from here on, as in transformers. A missing factor of linear and yarn takes the
+    training length to `length` times `reach`. See :func:`farspan.finetune.run.give_lengths`."""
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     lora: Lora = field(default_factory=Lora)
 
@@ -145,26 +144,15 @@ class Recipe:
 
     @classmethod
     def parse(cls, values: Mapping[str, Any]) -> "Recipe":
-        """Make a recipe from nested mappings. Raise one line for the first wrong key or value.
-
-        ``after`` names a shipped recipe whose stages come first, and whose `log_length` holds unless another is given.
-        """
-        for key in values:
-            require_choice("recipe key", key, [*(f.name for f in fields(cls)), "after"])
-        first, raw = values.get("after"), values.get("stages")
-        if first is not None:
-            require_choice("after of a recipe", str(first), NAMES)
-        require(
-            isinstance(raw, list) and bool(raw) and all(isinstance(one, Mapping) for one in raw),
-            "recipe must have at least one [[stages]] table, got none; see the shipped recipes",
-        )
-        before = cls.load(first) if first is not None else cls("", ())
-        stages = (*before.stages, *(parse(Stage, one, f"stages[{i}].") for i, one in enumerate(raw or [])))
+        """Make a recipe from nested mappings. Raise one line for the first wrong key or value."""
+        own, before = parse(_File, values), cls("", ())
+        if own.after is not None:
+            require_choice("after of a recipe", own.after, NAMES)
+            before = cls.load(own.after)
+        stages = (*before.stages, *own.stages)
         names = [stage.name for stage in stages]
         require(all(names) and len(set(names)) == len(names), f"stages must have names of their own, got {names}")
-        log_length = values.get("log_length", before.log_length)
-        require(isinstance(log_length, bool), f"log_length of a recipe must be true or false, got {log_length!r}")
-        return cls(str(values.get("description", "")), stages, log_length)
+        return cls(own.description, stages, before.log_length if own.log_length is None else own.log_length)
 
     @property
     def tokens(self) -> int:
@@ -173,12 +161,11 @@ class Recipe:
 
     def capped(self, length: int) -> "Recipe":
         """Limit rows and training lengths to so many tokens."""
-        return replace(
-            self,
-            stages=tuple(
-                replace(s, length=min(s.length, length), train_length=min(s.train_length, length)) for s in self.stages
-            ),
-        )
+
+        def cap(stage: Stage) -> Stage:
+            return replace(stage, length=min(stage.length, length), train_length=min(stage.train_length, length))
+
+        return replace(self, stages=tuple(map(cap, self.stages)))
 
     def scaled(self, tokens: int) -> "Recipe":
         """Give each stage its share of another budget: more steps, or smaller batches (halved until a stage has
@@ -186,6 +173,17 @@ class Recipe:
         """
         share = tokens / self.tokens
         return replace(self, stages=tuple(_scaled(stage, share) for stage in self.stages))
+
+
+@dataclass(frozen=True)
+class _File:
+    """A recipe as a TOML file has it."""
+
+    stages: Annotated[tuple[Stage, ...], Field(min_length=1)]
+    description: str = ""
+    after: str | None = None
+    """A shipped recipe whose stages come first, and whose `log_length` holds unless another is given."""
+    log_length: bool | None = None
 
 
 def _scaled(stage: Stage, share: float) -> Stage:

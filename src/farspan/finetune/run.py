@@ -69,7 +69,7 @@ class Origin:
 
     def teacher_of(self, stage: Stage) -> FarspanConfig | None:
         """Return the configuration of the stage's teacher, if it has one."""
-        return config_of(self.teacher_source) if stage.needs_teacher and self.teacher is not None else None
+        return config_of(self.teacher_source) if stage.needs_teacher else None
 
     def check(self, recipe: Recipe) -> None:
         """Raise for a stage that cannot begin, before the first is trained.
@@ -81,7 +81,8 @@ class Origin:
             with torch.device("meta"):
                 student = FarspanForCausalLM(config)
             give_lengths(student, stage)  # the next stage begins with this configuration
-            if theirs := self.teacher_of(stage):
+            theirs = self.teacher_of(stage)
+            if theirs is not None:
                 check_teacher(student.config, theirs, stage.objective)
             prepared(student, stage, theirs)
             if stage.passkey_share:
@@ -122,20 +123,10 @@ def finetune(
     """
     stages = tuple(parse(Stage, asdict(stage), f"stages[{i}].") for i, stage in enumerate(recipe.stages))
     folder, run = Path(out), parse(RunSection, asdict(run or RunSection()), "run.")
-    require(
-        os.environ.get("ACCELERATE_USE_FSDP") != "true" or all(ATTENTION_OUTPUT not in s.objective for s in stages),
-        "objective 'attention-output' needs unsharded weights, got FSDP; launch with one-node.yaml instead",
-    )
-    require(
-        teacher is None or any(stage.needs_teacher for stage in stages),
-        f"--teacher must be left out for a recipe that learns from tokens alone, got {str(teacher)!r}; "
-        "leave it out, or choose a distilling recipe",
-    )
     origin = open_origin(model, data, recipe, teacher=teacher)
-    folders = [folder / f"stage-{i + 1}-{stage.name}" for i, stage in enumerate(stages)]
+    folders = [folder / f"stage-{i}-{stage.name}" for i, stage in enumerate(stages, 1)]
     final, path, done = folder / "model", origin.model, 0
-    before = f"{folders[0].name}/metrics.jsonl"  # of version 0.1, which kept no settings
-    with working_in(folder, SETTINGS if (folder / SETTINGS).is_file() else before, "of a fine-tuning"):
+    with working_in(folder, SETTINGS, "of a fine-tuning"):
         if not final.exists():
             origin.check(recipe)
         settings = {"stages": [one.name for one in folders], "log_length": recipe.log_length}
@@ -143,21 +134,31 @@ def finetune(
         if begin is not None:
             begin()
         for index, (own, stage) in enumerate(zip(folders, stages, strict=True)):
-            section = replace(run, seed=run.seed + index)
-            path = run_stage(stage, path, origin, own, section, progress=_after(progress, stage, done, recipe.tokens))
+            job = stage_job(stage, path, origin, replace(run, seed=run.seed + index))
+            run_job(job, own, progress=_in_tokens(progress, stage, done, recipe.tokens))
+            path = on_main(partial(_plain_model, own, stage, origin))
             done += stage.tokens
         on_main(partial(_finish, folder, recipe, origin, path, run.seed))
     return final
 
 
-def _after(progress: Progress, stage: Stage, before: int, tokens: int) -> Progress:
+def _in_tokens(progress: Progress, stage: Stage, before: int, tokens: int) -> Progress:
     """Report the steps of a stage as tokens of the recipe."""
-    per_step = stage.batch_size * stage.length
 
     def report(done: float, total: float | None, text: str = "", *, phase: str = "") -> None:
-        progress(before + done * per_step, tokens, f"{stage.name}: {text}", phase=phase)
+        progress(before + done * stage.batch_size * stage.length, tokens, f"{stage.name}: {text}", phase=phase)
 
     return report
+
+
+def _plain_model(folder: Path, stage: Stage, origin: Origin) -> Path:
+    """Return the plain model of a finished stage; after LoRA, merge the additions first."""
+    if not stage.lora.r:
+        return folder / "model"
+    merged = folder / "merged"
+    if not merged.exists():
+        save(merge_lora(resumed(folder / "model", stage, origin.teacher_of(stage))), merged, origin.write_beside)
+    return merged
 
 
 def _finish(folder: Path, recipe: Recipe, origin: Origin, path: Path, seed: int) -> None:
@@ -165,7 +166,7 @@ def _finish(folder: Path, recipe: Recipe, origin: Origin, path: Path, seed: int)
     final = folder / "model"
     if final.exists():
         return
-    rows = [stage_row(folder / f"stage-{i}-{stage.name}", stage, origin) for i, stage in enumerate(recipe.stages, 1)]
+    rows = [_stage_row(folder / f"stage-{i}-{stage.name}", stage, origin) for i, stage in enumerate(recipe.stages, 1)]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     write_result(folder / "recipe.json", rows, device=device, seed=seed, kind="finetune")
     with atomic_path(final) as part:
@@ -183,52 +184,40 @@ def open_origin(
     *,
     teacher: str | os.PathLike[str] | None = None,
 ) -> Origin:
-    """Name what a recipe is applied to. Raise for a model, data or teacher that is not there."""
-    source, sources = Path(model), {str(Path(path)): weight for path, weight in data.items()}
-    require(bool(sources), "--data must name at least one token folder, got none; make it with farspan data")
-    config_of(open_source(source))  # raises for what is no model before anything else is said about it
-    found = Path(teacher) if teacher is not None else read_note(source)
+    """Name what a recipe is applied to. Raise for a model, data or teacher that is not there or does not fit."""
+    require(
+        os.environ.get("ACCELERATE_USE_FSDP") != "true"
+        or all(ATTENTION_OUTPUT not in stage.objective for stage in recipe.stages),
+        "objective 'attention-output' needs unsharded weights, got FSDP; launch with one-node.yaml instead",
+    )
     needing = next((stage.name for stage in recipe.stages if stage.needs_teacher), None)
     require(
-        needing is None or found is not None,
-        f"--teacher is needed by stage {needing}, got none, and {str(model)!r} does not say what it was converted "
-        "from; name the original checkpoint",
+        teacher is None or needing is not None,
+        f"--teacher must be left out for a recipe that learns from tokens alone, got {str(teacher)!r}; "
+        "leave it out, or choose a distilling recipe",
     )
-    require(
-        (needing is None and teacher is None) or (found is not None and found.exists()),
-        f"--teacher must exist, got {str(found)!r}; name the original checkpoint",
+    require(bool(data), "--data must name at least one token folder, got none; make it with farspan data")
+    origin = Origin(
+        Path(model),
+        Path(teacher) if teacher is not None else read_note(Path(model)),
+        {str(Path(path)): weight for path, weight in data.items()},
     )
-    return Origin(source, found, sources)
-
-
-def run_stage(
-    stage: Stage,
-    path: Path,
-    origin: Origin,
-    folder: Path,
-    run: RunSection,
-    *,
-    progress: Progress = silent,
-) -> Path:
-    """Train one stage in `folder`, beginning with the model at `path`, or go on; return its plain model's folder."""
-    run_job(stage_job(stage, path, origin, run), folder, progress=progress)
-    final = stage_model(folder, stage)
-
-    def merge() -> None:
-        if stage.lora.r and not final.exists():
-            save(merge_lora(resumed(folder / "model", stage, origin.teacher_of(stage))), final, origin.write_beside)
-
-    on_main(merge)
-    return final
-
-
-def stage_model(folder: Path, stage: Stage) -> Path:
-    """Return where a finished stage has its plain model: with its low-rank additions, if there were any, merged."""
-    return folder / ("merged" if stage.lora.r else "model")
+    config_of(origin.source)  # raises for what is no model before anything is said about its teacher
+    if needing is not None:
+        require(
+            origin.teacher is not None,
+            f"--teacher is needed by stage {needing}, got none, and {str(model)!r} does not say what it was converted "
+            "from; name the original checkpoint",
+        )
+        require(
+            origin.teacher is not None and origin.teacher.exists(),
+            f"--teacher must exist, got {str(origin.teacher)!r}; name the original checkpoint",
+        )
+    return origin
 
 
 NEWER = (("reach", 1), ("retrieval_share", 0.0))
-"""Fields of a stage that runs of older versions do not have."""
+"""Fields of a stage that runs of version 0.1 do not have."""
 
 
 def stage_data(stage: Stage, sources: dict[str, float]) -> DataSection:
@@ -238,7 +227,7 @@ def stage_data(stage: Stage, sources: dict[str, float]) -> DataSection:
 
 def stage_job(stage: Stage, path: Path, origin: Origin, run: RunSection) -> Job:
     """Make the job of a stage that begins with the model at `path`."""
-    data = stage_data(stage, origin.data)
+    theirs = origin.teacher_of(stage)
 
     def objective(model: FarspanForCausalLM) -> nn.Module:
         if not stage.needs_teacher:
@@ -248,7 +237,7 @@ def stage_job(stage: Stage, path: Path, origin: Origin, run: RunSection) -> Job:
 
     return Job(
         settings={
-            "stage": {k: v for k, v in asdict(stage).items() if (k, v) not in NEWER},  # older runs go on
+            "stage": {k: v for k, v in asdict(stage).items() if (k, v) not in NEWER},
             "origin": {"model": str(origin.model), "teacher": str(origin.teacher), "data": origin.data},
             "run": asdict(run),
         },
@@ -256,23 +245,22 @@ def stage_job(stage: Stage, path: Path, origin: Origin, run: RunSection) -> Job:
         run=run,
         batch_size=stage.batch_size,
         tokens_per_row=stage.length,
-        start=partial(begun, path, stage, origin.teacher_of(stage)),
-        load=partial(resumed, stage=stage, teacher=origin.teacher_of(stage)),
-        batches=lambda: text_batches(data, origin.tokenizer, run.seed),
+        start=partial(begun, path, stage, theirs),
+        load=partial(resumed, stage=stage, teacher=theirs),
+        batches=lambda: text_batches(stage_data(stage, origin.data), origin.tokenizer, run.seed),
         objective=objective,
         write_beside=origin.write_beside,
     )
 
 
-def stage_row(folder: Path, stage: Stage, origin: Origin) -> dict[str, Any]:
+def _stage_row(folder: Path, stage: Stage, origin: Origin) -> dict[str, Any]:
     """Say what a finished stage was and took: a row of recipe.json."""
     losses = [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
     few = max(1, min(10, len(losses) // 2))
     with torch.device("meta"):
         model = FarspanForCausalLM(FarspanConfig.from_pretrained(folder / "model"))
         parameters = sum(p.numel() for p in model.parameters())
-        frozen = prepared(model, stage, origin.teacher_of(stage))
-        moved = sum(p.numel() for p in frozen.parameters() if p.requires_grad)
+        moving = [p for p in prepared(model, stage, origin.teacher_of(stage)).parameters() if p.requires_grad]
     return {
         "kind": "stage",
         **asdict(stage),
@@ -280,7 +268,7 @@ def stage_row(folder: Path, stage: Stage, origin: Origin) -> dict[str, Any]:
         "tokens": stage.tokens,
         "seconds": json.loads((folder / "model" / "trainer.json").read_text())["seconds"],
         "parameters": parameters,
-        "trained_parameters": moved,
+        "trained_parameters": sum(p.numel() for p in moving),
         "first_loss": sum(losses[:few]) / few,
         "last_loss": sum(losses[-few:]) / few,
     }
@@ -301,12 +289,7 @@ def resumed(path: Path, stage: Stage, teacher: FarspanConfig | None = None) -> F
     if not stage.lora.r:
         return freeze(load(open_source(path), dtype=torch.float32), stage, teacher)
     model = prepared(FarspanForCausalLM(FarspanConfig.from_pretrained(path)), stage, teacher)
-    missing, unexpected = model.load_state_dict(load_file(path / "model.safetensors"), strict=False)
-    tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
-    require(
-        set(missing) <= tied and not unexpected,
-        f"checkpoint {str(path)!r} must hold the weights of stage {stage.name}, got others; remove the stage's folder",
-    )
+    model.load_state_dict(load_file(path / "model.safetensors"), strict=not model.config.tie_word_embeddings)
     return model
 
 
@@ -324,8 +307,8 @@ def give_lengths(model: FarspanForCausalLM, stage: Stage) -> None:
     32 → 64 → 128 ends with factor 4.
     """
     config, rope, longest = model.config, dict(stage.rope_parameters), stage.length * stage.reach
-    # Where positions jump a window would reach across, log_length count keys that are not there, and a linear
-    # attention run out of its table.
+    # Skipped positions would take a window across the gap, let log_length count absent keys, and leave a linear
+    # layer's table.
     steady = not config.log_length and all(not spec.linear and spec.window is None for spec in config.attention_specs)
     require(
         stage.reach == 1 or steady,
@@ -364,18 +347,15 @@ def freeze(model: FarspanForCausalLM, stage: Stage, teacher: FarspanConfig | Non
     Given the teacher's configuration, layers that are the teacher's own learn nothing from "attention-output".
     """
     names = [name for name, _ in model.named_parameters()]
-    if stage.lora.r:
-        moving = {name for name in names if ".lora_" in name}
-    else:
-        moving = set[str]()
-        for pattern in stage.train:
-            found = {name for name in names if fnmatchcase(name, pattern)}
-            require(
-                bool(found),
-                f"train of stage {stage.name} must name parameters, got {pattern!r}, which fits none; "
-                f"they are like {names[1]!r}",
-            )
-            moving |= found
+    moving = set[str]()
+    for pattern in ("*.lora_*",) if stage.lora.r else stage.train:
+        found = {name for name in names if fnmatchcase(name, pattern)}
+        require(
+            bool(found),
+            f"train of stage {stage.name} must name parameters, got {pattern!r}, which fits none; "
+            f"they are like {names[1]!r}",
+        )
+        moving |= found
     if set(stage.objective) == {ATTENTION_OUTPUT}:
         parts = ("self_attn", "input_layernorm")
         own = [f"model.layers.{i}.{part}." for i in new_layers(model.config, teacher) for part in parts]

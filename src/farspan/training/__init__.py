@@ -2,16 +2,7 @@
 
 from farspan.training.checkpoint import TrainingStoppedError
 from farspan.training.config import TrainConfig
-from farspan.training.loop import Job, Rows, Status, run
+from farspan.training.loop import Job, run
 from farspan.training.pretraining import pretraining_job, train
 
-__all__ = [
-    "Job",
-    "Rows",
-    "Status",
-    "TrainConfig",
-    "TrainingStoppedError",
-    "pretraining_job",
-    "run",
-    "train",
-]
+__all__ = ["Job", "TrainConfig", "TrainingStoppedError", "pretraining_job", "run", "train"]

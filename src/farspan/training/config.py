@@ -14,8 +14,8 @@ Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Length = Annotated[int, Field(ge=2, le=2**31 - 1)]
 Share = Annotated[float, Field(ge=0, le=1)]
 PasskeyShare = Annotated[float, Field(ge=0, le=0.05)]
-RetrievalShare = Annotated[float, Field(ge=0, le=0.2)]
 """More passkey rows would train the test."""
+RetrievalShare = Annotated[float, Field(ge=0, le=0.2)]
 Weight = Annotated[float, Field(gt=0, le=1e9)]
 LearningRate = Annotated[float, Field(ge=0, le=10)]
 
@@ -38,7 +38,6 @@ class DataSection:
     batch_size: Count = 256
     passkey_share: PasskeyShare = 0.0
     retrieval_share: RetrievalShare = 0.0
-    """Share of rows that show retrieval tasks with answers (:mod:`farspan.data.retrieval`)."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ class OptimizerSection:
 
 @dataclass(frozen=True)
 class RunSection:
-    """``[run]``: how a run is done. All of it but the seed may change when a run continues."""
+    """``[run]``: everything but the seed may change when a run continues."""
 
     seed: Annotated[int, Field(ge=0)] = 0
     precision: Literal["auto", "bf16", "fp32"] = "auto"
@@ -71,11 +70,7 @@ class RunSection:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Everything that defines a pre-training run.
-
-    >>> TrainConfig.parse({"data": {"sources": {"tokens": 1.0}}, "optimizer": {"steps": 5}}).optimizer.steps
-    5
-    """
+    """Everything that defines a pre-training run."""
 
     model: ModelSection = field(default_factory=ModelSection)
     data: DataSection = field(default_factory=DataSection)

@@ -10,7 +10,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -28,8 +28,18 @@ from farspan.errors import require
 from farspan.training import checkpoint
 from farspan.training.checkpoint import TrainingStoppedError
 from farspan.training.config import OptimizerSection, RunSection
-from farspan.utils import LOCK, Progress, atomic_path, check_folder, explain_write_errors, lock, remove, silent, sync
-from farspan.utils import differences as differences_of
+from farspan.utils import (
+    LOCK,
+    Progress,
+    check_folder,
+    check_unchanged,
+    explain_write_errors,
+    lock,
+    remove,
+    silent,
+    sync,
+    write_text,
+)
 
 T = TypeVar("T")
 FLUSH_EVERY = 10
@@ -50,25 +60,23 @@ class Rows(Protocol):
 class Job:
     """What is trained, on what, and how a batch becomes a loss.
 
-    Functions rather than objects, so that a finished run opens neither data nor weights. Parameters that `start` and
-    `load` freeze (``requires_grad=False``) are left out of the optimizer, but belong to every checkpoint.
+    Data and weights come as functions, so that a finished run opens neither. Parameters that `start` and `load` freeze
+    (``requires_grad=False``) are left out of the optimizer, but belong to every checkpoint.
     """
 
     settings: dict[str, Any]
-    """What the folder belongs to, section by section; only the section "run" may change on resuming, but its seed."""
+    """What the folder belongs to, section by section. Of "run" only the seed must stay the same on resuming."""
     optimizer: OptimizerSection
     run: RunSection
     batch_size: int
     """Rows per step, all processes together."""
     tokens_per_row: int
     start: Callable[[], PreTrainedModel]
-    """Make the model that training begins with."""
     load: Callable[[Path], PreTrainedModel]
-    """Read a checkpoint of this job."""
     batches: Callable[[], Rows]
     objective: Callable[[Any], nn.Module]
-    """Model → module that keeps it as ``.model`` and whose forward is the loss of one batch. What must be neither saved
-    nor distributed, such as a teacher, it keeps out of its registered modules."""
+    """Model → module with it as ``.model`` whose forward is the loss of one batch. Keep what must be neither saved nor
+    distributed, such as a teacher, out of its registered modules."""
     write_beside: Callable[[Path], None]
     """Write what a model folder needs beside weights and configuration, such as the tokenizer."""
 
@@ -78,7 +86,6 @@ class Status:
     """How far a run is, and how fast."""
 
     step: int
-    steps: int
     loss: float
     tokens_per_second: float
     """Since the first reading, so that compilation does not count."""
@@ -89,7 +96,7 @@ class Status:
 
     def __str__(self) -> str:
         """
-        >>> print(Status(10, 20, 0.00041234, 1500.0, 0.412, 3.0))
+        >>> print(Status(10, 0.00041234, 1500.0, 0.412, 3.0))
         step 10, loss 0.00041, 1,500 tokens/s, MFU 41%
         """
         speed = f"{self.tokens_per_second:,.0f} tokens/s, MFU {self.mfu:.0%}"
@@ -105,33 +112,28 @@ def format_loss(value: float) -> str:
     return f"{value:.3f}" if value >= 0.1 else f"{value:.2g}"
 
 
-def run(
-    job: Job,
-    out: str | os.PathLike[str],
-    *,
-    progress: Progress = silent,
-) -> Path:
+def run(job: Job, out: str | os.PathLike[str], *, progress: Progress = silent) -> Path:
     """Do a job, or go on where an earlier call stopped; return the folder of the finished model.
 
     Args:
-        job: what is trained.
         out: the folder of the run: checkpoints, ``metrics.jsonl``, TensorBoard events, and at the end ``model``.
         progress: called every few steps with steps done, all steps, and a line of loss and speed.
     """
     folder = Path(out)
     with working_in(folder, METRICS, "of a training run"):
         if (folder / "model").is_dir():
-            _check_same_run(_trainer(folder / "model"), job, folder)
-            on_main(partial(_clean, folder))
+            check_same_run(folder / "model", job)
+            on_main(partial(clean, folder))
             return folder / "model"
+        bf16 = job.run.precision == "bf16" or (job.run.precision == "auto" and torch.cuda.is_available())
         disable_progress_bar()  # transformers would draw one for every checkpoint
         accelerator = Accelerator(
-            mixed_precision="bf16" if _bf16(job.run.precision) else "no",
+            mixed_precision="bf16" if bf16 else "no",
             gradient_accumulation_steps=job.optimizer.accumulation,
             cpu=not torch.cuda.is_available(),  # several processes on CPUs form a group only when told so
         )
         here, steps = _Run(job, folder, accelerator), job.optimizer.steps
-        with interruption(partial(checkpoint.last_step, folder), say=accelerator.is_main_process) as interrupted:
+        with interruption(partial(checkpoint.last_step, folder)) as interrupted:
             for step in range(here.step, steps):
                 here.advance(step)
                 last = step + 1 == steps
@@ -141,8 +143,7 @@ def run(
                         progress(status.step, steps, str(status))
                 stop = here.any_process(interrupted())
                 if last or stop or (step + 1) % job.run.checkpoint_every == 0:
-                    here.flush()
-                    here.save()
+                    here.save(here.flush())
                 if stop:
                     raise KeyboardInterrupt(f"stopped at step {step + 1}; the same command continues")
             if here.any_process(interrupted()):  # during the last save: a next stage should not begin
@@ -156,6 +157,10 @@ def run(
 def main_process() -> bool:
     """Return whether this process writes; of several that were launched together one does."""
     return bool(_processes().is_main_process)
+
+
+def _processes() -> PartialState:
+    return PartialState(cpu=not torch.cuda.is_available())
 
 
 def on_main(function: Callable[[], T]) -> T:
@@ -172,10 +177,6 @@ def on_main(function: Callable[[], T]) -> T:
     if isinstance(found[0], Exception):
         raise found[0]
     return found[0]
-
-
-def _processes() -> PartialState:
-    return PartialState(cpu=not torch.cuda.is_available())
 
 
 @contextmanager
@@ -204,18 +205,16 @@ def _enter(folder: Path, marker: str, what: str, held: ExitStack) -> list[Path]:
 
 
 @contextmanager
-def interruption(saved: Callable[[], int], *, say: bool = True) -> Iterator[Callable[[], bool]]:
+def interruption(saved: Callable[[], int]) -> Iterator[Callable[[], bool]]:
     """Make the first Ctrl-C a flag that the loop reads after each step; a second one raises KeyboardInterrupt.
 
-    Args:
-        saved: returns the step that the same command would continue from, should the run end now.
-        say: whether this process answers the user; of several one is enough.
+    `saved` returns the step that the same command would continue from, should the run end now.
 
     >>> with interruption(lambda: 0) as interrupted:
     ...     interrupted()
     False
     """
-    seen: list[int] = []
+    seen, say = list[int](), main_process()
 
     def remember(number: int, _: Any) -> None:
         if seen:
@@ -252,7 +251,7 @@ class _Run:
         self.batches = job.batches()
         earlier = on_main(partial(checkpoint.newest_intact, folder))
         if earlier is not None:
-            _check_same_run(_trainer(earlier), job, folder)
+            check_same_run(earlier, job)
         torch.manual_seed(job.run.seed)
         model = job.start() if earlier is None else job.load(earlier)
         if job.run.gradient_checkpointing:
@@ -267,17 +266,14 @@ class _Run:
         self.losses: list[Tensor] = []
         self.norms: list[Tensor] = []
         if earlier is not None:
-            state = checkpoint.load_optimizer(earlier, self.network, self._inner_optimizer())
-            self.step, self.earlier_seconds = state["step"], state.get("seconds", 0.0)
+            state = checkpoint.load_optimizer(earlier, self.network, self.optimizer.optimizer)
+            self.step, self.earlier_seconds = state["step"], state["seconds"]
         self.metrics = Metrics(folder, self.step) if accelerator.is_main_process else None
         dtype = torch.bfloat16 if accelerator.mixed_precision == "bf16" else torch.float32
         self.peak = matmul_peak(accelerator.device, dtype) * accelerator.num_processes
         self.started = time.perf_counter()
         self.clock = (self.step, self.started)
-        self.readings = 0
-
-    def _inner_optimizer(self) -> torch.optim.Optimizer:
-        return getattr(self.optimizer, "optimizer", self.optimizer)
+        self.status: Status | None = None
 
     def advance(self, step: int) -> None:
         """Take one optimizer step on the batch of this step."""
@@ -311,19 +307,17 @@ class _Run:
             for step, (loss, norm) in enumerate(zip(losses, norms, strict=True), first):
                 if not math.isfinite(loss + norm):  # the step after a bad norm would save bad weights
                     raise TrainingStoppedError(
-                        f"loss is {loss} and gradient norm {norm} at step {step}; {checkpoint.kept(self.folder)}; "
+                        f"loss is {loss} and gradient norm {norm} at step {step}; {checkpoint.last_good(self.folder)}; "
                         "lower optimizer.peak_lr or use run.precision = 'fp32'"
                     )
             self.last_loss = losses[-1]
         now, (first, began) = time.perf_counter(), self.clock
         tokens = (self.step - first) * self.job.batch_size * self.job.tokens_per_row
         speed = tokens / max(now - began, 1e-9)
-        self.readings += 1
-        if self.readings == 1:
+        if self.status is None:
             self.clock = (self.step, now)
         seconds = self.earlier_seconds + now - self.started
-        steps = self.job.optimizer.steps
-        self.status = Status(self.step, steps, self.last_loss, speed, speed * self.flops / self.peak, seconds)
+        self.status = Status(self.step, self.last_loss, speed, speed * self.flops / self.peak, seconds)
         return self.status
 
     def any_process(self, flag: bool) -> bool:
@@ -332,25 +326,29 @@ class _Run:
             return flag
         return bool(self.accelerator.reduce(torch.tensor(float(flag), device=self.accelerator.device), "sum") > 0)
 
-    def save(self) -> None:
+    def save(self, now: Status) -> None:
         """Save a checkpoint. Each process takes part in gathering; the main one writes."""
-        weights, moments = checkpoint.gather(self.network, self._inner_optimizer())
-        now = self.status
-        state = {
-            "config": self.job.settings,
-            "seconds": now.seconds,
-            "tokens_per_second": now.tokens_per_second,
-            "mfu": now.mfu,
-        }
+        weights, moments = checkpoint.gather(self.network, self.optimizer.optimizer)
+        speed = {"seconds": now.seconds, "tokens_per_second": now.tokens_per_second, "mfu": now.mfu}
 
         def write() -> None:
-            keep = self.job.run.keep_checkpoints
-            checkpoint.write(self.folder, self.step, weights, moments, state, write_model=self._write_model, keep=keep)
+            checkpoint.write(
+                self.folder,
+                self.step,
+                weights,
+                moments,
+                {"config": self.job.settings, **speed},
+                write_model=self._write_model,
+                keep=self.job.run.keep_checkpoints,
+            )
 
         on_main(write)
 
     def _write_model(self, folder: Path, weights: dict[str, Tensor]) -> None:
-        write_model(self.model, folder, weights)
+        state = {name.removeprefix("model."): weight for name, weight in weights.items()}
+        if self.model.config.tie_word_embeddings:  # gathered from shards, it no longer shares the embedding's storage
+            state.pop("lm_head.weight", None)
+        self.model.save_pretrained(folder, state_dict=state)
         self.job.write_beside(folder)
 
     def finish(self) -> Path:
@@ -360,7 +358,7 @@ class _Run:
         def rename() -> None:
             os.replace(checkpoint.checkpoints(self.folder)[-1], final)  # from here on the run is finished
             sync(self.folder)
-            _clean(self.folder)
+            clean(self.folder)
 
         on_main(rename)
         if self.metrics is not None:
@@ -368,15 +366,7 @@ class _Run:
         return final
 
 
-def write_model(model: PreTrainedModel, folder: Path, weights: Mapping[str, Tensor]) -> None:
-    """Save the model of an objective from the objective's gathered weights."""
-    state = {name.removeprefix("model."): weight for name, weight in weights.items()}
-    if model.config.tie_word_embeddings:  # gathered from shards, it no longer shares the embedding's storage
-        state.pop("lm_head.weight", None)
-    model.save_pretrained(folder, state_dict=state)
-
-
-def _clean(folder: Path) -> None:
+def clean(folder: Path) -> None:
     """Drop what only resuming needed, also when an earlier call was killed before it could."""
     for name in (checkpoint.CHECKSUMS, "optimizer.safetensors"):
         (folder / "model" / name).unlink(missing_ok=True)
@@ -385,32 +375,17 @@ def _clean(folder: Path) -> None:
             remove(path)
 
 
-def _trainer(model: Path) -> dict[str, Any]:
-    """Read the settings that a checkpoint or a finished model was trained with."""
+def check_same_run(model: Path, job: Job) -> None:
+    """Raise unless a checkpoint or a finished model is of this job; its `run` section may differ, but not the seed."""
     try:
-        found = json.loads((model / "trainer.json").read_text())["config"]
-        assert isinstance(found["run"], dict)
-    except (OSError, ValueError, KeyError, TypeError, AssertionError, RecursionError):
+        before = json.loads((model / "trainer.json").read_text())["config"]
+        before["run"] = {"seed": before["run"]["seed"]}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         raise ValueError(
             f"{str(model)!r} must hold the trainer.json of a run, got none or a damaged one; choose another --out"
         ) from None
-    return found
-
-
-def _check_same_run(earlier: dict[str, Any], job: Job, folder: Path) -> None:
-    """Raise unless a folder holds this run: only the `run` section may change between calls, but not its seed."""
-    now: dict[str, Any] = json.loads(json.dumps(job.settings)) | {"run": {"seed": job.run.seed}}
-    before = {key: value for key, value in earlier.items() if key in now} | {
-        "run": {"seed": earlier["run"].get("seed")}
-    }
-    if found := list(differences_of(before, now)):
-        (name, was, value), *rest = found
-        more = "".join(f", {other} is {new!r} and was {old!r}" for other, old, new in rest)
-        raise ValueError(f"{name} is {value!r}, but {folder} was started with {was!r}{more}; choose another --out")
-
-
-def _bf16(precision: str) -> bool:
-    return precision == "bf16" or (precision == "auto" and torch.cuda.is_available())
+    now = json.loads(json.dumps(job.settings)) | {"run": {"seed": job.run.seed}}
+    check_unchanged(before, now, f"run in {str(model.parent)!r}")
 
 
 # Optimizer, learning rate, speed
@@ -465,19 +440,15 @@ def matmul_peak(device: torch.device, dtype: torch.dtype) -> float:
     """Measure the operations per second of a large matrix product (best of several)."""
     size = 8192 if device.type == "cuda" else 1024
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    wait = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
     best = 0.0
     for _ in range(8):
-        _wait(device)
+        wait()
         start = time.perf_counter()
         a @ b
-        _wait(device)
+        wait()
         best = max(best, 2 * size**3 / (time.perf_counter() - start))
     return best
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 # Records
@@ -487,58 +458,44 @@ class Metrics:
     """Write metrics.jsonl and TensorBoard events. Rows from the resumed step on are dropped: they will come again."""
 
     def __init__(self, folder: Path, step: int) -> None:
-        self.events: Any = None
         path = folder / METRICS
         lines = path.read_text().splitlines() if path.exists() else []
         kept = [line for line in lines if line.endswith("}") and _row_step(line, path) < step]
-        with atomic_path(path) as part:
-            part.write_text("".join(f"{line}\n" for line in kept))
+        write_text(path, "".join(f"{line}\n" for line in kept))
         self.file = path.open("a")
+        self.events: Any = None
         with suppress(ImportError):
-            self.events = _Events(folder / "tensorboard", step)
+            # Not torch's SummaryWriter: its thread prints a traceback when the disk is full.
+            from tensorboard.compat.proto import event_pb2, summary_pb2
+            from tensorboard.summary.writer.record_writer import RecordWriter
+
+            (folder / "tensorboard").mkdir(exist_ok=True)
+            name = f"events.out.tfevents.{time.time():.6f}.{os.getpid()}"
+            self.events = RecordWriter(open(folder / "tensorboard" / name, "wb"))  # noqa: SIM115
+            self.event, self.summary = event_pb2.Event, summary_pb2.Summary
+            self._add_event(file_version="brain.Event:2")
+            started = event_pb2.SessionLog(status=event_pb2.SessionLog.START)  # drops later steps of earlier files
+            self._add_event(step=step, session_log=started)
 
     def add(self, first: int, losses: list[float], norms: list[float], section: OptimizerSection) -> None:
         """Write rows for steps first, first + 1, …"""
         with explain_write_errors(Path(self.file.name)):
             for step, (loss, norm) in enumerate(zip(losses, norms, strict=True), first):
-                row = {"step": step, "loss": loss, "lr": learning_rate(step, section), "grad_norm": norm}
-                self.file.write(json.dumps(row) + "\n")
+                row = {"loss": loss, "lr": learning_rate(step, section), "grad_norm": norm}
+                self.file.write(json.dumps({"step": step, **row}) + "\n")
                 if self.events is not None:
-                    self.events.add(row)
+                    values = [self.summary.Value(tag=tag, simple_value=value) for tag, value in row.items()]
+                    self._add_event(step=step, summary=self.summary(value=values))
             self.file.flush()
 
-    def close(self) -> None:
-        for handle in (self.file, self.events):
-            if handle is not None:
-                handle.close()
-
-
-class _Events:
-    """TensorBoard's own format, written here: its writer has a thread, whose errors nobody sees in time."""
-
-    def __init__(self, folder: Path, step: int) -> None:
-        from tensorboard.compat.proto import event_pb2, summary_pb2
-        from tensorboard.summary.writer.record_writer import RecordWriter
-
-        folder.mkdir(exist_ok=True)
-        self.kinds, self.summaries = event_pb2, summary_pb2
-        file = open(folder / f"events.out.tfevents.{time.time():.6f}.{os.getpid()}", "wb")  # noqa: SIM115
-        self.writer = RecordWriter(file)
-        self._write(event_pb2.Event(file_version="brain.Event:2"))
-        started = event_pb2.SessionLog(status=event_pb2.SessionLog.START)  # drops later steps of earlier files
-        self._write(event_pb2.Event(step=step, session_log=started))
-
-    def _write(self, event: Any) -> None:
-        event.wall_time = time.time()
-        self.writer.write(event.SerializeToString())
-
-    def add(self, row: Mapping[str, float]) -> None:
-        values = [self.summaries.Summary.Value(tag=n, simple_value=row[n]) for n in ("loss", "lr", "grad_norm")]
-        self._write(self.kinds.Event(step=int(row["step"]), summary=self.summaries.Summary(value=values)))
-        self.writer.flush()
+    def _add_event(self, **fields: Any) -> None:
+        self.events.write(self.event(wall_time=time.time(), **fields).SerializeToString())
+        self.events.flush()
 
     def close(self) -> None:
-        self.writer.close()
+        self.file.close()
+        if self.events is not None:
+            self.events.close()
 
 
 def _row_step(line: str, path: Path) -> int:

@@ -1,4 +1,8 @@
-"""Losses straight from hidden states: the logits of a batch never exist all at once."""
+"""Losses straight from hidden states: the logits of a batch never exist all at once.
+
+torch 2.13's own `linear_cross_entropy` does not serve: it knows no divergence from a teacher, and under bfloat16
+products it rounds loss and head gradient to bfloat16, where this module sums both in float32.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,8 +18,6 @@ Judge = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
 
 
 class _FromLogits(torch.autograd.Function):
-    """Mean loss of hidden·weightᵀ; both gradients are made on the way, a piece of the tokens at a time."""
-
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, judge: Judge) -> Tensor:
         rows, tokens = max(1, LOGITS_AT_ONCE // weight.shape[0]), hidden.shape[0]
@@ -45,20 +47,14 @@ class _FromLogits(torch.autograd.Function):
 def linear_loss(hidden: Tensor, weight: Tensor, judge: Judge) -> Tensor:
     """Mean over tokens of what `judge` makes of hidden·weightᵀ: (tokens, width), (vocabulary, width) → scalar.
 
-    Products run in hidden's dtype, sums in float32 or wider. Memory is one piece of the logits, not all of them.
-
-    >>> def squares(logits: Tensor, piece: slice) -> tuple[Tensor, Tensor]:
-    ...     return (logits**2).sum(), 2 * logits
-    >>> linear_loss(torch.ones(3, 2), torch.ones(8, 2), squares)  # eight times 2² a token
-    tensor(32.)
+    Both gradients are computed in the forward pass, a piece of the tokens at a time: memory is one piece of the logits.
+    Products run in hidden's dtype, sums in float32 or wider.
     """
     return _FromLogits.apply(hidden, weight, judge)
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """Mean of -log softmax(hidden·weightᵀ)[target]: (tokens, width), (vocabulary, width), (tokens) → scalar.
-
-    Products run in hidden's dtype, sums in float32 or wider. Memory is one piece of the logits, not all of them.
 
     >>> loss = linear_cross_entropy(torch.zeros(3, 2), torch.ones(8, 2), torch.tensor([1, 2, 3]))
     >>> round(loss.item(), 4)  # ln 8: nothing known

@@ -26,9 +26,9 @@ from farspan.utils import Progress, silent
 
 
 class NextToken(nn.Module):
-    """The objective of pre-training: ids (b, n+1) → mean loss of predicting each token from those before it.
+    """Mean loss of predicting each token of ids (b, n+1) from those before it.
 
-    reach: positions go up to so many times the row (:func:`skipped_positions`); 1 = they count on.
+    Positions go up to `reach` times the row (:func:`skipped_positions`); 1 = they count on.
     """
 
     def __init__(self, model: FarspanForCausalLM, *, reach: int = 1) -> None:
@@ -41,29 +41,12 @@ class NextToken(nn.Module):
         return linear_cross_entropy(hidden.to(product_dtype(hidden)), self.model.lm_head.weight, ids[:, 1:].flatten())
 
 
-def train(
-    config: TrainConfig,
-    out: str | os.PathLike[str],
-    *,
-    progress: Progress = silent,
-) -> Path:
+def train(config: TrainConfig, out: str | os.PathLike[str], *, progress: Progress = silent) -> Path:
     """Pre-train, or go on where an earlier call stopped; return the folder of the finished model.
 
     Args:
-        config: everything that defines the run.
-        out: its folder: checkpoints, ``metrics.jsonl``, TensorBoard events, and at the end ``model``.
+        out: folder of the run: checkpoints, ``metrics.jsonl``, TensorBoard events, and at the end ``model``.
         progress: called every few steps.
-
-    >>> from tempfile import TemporaryDirectory
-    >>> from farspan.data import prepare
-    >>> with TemporaryDirectory() as folder:
-    ...     _ = Path(folder, "a.txt").write_text("the quick brown fox")
-    ...     _ = prepare([f"{folder}/a.txt"], f"{folder}/tokens", valid_share=0, workers=1)
-    ...     data = {"sources": {f"{folder}/tokens": 1.0}, "length": 8, "batch_size": 4}
-    ...     small = {"preset": "tiny", "options": {"num_hidden_layers": 1}}
-    ...     settings = {"model": small, "data": data, "optimizer": {"steps": 1}}
-    ...     train(TrainConfig.parse(settings), f"{folder}/run").name
-    'model'
     """
     config = TrainConfig.parse(asdict(config))  # one that was made in Python may hold anything
     return run(pretraining_job(config), out, progress=progress)
@@ -79,7 +62,11 @@ def pretraining_job(config: TrainConfig) -> Job:
         return load_tokenizer(first)
 
     def start() -> FarspanForCausalLM:
-        return FarspanForCausalLM(model_config(config, tokenizer().vocab_size, tokenizer().end))
+        model, text = config.model, tokenizer()
+        data = {"vocab_size": text.vocab_size, "train_length": config.data.length, "eos_token_id": text.end}
+        return FarspanForCausalLM(
+            FarspanConfig.preset(model.preset, attention=model.attention, **{**data, **model.options})
+        )
 
     return Job(
         settings=asdict(config),
@@ -92,14 +79,6 @@ def pretraining_job(config: TrainConfig) -> Job:
         batches=lambda: text_batches(config.data, tokenizer(), config.run.seed),
         objective=NextToken,
         write_beside=lambda folder: tokenizer().save(folder),
-    )
-
-
-def model_config(config: TrainConfig, vocab_size: int, end: int) -> FarspanConfig:
-    """Make the model's configuration, with vocabulary and lengths from the data."""
-    settings = {"vocab_size": vocab_size, "train_length": config.data.length, "eos_token_id": end}
-    return FarspanConfig.preset(
-        config.model.preset, attention=config.model.attention, **{**settings, **config.model.options}
     )
 
 
@@ -139,14 +118,15 @@ def check_reach(reach: int, length: int, where: str) -> None:
 
 
 def skipped_positions(ids: Tensor, reach: int) -> Tensor | None:
-    """Positions (b, n) for rows ids (b, n); None where reach is 1 and they simply count on.
+    """Draw positions (b, n) for rows ids (b, n); None where reach is 1 and positions count on.
 
-    For a batch a length L is drawn from n, 2n, 4n … reach·n. With n itself positions count on. Otherwise the second
-    half of each row is moved into L/2 … L-1, and the first before it: in half of the batches there as well, in the
-    others at 0 … n/2-1, so that all distances below L are met. Under `per_query` dynamic NTK, positions L/2 … L-1 have
-    their own frequencies if the row is a power of two times the training length: then the runs of queries that share
-    frequencies are one of two sets, and blocks are compiled twice, not for each batch. The draws are a function of the
-    tokens: there is no state to save, and no random number to share.
+    Draw a length L from n, 2n, 4n … reach·n for each batch. With n itself positions count on. Otherwise move the second
+    half of each row into L/2 … L-1, and the first before it: in half of the batches there as well, in the others at
+    0 … n/2-1, so that all distances below L occur.
+
+    Under `per_query` dynamic NTK, positions L/2 … L-1 have their own frequencies if n is a power of two times the
+    training length. Then there are two sets of runs of queries that share frequencies, and blocks are compiled twice,
+    not for each batch. The draws are a function of the tokens: no state to save, no random number to share.
 
     >>> near, far = skipped_positions(torch.tensor([[5, 6, 7, 8]]), 4)[0].view(2, 2)
     >>> near.diff().item(), far.diff().item(), (far[0] - near[0]).item() >= 2, far[1].item() < 16
@@ -170,6 +150,6 @@ def skipped_positions(ids: Tensor, reach: int) -> Tensor | None:
 
 
 def _scattered(numbers: Tensor) -> Tensor:
-    """Whole numbers → others in 0 … 2³¹-1 that look drawn at random: a multiplication that wraps, and its high bits."""
+    """Hash whole numbers to 0 … 2³¹-1: a multiplication that wraps, and its high bits."""
     mixed = numbers * 6364136223846793005 + 1442695040888963407
     return (mixed ^ (mixed >> 29)) * 3202034522624059733 >> 33 & 0x7FFFFFFF
