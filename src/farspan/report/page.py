@@ -20,9 +20,9 @@ from farspan.report.measured import (
     training_table,
     variants_in,
 )
-from farspan.report.results import Run, collect
+from farspan.report.results import BENCHES, Run, collect
 from farspan.report.speed import decoding_tables, kernel_tables, speed_tables
-from farspan.report.tables import Table, to_html, to_latex, to_markdown
+from farspan.report.tables import Table, to_latex, to_markdown
 from farspan.utils import atomic_path, write_text
 
 if TYPE_CHECKING:
@@ -60,6 +60,7 @@ def write_report(folder: str | os.PathLike[str], out: str | os.PathLike[str] | N
     from farspan.report.figures import length_figures, other_figures
 
     try:
+        run.analyses.sort(key=lambda found: (found.model.attention != "rope", found.label))  # the baseline first
         figures = [] if run.is_study else length_figures(run)
         figures += [*other_figures(run), *analysis_figures(run.analyses)]
         sections = make_sections(run, figures)
@@ -128,9 +129,13 @@ def page_title(run: Run) -> str:
     """Name what the run is about."""
     if run.is_study:
         return "CoCA dropped into an existing model"
-    if run.of("task") or "bench-cosformer" in run.benches:
+    if run.of("task") or run.of("bench-cosformer"):
         return "cosFormer and its tasks"
-    return "What CoCA costs beside RoPE" if run.benches and not run.records else "Past the training length"
+    return (
+        "What CoCA costs beside RoPE"
+        if run.records.keys() <= set(BENCHES) and run.records
+        else "Past the training length"
+    )
 
 
 def provenance(run: Run) -> list[tuple[str, list[str]]]:
@@ -144,7 +149,7 @@ def provenance(run: Run) -> list[tuple[str, list[str]]]:
         ("Commit", each(x.commit or "unknown" for x in run.sources)),
         ("Device", each(x.device for x in run.sources)),
         ("Versions", each(versions)),
-        ("Seeds", each(x.seed for rows in [*run.records.values(), run.sources] for x in rows)),
+        ("Seeds", each(x.get("seed", 0) for rows in [*run.records.values(), run.sources] for x in rows)),
         ("Commands", each(x.command for x in run.sources)),
         ("Files", each(x.file for x in run.sources)),
     ]
@@ -153,13 +158,11 @@ def provenance(run: Run) -> list[tuple[str, list[str]]]:
 def render(run: Run, sections: list[Section]) -> str:
     """Return the page as HTML; the template escapes every text of the run."""
     from jinja2 import Environment, StrictUndefined
-    from markupsafe import Markup
 
     from farspan.report.figures import inline_svg
 
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    # Both escape what they are given themselves.
-    environment.filters |= {"table": lambda t: Markup(to_html(t)), "svg": lambda f: Markup(inline_svg(f))}
+    environment.filters["svg"] = inline_svg
     text = (resources.files("farspan") / "report" / "page.html").read_text(encoding="utf-8")
     unfinished = [step for step in run.steps if step.state != "done"]
     return environment.from_string(text).render(
