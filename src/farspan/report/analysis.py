@@ -1,13 +1,12 @@
 """What `farspan analyze` found → a table and figures. Importing this loads matplotlib."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
-from matplotlib.ticker import MaxNLocator, NullLocator, PercentFormatter
+from matplotlib.ticker import NullLocator, PercentFormatter
 
 from farspan.report.figures import FAINT, INK, Curve, Figure, blank, chart, finish
 from farspan.report.results import Analysis, Record
@@ -132,43 +131,26 @@ def analysis_figures(analyses: Sequence[Analysis]) -> list[Figure]:
     made = [layers_figure(analyses)]
     for found in analyses:
         if any(row["past_pi"]["plain"] > 0 for row in found.of("census")):
-            made += [angle_figure(found), pair_figure(found), zone_figure(found), border_figure(found)]
-        made += [score_figure(found), bound_figure(found), slack_figure(found)]
-        made += [drift_figure(found, *what) for what in DRIFTS]
-        made += [head_figure(found, row) for row in found.of("study", primary=True)]
+            made += angle_figures(found)
+        made += [*score_figures(found), *drift_figures(found), *(head_figure(found, row) for row in found.of("study"))]
     return [figure for figure in made if figure]
 
 
 def draw(
-    found: Analysis,
-    name: str,
-    group: str,
-    labels: tuple[str, str, str],
-    curves: Sequence[Curve],
-    caption: str = "",
-    **how: Any,
+    found: Analysis, name: str, group: str, labels: tuple[str, str, str], curves: Sequence[Curve], **how: Any
 ) -> Figure | None:
     """Draw the curves of one model, whose name the title has."""
     title, x, y = labels
     title = title.format(variant_name(found.label))
-    return chart(file_of(name, found.label), group, (title, x, y), curves, caption, **how)
+    return chart(file_of(name, found.label), group, (title, x, y), curves, **how)
 
 
 def _styled(label: str, colour: str, marker: str, x: Sequence[float], y: Sequence[float]) -> Curve:
     return Curve(label, x, y, {"color": colour, "marker": marker})
 
 
-def _waves(found: Analysis) -> list[float]:
-    """Return the wavelengths of the rotary pairs."""
-    return [2 * math.pi / theta for theta in found.model["theta"][0]]
-
-
 def _digits(curves: Sequence[Curve]) -> int:
-    return 0 if max((max(curve.y) for curve in curves), default=0) > 0.1 else 1
-
-
-def _by_layer(axes: Axes) -> None:
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    return 0 if any(y > 0.1 for curve in curves for y in curve.y) else 1
 
 
 def layers_figure(analyses: Sequence[Analysis]) -> Figure | None:
@@ -179,25 +161,28 @@ def layers_figure(analyses: Sequence[Analysis]) -> Figure | None:
         layers, values = [row["layer"] for row in rows], [row["past_pi"]["plain"] for row in rows]
         curves.append(Curve(variant_name(found.label), layers, values, variant_style(found.label)))
 
-    def then(axes: Axes) -> None:
-        _by_layer(axes)
+    def half(axes: Axes) -> None:
         axes.axhline(0.5, color=FAINT, linewidth=1.2, linestyle=":")
 
-    labels = "Pairs that first rise with distance", "layer", "share of pairs with Θ past π"
-    how: Any = {"percent": 0, "ylim": (-0.03, 1.0), "then": then}
-    return chart("angles-layers", "angles", labels, curves, "Dotted: random directions.", **how)
+    labels, caption = (
+        ("Pairs that first rise with distance", "layer", "share of pairs with Θ past π"),
+        "Dotted: random.",
+    )
+    return chart(
+        "angles-layers", "angles", labels, curves, caption, percent=0, whole=True, ylim=(-0.03, 1.0), then=half
+    )
 
 
-def angle_figure(found: Analysis) -> Figure | None:
-    """Draw the distribution of the initial angle."""
-    rows, curves = found.of("census", region="inside"), []
-    bins = len(rows[0]["histogram"]["plain"])
+def angle_figures(found: Analysis) -> Iterator[Figure | None]:
+    """Draw the initial angles: their distribution, the share past π by layer and pair, and what follows from them."""
+    rows, waves = found.of("census", region="inside"), [2 * math.pi / theta for theta in found.model["theta"][0]]
+    bins, curves = len(rows[0]["histogram"]["plain"]), []
     for weight, label, colour, dash in WEIGHTS:
         values = [mean([row["histogram"][weight][i] for row in rows]) for i in range(bins)]
         style = {"color": colour, "linestyle": dash, "drawstyle": "steps-post"}
         curves.append(Curve(label, [360 * i / bins for i in range(bins + 1)], [*values, values[-1]], style))
 
-    def then(axes: Axes) -> None:
+    def halves(axes: Axes) -> None:
         axes.axvspan(180, 360, color=FAINT, alpha=0.15, linewidth=0)
         for x, text in ((90, "falls first"), (270, "rises first")):
             axes.text(x, 1, text, transform=axes.get_xaxis_transform(), va="top", ha="center", fontsize=8, color=INK)
@@ -205,59 +190,36 @@ def angle_figure(found: Analysis) -> Figure | None:
         axes.set(xlim=(0, 360), xticks=range(0, 361, 90), ylim=(0, None))
 
     labels = "Initial angle Θ, {}", "angle from k to q before rotation (degrees)", "share"
-    return draw(found, "angles-histogram", "angles", labels, curves, "Mean over layers.", percent=1, then=then)
+    how: Any = {"caption": "Means over layers and heads.", "percent": 1, "then": halves}
+    yield draw(found, "angles-histogram", "angles", labels, curves, **how)
 
-
-def pair_figure(found: Analysis) -> Figure:
-    """Draw the share past π by layer and rotary pair."""
-    rows = found.of("census", region="inside")
     canvas, axes = blank(f"Θ past π by pair, {variant_name(found.label)}", "rotary pair j (fast to slow)", "layer")
     axes.grid(visible=False)
-    grid = [row["past_pi_pair"]["plain"] for row in rows]
-    image = axes.imshow(grid, vmin=0, vmax=1, cmap="cividis", aspect="auto", interpolation="nearest")
-    step = max(1, len(rows) // 8)
+    pairs, step = [row["past_pi_pair"]["plain"] for row in rows], max(1, len(rows) // 8)
+    image = axes.imshow(pairs, vmin=0, vmax=1, cmap="cividis", aspect="auto", interpolation="nearest")
     axes.set_yticks(range(0, len(rows), step), [str(row["layer"]) for row in rows[::step]])
     canvas.colorbar(image, ax=axes, ticks=[0, 0.25, 0.5, 0.75, 1.0], format=PercentFormatter(1.0, decimals=0))
-    return finish(canvas, file_of("angles-pairs", found.label), "angles", "Mean over heads.")
+    yield finish(canvas, file_of("angles-pairs", found.label), "angles")
 
-
-def zone_figure(found: Analysis) -> Figure | None:
-    """Draw how many of the nearest tokens are damped under each scaling."""
-    rows, curves = found.of("census", region="inside"), []
+    curves = []
     for scaling in found.model["scalings"]:
         values = [mean([row["damped_pair"][scaling][j] for row in rows]) for j in range(found.model["pairs"])]
-        curves.append(_styled(*SCALINGS[scaling], _waves(found), values))
+        curves.append(_styled(*SCALINGS[scaling], waves, values))
     labels = "Nearest tokens damped, {}", "wavelength of the pair (tokens)", "tokens, mean"
-    caption = "Counted up to the training length."
-    return draw(found, "zone", "angles", labels, curves, caption, xscale="log", ylim=(0, None))
+    how = {"caption": "Damped tokens are counted up to the training length.", "xscale": "log", "ylim": (0, None)}
+    yield draw(found, "zone", "angles", labels, curves, **how)
 
-
-def border_figure(found: Analysis) -> Figure | None:
-    """Draw the borders that longer distances reach and training did not."""
-    curves = [
-        _styled(*style, _waves(found), row["first_past"])
-        for border, style in BORDERS.items()
-        for row in found.of("borders", scaling="none", border=border)
-    ]
+    curves = []
+    for border, style in BORDERS.items():
+        for row in found.of("borders", scaling="none", border=border):
+            curves.append(_styled(*style, waves, row["first_past"]))
     labels = "{}: borders first past the window", "wavelength of the pair (tokens)", "share of pairs"
-    how: Any = {"percent": 0, "mark": found.model["train_length"], "xscale": "log", "ylim": (-0.03, 1.03)}
-    return draw(found, "borders", "borders", labels, curves, **how)
+    how = {"percent": 0, "mark": found.model["train_length"], "xscale": "log", "ylim": (-0.03, 1.03)}
+    yield draw(found, "borders", "borders", labels, curves, **how)
 
 
-def by_distance(found: Analysis, name: str, title: str, y: str, curves: Sequence[Curve], **how: Any) -> Figure | None:
-    """Draw curves against the distance, from 0."""
-
-    def then(axes: Axes) -> None:
-        axes.set_xscale("symlog", linthresh=1, linscale=0.5)
-        axes.set_xlim(-0.1, found.model["longest"])
-        axes.xaxis.set_minor_locator(NullLocator())
-
-    labels = f"{title}, {{}}", "distance (tokens)", y
-    return draw(found, name, "scores", labels, curves, mark=found.model["train_length"], then=then, **how)
-
-
-def score_figure(found: Analysis) -> Figure | None:
-    """Draw logits against distance in three layers."""
+def score_figures(found: Analysis) -> Iterator[Figure | None]:
+    """Draw logits against distance in three layers, and the bounds on the decay above what they bound."""
     rows, curves = found.of("curve"), []
     chosen = {row["layer"]: row for row in (rows[0], rows[len(rows) // 2], rows[-1])}.values()
     for row, (colour, dash) in zip(chosen, (("#D55E00", "-"), ("#0081c9", "--"), ("#009E73", "-.")), strict=False):
@@ -265,68 +227,73 @@ def score_figure(found: Analysis) -> Figure | None:
         low, mid, high = ([row["quantiles"][q][i] for i in at] for q in ("0.25", "0.5", "0.75"))
         x, style = [row["distance"][i] for i in at], {"color": colour, "linestyle": dash}
         curves.append(Curve(f"layer {row['layer']}", x, mid, style, [*zip(low, high, strict=True)]))
-    caption = "Median and middle half over queries and heads."
-    return by_distance(found, "scores", "Score against distance", "logit a(s)/√d", curves, caption=caption)
 
+    def from_zero(axes: Axes) -> None:
+        axes.set_xscale("symlog", linthresh=1, linscale=0.5)
+        axes.set_xlim(-0.1, found.model["longest"])
+        axes.xaxis.set_minor_locator(NullLocator())
 
-def bound_figure(found: Analysis) -> Figure | None:
-    """Draw the bounds on the decay above what they bound."""
-    rows = found.of("curve")
+    how: Any = {"mark": found.model["train_length"], "then": from_zero}
+    labels, caption = ("Score against distance, {}", "distance (tokens)", "logit a(s)/√d"), "Median and middle half."
+    yield draw(found, "scores", "scores", labels, curves, caption=caption, **how)
+
     # A window layer has no scores beyond its window: each mean is over the layers that have one there.
     holders = {i: [row for row in rows if row["mean"][i] is not None] for i in range(len(rows[0]["mean"]))}
     at = [i for i, held in holders.items() if held]
-    distance = [rows[0]["distance"][i] for i in at]
-
-    def curve(label: str, colour: str, dash: str, read: Callable[[Record, int], float]) -> Curve:
-        values = [mean([read(row, i) for row in holders[i]]) for i in at]
-        return Curve(label, distance, values, {"color": colour, "linestyle": dash})
-
-    curves = [curve("bound of Eq. 19", "#D55E00", "--", lambda row, i: row["bound_eq19"][i])]
-    if "eq20" in theorems(found.model["attention"]):
-        curves.append(curve("bound of Eq. 20", "#0081c9", "-.", lambda row, i: row["bound_eq20"][i]))
-    both = partial(curve, "measured, 5% to 95%", INK, "-")
-    curves.append(both(lambda row, i: max(abs(row["quantiles"][q][i]) for q in ("0.05", "0.95"))))
+    curves, x = [], [rows[0]["distance"][i] for i in at]
+    for name, label, colour, dash in (
+        ("eq19", "bound of Eq. 19", "#D55E00", "--"),
+        ("eq20", "bound of Eq. 20", "#0081c9", "-."),
+        ("measured", "measured, 5% to 95%", INK, "-"),
+    ):
+        if name in (*theorems(found.model["attention"]), "measured"):
+            values = [mean([_size(row, name, i) for row in holders[i]]) for i in at]
+            curves.append(Curve(label, x, values, {"color": colour, "linestyle": dash}))
+    labels = "Long-term decay, {}", "distance (tokens)", "size of the logit"
     caption = "Slack CoCA: the bound holds for the relative part alone." if found.of("slack") else ""
-    how: Any = {"caption": caption, "yscale": "log", "at": "bottom"}
-    return by_distance(found, "bounds", "Long-term decay", "size of the logit", curves, **how)
+    yield draw(found, "bounds", "scores", labels, curves, caption=caption, yscale="log", at="bottom", **how)
 
 
-def drift_figure(found: Analysis, what: str, title: str, y: str) -> Figure | None:
-    """Draw one quantity against the length for each scaling."""
-    lengths, curves = found.model["lengths"], []
-    for scaling in found.model["scalings"]:
-        curves.append(_styled(*SCALINGS[scaling], lengths, [drift(found, what, scaling, n) for n in lengths]))
-    percent = _digits(curves) if what in ("far", "first") else None
-    how: Any = {"size": (4.2, 3.3), "lengths": lengths, "percent": percent}
-    return draw(found, f"drift-{what}", "drift", (f"{{}}: {title}", "length (tokens)", y), curves, **how)
+def _size(row: Record, name: str, i: int) -> float:
+    if name == "measured":
+        return max(abs(row["quantiles"][q][i]) for q in ("0.05", "0.95"))
+    return float(row[f"bound_{name}"][i])
 
 
-def slack_figure(found: Analysis) -> Figure | None:
-    """Draw what of slack CoCA's score is absolute, and what that does to attention."""
+def drift_figures(found: Analysis) -> Iterator[Figure | None]:
+    """Draw each quantity against the length under each scaling, and what of slack CoCA's score is absolute."""
+    lengths = found.model["lengths"]
+    for what, title, y in DRIFTS:
+        curves = []
+        for scaling in found.model["scalings"]:
+            curves.append(_styled(*SCALINGS[scaling], lengths, [drift(found, what, scaling, n) for n in lengths]))
+        percent = _digits(curves) if what in ("far", "first") else None
+        labels, how = (f"{{}}: {title}", "length (tokens)", y), {"size": (4.2, 3.3), "percent": percent}
+        yield draw(found, f"drift-{what}", "drift", labels, curves, lengths=lengths, **how)
     rows = found.of("slack")
     layers = [row["layer"] for row in rows]
     curves = [
         _styled("of the score's energy", "#E69F00", "^", layers, [mean(row["absolute_share"]) for row in rows]),
         _styled("of attention moved by a shift", "#0081c9", "o", layers, [mean(row["moved_share"]) for row in rows]),
     ]
-    how: Any = {"legend": 2, "percent": _digits(curves) if rows else 0, "ylim": (0, None), "then": _by_layer}
-    labels = "Absolute position in {}", "layer", "share"
-    return draw(found, "slack", "slack", labels, curves, "The shift is one training length.", **how)
+    labels, caption = ("Absolute position in {}", "layer", "share"), "The shift is one training length."
+    how = {"caption": caption, "legend": 2, "percent": _digits(curves), "whole": True, "ylim": (0, None)}
+    yield draw(found, "slack", "slack", labels, curves, **how)
 
 
-def head_figure(found: Analysis, row: Mapping[str, Any]) -> Figure | None:
-    """Draw one point per head."""
+def head_figure(found: Analysis, row: Record) -> Figure | None:
+    """Draw one point per head, with the correlation; None for those that are not of the first interest."""
     curves = []
-    for i, (xs, ys) in enumerate(zip(row["x"], row["y"], strict=True)):
+    for i, (xs, ys) in enumerate(zip(row["x"], row["y"], strict=True) if row["primary"] else ()):
         colour = matplotlib.colormaps["cividis"](i / max(1, len(row["x"]) - 1))
         style = {"color": colour, "linestyle": "", "marker": "o", "markeredgecolor": INK, "markeredgewidth": 0.3}
         curves.append(Curve(None, xs, ys, style))
 
-    def then(axes: Axes) -> None:
+    def say(axes: Axes) -> None:
         axes.annotate(relation(row), (0.02, 0.98), xycoords="axes fraction", va="top", fontsize=9, color=INK)
         axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
         axes.margins(y=0.25)
 
     labels = "Heads of {}", "share of Θ past π, by |q||k|", "rise of evenness, training length → longest"
     caption = "Dark: the first layer. Interval by resampling layers and heads."
-    return draw(found, "study", "study", labels, curves, caption, then=then)
+    return draw(found, "study", "study", labels, curves, caption=caption, then=say)

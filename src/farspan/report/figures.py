@@ -14,7 +14,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure as Canvas
-from matplotlib.ticker import FixedLocator, FuncFormatter, MultipleLocator, NullLocator, PercentFormatter
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, MultipleLocator, NullLocator, PercentFormatter
 
 from farspan.experiments import Experiment, load
 from farspan.report.measured import by_distance, condition, distance_ranges, loss_of, variants_in
@@ -103,6 +103,7 @@ def chart(
     ranges: Sequence[str] = (),
     bars: bool = False,
     percent: int | None = None,
+    whole: bool = False,
     mark: float | None = None,
     at: str = "top",
     then: Callable[[Axes], object] = lambda axes: None,
@@ -117,6 +118,7 @@ def chart(
         ranges: names of the values 0, 1, … of x.
         bars: draw the spreads as bars, with the curves slightly apart so that bars do not hide; else as bands.
         percent: digits of y as a percentage.
+        whole: whole numbers on x.
         mark: the training length, with its name at the end of the axis where the curves are not.
         then: what else to do with the axes.
         limits: other properties of the axes, such as `ylim`.
@@ -143,6 +145,8 @@ def chart(
         axes.set_xticks(range(len(ranges)), ranges)
     if percent is not None:
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=percent))
+    if whole:
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set(**limits)
     axes.xaxis.set_minor_locator(NullLocator())
     if mark is not None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from pydantic_core import from_json
 
 from farspan.errors import require
@@ -17,30 +17,17 @@ Count = Annotated[int, Field(ge=0, le=2**60)]
 Length = Annotated[int, Field(ge=1, le=2**40)]
 Number = Annotated[float, Field(gt=-math.inf)]  # nan is not
 Positive = Annotated[float, Field(gt=0)]
+STRICT = ConfigDict(strict=True, protected_namespaces=())
 Pair = Annotated[list[Number], Field(min_length=2, max_length=2)]
 
 
-class Checked(BaseModel):
-    """What every row is checked against; fields that a kind does not have are dropped."""
-
-    model_config = ConfigDict(strict=True, protected_namespaces=())
-
-    @model_validator(mode="after")
-    def correct_is_counted_of_cases(self) -> "Checked":
-        cases, correct = getattr(self, "cases", None), getattr(self, "correct", None)
-        counted = cases is None and correct is None and getattr(self, "ppl", 1)
-        good = counted or (cases is not None and correct is not None and correct <= cases)
-        require(bool(good), f"correct must lie in 0 … cases, got {correct} of {cases}")
-        return self
-
-
-def _model(fields: str) -> type[Checked]:
+def _model(fields: str) -> type[BaseModel]:
     """Make a model of named fields, whose types are those of TYPES; "?" marks those that may be absent, or null."""
     made: dict[str, Any] = {}
     for name in fields.split():
         bare = name.removesuffix("?")
         made[bare] = (TYPES[bare], ...) if bare == name else (TYPES[bare] | None, None)
-    return create_model(fields, __base__=Checked, **made)  # type: ignore[no-any-return]
+    return create_model(fields, __config__=STRICT, **made)  # type: ignore[no-any-return]
 
 
 TYPES: dict[str, Any] = {
@@ -301,7 +288,7 @@ def _translate(value: Any) -> Any:
     return OLD_ANALYSIS.get(value, value) if isinstance(value, str) else value
 
 
-def _record(model: type[Checked], row: Any, where: str) -> Record:
+def _record(model: type[BaseModel], row: Any, where: str) -> Record:
     """Check a row. Raise one line for the first field that is missing or wrong."""
     try:
         return Record(model.model_validate(row).model_dump())
