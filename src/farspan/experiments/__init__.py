@@ -4,7 +4,7 @@ import tomllib
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from farspan.errors import require
 from farspan.utils import parse
@@ -32,6 +32,27 @@ class Row:
 
 
 @dataclass(frozen=True)
+class Look:
+    """How the tables and figures of a benchmark look."""
+
+    bench: str
+    """The kind of the results."""
+    reference: str
+    owner: str
+    """Whose time the times are multiples of, as a label and in a sentence."""
+    memory: str
+    heading: str
+    digits: int
+    subject: str = ""
+    ceiling: float = 0.0
+    """Upper end of a linear axis; 0: a logarithmic axis."""
+
+    def title(self, group: str) -> str:
+        """Return what was timed."""
+        return f"{self.subject}, {group}" if self.subject else group.capitalize()
+
+
+@dataclass(frozen=True)
 class Experiment:
     """One table or figure. Lengths are the paper's, in tokens; ours have the same ratio to the training length."""
 
@@ -49,6 +70,8 @@ class Experiment:
     columns: list[str] = field(default_factory=list)
     """Names of tasks."""
     headings: list[str] = field(default_factory=list)
+    look: Look | None = None
+    """Of a benchmark."""
     measure: Literal["accuracy", "perplexity", "speed", "memory"] = "perplexity"
 
     def __post_init__(self) -> None:
@@ -78,6 +101,12 @@ def load(*kinds: str) -> list[Experiment]:
     ['coca-speed', 'cosformer-length', 'dropin']
     """
     return [experiment for experiment in load_all() if experiment.kind in kinds]
+
+
+def look_of(experiment: Experiment) -> Look:
+    """Return how a benchmark looks."""
+    require(experiment.look is not None, f"experiment {experiment.name} must have a look")
+    return cast(Look, experiment.look)
 
 
 def make_experiment(name: str, table: dict[str, Any]) -> Experiment:

@@ -86,15 +86,15 @@ def drift(found: Analysis, what: str, scaling: str, length: int) -> float:
     return found.mean("drift", lambda row: mean(row[what]), scaling=scaling, length=length)
 
 
-def analysis_tables(analyses: Sequence[Analysis]) -> list[Table]:
-    """Compare the analysed models, and describe slack CoCA's."""
+def analysis_tables(analyses: Sequence[Analysis]) -> dict[str, Table | None]:
+    """Compare the analysed models, and describe slack CoCA's, each for its section."""
     caption = "Queries inside the training length, all layers. Excess loss: over the same tokens with the context cut. "
     caption += "Effective window: at least – at most, in tokens, from passkeys (App. B.1)."
     rows = [(variant_name(found.label), "", _summary(found)) for found in analyses]
-    made = [listing("analysis", "What rotary attention does", MODEL, rows, caption=caption, heading="Model")]
+    angles = listing("analysis", "What rotary attention does", MODEL, rows, caption=caption, heading="Model")
     rows = [(variant_name(found.label), "", _slack(found)) for found in analyses if found.of("slack")]
-    made.append(listing("analysis-slack", "Slack CoCA's hidden angles", SLACK, rows, heading="Model"))
-    return [table for table in made if table]
+    slack = listing("analysis-slack", "Slack CoCA's hidden angles", SLACK, rows, heading="Model")
+    return {"angles": angles, "slack": slack}
 
 
 def _slack(found: Analysis) -> dict[str, float]:

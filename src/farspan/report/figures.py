@@ -16,7 +16,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure as Canvas
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, MultipleLocator, NullLocator, PercentFormatter
 
-from farspan.experiments import Experiment, load
+from farspan.experiments import Experiment, Look, load, look_of
 from farspan.report.measured import by_distance, condition, distance_ranges, loss_of, variants_in
 from farspan.report.results import (
     Estimate,
@@ -25,14 +25,13 @@ from farspan.report.results import (
     control_at,
     find,
     lengths_of,
-    passkey_at,
+    measured_at,
     passkey_where,
-    perplexity_at,
     scaling_order,
     scalings,
     share_of,
 )
-from farspan.report.speed import LOOKS, Look, group_title, timings
+from farspan.report.speed import timings
 from farspan.report.tables import file_of, scaling_name, variant_name, variant_style
 
 INK, FAINT = "#1f2328", "#9aa0a6"
@@ -248,7 +247,12 @@ def perplexity_figure(run: Run, scaling: str) -> Figure | None:
     lengths, base, curves = lengths_of(run, "perplexity"), run.train_length or 0, []
     for variant in variants_in(run, "perplexity"):
         style = variant_style(variant)
-        whole = curve(variant_name(variant), lengths, [perplexity_at(run, variant, scaling, n) for n in lengths], style)
+        whole = curve(
+            variant_name(variant),
+            lengths,
+            [measured_at(run, "perplexity", variant, scaling, n) for n in lengths],
+            style,
+        )
         past = [int(n) for n in whole.x if n >= base]
         cut = curve(None, past, [control_at(run, variant, scaling, n) for n in past], cut_style(style, "--"))
         curves += [whole, replace(cut, spread=())]
@@ -275,7 +279,7 @@ def passkey_figure(run: Run, scaling: str) -> Figure | None:
     """Draw passkey accuracy against the prompt's length."""
     lengths, curves = lengths_of(run, "passkey"), []
     for v in variants_in(run, "passkey"):
-        found = [passkey_at(run, v, scaling, n) for n in lengths]
+        found = [measured_at(run, "passkey", v, scaling, n) for n in lengths]
         curves.append(curve(variant_name(v), lengths, found, variant_style(v)))
     name, labels = file_of("passkey", scaling), (f"Passkey, {scaling_name(scaling)}", LENGTH, SHARE)
     return accuracy_chart(name, "passkey", labels, curves, lengths=lengths, mark=run.train_length, at="bottom")
@@ -285,7 +289,7 @@ def near_far_figure(run: Run, experiment: Experiment, part: str) -> Figure | Non
     """Draw accuracy by length for keys near the end, or far from it (the paper's Fig. 4)."""
     lengths, curves = lengths_of(run, "passkey"), []
     for row in experiment.rows:
-        found = [passkey_at(run, row.variant, row.scaling, n, part) for n in lengths]
+        found = [measured_at(run, part, row.variant, row.scaling, n) for n in lengths]
         label = f"{variant_name(row.variant)} + {scaling_name(row.scaling)}"
         curves.append(curve(label, lengths, found, variant_style(row.variant)))
     where = "within one training length of the end" if part == "near" else "farther from the end"
@@ -326,7 +330,7 @@ def heat_map(
 
 def depth_figure(run: Run, variant: str, scaling: str) -> Figure | None:
     """Draw where in the prompt, at which length, the key is found."""
-    lengths = [n for n in lengths_of(run, "passkey") if passkey_at(run, variant, scaling, n)]
+    lengths = [n for n in lengths_of(run, "passkey") if measured_at(run, "passkey", variant, scaling, n)]
 
     def at(depth: int, length: int) -> Estimate | None:
         def here(n: int, far: int) -> bool:
@@ -378,15 +382,15 @@ def loss_figure(rows: Sequence[Record], title: str, name: str, group: str) -> Fi
 
 def speed_figures(run: Run, experiment: Experiment) -> list[Figure | None]:
     """Draw time against length, for each thing timed at two lengths or more."""
-    look, made = LOOKS[experiment.name], []
-    for group, found in timings(run, look.kind).items():
+    look, made = look_of(experiment), []
+    for group, found in timings(run, look.bench).items():
         lengths, curves = [x.length for x in found], []
         for row, colour, marker in zip(experiment.rows, cycle(COLOURS), cycle(MARKERS), strict=False):
             times = [(x.length, time) for x in found if (time := x.fastest(row.candidates or [row.variant]))]
             style = variant_style(row.variant) if row.variant else {"color": colour, "marker": marker}
             x, y = [n for n, _ in times], [time.median for _, time in times]
             curves.append(Curve(row.label, x, y, style, [(time.low, time.high) for _, time in times]))
-        labels = group_title(look, group), "tokens per sequence", f"time / {look.owner}"
+        labels = look.title(group), "tokens per sequence", f"time / {look.owner}"
         caption = "Above the dotted line cosFormer is faster."
         if look.ceiling:
             caption = "Bars: the middle three fifths. Values above the figure stand at its edge."

@@ -14,9 +14,8 @@ from farspan.report.results import (
     find,
     lengths_of,
     mean_of,
-    passkey_at,
+    measured_at,
     passkey_where,
-    perplexity_at,
     scalings,
     share_of,
 )
@@ -59,21 +58,12 @@ TASK_TRAINING = (
 )
 CACHE = "tokens {length:,}; bytes {bytes:,}; bytes per token {each:,.0f}; of the original's {share:.4f}"
 THREE, FOUR = partial(share_text, digits=3), partial(share_text, digits=4)
-At = Callable[[str, str, int], Estimate | None]
-"""What was measured of a variant under a scaling at a length."""
 
 
 def variants_in(run: Run, *kinds: str) -> list[str]:
     """Return the variants measured or trained, in the order of the papers' tables."""
     found = {row.variant for kind in kinds or ("training", "perplexity", "passkey") for row in run.of(kind)}
     return sorted(found, key=variant_order)
-
-
-def at_of(run: Run, kind: str) -> At:
-    """Return what reads "perplexity", "passkey" or its "near" or "far" part."""
-    if kind == "perplexity":
-        return partial(perplexity_at, run)
-    return partial(passkey_at, run, part="all" if kind == "passkey" else kind)
 
 
 def condition(variant: str, scaling: str) -> str:
@@ -106,14 +96,14 @@ def _by_length(run: Run, experiment: Experiment, rows: list[Row], kind: str, nam
     ours = {Fraction(length, base): length for length in lengths}
     paper = {Fraction(length, experiment.train_length): i for i, length in enumerate(experiment.lengths)}
     columns = [(ours.get(ratio), paper.get(ratio)) for ratio in sorted(ours.keys() | paper)]
-    at, show = at_of(run, kind), perplexity_text if kind == "perplexity" else share_text
+    show = perplexity_text if kind == "perplexity" else share_text
     entries: list[tuple[str, str, Sequence[Value]]] = []
     for row in rows:
         modes = [scaling for scaling in scalings(run, row.variant) if scaling.startswith(f"{row.scaling}/")]
         before = len(entries)
         for scaling in (row.scaling, *modes):
             source = "ours" + "".join(f", {mode.replace('_', ' ')}" for mode in scaling.split("/")[1:])
-            found = [at(row.variant, scaling, n) if n else None for n, _ in columns]
+            found = [measured_at(run, kind, row.variant, scaling, n) if n else None for n, _ in columns]
             entries += [(row.label, source, found)] if any(found) else []
         if row.paper and len(entries) > before:
             entries.append((row.label, "paper", [None if i is None else show(row.paper[i]) for _, i in columns]))
@@ -149,9 +139,10 @@ def measured_tables(run: Run) -> list[Table]:
                 rows = run.of(kind, variant=variant, scaling=scaling)
                 seeds = sorted({row.seed for row in rows})
                 for seed in [None, *seeds] if len(seeds) > 1 else [None]:
-                    at = at_of(Run({kind: [row for row in rows if seed in (None, row.seed)]}), kind)
+                    one = Run({kind: [row for row in rows if seed in (None, row.seed)]})
                     source = scaling_name(scaling) + ("" if seed is None else f", seed {seed}")
-                    entries.append((variant_name(variant), source, [at(variant, scaling, n) for n in lengths]))
+                    found = [measured_at(one, kind, variant, scaling, n) for n in lengths]
+                    entries.append((variant_name(variant), source, found))
         title = f"All measurements ({SUBJECTS[kind]})"
         made.append(grid(f"measured-{kind}", title, (f"{n:,}" for n in lengths), entries))
     return [table for table in made if table]
@@ -162,7 +153,8 @@ def control_table(run: Run) -> Table | None:
     lengths, found = lengths_of(run, "perplexity"), []
     for variant in variants_in(run, "perplexity"):
         for scaling in scalings(run, variant):
-            cut, full = ([at(run, variant, scaling, n) for n in lengths] for at in (control_at, perplexity_at))
+            cut = [control_at(run, variant, scaling, n) for n in lengths]
+            full = [measured_at(run, "perplexity", variant, scaling, n) for n in lengths]
             if any(cut) and any(full):
                 found.append((variant, scaling, full, cut))
     heads = [f"{n:,}" for n in lengths]
@@ -308,10 +300,10 @@ def _model_values(run: Run, model: Record, windows: list[int], prompts: list[int
     for scaling in scalings(run, name) or ["none"]:
         # Inside a model's training length dynamic NTK and log length change nothing.
         inside = model.train_length if scaling.startswith(("dynamic_ntk-", "none+")) else 0
-        found = [perplexity_at(run, name, scaling, n) for n in windows]
+        found = [measured_at(run, "perplexity", name, scaling, n) for n in windows]
         for i, n in enumerate(windows):
-            found[i] = found[i] or (perplexity_at(run, name, "none", n) if n <= inside else None)
-        keys, cut = [passkey_at(run, name, scaling, n) for n in prompts], control_at(run, name, scaling, 0)
+            found[i] = found[i] or (measured_at(run, "perplexity", name, "none", n) if n <= inside else None)
+        keys, cut = [measured_at(run, "passkey", name, scaling, n) for n in prompts], control_at(run, name, scaling, 0)
         ratio = f"×{found[-1].value / found[0].value:,.2f}" if found[0] and found[-1] else None
         control = Cell(cell_of(cut).text, f"{model.train_length:,}") if cut else None
         if any([*found, *keys, pairs, bits]):

@@ -2,10 +2,10 @@
 
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from farspan.experiments import VARIANTS, load, load_all
 from farspan.report.measured import (
@@ -28,8 +28,15 @@ from farspan.utils import atomic_path, write_text
 if TYPE_CHECKING:
     from farspan.report.figures import Figure
 
-READING = ("table1", "figure1", "table2", "figure4", "figure5", "table3")
-"""The experiments on lengths in the order of the page."""
+READING = {
+    "table1": "",
+    "figure1": "perplexity",
+    "table2": "passkey",
+    "figure4": "near-far",
+    "figure5": "distance",
+    "table3": "",
+}
+"""The experiments on lengths in the order of the page, with their groups of figures."""
 
 
 @dataclass
@@ -39,11 +46,11 @@ class Section:
     anchor: str
     title: str
     tables: list[Table]
-    text: str = ""
-    figures: "list[Figure]" = field(default_factory=list)
-    folded: bool = False
+    text: str
+    figures: "list[Figure]"
+    folded: bool
     """Hide the tables behind a click: figures show the same."""
-    small: bool = False
+    small: bool
 
 
 def write_report(folder: str | os.PathLike[str], out: str | os.PathLike[str] | None = None) -> Path:
@@ -83,46 +90,53 @@ def make_sections(run: Run, figures: "list[Figure]") -> list[Section]:
     """Return everything on the page, in reading order."""
     from farspan.report.analysis import SECTIONS, analysis_tables
 
-    def drawn(group: str) -> "list[Figure]":
-        return [figure for figure in figures if figure.group == group]
+    made: list[Section] = []
 
-    def of(*tables: Table | None) -> list[Table]:
-        return [table for table in tables if table]
+    def add(
+        anchor: str,
+        title: str,
+        tables: Iterable[Table | None] = (),
+        text: str = "",
+        groups: Iterable[str] = (),
+        folded: bool = False,
+        small: bool = False,
+    ) -> bool:
+        shown = [table for table in tables if table]
+        drawn = [figure for figure in figures if figure.group in groups]
+        text = text or next((table.caption for table in shown), "")
+        if shown or drawn:
+            made.append(Section(anchor, title, shown, text, drawn, folded, small))
+        return bool(shown)
 
-    experiments = {experiment.name: experiment for experiment in load_all()}
-    made = [Section(x.name, x.title, of(task_table(run, x)), x.caption) for x in load("tasks")]
-    trained = of(task_training_table(run))
-    made.append(Section("task-training", "Training for tasks", trained, "", drawn("task-training"), small=True))
-    made += [Section(table.name, table.title, [table], table.caption) for table in study_tables(run)]
-    groups = {"figure1": "perplexity", "table2": "passkey", "figure4": "near-far", "figure5": "distance"}
+    for x in load("tasks"):
+        add(x.name, x.title, [task_table(run, x)])
+    add("task-training", "Training for tasks", [task_training_table(run)], groups=["task-training"], small=True)
+    for table in study_tables(run):
+        add(table.name, table.title, [table])
     others = []  # figures of variants that the paper does not have
-    for name in READING:
-        x, tables, pictures = experiments[name], experiment_tables(run, experiments[name]), drawn(groups.get(name, ""))
-        others += [] if tables else pictures
-        made.append(Section(name, x.title, tables, x.caption, pictures if tables else [], name.startswith("figure")))
-    made.append(Section("positions", "Loss by position", of(position_table(run)), "", drawn("positions")))
-    made.append(Section("retrieval", "Retrieval", of(retrieval_table(run)), "", drawn("retrieval"), small=True))
+    experiments = {experiment.name: experiment for experiment in load_all()}
+    for name, group in READING.items():
+        x, tables = experiments[name], experiment_tables(run, experiments[name])
+        if not add(name, x.title, tables, groups=[group] if tables else [], folded=name.startswith("figure")):
+            others.append(group)
+    add("positions", "Loss by position", [position_table(run)], groups=["positions"])
+    add("retrieval", "Retrieval", [retrieval_table(run)], groups=["retrieval"], small=True)
     for x in load("speed"):
-        made.append(Section(x.name, x.title, speed_tables(run, x), x.caption, drawn(x.name), folded=True))
+        add(x.name, x.title, speed_tables(run, x), groups=[x.name], folded=True)
     above = "Speed over RoPE's in the same run; above 1 CoCA is faster."
-    made.append(Section("coca-decode", "Decoding and reading: CoCA beside RoPE", decoding_tables(run), above))
-    made.append(Section("coca-kernels", "Attention alone: CoCA's kernels beside RoPE's", kernel_tables(run), above))
+    add("coca-decode", "Decoding and reading: CoCA beside RoPE", decoding_tables(run), above)
+    add("coca-kernels", "Attention alone: CoCA's kernels beside RoPE's", kernel_tables(run), above)
     depth = "Share of keys found, by depth and length of the prompt."
-    made.append(Section("depth", "Passkey by depth and length", [], depth, drawn("depth"), small=True))
+    add("depth", "Passkey by depth and length", [], depth, ["depth"], small=True)
+    summaries = analysis_tables(run.analyses)
     for group, (title, text) in SECTIONS.items():
-        wanted = {"angles": "analysis", "slack": "analysis-slack"}.get(group)
-        shown = [table for table in analysis_tables(run.analyses) if table.name == wanted]
-        made.append(Section(f"look-{group}", title, shown, text, drawn(group), small=group == "drift"))
+        add(f"look-{group}", title, [summaries.get(group)], text, [group], small=group == "drift")
     if not run.is_study:  # whose own table has the control
-        made.append(Section("control", "Control", of(control_table(run))))
-    made.append(Section("training", "Training", of(training_table(run)), "", drawn("training")))
+        add("control", "Control", [control_table(run)])
+    add("training", "Training", [training_table(run)], groups=["training"])
     papers = all(variant in VARIANTS for variant in variants_in(run))  # else the only table with all of them
-    folded = papers or run.is_study
-    made.append(Section("measured", "All measurements", measured_tables(run), "", others, folded=folded))
-    for section in made:
-        for table in section.tables:
-            section.text = section.text or table.caption
-    return [section for section in made if section.figures or section.tables]
+    add("measured", "All measurements", measured_tables(run), groups=others, folded=papers or run.is_study)
+    return made
 
 
 def page_title(run: Run) -> str:
@@ -131,28 +145,8 @@ def page_title(run: Run) -> str:
         return "CoCA dropped into an existing model"
     if run.of("task") or run.of("bench-cosformer"):
         return "cosFormer and its tasks"
-    return (
-        "What CoCA costs beside RoPE"
-        if run.records.keys() <= set(BENCHES) and run.records
-        else "Past the training length"
-    )
-
-
-def provenance(run: Run) -> list[tuple[str, list[str]]]:
-    """Return each different origin of the numbers once."""
-
-    def each(values: Iterable[Any]) -> list[str]:
-        return list(dict.fromkeys(map(str, values)))
-
-    versions = (", ".join(f"{name} {number}" for name, number in sorted(x.versions.items())) for x in run.sources)
-    return [
-        ("Commit", each(x.commit or "unknown" for x in run.sources)),
-        ("Device", each(x.device for x in run.sources)),
-        ("Versions", each(versions)),
-        ("Seeds", each(x.get("seed", 0) for rows in [*run.records.values(), run.sources] for x in rows)),
-        ("Commands", each(x.command for x in run.sources)),
-        ("Files", each(x.file for x in run.sources)),
-    ]
+    timed = bool(run.records) and run.records.keys() <= set(BENCHES)
+    return "What CoCA costs beside RoPE" if timed else "Past the training length"
 
 
 def render(run: Run, sections: list[Section]) -> str:
@@ -164,7 +158,11 @@ def render(run: Run, sections: list[Section]) -> str:
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters["svg"] = inline_svg
     text = (resources.files("farspan") / "report" / "page.html").read_text(encoding="utf-8")
-    unfinished = [step for step in run.steps if step.state != "done"]
     return environment.from_string(text).render(
-        title=page_title(run), sections=sections, steps=run.steps, unfinished=unfinished, provenance=provenance(run)
+        title=page_title(run),
+        sections=sections,
+        steps=run.steps,
+        unfinished=[step for step in run.steps if step.state != "done"],
+        sources=run.sources,
+        seeds=[row["seed"] for rows in [*run.records.values(), run.sources] for row in rows if "seed" in row],
     )

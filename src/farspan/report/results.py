@@ -208,6 +208,8 @@ def _add(run: Run, path: Path, variant: str | None = None) -> str | None:
     rows, schema = data["rows"], data["schema"]
     source = _record(SOURCE, data, str(path))
     source["file"] = path.name
+    source["packages"] = ", ".join(f"{name} {number}" for name, number in sorted(source.versions.items()))
+    source["model"] = source.model_fingerprint  # read by checkpoints/export.py
     kind = _old_kind(rows) if schema == 1 else str(data.get("kind"))
     if kind not in (*MODELS, *BENCHES, "analysis"):
         return None
@@ -347,9 +349,15 @@ def share_of(shares: Iterable[Mapping[str, Any]]) -> Estimate | None:
     return Estimate(correct / cases, min(each), max(each), len(each), wilson(correct, cases), cases=cases)
 
 
-def perplexity_at(run: Run, variant: str, scaling: str, length: int) -> Estimate | None:
-    """Return the sliding-window perplexity."""
-    return perplexity_of(run.of("perplexity", variant=variant, scaling=scaling, length=length, mode="sliding"))
+def measured_at(run: Run, kind: str, variant: str, scaling: str, length: int) -> Estimate | None:
+    """Return the perplexity of sliding windows, the passkey accuracy, or its "near" or "far" part.
+
+    Near keys lie within one training length of the end.
+    """
+    wanted = {"variant": variant, "scaling": scaling, "length": length}
+    if kind == "perplexity":
+        return perplexity_of(run.of(kind, mode="sliding", **wanted))
+    return share_of(row if kind == "passkey" else row[kind] for row in run.of("passkey", **wanted))
 
 
 def control_at(run: Run, variant: str, scaling: str, length: int) -> Estimate | None:
@@ -365,12 +373,6 @@ def control_at(run: Run, variant: str, scaling: str, length: int) -> Estimate | 
         if rows:
             return perplexity_of(rows)
     return None
-
-
-def passkey_at(run: Run, variant: str, scaling: str, length: int, part: str = "all") -> Estimate | None:
-    """Return passkey accuracy; "near" or "far": keys within or beyond the training length of the end."""
-    rows = run.of("passkey", variant=variant, scaling=scaling, length=length)
-    return share_of(row if part == "all" else row[part] for row in rows)
 
 
 def passkey_where(run: Run, variant: str, scaling: str, test: Callable[[int, int], bool]) -> Estimate | None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from farspan.errors import require
-from farspan.experiments import Experiment
+from farspan.experiments import Experiment, look_of
 from farspan.report.results import Record, Run
 from farspan.report.tables import Cell, Table, Value, file_of, grid, pivot, variant_name
 
@@ -52,43 +52,6 @@ class Timing:
     def fastest(self, names: Iterable[str]) -> Spread | None:
         """Return the time of the fastest of these candidates."""
         return min((self.times[name] for name in names if name in self.times), default=None)
-
-
-@dataclass(frozen=True)
-class Look:
-    """How the tables and figures of one benchmark look."""
-
-    kind: str
-    reference: str
-    owner: str
-    memory: str
-    heading: str
-    digits: int
-    of: str = ""
-    ceiling: float = 0.0
-    """Upper end of a linear axis; 0: a logarithmic axis."""
-
-
-LOOKS = {
-    "coca-speed": Look(
-        kind="bench-layer",
-        reference="Best RoPE layer",
-        owner="the best RoPE layer's",
-        memory="peak memory, exact CoCA's over the best RoPE layer's",
-        heading="Sequences × tokens, heads of width",
-        digits=3,
-        of="One attention layer",
-        ceiling=1.75,
-    ),
-    "cosformer-length": Look(
-        kind="bench-cosformer",
-        reference="cosFormer, farspan",
-        owner="cosFormer's",
-        memory="memory, cosFormer's over the least",
-        heading="Tokens per sequence",
-        digits=2,
-    ),
-}
 
 
 def read(run: Run, kind: str) -> Iterator[Any]:
@@ -152,15 +115,10 @@ def _cosformer(row: Record) -> Iterator[Timing]:
         yield replace(made, memory=(3 * each + row["peak_bytes"]) / (4 * each))
 
 
-def group_title(look: Look, group: str) -> str:
-    """Return what was timed."""
-    return f"{look.of}, {group}" if look.of else group.capitalize()
-
-
 def speed_tables(run: Run, experiment: Experiment) -> list[Table]:
     """Make a table for each thing timed: candidates down, lengths across."""
-    made, look = [], LOOKS[experiment.name]
-    for group, found in timings(run, look.kind).items():
+    made, look = [], look_of(experiment)
+    for group, found in timings(run, look.bench).items():
         lines: list[tuple[str, str, list[Value]]] = [(look.reference, "", [Cell("1", x.unit) for x in found])]
         for row in experiment.rows:
             times = [x.fastest(row.candidates or [row.variant]) for x in found]
@@ -168,7 +126,7 @@ def speed_tables(run: Run, experiment: Experiment) -> list[Table]:
             lines.append((row.label, "", [paper or (time and time.cell(look.digits)) for time in times]))
         lines.append((look.memory, "", [None if x.memory is None else f"{x.memory:.2f}" for x in found]))
         name, heads = file_of(experiment.name, group.replace(", ", "-")), [x.heading for x in found]
-        title = f"{group_title(look, group)}: time over {look.owner}, and memory"
+        title = f"{look.title(group)}: time over {look.owner}, and memory"
         made.append(grid(name, title, heads, lines, caption=experiment.caption, heading=look.heading))
     return [table for table in made if table]
 
