@@ -4,7 +4,7 @@ import tomllib
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from farspan.errors import require
 from farspan.utils import parse
@@ -101,12 +101,6 @@ def load(*kinds: str) -> list[Experiment]:
     ['coca-speed', 'cosformer-length', 'dropin']
     """
     return [experiment for experiment in load_all() if experiment.kind in kinds]
-
-
-def look_of(experiment: Experiment) -> Look:
-    """Return how a benchmark looks."""
-    require(experiment.look is not None, f"experiment {experiment.name} must have a look")
-    return cast(Look, experiment.look)
 
 
 def make_experiment(name: str, table: dict[str, Any]) -> Experiment:

@@ -16,21 +16,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure as Canvas
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, MultipleLocator, NullLocator, PercentFormatter
 
-from farspan.experiments import Experiment, Look, load, look_of
+from farspan.experiments import Experiment, Look, load
 from farspan.report.measured import by_distance, condition, distance_ranges, loss_of, variants_in
-from farspan.report.results import (
-    Estimate,
-    Record,
-    Run,
-    control_at,
-    find,
-    lengths_of,
-    measured_at,
-    passkey_where,
-    scaling_order,
-    scalings,
-    share_of,
-)
+from farspan.report.results import Estimate, Record, Run, find, scaling_order, share_of
 from farspan.report.speed import timings
 from farspan.report.tables import file_of, scaling_name, variant_name, variant_style
 
@@ -221,7 +209,7 @@ def curve(label: str | None, x: Iterable[float], found: Iterable[Estimate | None
 def length_figures(run: Run) -> list[Figure]:
     """Draw everything measured by length."""
     made: list[Figure | None] = []
-    for scaling in sorted({s for v in variants_in(run) for s in scalings(run, v)}, key=scaling_order):
+    for scaling in sorted({s for v in variants_in(run) for s in run.scalings(v)}, key=scaling_order):
         made += [perplexity_figure(run, scaling), passkey_figure(run, scaling)]
         made += [depth_figure(run, variant, scaling) for variant in variants_in(run)]
     made += [near_far_figure(run, x, part) for x in load("near-far") for part in ("near", "far")]
@@ -244,17 +232,17 @@ def other_figures(run: Run) -> list[Figure]:
 
 def perplexity_figure(run: Run, scaling: str) -> Figure | None:
     """Draw perplexity against the window, with the truncation control of each variant."""
-    lengths, base, curves = lengths_of(run, "perplexity"), run.train_length or 0, []
+    lengths, base, curves = run.lengths("perplexity"), run.train_length or 0, []
     for variant in variants_in(run, "perplexity"):
         style = variant_style(variant)
         whole = curve(
             variant_name(variant),
             lengths,
-            [measured_at(run, "perplexity", variant, scaling, n) for n in lengths],
+            [run.at("perplexity", variant, scaling, n) for n in lengths],
             style,
         )
         past = [int(n) for n in whole.x if n >= base]
-        cut = curve(None, past, [control_at(run, variant, scaling, n) for n in past], cut_style(style, "--"))
+        cut = curve(None, past, [run.control(variant, scaling, n) for n in past], cut_style(style, "--"))
         curves += [whole, replace(cut, spread=())]
     if any(row.mode == "truncated" for row in run.of("perplexity")) and any(each.x for each in curves):
         curves.append(Curve("context cut (control)", [math.nan], [math.nan], cut_style({"color": FAINT}, "--")))
@@ -277,9 +265,9 @@ accuracy_chart = partial(
 
 def passkey_figure(run: Run, scaling: str) -> Figure | None:
     """Draw passkey accuracy against the prompt's length."""
-    lengths, curves = lengths_of(run, "passkey"), []
+    lengths, curves = run.lengths("passkey"), []
     for v in variants_in(run, "passkey"):
-        found = [measured_at(run, "passkey", v, scaling, n) for n in lengths]
+        found = [run.at("passkey", v, scaling, n) for n in lengths]
         curves.append(curve(variant_name(v), lengths, found, variant_style(v)))
     name, labels = file_of("passkey", scaling), (f"Passkey, {scaling_name(scaling)}", LENGTH, SHARE)
     return accuracy_chart(name, "passkey", labels, curves, lengths=lengths, mark=run.train_length, at="bottom")
@@ -287,9 +275,9 @@ def passkey_figure(run: Run, scaling: str) -> Figure | None:
 
 def near_far_figure(run: Run, experiment: Experiment, part: str) -> Figure | None:
     """Draw accuracy by length for keys near the end, or far from it (the paper's Fig. 4)."""
-    lengths, curves = lengths_of(run, "passkey"), []
+    lengths, curves = run.lengths("passkey"), []
     for row in experiment.rows:
-        found = [measured_at(run, part, row.variant, row.scaling, n) for n in lengths]
+        found = [run.at(part, row.variant, row.scaling, n) for n in lengths]
         label = f"{variant_name(row.variant)} + {scaling_name(row.scaling)}"
         curves.append(curve(label, lengths, found, variant_style(row.variant)))
     where = "within one training length of the end" if part == "near" else "farther from the end"
@@ -330,13 +318,13 @@ def heat_map(
 
 def depth_figure(run: Run, variant: str, scaling: str) -> Figure | None:
     """Draw where in the prompt, at which length, the key is found."""
-    lengths = [n for n in lengths_of(run, "passkey") if measured_at(run, "passkey", variant, scaling, n)]
+    lengths = [n for n in run.lengths("passkey") if run.at("passkey", variant, scaling, n)]
 
     def at(depth: int, length: int) -> Estimate | None:
         def here(n: int, far: int) -> bool:
             return n == length and min(DEPTHS - 1, int((1 - far / n) * DEPTHS)) == depth
 
-        return passkey_where(run, variant, scaling, here)
+        return run.passkey_where(variant, scaling, here)
 
     rows = [f"{100 * i // DEPTHS}–{100 * (i + 1) // DEPTHS}%" for i in range(DEPTHS)]
     found = [[at(depth, n) for n in lengths] for depth in range(DEPTHS)]
@@ -382,7 +370,8 @@ def loss_figure(rows: Sequence[Record], title: str, name: str, group: str) -> Fi
 
 def speed_figures(run: Run, experiment: Experiment) -> list[Figure | None]:
     """Draw time against length, for each thing timed at two lengths or more."""
-    look, made = look_of(experiment), []
+    assert experiment.look
+    look, made = experiment.look, []
     for group, found in timings(run, look.bench).items():
         lengths, curves = [x.length for x in found], []
         for row, colour, marker in zip(experiment.rows, cycle(COLOURS), cycle(MARKERS), strict=False):

@@ -1,24 +1,12 @@
 """Measurements → tables: ours beside the papers', aligned by multiples of the training length."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from functools import partial
 
 from farspan.experiments import Experiment, Row, load
-from farspan.report.results import (
-    Estimate,
-    Record,
-    Run,
-    control_at,
-    find,
-    lengths_of,
-    mean_of,
-    measured_at,
-    passkey_where,
-    scalings,
-    share_of,
-)
+from farspan.report.results import Estimate, Record, Run, find, mean_of, share_of
 from farspan.report.tables import (
     NOTHING,
     Cell,
@@ -92,18 +80,18 @@ def experiment_tables(run: Run, experiment: Experiment) -> list[Table]:
 
 
 def _by_length(run: Run, experiment: Experiment, rows: list[Row], kind: str, name: str) -> Table | None:
-    lengths, base = lengths_of(run, "perplexity" if kind == "perplexity" else "passkey"), run.train_length or 1
+    lengths, base = run.lengths("perplexity" if kind == "perplexity" else "passkey"), run.train_length or 1
     ours = {Fraction(length, base): length for length in lengths}
     paper = {Fraction(length, experiment.train_length): i for i, length in enumerate(experiment.lengths)}
     columns = [(ours.get(ratio), paper.get(ratio)) for ratio in sorted(ours.keys() | paper)]
     show = perplexity_text if kind == "perplexity" else share_text
     entries: list[tuple[str, str, Sequence[Value]]] = []
     for row in rows:
-        modes = [scaling for scaling in scalings(run, row.variant) if scaling.startswith(f"{row.scaling}/")]
+        modes = [scaling for scaling in run.scalings(row.variant) if scaling.startswith(f"{row.scaling}/")]
         before = len(entries)
         for scaling in (row.scaling, *modes):
             source = "ours" + "".join(f", {mode.replace('_', ' ')}" for mode in scaling.split("/")[1:])
-            found = [measured_at(run, kind, row.variant, scaling, n) if n else None for n, _ in columns]
+            found = [run.at(kind, row.variant, scaling, n) if n else None for n, _ in columns]
             entries += [(row.label, source, found)] if any(found) else []
         if row.paper and len(entries) > before:
             entries.append((row.label, "paper", [None if i is None else show(row.paper[i]) for _, i in columns]))
@@ -124,7 +112,7 @@ def by_distance(run: Run, row: Row, ranges: Sequence[tuple[str, float, float]]) 
     """Return passkey accuracy over all lengths for each range of distance."""
 
     def between(low: float, high: float) -> Estimate | None:
-        return passkey_where(run, row.variant, row.scaling, lambda _, distance: low < distance <= high)
+        return run.passkey_where(row.variant, row.scaling, lambda _, distance: low < distance <= high)
 
     return [between(low, high) for _, low, high in ranges]
 
@@ -133,15 +121,15 @@ def measured_tables(run: Run) -> list[Table]:
     """Make tables of everything measured by length: the mean and, where there are several, each seed."""
     made = []
     for kind in ("perplexity", "passkey"):
-        lengths, entries = lengths_of(run, kind), []
+        lengths, entries = run.lengths(kind), []
         for variant in variants_in(run, kind):
-            for scaling in scalings(run, variant, kind):
+            for scaling in run.scalings(variant, kind):
                 rows = run.of(kind, variant=variant, scaling=scaling)
                 seeds = sorted({row.seed for row in rows})
                 for seed in [None, *seeds] if len(seeds) > 1 else [None]:
                     one = Run({kind: [row for row in rows if seed in (None, row.seed)]})
                     source = scaling_name(scaling) + ("" if seed is None else f", seed {seed}")
-                    found = [measured_at(one, kind, variant, scaling, n) for n in lengths]
+                    found = [one.at(kind, variant, scaling, n) for n in lengths]
                     entries.append((variant_name(variant), source, found))
         title = f"All measurements ({SUBJECTS[kind]})"
         made.append(grid(f"measured-{kind}", title, (f"{n:,}" for n in lengths), entries))
@@ -150,11 +138,11 @@ def measured_tables(run: Run) -> list[Table]:
 
 def control_table(run: Run) -> Table | None:
     """Compare a long context with the same tokens whose context is cut to the training length."""
-    lengths, found = lengths_of(run, "perplexity"), []
+    lengths, found = run.lengths("perplexity"), []
     for variant in variants_in(run, "perplexity"):
-        for scaling in scalings(run, variant):
-            cut = [control_at(run, variant, scaling, n) for n in lengths]
-            full = [measured_at(run, "perplexity", variant, scaling, n) for n in lengths]
+        for scaling in run.scalings(variant):
+            cut = [run.control(variant, scaling, n) for n in lengths]
+            full = [run.at("perplexity", variant, scaling, n) for n in lengths]
             if any(cut) and any(full):
                 found.append((variant, scaling, full, cut))
     heads = [f"{n:,}" for n in lengths]
@@ -297,13 +285,13 @@ def _model_values(run: Run, model: Record, windows: list[int], prompts: list[int
     minutes = f"{model.seconds / 60:,.1f}" if model.seconds is not None and model.tokens else NOTHING
     once: list[Value] = [cell_of(pairs, THREE), *(bits or [None]), amount(model.tokens), minutes]
     lines: list[tuple[str, list[Value]]] = []
-    for scaling in scalings(run, name) or ["none"]:
+    for scaling in run.scalings(name) or ["none"]:
         # Inside a model's training length dynamic NTK and log length change nothing.
         inside = model.train_length if scaling.startswith(("dynamic_ntk-", "none+")) else 0
-        found = [measured_at(run, "perplexity", name, scaling, n) for n in windows]
+        found = [run.at("perplexity", name, scaling, n) for n in windows]
         for i, n in enumerate(windows):
-            found[i] = found[i] or (measured_at(run, "perplexity", name, "none", n) if n <= inside else None)
-        keys, cut = [measured_at(run, "passkey", name, scaling, n) for n in prompts], control_at(run, name, scaling, 0)
+            found[i] = found[i] or (run.at("perplexity", name, "none", n) if n <= inside else None)
+        keys, cut = [run.at("passkey", name, scaling, n) for n in prompts], run.control(name, scaling, 0)
         ratio = f"×{found[-1].value / found[0].value:,.2f}" if found[0] and found[-1] else None
         control = Cell(cell_of(cut).text, f"{model.train_length:,}") if cut else None
         if any([*found, *keys, pairs, bits]):

@@ -8,20 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from farspan.experiments import VARIANTS, load, load_all
-from farspan.report.measured import (
-    control_table,
-    experiment_tables,
-    measured_tables,
-    position_table,
-    retrieval_table,
-    study_tables,
-    task_table,
-    task_training_table,
-    training_table,
-    variants_in,
-)
+from farspan.report import measured, speed
 from farspan.report.results import BENCHES, Run, collect
-from farspan.report.speed import decoding_tables, kernel_tables, speed_tables
 from farspan.report.tables import Table, to_latex, to_markdown
 from farspan.utils import atomic_path, write_text
 
@@ -109,33 +97,35 @@ def make_sections(run: Run, figures: "list[Figure]") -> list[Section]:
         return bool(shown)
 
     for x in load("tasks"):
-        add(x.name, x.title, [task_table(run, x)])
-    add("task-training", "Training for tasks", [task_training_table(run)], groups=["task-training"], small=True)
-    for table in study_tables(run):
+        add(x.name, x.title, [measured.task_table(run, x)])
+    add(
+        "task-training", "Training for tasks", [measured.task_training_table(run)], groups=["task-training"], small=True
+    )
+    for table in measured.study_tables(run):
         add(table.name, table.title, [table])
     others = []  # figures of variants that the paper does not have
     experiments = {experiment.name: experiment for experiment in load_all()}
     for name, group in READING.items():
-        x, tables = experiments[name], experiment_tables(run, experiments[name])
+        x, tables = experiments[name], measured.experiment_tables(run, experiments[name])
         if not add(name, x.title, tables, groups=[group] if tables else [], folded=name.startswith("figure")):
             others.append(group)
-    add("positions", "Loss by position", [position_table(run)], groups=["positions"])
-    add("retrieval", "Retrieval", [retrieval_table(run)], groups=["retrieval"], small=True)
+    add("positions", "Loss by position", [measured.position_table(run)], groups=["positions"])
+    add("retrieval", "Retrieval", [measured.retrieval_table(run)], groups=["retrieval"], small=True)
     for x in load("speed"):
-        add(x.name, x.title, speed_tables(run, x), groups=[x.name], folded=True)
+        add(x.name, x.title, speed.speed_tables(run, x), groups=[x.name], folded=True)
     above = "Speed over RoPE's in the same run; above 1 CoCA is faster."
-    add("coca-decode", "Decoding and reading: CoCA beside RoPE", decoding_tables(run), above)
-    add("coca-kernels", "Attention alone: CoCA's kernels beside RoPE's", kernel_tables(run), above)
+    add("coca-decode", "Decoding and reading: CoCA beside RoPE", speed.decoding_tables(run), above)
+    add("coca-kernels", "Attention alone: CoCA's kernels beside RoPE's", speed.kernel_tables(run), above)
     depth = "Share of keys found, by depth and length of the prompt."
     add("depth", "Passkey by depth and length", [], depth, ["depth"], small=True)
     summaries = analysis_tables(run.analyses)
     for group, (title, text) in SECTIONS.items():
         add(f"look-{group}", title, [summaries.get(group)], text, [group], small=group == "drift")
     if not run.is_study:  # whose own table has the control
-        add("control", "Control", [control_table(run)])
-    add("training", "Training", [training_table(run)], groups=["training"])
-    papers = all(variant in VARIANTS for variant in variants_in(run))  # else the only table with all of them
-    add("measured", "All measurements", measured_tables(run), groups=others, folded=papers or run.is_study)
+        add("control", "Control", [measured.control_table(run)])
+    add("training", "Training", [measured.training_table(run)], groups=["training"])
+    papers = all(variant in VARIANTS for variant in measured.variants_in(run))  # else the only table with all of them
+    add("measured", "All measurements", measured.measured_tables(run), groups=others, folded=papers or run.is_study)
     return made
 
 

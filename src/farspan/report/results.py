@@ -30,22 +30,21 @@ def _model(fields: str) -> type[BaseModel]:
     return create_model(fields, __config__=STRICT, **made)  # type: ignore[no-any-return]
 
 
-TYPES: dict[str, Any] = {
-    **dict.fromkeys("variant scaling task mode model attention kind set field command commit device".split(), str),
-    **dict.fromkeys("step message model_fingerprint".split(), str),
-    **dict.fromkeys("length stride stop train_length".split(), Length),
-    **dict.fromkeys("seed tokens texts cases correct parameters steps pretraining_steps".split(), Count),
-    **dict.fromkeys("stages peak_bytes bytes start window distance".split(), Count),
-    **dict.fromkeys(
-        "seconds tokens_per_second final_loss passkey_share mfu depth nll control_nll gain".split(), Number
-    ),
-    **dict.fromkeys("ppl bits_per_byte".split(), Positive),
-    "right": bool,
-    "gain_ci95": Pair,
-    "losses": list[Pair],
-    "versions": dict[str, Any],
-    "state": Literal["done", "failed", "pending", "busy"],
-}
+FIELDS: tuple[tuple[Any, str], ...] = (
+    (str, "variant scaling task mode model attention kind set field command commit device step message"),
+    (str, "model_fingerprint"),
+    (Length, "length stride stop train_length"),
+    (Count, "seed tokens texts cases correct parameters steps pretraining_steps stages peak_bytes bytes start window"),
+    (Count, "distance"),
+    (Number, "seconds tokens_per_second final_loss passkey_share mfu depth nll control_nll gain"),
+    (Positive, "ppl bits_per_byte"),
+    (Pair, "gain_ci95"),
+    (list[Pair], "losses"),
+    (bool, "right"),
+    (dict[str, Any], "versions"),
+    (Literal["done", "failed", "pending", "busy"], "state"),
+)
+TYPES = {name: of for of, names in FIELDS for name in names.split()}
 TYPES["near"] = TYPES["far"] = _model("cases correct")
 TYPES["outcomes"] = list[_model("distance right")]  # type: ignore[misc]
 ROW = "variant seed scaling "
@@ -110,6 +109,59 @@ def find(rows: Iterable[Record], /, **wanted: Any) -> list[Record]:
     return [row for row in rows if all(row[name] == value for name, value in wanted.items())]
 
 
+# Estimates
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over seeds, the smallest and largest seed, and what was counted."""
+
+    value: float
+    low: float
+    high: float
+    seeds: int
+    interval: tuple[float, float] | None = None
+    """95% Wilson interval of a share, over all cases of all seeds."""
+    cases: int = 0
+    texts: int = 0
+    tokens: int = 0
+
+
+def mean_of(values: Sequence[float], *, texts: int = 0, tokens: int = 0) -> Estimate | None:
+    """Average over seeds."""
+    if not values:
+        return None
+    return Estimate(sum(values) / len(values), min(values), max(values), len(values), texts=texts, tokens=tokens)
+
+
+def perplexity_of(rows: Sequence[Record]) -> Estimate | None:
+    """Average the seeds' perplexities; texts and tokens are those of one seed."""
+    texts, tokens = (min((row[name] for row in rows), default=0) for name in ("texts", "tokens"))
+    return mean_of([row.ppl for row in rows], texts=texts, tokens=tokens)
+
+
+def share_of(shares: Iterable[Mapping[str, Any]]) -> Estimate | None:
+    """Count the correct cases of all seeds."""
+    counted = [(share["correct"], share["cases"]) for share in shares if share["cases"]]
+    if not counted:
+        return None
+    each, (correct, cases) = [right / of for right, of in counted], map(sum, zip(*counted, strict=True))
+    return Estimate(correct / cases, min(each), max(each), len(each), wilson(correct, cases), cases=cases)
+
+
+def scaling_order(scaling: str) -> tuple[bool, int, str]:
+    """Return the sort key of a scaling.
+
+    >>> sorted(["ntk-16", "ntk-4/per_request", "ntk-4", "none"], key=scaling_order)
+    ['none', 'ntk-4', 'ntk-4/per_request', 'ntk-16']
+    """
+    digits = "".join(c for c in scaling.partition("/")[0] if c.isdigit())
+    return (scaling != "none", int(digits or 0), scaling)
+
+
+# A run
+
+
 @dataclass(frozen=True)
 class Analysis:
     """The rows of one analysed model."""
@@ -159,6 +211,46 @@ class Run:
         if training := self.of("training"):
             return int(training[0].length)
         return min((row.length for row in [*self.of("perplexity"), *self.of("passkey")]), default=None)
+
+    def lengths(self, kind: str) -> list[int]:
+        """Return the lengths of sliding windows, or of passkey prompts."""
+        return sorted({row.length for row in self.of(kind) if row.get("mode", "sliding") == "sliding"})
+
+    def scalings(self, variant: str, *kinds: str) -> list[str]:
+        """Return the scalings measured for a variant, "none" first, then by factor."""
+        rows = [row for kind in kinds or ("perplexity", "passkey") for row in self.of(kind, variant=variant)]
+        return sorted({row.scaling for row in rows}, key=scaling_order)
+
+    def at(self, kind: str, variant: str, scaling: str, length: int) -> Estimate | None:
+        """Return the perplexity of sliding windows, the passkey accuracy, or its "near" or "far" part.
+
+        Near keys lie within one training length of the end.
+        """
+        wanted = {"variant": variant, "scaling": scaling, "length": length}
+        if kind == "perplexity":
+            return perplexity_of(self.of(kind, mode="sliding", **wanted))
+        return share_of(row if kind == "passkey" else row[kind] for row in self.of("passkey", **wanted))
+
+    def control(self, variant: str, scaling: str, length: int) -> Estimate | None:
+        """Return the truncation control: the same tokens with the context cut to the training length.
+
+        A single row serves all lengths: sliding windows score the same tokens at each. Inside the training length
+        dynamic NTK changes nothing, so the row without scaling serves every scaling.
+        """
+        for name in (scaling, "none"):
+            rows = self.of("perplexity", variant=variant, scaling=name, mode="truncated")
+            if len({row.length for row in rows}) > 1:
+                rows = find(rows, length=length)
+            if rows:
+                return perplexity_of(rows)
+        return None
+
+    def passkey_where(self, variant: str, scaling: str, test: Callable[[int, int], bool]) -> Estimate | None:
+        """Return passkey accuracy over the prompts whose (length, distance of the key) pass a test."""
+        by_seed: dict[int, list[bool]] = {}
+        for row in self.of("passkey", variant=variant, scaling=scaling):
+            by_seed.setdefault(row.seed, []).extend(x["right"] for x in row.outcomes if test(row.length, x["distance"]))
+        return share_of({"cases": len(right), "correct": sum(right)} for right in by_seed.values())
 
 
 # Loading
@@ -307,98 +399,3 @@ def _load(path: Path) -> Any:
         return from_json(path.read_bytes())
     except ValueError as error:  # also what is not UTF-8, or nested too deeply
         raise ValueError(f"{path} must be a JSON file, got {error}; make it again, or leave it out") from error
-
-
-# Estimates
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """A mean over seeds, the smallest and largest seed, and what was counted."""
-
-    value: float
-    low: float
-    high: float
-    seeds: int
-    interval: tuple[float, float] | None = None
-    """95% Wilson interval of a share, over all cases of all seeds."""
-    cases: int = 0
-    texts: int = 0
-    tokens: int = 0
-
-
-def mean_of(values: Sequence[float], *, texts: int = 0, tokens: int = 0) -> Estimate | None:
-    """Average over seeds."""
-    if not values:
-        return None
-    return Estimate(sum(values) / len(values), min(values), max(values), len(values), texts=texts, tokens=tokens)
-
-
-def perplexity_of(rows: Sequence[Record]) -> Estimate | None:
-    """Average the seeds' perplexities; texts and tokens are those of one seed."""
-    texts, tokens = (min((row[name] for row in rows), default=0) for name in ("texts", "tokens"))
-    return mean_of([row.ppl for row in rows], texts=texts, tokens=tokens)
-
-
-def share_of(shares: Iterable[Mapping[str, Any]]) -> Estimate | None:
-    """Count the correct cases of all seeds."""
-    counted = [(share["correct"], share["cases"]) for share in shares if share["cases"]]
-    if not counted:
-        return None
-    each, (correct, cases) = [right / of for right, of in counted], map(sum, zip(*counted, strict=True))
-    return Estimate(correct / cases, min(each), max(each), len(each), wilson(correct, cases), cases=cases)
-
-
-def measured_at(run: Run, kind: str, variant: str, scaling: str, length: int) -> Estimate | None:
-    """Return the perplexity of sliding windows, the passkey accuracy, or its "near" or "far" part.
-
-    Near keys lie within one training length of the end.
-    """
-    wanted = {"variant": variant, "scaling": scaling, "length": length}
-    if kind == "perplexity":
-        return perplexity_of(run.of(kind, mode="sliding", **wanted))
-    return share_of(row if kind == "passkey" else row[kind] for row in run.of("passkey", **wanted))
-
-
-def control_at(run: Run, variant: str, scaling: str, length: int) -> Estimate | None:
-    """Return the truncation control: the same tokens with the context cut to the training length.
-
-    A single row serves all lengths: sliding windows score the same tokens at each. Inside the training length dynamic
-    NTK changes nothing, so the row without scaling serves every scaling.
-    """
-    for name in (scaling, "none"):
-        rows = run.of("perplexity", variant=variant, scaling=name, mode="truncated")
-        if len({row.length for row in rows}) > 1:
-            rows = find(rows, length=length)
-        if rows:
-            return perplexity_of(rows)
-    return None
-
-
-def passkey_where(run: Run, variant: str, scaling: str, test: Callable[[int, int], bool]) -> Estimate | None:
-    """Return passkey accuracy over the prompts whose (length, distance of the key) pass a test."""
-    by_seed: dict[int, list[bool]] = {}
-    for row in run.of("passkey", variant=variant, scaling=scaling):
-        by_seed.setdefault(row.seed, []).extend(x["right"] for x in row.outcomes if test(row.length, x["distance"]))
-    return share_of({"cases": len(right), "correct": sum(right)} for right in by_seed.values())
-
-
-def scalings(run: Run, variant: str, *kinds: str) -> list[str]:
-    """Return the scalings measured for a variant, "none" first, then by factor."""
-    rows = [row for kind in kinds or ("perplexity", "passkey") for row in run.of(kind, variant=variant)]
-    return sorted({row.scaling for row in rows}, key=scaling_order)
-
-
-def scaling_order(scaling: str) -> tuple[bool, int, str]:
-    """Return the sort key of a scaling.
-
-    >>> sorted(["ntk-16", "ntk-4/per_request", "ntk-4", "none"], key=scaling_order)
-    ['none', 'ntk-4', 'ntk-4/per_request', 'ntk-16']
-    """
-    digits = "".join(c for c in scaling.partition("/")[0] if c.isdigit())
-    return (scaling != "none", int(digits or 0), scaling)
-
-
-def lengths_of(run: Run, kind: str) -> list[int]:
-    """Return the lengths of sliding windows, or of passkey prompts."""
-    return sorted({row.length for row in run.of(kind) if row.get("mode", "sliding") == "sliding"})

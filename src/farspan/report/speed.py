@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from farspan.errors import require
-from farspan.experiments import Experiment, look_of
+from farspan.experiments import Experiment
 from farspan.report.results import Record, Run
 from farspan.report.tables import Cell, Table, Value, file_of, grid, pivot, variant_name
 
@@ -117,7 +117,8 @@ def _cosformer(row: Record) -> Iterator[Timing]:
 
 def speed_tables(run: Run, experiment: Experiment) -> list[Table]:
     """Make a table for each thing timed: candidates down, lengths across."""
-    made, look = [], look_of(experiment)
+    assert experiment.look
+    made, look = [], experiment.look
     for group, found in timings(run, look.bench).items():
         lines: list[tuple[str, str, list[Value]]] = [(look.reference, "", [Cell("1", x.unit) for x in found])]
         for row in experiment.rows:
