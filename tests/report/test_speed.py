@@ -13,7 +13,7 @@ from farspan.report import write_report
 from farspan.report.figures import speed_figures
 from farspan.report.results import Record, Run
 from farspan.report.speed import Spread, decoding_tables, kernel_tables, speed_tables, timings
-from farspan.report.tables import Table, to_html, to_markdown
+from farspan.report.tables import Table, to_markdown
 from farspan.reproduce import Preset, reproduce
 from farspan.reproduce.plan import plan
 from tests.report.fabricate import write
@@ -23,7 +23,10 @@ COCA, COSFORMER = load("speed")
 
 
 def run_of(kind: str, *rows: Any, device: str = "NVIDIA H200") -> Run:
-    return Run(benches={kind: [(f"x.json row {i}", Record(device=device), row) for i, row in enumerate(rows)]})
+    made = [Record(row) for row in rows]
+    for i, row in enumerate(made):
+        row.where, row.source = f"x.json row {i}", Record(device=device)
+    return Run({kind: made})
 
 
 def spread(median: float, half: float = 0.01) -> dict[str, float]:

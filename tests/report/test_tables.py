@@ -21,8 +21,8 @@ from farspan.report.measured import (
     task_training_table,
     training_table,
 )
-from farspan.report.results import collect, passkey_where, scaling_of
-from farspan.report.tables import Cell, Line, Table, perplexity_text, scaling_name, to_html, to_latex, to_markdown
+from farspan.report.results import collect, scaling_of
+from farspan.report.tables import Cell, Line, Table, perplexity_text, scaling_name, to_latex, to_markdown
 from tests.report.fabricate import fabricate, passkey_row, position_rows, ppl_row, retrieval_rows, train_row, write
 
 EXPERIMENTS = {experiment.name: experiment for experiment in load_all()}
@@ -54,8 +54,8 @@ def test_accuracy_is_counted_over_all_cases_with_its_wilson_interval(tmp_path: P
     ours = line(table, "RoFormer", "ours")
     assert ours.cells[1] == Cell("0.60", f"95% {low:.2f}–{high:.2f}; seeds 0.40–0.80")
     assert ours.counts == "2 seeds, 20 cases"
-    inside = passkey_where(run, "rope", "none", lambda _, distance: distance <= 512)
-    beyond = passkey_where(run, "rope", "none", lambda _, distance: distance > 512)
+    inside = run.passkey_where("rope", "none", lambda _, distance: distance <= 512)
+    beyond = run.passkey_where("rope", "none", lambda _, distance: distance > 512)
     assert inside
     assert beyond
     assert (inside.value, inside.cases, beyond.value, beyond.cases) == (1.0, 12, 0.0, 8)

@@ -23,7 +23,7 @@ class Row:
     variant: str = ""
     """Of results; in a study the name of a model."""
     scaling: Literal["none", "dynamic_ntk-2", "dynamic_ntk-4", "dynamic_ntk-8"] = "none"
-    kind: Kind | None = None
+    kind: Kind | Literal[""] = ""
     """Default: the experiment's."""
     candidates: list[str] = field(default_factory=list)
     """Of a benchmark; the fastest of several is shown. Default: the variant."""

@@ -210,9 +210,9 @@ def angle_figures(found: Analysis) -> Iterator[Figure | None]:
     yield draw(found, "zone", "angles", labels, curves, **how)
 
     curves = []
-    for border, style in BORDERS.items():
+    for border, look in BORDERS.items():
         for row in found.of("borders", scaling="none", border=border):
-            curves.append(_styled(*style, waves, row["first_past"]))
+            curves.append(_styled(*look, waves, row["first_past"]))
     labels = "{}: borders first past the window", "wavelength of the pair (tokens)", "share of pairs"
     how = {"percent": 0, "mark": found.model["train_length"], "xscale": "log", "ylim": (-0.03, 1.03)}
     yield draw(found, "borders", "borders", labels, curves, **how)
@@ -268,8 +268,9 @@ def drift_figures(found: Analysis) -> Iterator[Figure | None]:
         for scaling in found.model["scalings"]:
             curves.append(_styled(*SCALINGS[scaling], lengths, [drift(found, what, scaling, n) for n in lengths]))
         percent = _digits(curves) if what in ("far", "first") else None
-        labels, how = (f"{{}}: {title}", "length (tokens)", y), {"size": (4.2, 3.3), "percent": percent}
-        yield draw(found, f"drift-{what}", "drift", labels, curves, lengths=lengths, **how)
+        labels = f"{{}}: {title}", "length (tokens)", y
+        how: Any = {"size": (4.2, 3.3), "lengths": lengths, "percent": percent}
+        yield draw(found, f"drift-{what}", "drift", labels, curves, **how)
     rows = found.of("slack")
     layers = [row["layer"] for row in rows]
     curves = [

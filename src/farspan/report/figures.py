@@ -123,7 +123,7 @@ def chart(
         else:
             axes.plot(curve.x, curve.y, label=curve.label, **curve.style)
             if ends:
-                axes.fill_between(curve.x, *ends, color=curve.style["color"], alpha=0.2, lw=0)
+                axes.fill_between(curve.x, ends[0], ends[1], color=curve.style["color"], alpha=0.2, lw=0)
     if lengths:
         axes.set_xscale("log", base=2)
         axes.set_xticks(lengths, [short(n) for n in lengths])
@@ -364,7 +364,7 @@ def loss_figure(rows: Sequence[Record], title: str, name: str, group: str) -> Fi
     for row in rows:
         label = variant_name(row.variant) if first[row.variant] is row else None
         style = variant_style(row.variant) | {"markevery": max(1, len(row.losses) // 8), "alpha": 0.9}
-        curves.append(Curve(label, *zip(*row.losses, strict=True), style))
+        curves.append(Curve(label, [step for step, _ in row.losses], [loss for _, loss in row.losses], style))
     return chart(name, group, (title, "optimiser step", "loss (nats per token)"), curves, "One line per seed.")
 
 

@@ -281,7 +281,7 @@ def study_tables(run: Run) -> list[Table]:
 def _model_values(run: Run, model: Record, windows: list[int], prompts: list[int]) -> list[tuple[str, list[Value]]]:
     """Return each scaling's values; the first line has what depends on none: short context, and what the model took."""
     name, pairs = model.model, share_of(run.of("pairs", variant=model.model, kind="all"))
-    bits = [f"{row.bits_per_byte:.3f}" for row in run.of("bits", variant=name)][:1]
+    bits: list[str | None] = [f"{row.bits_per_byte:.3f}" for row in run.of("bits", variant=name)][:1]
     minutes = f"{model.seconds / 60:,.1f}" if model.seconds is not None and model.tokens else NOTHING
     once: list[Value] = [cell_of(pairs, THREE), *(bits or [None]), amount(model.tokens), minutes]
     lines: list[tuple[str, list[Value]]] = []

@@ -27,7 +27,7 @@ def _model(fields: str) -> type[BaseModel]:
     for name in fields.split():
         bare = name.removesuffix("?")
         made[bare] = (TYPES[bare], ...) if bare == name else (TYPES[bare] | None, None)
-    return create_model(fields, __config__=STRICT, **made)  # type: ignore[no-any-return]
+    return create_model(fields, __config__=STRICT, **made)
 
 
 FIELDS: tuple[tuple[Any, str], ...] = (
@@ -388,10 +388,13 @@ def _record(model: type[BaseModel], row: Any, where: str) -> Record:
         return Record(model.model_validate(row).model_dump())
     except ValidationError as failed:
         first = failed.errors(include_url=False)[0]
-        name = ".".join(map(str, first["loc"]))
-        message = first["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
-        got = "" if first["type"] in ("missing", "value_error") else f", got {str(first['input'])[:60]!r}"
-        raise ValueError(f"{where}: {name} {message}{got}; write it with `farspan`") from None
+        name, missing = ".".join(map(str, first["loc"])), first["type"] == "missing"
+        got = (
+            "must be given"
+            if missing
+            else f"{first['msg'].replace('Input should', 'must')}, got {first['input']!r:.60}"
+        )
+        raise ValueError(f"{where}: {name} {got}; write it with `farspan`") from None
 
 
 def _load(path: Path) -> Any:

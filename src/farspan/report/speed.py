@@ -147,20 +147,20 @@ def _decoding(row: Record) -> Iterator[tuple[str, Entry]]:
     kind, name = row["kind"], row.get("attention", "All models")
     label = variant_name(name)
     if kind == "prefill":
-        order, column = (row["length"],), f"{row['length']:,}"
-        yield "prompt", (label, "speed over RoPE's", order, column, cell(row, name))
+        at: tuple[tuple[int, ...], str] = (row["length"],), f"{row['length']:,}"
+        yield "prompt", (label, "speed over RoPE's", *at, cell(row, name))
         if on_gpu(row):
-            yield "prompt", (label, "peak, GB", order, column, Cell(f"{row['peak_bytes'] / 1e9:.2f}"))
+            yield "prompt", (label, "peak, GB", *at, Cell(f"{row['peak_bytes'] / 1e9:.2f}"))
     if kind not in ("decode", "best", "missing") or (kind == "missing" and "context" not in row):
         return
-    order, column = (row["context"], row["batch"]), f"{row['batch']} × {row['context']:,}"
+    at = (row["context"], row["batch"]), f"{row['batch']} × {row['context']:,}"
     if kind == "decode" and name != "rope":
-        yield "decode", (label, row["mode"], order, column, cell(row, ""))
+        yield "decode", (label, row["mode"], *at, cell(row, ""))
     elif kind == "missing":
-        yield "decode", (label, row["mode"], order, column, Cell("not timed", row["why"].partition(". ")[0]))
+        yield "decode", (label, row["mode"], *at, Cell("not timed", row["why"].partition(". ")[0]))
     elif kind == "best":
         for name, found in row["each"].items():
-            yield "decode", (variant_name(name), BEST, order, column, cell(found, name, found["mode"]))
+            yield "decode", (variant_name(name), BEST, *at, cell(found, name, found["mode"]))
 
 
 def decoding_tables(run: Run) -> list[Table]:

@@ -154,7 +154,7 @@ def grid(
 
 
 def listing(
-    name: str, title: str, columns: str, rows: Iterable[tuple[str, str, Mapping[str, Any]]], **more: str
+    name: str, title: str, columns: str, rows: Iterable[tuple[str, str, Mapping[str, Any]]], **more: Any
 ) -> Table | None:
     """Make a table from (label, source, row).
 
