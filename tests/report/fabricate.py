@@ -71,7 +71,7 @@ def fabricate(
     *,
     variants: Sequence[str] = VARIANTS,
     seeds: Sequence[int] = (0, 1),
-    laws: Sequence[str] = ("none", "ntk-4"),
+    scalings: Sequence[str] = ("none", "ntk-4"),
     lengths: Sequence[int] = (512, 1024, 2048, 4096),
     growth: dict[str, float] = GROWTH,
     cases: int = 20,
@@ -81,17 +81,17 @@ def fabricate(
     for variant in variants:
         for seed in seeds:
             ppl, passkey = [], []
-            for law in laws:
-                slower = 1.0 if law == "none" else 0.5
-                ppl.append(ppl_row(variant, seed, law, train, 20.0 + 0.1 * seed, "truncated"))
+            for scaling in scalings:
+                slower = 1.0 if scaling == "none" else 0.5
+                ppl.append(ppl_row(variant, seed, scaling, train, 20.0 + 0.1 * seed, "truncated"))
                 for length in lengths:
                     far = math.log2(length / train)
                     rate = growth[variant] * slower * far
-                    ppl.append(ppl_row(variant, seed, law, length, (20.0 + 0.1 * seed) * math.exp(rate)))
+                    ppl.append(ppl_row(variant, seed, scaling, length, (20.0 + 0.1 * seed) * math.exp(rate)))
                     distances = generator.integers(1, length, cases).tolist()
                     chance = [math.exp(-rate * distance / length) for distance in distances]
                     found = [(int(d), bool(generator.random() < p)) for d, p in zip(distances, chance, strict=True)]
-                    passkey.append(passkey_row(variant, seed, law, length, found, train))
+                    passkey.append(passkey_row(variant, seed, scaling, length, found, train))
             write(folder, f"ppl-{variant}-{seed}", ppl)
             write(folder, f"passkey-{variant}-{seed}", passkey)
             write(folder, f"train-{variant}-{seed}", [train_row(variant, seed, train)])

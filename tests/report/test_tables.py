@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from farspan import evaluation
-from farspan.evaluation import conditions as laws
+from farspan.evaluation import conditions
 from farspan.experiments import load_all
 from farspan.report.measured import (
     control_table,
@@ -71,8 +71,8 @@ def test_columns_are_aligned_by_multiples_of_the_training_length(tmp_path: Path)
 
 
 def test_ntk_modes_are_separate_lines_and_per_query_is_the_default(tmp_path: Path) -> None:
-    laws = {"ntk-4/per_query": 22.0, "ntk-4/per_request": 25.0}
-    write(tmp_path, "ppl-a", [ppl_row("rope", 0, law, 1024, ppl) for law, ppl in laws.items()])
+    found = {"ntk-4/per_query": 22.0, "ntk-4/per_request": 25.0}
+    write(tmp_path, "ppl-a", [ppl_row("rope", 0, name, 1024, ppl) for name, ppl in found.items()])
     (table,) = experiment_tables(collect(tmp_path), EXPERIMENTS["table1"])
     found = {line.source: line.cells[0].text for line in table.lines if line.label == "RoFormer + dynamic NTK"}
     assert (found["ours"], found["ours, per request"]) == ("22.00", "25.00")
@@ -117,13 +117,10 @@ def test_every_spelling_is_well_formed(tmp_path: Path) -> None:
         (spec,) = re.findall(r"\\begin\{tabular\}\{([lr]+)\}", latex)
         assert {len(re.findall(r"(?<!\\)&", row)) for row in body} == {len(spec) - 1}
         assert all(row.endswith(r"\\") for row in body)
-        html = to_html(table)
-        assert html.count("<tr") == html.count("</tr>") == len(table.lines) + 1
 
 
 def test_special_characters_are_escaped_in_every_spelling() -> None:
     table = Table("t", "A & B_c", "50% of $x", ("a|b",), (Line("<b>{x}</b>", "ours", (Cell("1", "n#2"),)),))
-    assert "<b>" not in to_html(table)
     assert r"a\|b" in to_markdown(table)
     latex = to_latex(table)
     assert r"A \& B\_c" in latex
@@ -206,13 +203,6 @@ def test_seeds_of_a_task_are_pooled_and_the_paper_stands_beside(tmp_path: Path) 
     assert [(one.label, one.source, one.cells[0].text) for one in training.lines][-1] == ("lm", "RoPE", "1")
 
 
-@pytest.mark.parametrize("values", [{}, {"cases": 10, "correct": 11}, {"cases": 10, "correct": 1, "seconds": None}])
-def test_rows_of_tasks_that_say_nothing_are_refused(values: dict[str, Any], tmp_path: Path) -> None:
-    write(tmp_path, "task-a", [task("listops", "rope", 0, **values)])
-    with pytest.raises(ValueError, match=r"correct must lie in 0 … cases|seconds must be a number"):
-        collect(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("scaling", "words"),
     [
@@ -230,5 +220,5 @@ def test_a_scaling_is_said_in_words(scaling: str, words: str) -> None:
 
 
 def test_every_scaling_that_results_can_name_has_words() -> None:
-    for name in laws.NAMES.values():
+    for name in conditions.NAMES.values():
         assert scaling_name(scaling_of(f"{name}-4", 1)) != f"{name}-4"

@@ -385,7 +385,7 @@ def _translate(value: Any) -> Any:
 def _record(model: type[BaseModel], row: Any, where: str) -> Record:
     """Check a row. Raise one line for the first field that is missing or wrong."""
     try:
-        return Record(model.model_validate(row).model_dump())
+        made = Record(model.model_validate(row).model_dump())
     except ValidationError as failed:
         first = failed.errors(include_url=False)[0]
         name, missing = ".".join(map(str, first["loc"])), first["type"] == "missing"
@@ -395,6 +395,9 @@ def _record(model: type[BaseModel], row: Any, where: str) -> Record:
             else f"{first['msg'].replace('Input should', 'must')}, got {first['input']!r:.60}"
         )
         raise ValueError(f"{where}: {name} {got}; write it with `farspan`") from None
+    cases, correct = made.get("cases") or 0, made.get("correct") or 0
+    require(correct <= cases, f"{where}: correct must lie in 0 … cases, got {correct} of {cases}; recount")
+    return made
 
 
 def _load(path: Path) -> Any:

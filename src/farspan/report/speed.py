@@ -140,8 +140,9 @@ Entry = tuple[str, str, tuple[int, ...], str, Cell]
 
 def _decoding(row: Record) -> Iterator[tuple[str, Entry]]:
     def cell(found: Mapping[str, Any], name: str, *notes: str) -> Cell:
-        rate = [f"{found['tokens_per_second']:,.0f} tokens/s"] * (on_gpu(row) and "tokens_per_second" in found)
-        made = spread(found["speed_over_rope"]).cell(2, "; ".join([*notes, *rate]))
+        if on_gpu(row) and "tokens_per_second" in found:
+            notes = (*notes, f"{found['tokens_per_second']:,.0f} tokens/s")
+        made = spread(found["speed_over_rope"]).cell(2, "; ".join(notes))
         return Cell("1", made.note) if name == "rope" else made
 
     kind, name = row["kind"], row.get("attention", "All models")
