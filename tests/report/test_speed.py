@@ -140,7 +140,7 @@ def test_the_figure_has_every_length_the_reference_the_paper_and_what_is_off_its
     for text in (">64<", ">512<", "Best RoPE layer", "(its Fig. 6)", "CoCA exact", "ALiBi", "↑ 5.4"):
         assert text in figure.svg
     assert "CoCA slack<" not in figure.svg
-    assert not speed_figures(run_of("bench-layer", rows[0]), COCA)  # one length is no curve
+    assert not list(speed_figures(run_of("bench-layer", rows[0]), COCA))  # one length is no curve
 
 
 def test_decoding_is_shown_by_mode_with_the_fairest_first_and_on_a_cpu_without_absolute_numbers() -> None:

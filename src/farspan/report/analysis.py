@@ -126,14 +126,16 @@ def _summary(found: Analysis) -> dict[str, Any]:
 # Figures
 
 
-def analysis_figures(analyses: Sequence[Analysis]) -> list[Figure]:
+def analysis_figures(analyses: Sequence[Analysis]) -> Iterator[Figure | None]:
     """Draw every analysed model; those that one axis can hold together."""
-    made = [layers_figure(analyses)]
+    yield layers_figure(analyses)
     for found in analyses:
         if any(row["past_pi"]["plain"] > 0 for row in found.of("census")):
-            made += angle_figures(found)
-        made += [*score_figures(found), *drift_figures(found), *(head_figure(found, row) for row in found.of("study"))]
-    return [figure for figure in made if figure]
+            yield from angle_figures(found)
+        yield from score_figures(found)
+        yield from drift_figures(found)
+        for row in found.of("study", primary=True):
+            yield head_figure(found, row)
 
 
 def draw(
@@ -283,9 +285,9 @@ def drift_figures(found: Analysis) -> Iterator[Figure | None]:
 
 
 def head_figure(found: Analysis, row: Record) -> Figure | None:
-    """Draw one point per head, with the correlation; None for those that are not of the first interest."""
+    """Draw one point per head, with the correlation."""
     curves = []
-    for i, (xs, ys) in enumerate(zip(row["x"], row["y"], strict=True) if row["primary"] else ()):
+    for i, (xs, ys) in enumerate(zip(row["x"], row["y"], strict=True)):
         colour = matplotlib.colormaps["cividis"](i / max(1, len(row["x"]) - 1))
         style = {"color": colour, "linestyle": "", "marker": "o", "markeredgecolor": INK, "markeredgewidth": 0.3}
         curves.append(Curve(None, xs, ys, style))

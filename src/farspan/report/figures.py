@@ -4,7 +4,7 @@ import io
 import math
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import cycle
@@ -41,6 +41,7 @@ STYLE: Any = {
 }
 DEPTHS = 5
 COLOURS, MARKERS = ("#D55E00", "#0081c9", "#009E73", "#CC79A7", "#8a8a8a"), "osD^v"
+ACCURACY: Any = {"caption": "Bars: 95% Wilson interval.", "bars": True, "ylim": (-0.04, 1.04)}
 LENGTH, SHARE = "prompt length (tokens)", "accuracy (share of cases)"
 
 
@@ -206,43 +207,43 @@ def curve(label: str | None, x: Iterable[float], found: Iterable[Estimate | None
 # Figures
 
 
-def length_figures(run: Run) -> list[Figure]:
-    """Draw everything measured by length."""
-    made: list[Figure | None] = []
+def length_figures(run: Run) -> Iterator[Figure | None]:
     for scaling in sorted({s for v in variants_in(run) for s in run.scalings(v)}, key=scaling_order):
-        made += [perplexity_figure(run, scaling), passkey_figure(run, scaling)]
-        made += [depth_figure(run, variant, scaling) for variant in variants_in(run)]
-    made += [near_far_figure(run, x, part) for x in load("near-far") for part in ("near", "far")]
-    for experiment in load("distance"):
-        used = dict.fromkeys(row.scaling for row in experiment.rows)
-        made += [distance_figure(run, experiment, scaling) for scaling in used]
-    return [figure for figure in made if figure]
+        yield perplexity_figure(run, scaling)
+        lines = [(variant_name(v), v, scaling) for v in variants_in(run, "passkey")]
+        name, title = file_of("passkey", scaling), f"Passkey, {scaling_name(scaling)}"
+        yield passkey_figure(run, "passkey", lines, name, "table2", title, mark=run.train_length, at="bottom")
+        for variant in variants_in(run):
+            yield depth_figure(run, variant, scaling)
+    for x in load("near-far"):
+        lines = [(f"{variant_name(r.variant)} + {scaling_name(r.scaling)}", r.variant, r.scaling) for r in x.rows]
+        for part, where in (("near", "within one training length of the end"), ("far", "farther from the end")):
+            title = f"Passkey, key {where}"
+            yield passkey_figure(run, part, lines, file_of(x.name, part), x.name, title, legend=1)
+    for x in load("distance"):
+        for scaling in dict.fromkeys(row.scaling for row in x.rows):
+            yield distance_figure(run, x, scaling)
 
 
-def other_figures(run: Run) -> list[Figure]:
-    """Draw training, tasks, positions, retrieval and speed."""
-    losses = loss_figure(run.of("training"), "Training loss", "loss", "training")
-    made = [losses, position_figure(run), *retrieval_figures(run)]
+def other_figures(run: Run) -> Iterator[Figure | None]:
+    yield loss_figure(run.of("training"), "Training loss", "loss", "training")
+    yield position_figure(run)
+    yield from retrieval_figures(run)
     for task in dict.fromkeys(x.task for x in run.of("task")):
-        rows = run.of("task", task=task)
-        made.append(loss_figure(rows, f"Training loss, {task}", file_of("loss", task), "task-training"))
-    made += [figure for experiment in load("speed") for figure in speed_figures(run, experiment)]
-    return [figure for figure in made if figure]
+        yield loss_figure(run.of("task", task=task), f"Training loss, {task}", file_of("loss", task), "task-training")
+    for experiment in load("speed"):
+        yield from speed_figures(run, experiment)
 
 
 def perplexity_figure(run: Run, scaling: str) -> Figure | None:
     """Draw perplexity against the window, with the truncation control of each variant."""
     lengths, base, curves = run.lengths("perplexity"), run.train_length or 0, []
-    for variant in variants_in(run, "perplexity"):
-        style = variant_style(variant)
+    for v in variants_in(run, "perplexity"):
         whole = curve(
-            variant_name(variant),
-            lengths,
-            [run.at("perplexity", variant, scaling, n) for n in lengths],
-            style,
+            variant_name(v), lengths, [run.at("perplexity", v, scaling, n) for n in lengths], variant_style(v)
         )
         past = [int(n) for n in whole.x if n >= base]
-        cut = curve(None, past, [run.control(variant, scaling, n) for n in past], cut_style(style, "--"))
+        cut = curve(None, past, [run.control(v, scaling, n) for n in past], cut_style(whole.style, "--"))
         curves += [whole, replace(cut, spread=())]
     if any(row.mode == "truncated" for row in run.of("perplexity")) and any(each.x for each in curves):
         curves.append(Curve("context cut (control)", [math.nan], [math.nan], cut_style({"color": FAINT}, "--")))
@@ -250,39 +251,22 @@ def perplexity_figure(run: Run, scaling: str) -> Figure | None:
     values = [row.ppl for row in run.of("perplexity") if math.isfinite(row.ppl)]
     caption, name = "Bands: range over seeds. The axis ends at a million.", file_of("perplexity", scaling)
     then = partial(log_axis, values=values, top=1e6)
-    return chart(name, "perplexity", labels, curves, caption, lengths=lengths, mark=base, then=then)
+    return chart(name, "figure1", labels, curves, caption, lengths=lengths, mark=base, then=then)
 
 
 def cut_style(style: Mapping[str, Any], dash: str) -> dict[str, Any]:
-    """Return the style of the control beside a curve."""
     return {"color": style["color"], "linestyle": dash, "linewidth": 1}
 
 
-accuracy_chart = partial(
-    chart, caption="Bars: 95% Wilson interval over the cases of all seeds.", bars=True, ylim=(-0.04, 1.04)
-)
-
-
-def passkey_figure(run: Run, scaling: str) -> Figure | None:
-    """Draw passkey accuracy against the prompt's length."""
+def passkey_figure(
+    run: Run, part: str, lines: Iterable[tuple[str, str, str]], name: str, group: str, title: str, **how: Any
+) -> Figure | None:
+    """Draw accuracy against the prompt's length for each (label, variant, scaling)."""
     lengths, curves = run.lengths("passkey"), []
-    for v in variants_in(run, "passkey"):
-        found = [run.at("passkey", v, scaling, n) for n in lengths]
-        curves.append(curve(variant_name(v), lengths, found, variant_style(v)))
-    name, labels = file_of("passkey", scaling), (f"Passkey, {scaling_name(scaling)}", LENGTH, SHARE)
-    return accuracy_chart(name, "passkey", labels, curves, lengths=lengths, mark=run.train_length, at="bottom")
-
-
-def near_far_figure(run: Run, experiment: Experiment, part: str) -> Figure | None:
-    """Draw accuracy by length for keys near the end, or far from it (the paper's Fig. 4)."""
-    lengths, curves = run.lengths("passkey"), []
-    for row in experiment.rows:
-        found = [run.at(part, row.variant, row.scaling, n) for n in lengths]
-        label = f"{variant_name(row.variant)} + {scaling_name(row.scaling)}"
-        curves.append(curve(label, lengths, found, variant_style(row.variant)))
-    where = "within one training length of the end" if part == "near" else "farther from the end"
-    name, labels = file_of(experiment.name, part), (f"Passkey, key {where}", LENGTH, SHARE)
-    return accuracy_chart(name, "near-far", labels, curves, lengths=lengths, legend=1)
+    for label, variant, scaling in lines:
+        found = [run.at(part, variant, scaling, n) for n in lengths]
+        curves.append(curve(label, lengths, found, variant_style(variant)))
+    return chart(name, group, (title, LENGTH, SHARE), curves, lengths=lengths, **ACCURACY, **how)
 
 
 def distance_figure(run: Run, experiment: Experiment, scaling: str) -> Figure | None:
@@ -292,8 +276,8 @@ def distance_figure(run: Run, experiment: Experiment, scaling: str) -> Figure | 
         found, style = by_distance(run, row, ranges), variant_style(row.variant)
         curves.append(curve(variant_name(row.variant), range(len(ranges)), found, style))
     labels = f"Passkey by distance, {scaling_name(scaling)}", "tokens from the key to the end", SHARE
-    names = [name for name, *_ in ranges]
-    return accuracy_chart(file_of(experiment.name, scaling), "distance", labels, curves, ranges=names)
+    name, names = file_of(experiment.name, scaling), [name for name, *_ in ranges]
+    return chart(name, experiment.name, labels, curves, ranges=names, **ACCURACY)
 
 
 def heat_map(
@@ -318,29 +302,25 @@ def heat_map(
 
 def depth_figure(run: Run, variant: str, scaling: str) -> Figure | None:
     """Draw where in the prompt, at which length, the key is found."""
-    lengths = [n for n in run.lengths("passkey") if run.at("passkey", variant, scaling, n)]
 
-    def at(depth: int, length: int) -> Estimate | None:
-        def here(n: int, far: int) -> bool:
-            return n == length and min(DEPTHS - 1, int((1 - far / n) * DEPTHS)) == depth
+    def at(row: Record, i: int) -> dict[str, int]:
+        depths = [(min(DEPTHS - 1, int((1 - x["distance"] / row.length) * DEPTHS)), x["right"]) for x in row.outcomes]
+        return {"cases": sum(depth == i for depth, _ in depths), "correct": sum(r for depth, r in depths if depth == i)}
 
-        return run.passkey_where(variant, scaling, here)
+    rows = run.of("passkey", variant=variant, scaling=scaling)
+    lengths = sorted({row.length for row in rows})
+    found = [[share_of(at(row, i) for row in find(rows, length=n)) for n in lengths] for i in range(DEPTHS)]
+    names = [f"{100 * i // DEPTHS}–{100 * (i + 1) // DEPTHS}%" for i in range(DEPTHS)]
+    return heat_map(file_of("depth", variant, scaling), condition(variant, scaling), found, lengths, names)
 
-    rows = [f"{100 * i // DEPTHS}–{100 * (i + 1) // DEPTHS}%" for i in range(DEPTHS)]
-    found = [[at(depth, n) for n in lengths] for depth in range(DEPTHS)]
-    return heat_map(file_of("depth", variant, scaling), condition(variant, scaling), found, lengths, rows)
 
-
-def retrieval_figures(run: Run) -> list[Figure | None]:
-    """Draw accuracy by length and depth for each task and model."""
-    made = []
+def retrieval_figures(run: Run) -> Iterator[Figure | None]:
     for task, variant, scaling in dict.fromkeys((x.task, x.variant, x.scaling) for x in run.of("retrieval")):
         rows = run.of("retrieval", task=task, variant=variant, scaling=scaling)
         lengths, depths = sorted({x.length for x in rows}), sorted({x.depth for x in rows if x.depth is not None})
         found = [[share_of(find(rows, depth=depth, length=n)) for n in lengths] for depth in depths]
         name, title = file_of("retrieval", task, variant, scaling), f"{task}: {condition(variant, scaling)}"
-        made.append(heat_map(name, title, found, lengths, [f"{depth:.0%}" for depth in depths]))
-    return made
+        yield heat_map(name, title, found, lengths, [f"{depth:.0%}" for depth in depths])
 
 
 def position_figure(run: Run) -> Figure | None:
@@ -368,11 +348,13 @@ def loss_figure(rows: Sequence[Record], title: str, name: str, group: str) -> Fi
     return chart(name, group, (title, "optimiser step", "loss (nats per token)"), curves, "One line per seed.")
 
 
-def speed_figures(run: Run, experiment: Experiment) -> list[Figure | None]:
+def speed_figures(run: Run, experiment: Experiment) -> Iterator[Figure | None]:
     """Draw time against length, for each thing timed at two lengths or more."""
     assert experiment.look
-    look, made = experiment.look, []
+    look = experiment.look
     for group, found in timings(run, look.bench).items():
+        if len(found) < 2:
+            continue
         lengths, curves = [x.length for x in found], []
         for row, colour, marker in zip(experiment.rows, cycle(COLOURS), cycle(MARKERS), strict=False):
             times = [(x.length, time) for x in found if (time := x.fastest(row.candidates or [row.variant]))]
@@ -386,8 +368,7 @@ def speed_figures(run: Run, experiment: Experiment) -> list[Figure | None]:
         name, then = file_of(experiment.name, group.replace(", ", "-")), partial(_reference, look, experiment, curves)
         ranged = any(low < high for each in curves for low, high in each.spread)
         more: Any = {"lengths": lengths, "bars": ranged, "legend": 2 if look.ceiling else 1, "then": then}
-        made += [chart(name, experiment.name, labels, curves, caption, **more)] if len(found) > 1 else []
-    return made
+        yield chart(name, experiment.name, labels, curves, caption, **more)
 
 
 def _reference(look: Look, experiment: Experiment, curves: list[Curve], axes: Axes) -> None:

@@ -55,7 +55,6 @@ def variants_in(run: Run, *kinds: str) -> list[str]:
 
 
 def condition(variant: str, scaling: str) -> str:
-    """Name a variant under a scaling."""
     return f"{variant_name(variant)}, {scaling_name(scaling)}"
 
 
@@ -158,7 +157,6 @@ def control_table(run: Run) -> Table | None:
 
 
 def training_table(run: Run) -> Table | None:
-    """Show how each model was trained."""
     rows = sorted(run.of("training"), key=lambda x: (variant_order(x.variant), x.seed))
     lines = [(variant_name(x.variant), "", {**x, "minutes": x.seconds / 60}) for x in rows]
     return listing("training", "Training", TRAINING, lines, caption="Loss in nats per token.", heading="Variant")
@@ -182,7 +180,6 @@ def position_table(run: Run) -> Table | None:
 
 
 def loss_of(rows: Sequence[Record], name: str) -> Estimate | None:
-    """Average the loss per token over the seeds."""
     return mean_of([row[name] / row.tokens for row in rows if row[name] is not None])
 
 
@@ -201,7 +198,6 @@ def retrieval_at(run: Run, depth: float | None, **wanted: str | int) -> Estimate
 
 
 def retrieval_table(run: Run) -> Table | None:
-    """Show the accuracy of each retrieval task by length."""
     rows, entries = run.of("retrieval"), []
     lengths = sorted({x.length for x in rows})
     for task, v, s in sorted({(x.task, x.variant, x.scaling) for x in rows}):
@@ -236,7 +232,6 @@ def task_table(run: Run, experiment: Experiment) -> Table | None:
 
 
 def task_training_table(run: Run) -> Table | None:
-    """Show how each model was trained for its task."""
     lines = []
     for task, variant in dict.fromkeys((x.task, x.variant) for x in run.of("task")):
         rows = run.of("task", task=task, variant=variant)
@@ -281,7 +276,7 @@ def study_tables(run: Run) -> list[Table]:
 def _model_values(run: Run, model: Record, windows: list[int], prompts: list[int]) -> list[tuple[str, list[Value]]]:
     """Return each scaling's values; the first line has what depends on none: short context, and what the model took."""
     name, pairs = model.model, share_of(run.of("pairs", variant=model.model, kind="all"))
-    bits: list[str | None] = [f"{row.bits_per_byte:.3f}" for row in run.of("bits", variant=name)][:1]
+    bits: Sequence[Value] = [f"{row.bits_per_byte:.3f}" for row in run.of("bits", variant=name)][:1]
     minutes = f"{model.seconds / 60:,.1f}" if model.seconds is not None and model.tokens else NOTHING
     once: list[Value] = [cell_of(pairs, THREE), *(bits or [None]), amount(model.tokens), minutes]
     lines: list[tuple[str, list[Value]]] = []

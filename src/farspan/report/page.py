@@ -1,7 +1,7 @@
 """A run folder → one offline HTML page, with its tables and figures as files beside it."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -16,15 +16,8 @@ from farspan.utils import atomic_path, write_text
 if TYPE_CHECKING:
     from farspan.report.figures import Figure
 
-READING = {
-    "table1": "",
-    "figure1": "perplexity",
-    "table2": "passkey",
-    "figure4": "near-far",
-    "figure5": "distance",
-    "table3": "",
-}
-"""The experiments on lengths in the order of the page, with their groups of figures."""
+READING = ("table1", "figure1", "table2", "figure4", "figure5", "table3")
+"""The experiments on lengths in the order of the page."""
 
 
 @dataclass
@@ -36,9 +29,9 @@ class Section:
     tables: list[Table]
     text: str
     figures: "list[Figure]"
-    folded: bool
+    folded: bool = False
     """Hide the tables behind a click: figures show the same."""
-    small: bool
+    small: bool = False
 
 
 def write_report(folder: str | os.PathLike[str], out: str | os.PathLike[str] | None = None) -> Path:
@@ -56,8 +49,9 @@ def write_report(folder: str | os.PathLike[str], out: str | os.PathLike[str] | N
 
     try:
         run.analyses.sort(key=lambda found: (found.model.attention != "rope", found.label))  # the baseline first
-        figures = [] if run.is_study else length_figures(run)
-        figures += [*other_figures(run), *analysis_figures(run.analyses)]
+        drawn = [*other_figures(run), *analysis_figures(run.analyses)]
+        drawn += [] if run.is_study else length_figures(run)
+        figures = [figure for figure in drawn if figure]
         sections = make_sections(run, figures)
         files = {"index.html": render(run, sections)}
         for table in (table for section in sections for table in section.tables):
@@ -83,18 +77,16 @@ def make_sections(run: Run, figures: "list[Figure]") -> list[Section]:
     def add(
         anchor: str,
         title: str,
-        tables: Iterable[Table | None] = (),
+        tables: Iterable[Table | None],
         text: str = "",
-        groups: Iterable[str] = (),
-        folded: bool = False,
-        small: bool = False,
-    ) -> bool:
+        groups: Sequence[str] = (),
+        **look: bool,
+    ) -> None:
         shown = [table for table in tables if table]
         drawn = [figure for figure in figures if figure.group in groups]
         text = text or next((table.caption for table in shown), "")
         if shown or drawn:
-            made.append(Section(anchor, title, shown, text, drawn, folded, small))
-        return bool(shown)
+            made.append(Section(anchor, title, shown, text, drawn, **look))
 
     for x in load("tasks"):
         add(x.name, x.title, [measured.task_table(run, x)])
@@ -105,10 +97,10 @@ def make_sections(run: Run, figures: "list[Figure]") -> list[Section]:
         add(table.name, table.title, [table])
     others = []  # figures of variants that the paper does not have
     experiments = {experiment.name: experiment for experiment in load_all()}
-    for name, group in READING.items():
+    for name in READING:
         x, tables = experiments[name], measured.experiment_tables(run, experiments[name])
-        if not add(name, x.title, tables, groups=[group] if tables else [], folded=name.startswith("figure")):
-            others.append(group)
+        others += [] if tables else [name]
+        add(name, x.title, tables, groups=[name] if tables else [], folded=name.startswith("figure"))
     add("positions", "Loss by position", [measured.position_table(run)], groups=["positions"])
     add("retrieval", "Retrieval", [measured.retrieval_table(run)], groups=["retrieval"], small=True)
     for x in load("speed"):
