@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from farspan.report.tables import Table
 from farspan.utils import share
 
 VARIANTS = ("alibi", "rope", "coca-slack", "coca-strict", "coca-exact")
@@ -56,6 +57,11 @@ def retrieval_rows(variant: str, seed: int = 0, task: str = "phonebook", right: 
     head = {"variant": variant, "seed": seed, "scaling": "none", "task": task}
     found = [(None, right + 1, 8), (0.1, 1, 4), (0.9, right, 4)]
     return [{**head, "length": n, "depth": d, **share(k, m)} for n in (512, 1024) for d, k, m in found]
+
+
+def shown(table: Table) -> list[tuple[str, ...]]:
+    """Each line of a table without its small print."""
+    return [(line.label, line.source, *(cell.text for cell in line.cells)) for line in table.lines]
 
 
 def write(folder: Path, name: str, rows: list[dict[str, Any]], **replace: Any) -> Path:

@@ -13,10 +13,10 @@ from farspan.report import write_report
 from farspan.report.figures import speed_figures
 from farspan.report.results import Record, Run
 from farspan.report.speed import Spread, decoding_tables, kernel_tables, speed_tables, timings
-from farspan.report.tables import Table, to_markdown
+from farspan.report.tables import to_markdown
 from farspan.reproduce import Preset, reproduce
 from farspan.reproduce.plan import plan
-from tests.report.fabricate import write
+from tests.report.fabricate import shown, write
 
 RESULTS = Path(__file__).parents[2] / "results"
 COCA, COSFORMER = load("speed")
@@ -81,10 +81,6 @@ def kernel(b: int, m: int, *, peer: str | None = "cudnn", coded: float | None = 
         "speedup": {name: 0.25 / time for name, time in times.items()},
         **more,
     }
-
-
-def shown(table: Table) -> list[tuple[str, ...]]:
-    return [(line.label, line.source, *(cell.text for cell in line.cells)) for line in table.lines]
 
 
 def test_lengths_are_in_order_with_shape_unit_and_range() -> None:
