@@ -71,18 +71,6 @@ DECODED = [
 ]
 
 
-def kernel(b: int, m: int, *, peer: str | None = "cudnn", coded: float | None = None, **more: Any) -> dict[str, Any]:
-    """One shape: RoPE in 0.25 ms, exact in 0.2, slack in 0.125; with t in eight bits in `coded`."""
-    times = {"exact": 0.2, "slack": 0.125} | ({"exact, 8-bit t": coded} if coded else {})
-    peers = {} if peer is None else {peer: 0.25}
-    return {
-        **{"kind": "decode", "b": b, "h": 32, "g": 8, "n": 1, "m": m, "d": 128, "best_peer": peer},
-        "milliseconds": {name: {"median": time} for name, time in {**times, **peers}.items()} | {"flash": None},
-        "speedup": {name: 0.25 / time for name, time in times.items()},
-        **more,
-    }
-
-
 def test_lengths_are_in_order_with_shape_unit_and_range() -> None:
     (made,) = speed_tables(run_of("bench-layer", layers(512, 0.95), layers(64, 0.9)), COCA)
     assert made.columns == ("2 × 64, 8 of 16", "2 × 512, 8 of 16")
@@ -155,32 +143,22 @@ def test_decoding_is_shown_by_mode_with_the_fairest_first_and_on_a_cpu_without_a
     assert "peak, GB" not in {line.source for line in prompt.lines}
 
 
-def test_shapes_of_decoding_stand_by_heads_sequences_and_length() -> None:
-    rows = [kernel(1, 512), kernel(8, 512), kernel(8, 2048), kernel(32, 512, d=64), kernel(1, 512, g=32)]
-    removed = kernel(1, 2048, coded=0.1)  # a removed variant in earlier results
-    (grid,) = kernel_tables(run_of("bench-kernels", *rows, removed, {"kind": "copy"}))
-    assert grid.columns == ("512 tokens", "2,048 tokens")
-    assert shown(grid) == [
-        ("32 heads of width 128", "1 sequence", "1.25", "—"),
-        ("32 heads of width 128, 8 for keys", "1 sequence", "1.25", "1.25"),
-        ("32 heads of width 128, 8 for keys", "8 sequences", "1.25", "1.25"),
-        ("32 heads of width 64, 8 for keys", "32 sequences", "1.25", "—"),
-    ]
-    assert grid.lines[0].cells[0].note == "0.200 ms; CoCA slack 2.00"
-    assert "speed of CoCA exact over RoPE's (small print: its time; the speed of CoCA slack)" in grid.title
-    assert "| Heads | Sequences | 512 tokens | 2,048 tokens |" in to_markdown(grid)
-
-
-def test_a_chunk_of_queries_stands_beside_keys_made_ready_for_it() -> None:
-    times = {"exact": 0.5, "exact, rotated for SDPA": 0.4, "flash": 0.2}
-    row = kernel(1, 2048) | {"kind": "prefill", "n": 512, "speedup": {"exact": 0.4}, "best_peer": "flash"}
-    row["milliseconds"] = {name: {"median": time} for name, time in times.items()}
-    (made,) = kernel_tables(run_of("bench-kernels", row))
-    assert made.columns == ("RoPE", "CoCA exact", "CoCA exact, keys made for SDPA")
-    assert shown(made) == [("32 heads of width 128, 8 for keys", "1 × 2,048, 512 queries", "1", "0.40", "0.50")]
-    assert made.lines[0].cells[1].note == "0.500 ms"
+def test_kernels_stand_by_shape_and_a_chunk_of_queries_beside_keys_made_ready_for_it() -> None:
+    rows = json.loads((RESULTS / "coca-kernels-h200.json").read_text())["rows"]
+    assert any("8-bit" in str(row) for row in rows)  # a removed variant in earlier results
+    by_length, chunks = kernel_tables(run_of("bench-kernels", *rows))
+    assert by_length.columns[:3] == ("512 tokens", "2,048 tokens", "4,096 tokens")
+    lines = {row[:2]: row[2:] for row in shown(by_length)}
+    assert lines["32 heads of width 128", "1 sequence"] == ("0.75", "1.02", "—", "1.17", "1.23", "1.29")
+    assert lines["32 heads of width 128, 8 for keys", "32 sequences"][0] == "1.17"
+    assert by_length.lines[0].cells[0].note == "0.017 ms; CoCA slack 0.76"
+    assert "speed of CoCA exact over RoPE's (small print: its time; the speed of CoCA slack)" in by_length.title
+    assert "| Heads | Sequences | 512 tokens | 2,048 tokens |" in to_markdown(by_length)
+    assert chunks.columns == ("RoPE", "CoCA exact", "CoCA exact, keys made for SDPA")
+    assert shown(chunks)[0] == ("32 heads of width 128", "1 × 32,768, 512 queries", "1", "0.74", "0.50")
+    assert chunks.lines[0].cells[1].note == "1.257 ms"
     for peer in (None, "exact, rotated for SDPA"):  # RoPE could not be timed
-        assert not kernel_tables(run_of("bench-kernels", row | {"best_peer": peer}))
+        assert not kernel_tables(run_of("bench-kernels", *(row | {"best_peer": peer} for row in rows)))
 
 
 @pytest.mark.parametrize(
@@ -194,7 +172,6 @@ def test_a_chunk_of_queries_stands_beside_keys_made_ready_for_it() -> None:
         ("bench-decode", {"kind": "best", "each": {}}, "row 0 lacks 'context'"),
         ("bench-kernels", {"kind": "decode", "m": 1, "best_peer": "cudnn"}, "row 0 lacks 'milliseconds'"),
         ("bench-decode", {"mode": "eager"}, "row 0 lacks 'kind'"),
-        ("bench-kernels", kernel(1, 512) | {"m": {}}, ".*a row of a benchmark or an analysis is not complete"),
     ],
 )
 def test_a_row_that_lacks_something_gives_one_line(kind: str, row: Any, message: str, tmp_path: Path) -> None:
@@ -209,7 +186,6 @@ def test_a_row_that_lacks_something_gives_one_line(kind: str, row: Any, message:
     [
         (layers(64, 0.9), layers(64, 0.95), "CPU", r"b.json row 0 must not repeat .*/a.json row 0 \(.* n 64,"),
         (linear(64, 1.0, 1.0), linear(64, 1.1, 1.0), "CPU", r"b.json row 0 must not repeat .*/a.json row 0 \("),
-        (kernel(1, 512), kernel(1, 512, coded=0.1), "CPU", r"b.json row 0 must not repeat .*/a.json row 0 \("),
         (DECODED[2], DECODED[2] | {"speed_over_rope": 2.0}, "CPU", r"b.json row 0 must not repeat .*/a.json row 0 \("),
         (layers(64, 0.9), layers(128, 0.9), "GPU", "times of one device, got CPU, GPU; report them separately"),
         (layers(64, 0.9), linear(64, 1.0, 1.0), "GPU", "must hold times of one device, got CPU, GPU"),
@@ -236,14 +212,10 @@ def test_the_committed_results_make_the_page(tmp_path: Path) -> None:
     assert "8-bit" not in html
     assert "Table 1:" not in html
     assert '<th scope="col" class="source">Sequences</th>' in html
-    layers_ = {"coca-speed-forward", "coca-speed-forward-and-backward"}
-    assert {path.stem for path in (page.parent / "figures").glob("*.png")} == layers_
-    of_kernels = {"coca-kernels-lengths": 6, "coca-kernels-chunks": 3}
-    tables = {path.stem for path in (page.parent / "tables").glob("*.md")}
-    assert tables == {"coca-decode", "coca-prompt", *layers_, *of_kernels}
-    for name, columns in of_kernels.items():  # as many as a person can read, beside heads and sequences
-        head = (page.parent / "tables" / f"{name}.md").read_text().splitlines()[2]
-        assert head.count("|") == columns + 3
+    drawn = {"coca-speed-forward", "coca-speed-forward-and-backward"}
+    tables = {"coca-decode", "coca-prompt", "coca-kernels-lengths", "coca-kernels-chunks", *drawn}
+    assert {path.stem for path in (page.parent / "figures").glob("*.png")} == drawn
+    assert {path.stem for path in (page.parent / "tables").glob("*.md")} == tables
 
 
 SPEED = """variants = ["rope"]

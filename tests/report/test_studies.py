@@ -49,7 +49,7 @@ def folder(tmp_path: Path) -> Path:
 def test_each_scaling_stands_above_the_papers_and_dynamic_ntk_changes_nothing_inside_the_training_length(
     folder: Path,
 ) -> None:
-    """Windows, their ratio, the context cut, passkeys, pairs, bits, tokens and minutes; what was not measured is out."""
+    """Windows, their ratio, context cut, passkeys, pairs, bits, tokens, minutes; what was not measured is left out."""
     table, caches = study_tables(collect(folder))
     assert table.columns[2] == "ppl at 32,768"
     skills = ("—", "—", "0.750", "1.182", "0", "—")
