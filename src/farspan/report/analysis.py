@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import NullLocator, PercentFormatter
 
 from farspan.report.figures import FAINT, INK, Curve, Figure, blank, chart, finish
-from farspan.report.results import Analysis, Record
+from farspan.report.results import Record, Run
 from farspan.report.tables import NOTHING, SCALINGS, Table, file_of, listing, variant_name, variant_style
 
 SECTIONS = {
@@ -78,32 +78,32 @@ def relation(row: Mapping[str, Any]) -> str:
     return f"ρ = {row['rho']:.2f} (95% {low:.2f} to {high:.2f})\n{found}"
 
 
-def drift(found: Analysis, what: str, scaling: str, length: int) -> float:
+def drift(found: Run, what: str, scaling: str, length: int) -> float:
     """Return a mean over layers and heads; "excess": the loss over that of the same tokens with the context cut."""
     if what == "excess":
         row = found.of("loss", scaling=scaling, length=length)[0]
         return float(row.loss - row.control)
-    return found.mean("drift", lambda row: mean(row[what]), scaling=scaling, length=length)
+    return mean([mean(row[what]) for row in found.of("drift", scaling=scaling, length=length)])
 
 
-def analysis_tables(analyses: Sequence[Analysis]) -> dict[str, Table | None]:
+def analysis_tables(analyses: Sequence[Run]) -> dict[str, Table | None]:
     """Compare the analysed models, and describe slack CoCA's, each for its section."""
     caption = "Queries inside the training length, all layers. Excess loss: over the same tokens with the context cut. "
     caption += "Effective window: at least – at most, in tokens, from passkeys (App. B.1)."
-    rows = [(variant_name(found.label), "", _summary(found)) for found in analyses]
+    rows = [(variant_name(found.model.label), "", _summary(found)) for found in analyses]
     angles = listing("analysis", "What rotary attention does", MODEL, rows, caption=caption, heading="Model")
-    rows = [(variant_name(found.label), "", _slack(found)) for found in analyses if found.of("slack")]
+    rows = [(variant_name(found.model.label), "", _slack(found)) for found in analyses if found.of("slack")]
     slack = listing("analysis-slack", "Slack CoCA's hidden angles", SLACK, rows, heading="Model")
     return {"angles": angles, "slack": slack}
 
 
-def _slack(found: Analysis) -> dict[str, float]:
+def _slack(found: Run) -> dict[str, float]:
     names = ("mean_angle", "rising_share", "absolute_share", "moved_share")
     made = {name: mean([mean(row[name]) for row in found.of("slack")]) for name in names}
     return made | {"mean_angle": math.degrees(made["mean_angle"])}
 
 
-def _summary(found: Analysis) -> dict[str, Any]:
+def _summary(found: Run) -> dict[str, Any]:
     inside, curves, (first, *_, last) = found.of("census", region="inside"), found.of("curve"), found.model["lengths"]
     made = {weight: mean([row["past_pi"][weight] for row in inside]) for weight, *_ in WEIGHTS}
     for scaling in {"none", "linear"} & set(found.model["scalings"]):
@@ -126,7 +126,7 @@ def _summary(found: Analysis) -> dict[str, Any]:
 # Figures
 
 
-def analysis_figures(analyses: Sequence[Analysis]) -> Iterator[Figure | None]:
+def analysis_figures(analyses: Sequence[Run]) -> Iterator[Figure | None]:
     """Draw every analysed model; those that one axis can hold together."""
     yield layers_figure(analyses)
     for found in analyses:
@@ -139,12 +139,12 @@ def analysis_figures(analyses: Sequence[Analysis]) -> Iterator[Figure | None]:
 
 
 def draw(
-    found: Analysis, name: str, group: str, labels: tuple[str, str, str], curves: Sequence[Curve], **how: Any
+    found: Run, name: str, group: str, labels: tuple[str, str, str], curves: Sequence[Curve], **how: Any
 ) -> Figure | None:
     """Draw the curves of one model, whose name the title has."""
     title, x, y = labels
-    title = title.format(variant_name(found.label))
-    return chart(file_of(name, found.label), group, (title, x, y), curves, **how)
+    title = title.format(variant_name(found.model.label))
+    return chart(file_of(name, found.model.label), group, (title, x, y), curves, **how)
 
 
 def _styled(label: str, colour: str, marker: str, x: Sequence[float], y: Sequence[float]) -> Curve:
@@ -155,13 +155,13 @@ def _digits(curves: Sequence[Curve]) -> int:
     return 0 if any(y > 0.1 for curve in curves for y in curve.y) else 1
 
 
-def layers_figure(analyses: Sequence[Analysis]) -> Figure | None:
+def layers_figure(analyses: Sequence[Run]) -> Figure | None:
     """Draw the share of pairs past π by layer."""
     curves = []
     for found in analyses:
         rows = found.of("census", region="inside")
         layers, values = [row["layer"] for row in rows], [row["past_pi"]["plain"] for row in rows]
-        curves.append(Curve(variant_name(found.label), layers, values, variant_style(found.label)))
+        curves.append(Curve(variant_name(found.model.label), layers, values, variant_style(found.model.label)))
 
     def half(axes: Axes) -> None:
         axes.axhline(0.5, color=FAINT, linewidth=1.2, linestyle=":")
@@ -175,7 +175,7 @@ def layers_figure(analyses: Sequence[Analysis]) -> Figure | None:
     )
 
 
-def angle_figures(found: Analysis) -> Iterator[Figure | None]:
+def angle_figures(found: Run) -> Iterator[Figure | None]:
     """Draw the initial angles: their distribution, the share past π by layer and pair, and what follows from them."""
     rows, waves = found.of("census", region="inside"), [2 * math.pi / theta for theta in found.model["theta"][0]]
     bins, curves = len(rows[0]["histogram"]["plain"]), []
@@ -195,13 +195,15 @@ def angle_figures(found: Analysis) -> Iterator[Figure | None]:
     how: Any = {"caption": "Means over layers and heads.", "percent": 1, "then": halves}
     yield draw(found, "angles-histogram", "angles", labels, curves, **how)
 
-    canvas, axes = blank(f"Θ past π by pair, {variant_name(found.label)}", "rotary pair j (fast to slow)", "layer")
+    canvas, axes = blank(
+        f"Θ past π by pair, {variant_name(found.model.label)}", "rotary pair j (fast to slow)", "layer"
+    )
     axes.grid(visible=False)
     pairs, step = [row["past_pi_pair"]["plain"] for row in rows], max(1, len(rows) // 8)
     image = axes.imshow(pairs, vmin=0, vmax=1, cmap="cividis", aspect="auto", interpolation="nearest")
     axes.set_yticks(range(0, len(rows), step), [str(row["layer"]) for row in rows[::step]])
     canvas.colorbar(image, ax=axes, ticks=[0, 0.25, 0.5, 0.75, 1.0], format=PercentFormatter(1.0, decimals=0))
-    yield finish(canvas, file_of("angles-pairs", found.label), "angles")
+    yield finish(canvas, file_of("angles-pairs", found.model.label), "angles")
 
     curves = []
     for scaling in found.model["scalings"]:
@@ -220,7 +222,7 @@ def angle_figures(found: Analysis) -> Iterator[Figure | None]:
     yield draw(found, "borders", "borders", labels, curves, **how)
 
 
-def score_figures(found: Analysis) -> Iterator[Figure | None]:
+def score_figures(found: Run) -> Iterator[Figure | None]:
     """Draw logits against distance in three layers, and the bounds on the decay above what they bound."""
     rows, curves = found.of("curve"), []
     chosen = {row["layer"]: row for row in (rows[0], rows[len(rows) // 2], rows[-1])}.values()
@@ -262,7 +264,7 @@ def _size(row: Record, name: str, i: int) -> float:
     return float(row[f"bound_{name}"][i])
 
 
-def drift_figures(found: Analysis) -> Iterator[Figure | None]:
+def drift_figures(found: Run) -> Iterator[Figure | None]:
     """Draw each quantity against the length under each scaling, and what of slack CoCA's score is absolute."""
     lengths = found.model["lengths"]
     for what, title, y in DRIFTS:
@@ -284,7 +286,7 @@ def drift_figures(found: Analysis) -> Iterator[Figure | None]:
     yield draw(found, "slack", "slack", labels, curves, **how)
 
 
-def head_figure(found: Analysis, row: Record) -> Figure | None:
+def head_figure(found: Run, row: Record) -> Figure | None:
     """Draw one point per head, with the correlation."""
     curves = []
     for i, (xs, ys) in enumerate(zip(row["x"], row["y"], strict=True)):

@@ -48,7 +48,7 @@ def write_report(folder: str | os.PathLike[str], out: str | os.PathLike[str] | N
     from farspan.report.figures import length_figures, other_figures
 
     try:
-        run.analyses.sort(key=lambda found: (found.model.attention != "rope", found.label))  # the baseline first
+        run.analyses.sort(key=lambda found: (found.model.attention != "rope", found.model.label))  # the baseline first
         drawn = [*other_figures(run), *analysis_figures(run.analyses)]
         drawn += [] if run.is_study else length_figures(run)
         figures = [figure for figure in drawn if figure]

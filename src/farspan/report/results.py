@@ -162,43 +162,24 @@ def scaling_order(scaling: str) -> tuple[bool, int, str]:
 # A run
 
 
-@dataclass(frozen=True)
-class Analysis:
-    """The rows of one analysed model."""
-
-    rows: list[Record]
-
-    @property
-    def model(self) -> Record:
-        return self.of("model")[0]
-
-    @property
-    def label(self) -> str:
-        return str(self.model.label)
-
-    def of(self, kind: str, /, **wanted: Any) -> list[Record]:
-        """Return the rows of a kind whose fields have these values."""
-        return find(self.rows, kind=kind, **wanted)
-
-    def mean(self, kind: str, read: Callable[[Record], float], **wanted: Any) -> float:
-        """Average a number over the rows of a kind, which are layers."""
-        values = [read(row) for row in self.of(kind, **wanted)]
-        return sum(values) / len(values)
-
-
 @dataclass
 class Run:
-    """All that a run folder holds."""
+    """All that a run folder holds, or all about one analysed model."""
 
     records: dict[str, list[Record]] = field(default_factory=dict)
     """Rows by kind, those of benchmarks too."""
-    analyses: list[Analysis] = field(default_factory=list)
+    analyses: list["Run"] = field(default_factory=list)
     sources: list[Record] = field(default_factory=list)
     steps: list[Record] = field(default_factory=list)
 
     def of(self, kind: str, /, **wanted: Any) -> list[Record]:
         """Return the rows of a kind whose fields have these values."""
         return find(self.records.get(kind, []), **wanted)
+
+    @property
+    def model(self) -> Record:
+        """The analysed model."""
+        return self.records["model"][0]
 
     @property
     def is_study(self) -> bool:
@@ -308,7 +289,8 @@ def _add(run: Run, path: Path, variant: str | None = None) -> str | None:
     run.sources.append(source)
     made = [_row(kind, schema, row, f"{path} row {i}", source, variant) for i, row in enumerate(rows)]
     if kind == "analysis":
-        run.analyses.append(Analysis(made))
+        kinds = dict.fromkeys(str(row.get("kind")) for row in made)
+        run.analyses.append(Run({name: [row for row in made if row.get("kind") == name] for name in kinds}))
         return kind
     kept = run.records.setdefault(kind, [])
     seen = {_identity(row): row for row in kept}
