@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from farspan.errors import require
 from farspan.experiments import Experiment
 from farspan.report.results import Record, Run
-from farspan.report.tables import Cell, Table, Value, file_of, grid, pivot, variant_name
+from farspan.report.tables import Cell, Entry, Table, Value, file_of, grid, pivot, variant_name
 
 MADE_READY = "rotated for SDPA"
 """Ends the names of candidates that prepare keys of the cached t for a chunk of queries."""
@@ -134,9 +134,6 @@ def speed_tables(run: Run, experiment: Experiment) -> list[Table]:
 
 # Decoding and kernels
 
-Entry = tuple[str, str, tuple[int, ...], str, Cell]
-"""Label, source, order of the column, its heading, cell (:func:`pivot`)."""
-
 
 def _decoding(row: Record) -> Iterator[tuple[str, Entry]]:
     def cell(found: Mapping[str, Any], name: str, *notes: str) -> Cell:
@@ -149,19 +146,19 @@ def _decoding(row: Record) -> Iterator[tuple[str, Entry]]:
     label = variant_name(name)
     if kind == "prefill":
         at: tuple[tuple[int, ...], str] = (row["length"],), f"{row['length']:,}"
-        yield "prompt", (label, "speed over RoPE's", *at, cell(row, name))
+        yield "prompt", (label, "speed over RoPE's", at, cell(row, name))
         if on_gpu(row):
-            yield "prompt", (label, "peak, GB", *at, Cell(f"{row['peak_bytes'] / 1e9:.2f}"))
+            yield "prompt", (label, "peak, GB", at, Cell(f"{row['peak_bytes'] / 1e9:.2f}"))
     if kind not in ("decode", "best", "missing") or (kind == "missing" and "context" not in row):
         return
     at = (row["context"], row["batch"]), f"{row['batch']} × {row['context']:,}"
     if kind == "decode" and name != "rope":
-        yield "decode", (label, row["mode"], *at, cell(row, ""))
+        yield "decode", (label, row["mode"], at, cell(row, ""))
     elif kind == "missing":
-        yield "decode", (label, row["mode"], *at, Cell("not timed", row["why"].partition(". ")[0]))
+        yield "decode", (label, row["mode"], at, Cell("not timed", row["why"].partition(". ")[0]))
     elif kind == "best":
         for name, found in row["each"].items():
-            yield "decode", (variant_name(name), BEST, *at, cell(found, name, found["mode"]))
+            yield "decode", (variant_name(name), BEST, at, cell(found, name, found["mode"]))
 
 
 def decoding_tables(run: Run) -> list[Table]:
@@ -169,9 +166,9 @@ def decoding_tables(run: Run) -> list[Table]:
     found = list(read(run, "bench-decode"))
     steps, prompts = ([entry for of, entry in found if of == what] for what in ("decode", "prompt"))
     steps.sort(key=lambda entry: (entry[1] != BEST, entry[0] != "RoPE"))
-    paper = next((entry for entry in prompts if entry[3] == "32,768"), None)
+    paper = next((entry for entry in prompts if entry[2][1] == "32,768"), None)
     if paper is not None:
-        prompts.append(("The paper's CoCA (its Fig. 6)", "paper: peak, GB", *paper[2:4], Cell("about 60")))
+        prompts.append(("The paper's CoCA (its Fig. 6)", "paper: peak, GB", paper[2], Cell("about 60")))
     title = "The model decoding: tokens per second over RoPE's"
     made = [pivot("coca-decode", title, steps, "Sequences × tokens before")]
     title = "The model reading a prompt: tokens per second over RoPE's, and memory with weights and cache"
@@ -204,13 +201,13 @@ def kernel_tables(run: Run) -> list[Table]:
         heads = f"{row.h} heads of width {row.d}" + (f", {row.g} for keys" if row.g < row.h else "")
         if row.n > 1:
             size = f"{row.b} × {row.m:,}, {row.n:,} queries"
-            chunks += [(heads, size, (i,), variant_name(name), cell) for i, (name, cell) in enumerate(cells.items())]
+            chunks += [(heads, size, ((i,), variant_name(name)), cell) for i, (name, cell) in enumerate(cells.items())]
             continue
         (_, first), *rest = [(variant_name(name), cell) for name, cell in cells.items() if name != "rope"]
         others |= dict.fromkeys(f"; the speed of {name}" for name, _ in rest)
         note = "; ".join([first.note, *(f"{name} {cell.text}" for name, cell in rest)])
         size = f"{row.b:,} sequence{'s' if row.b > 1 else ''}"
-        steps.append((heads, size, (row.m,), f"{row.m:,} tokens", Cell(first.text, note)))
+        steps.append((heads, size, ((row.m,), f"{row.m:,} tokens"), Cell(first.text, note)))
     title = f"Decoding by tokens before: speed of CoCA exact over RoPE's (small print: its time{''.join(others)})"
     made = [pivot("coca-kernels-lengths", title, steps, "Heads", "Sequences")]
     title = "A chunk of queries after a long context: speed over RoPE's"

@@ -173,24 +173,19 @@ def _filled(text: str, row: Mapping[str, Any]) -> str:
         return NOTHING
 
 
-def pivot(
-    name: str,
-    title: str,
-    entries: Iterable[tuple[str, str, tuple[Any, ...], str, Cell]],
-    heading: str,
-    beside: str = "",
-) -> Table | None:
-    """Make a table from (label, source, order of the column, its heading, cell); lines keep their first order."""
-    cells: dict[tuple[str, str], dict[str, Cell]] = {}
-    columns: dict[str, tuple[Any, ...]] = {}
-    for label, source, order, column, cell in entries:
+Entry = tuple[str, str, tuple[tuple[int, ...], str], Cell]
+"""A cell of a line, given by label and source, in a column, given by its order and its heading."""
+
+
+def pivot(name: str, title: str, entries: Iterable[Entry], heading: str, beside: str = "") -> Table | None:
+    """Make a table from single cells; lines keep their first order, by label."""
+    cells: dict[tuple[str, str], dict[Any, Cell]] = {}
+    for label, source, column, cell in entries:
         cells.setdefault((label, source), {})[column] = cell
-        columns[column] = order
-    heads = sorted(columns, key=lambda column: columns[column])
-    labels = list(dict.fromkeys(label for label, _ in cells))
+    columns, labels = sorted({column for line in cells.values() for column in line}), [label for label, _ in cells]
     keys = sorted(cells, key=lambda key: labels.index(key[0]))
-    lines = [(*key, [cells[key].get(head) for head in heads]) for key in keys]
-    return grid(name, title, heads, lines, heading=heading, beside=beside)
+    lines = [(*key, [cells[key].get(column) for column in columns]) for key in keys]
+    return grid(name, title, [head for _, head in columns], lines, heading=heading, beside=beside)
 
 
 def perplexity_text(value: float | str) -> str:
