@@ -52,8 +52,8 @@ def test_accuracy_is_counted_over_all_cases_with_its_wilson_interval(tmp_path: P
     low, high = evaluation.wilson(12, 20)
     assert table.lines[0].cells[1] == Cell("0.60", f"95% {low:.2f}–{high:.2f}; seeds 0.40–0.80")
     assert table.lines[0].counts == "2 seeds, 20 cases"
-    for far, expected in ((False, (1.0, 12)), (True, (0.0, 8))):
-        found = run.passkey_where("rope", "none", lambda _, distance, far=far: (distance > 512) == far)
+    for ends, expected in (((0, 512), (1.0, 12)), ((512, math.inf), (0.0, 8))):
+        found = run.passkey_between("rope", "none", *ends)
         assert found
         assert (found.value, found.cases) == expected
 

@@ -108,12 +108,7 @@ def distance_ranges(run: Run, experiment: Experiment) -> list[tuple[str, float, 
 
 
 def by_distance(run: Run, row: Row, ranges: Sequence[tuple[str, float, float]]) -> list[Estimate | None]:
-    """Return passkey accuracy over all lengths for each range of distance."""
-
-    def between(low: float, high: float) -> Estimate | None:
-        return run.passkey_where(row.variant, row.scaling, lambda _, distance: low < distance <= high)
-
-    return [between(low, high) for _, low, high in ranges]
+    return [run.passkey_between(row.variant, row.scaling, low, high) for _, low, high in ranges]
 
 
 def measured_tables(run: Run) -> list[Table]:

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -226,11 +226,11 @@ class Run:
                 return perplexity_of(rows)
         return None
 
-    def passkey_where(self, variant: str, scaling: str, test: Callable[[int, int], bool]) -> Estimate | None:
-        """Return passkey accuracy over the prompts whose (length, distance of the key) pass a test."""
+    def passkey_between(self, variant: str, scaling: str, low: float, high: float) -> Estimate | None:
+        """Return passkey accuracy over the prompts of all lengths whose key is `low` < tokens ≤ `high` from the end."""
         by_seed: dict[int, list[bool]] = {}
         for row in self.of("passkey", variant=variant, scaling=scaling):
-            by_seed.setdefault(row.seed, []).extend(x["right"] for x in row.outcomes if test(row.length, x["distance"]))
+            by_seed.setdefault(row.seed, []).extend(x["right"] for x in row.outcomes if low < x["distance"] <= high)
         return share_of({"cases": len(right), "correct": sum(right)} for right in by_seed.values())
 
 
