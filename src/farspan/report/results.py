@@ -70,9 +70,9 @@ BENCHES = ("bench-cosformer", "bench-layer", "bench-decode", "bench-kernels")
 TIMED = ("layer", "linear", "softmax", "length", "decode", "prefill", "best")
 """The rows of benchmarks that are shown; others are checks, or pieces of a row."""
 IDENTITY = (
-    "kind model variant seed scaling task set field depth start stop attention mode context batch passes compiler "
+    "model variant seed scaling task kind set field depth start stop attention mode context batch passes compiler "
+    "length b n m h g d head_dim"
 )
-IDENTITY += "length b n m h g d head_dim"
 """The fields that tell one measurement from another."""
 
 # Files of schema 1 do not state their kind, and some names were others.
@@ -299,13 +299,13 @@ def _add(run: Run, path: Path, variant: str | None = None) -> str | None:
         first = seen.setdefault(name, row)
         if first is row:
             kept.append(row)
-        said = f"{row.where} must not repeat {first.where} ({name}) with another outcome; report them separately"
+        said = f"{row.where}: {name} was measured before with another outcome, in {first.where}; report them separately"
         require(first == row, said)
     return kind
 
 
 def _identity(row: Record) -> str:
-    return ", ".join(f"{name} {row[name]}" for name in IDENTITY.split() if row.get(name) is not None)
+    return ", ".join(str(row[name]) for name in IDENTITY.split() if row.get(name) not in (None, ""))
 
 
 def _row(kind: str, schema: int, row: Any, where: str, source: Record, variant: str | None) -> Record:
@@ -371,11 +371,8 @@ def _record(model: type[BaseModel], row: Any, where: str) -> Record:
     except ValidationError as failed:
         first = failed.errors(include_url=False)[0]
         name, missing = ".".join(map(str, first["loc"])), first["type"] == "missing"
-        got = (
-            "must be given"
-            if missing
-            else f"{first['msg'].replace('Input should', 'must')}, got {first['input']!r:.60}"
-        )
+        words = first["msg"].replace("Input should", "must").replace("valid integer", "whole number")
+        got = "must be given" if missing else f"{words}, got {first['input']!r:.60}"
         raise ValueError(f"{where}: {name} {got}; write it with `farspan`") from None
     cases, correct = made.get("cases") or 0, made.get("correct") or 0
     require(correct <= cases, f"{where}: correct must lie in 0 … cases, got {correct} of {cases}; recount")
