@@ -44,7 +44,7 @@ def test_the_papers_numbers_are_the_papers() -> None:
 )
 def test_a_wrong_experiment_gives_one_line(old: str, new: str, message: str) -> None:
     assert make_experiment("right", tomllib.loads(GOOD)).rows[0].paper == [19.66, "OOM"]
-    with pytest.raises(ValueError, match="^experiment wrong: ") as error:
+    with pytest.raises(ValueError, match=r"^experiment wrong: ") as error:
         make_experiment("wrong", tomllib.loads(GOOD.replace(old, new)))
     assert message in str(error.value)
     assert "\n" not in str(error.value)

@@ -91,8 +91,9 @@ def test_every_table_is_well_formed_in_markdown_and_latex(tmp_path: Path) -> Non
     assert [table.name for table in made["table3"]] == ["table3-perplexity", "table3-passkey"]
     assert [table.name for table in made["figure4"]] == ["figure4-near", "figure4-far"]
     assert made["figure5"][0].columns == ("0–512", "512–2,048", "2,048–8,192", "> 8,192")
-    extra = [measured.control_table(run), measured.training_table(run), *measured.measured_tables(run)]
-    for table in (*sum(made.values(), []), *(table for table in extra if table)):
+    tables = [measured.control_table(run), measured.training_table(run), *measured.measured_tables(run)]
+    tables += [table for each in made.values() for table in each]
+    for table in filter(None, tables):
         rows = [row for row in to_markdown(table).splitlines() if row.startswith("|")]
         assert len({len(re.findall(r"(?<!\\)\|", row)) for row in rows}) == 1
         assert len(rows) == len(table.lines) + 2
