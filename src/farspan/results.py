@@ -31,10 +31,9 @@ def write_result(
     are. `kind` names what the rows hold, such as "perplexity" or "bench-layer". Files of schema 1 have no kind, and
     "ntk-F" means dynamic NTK there.
     """
-    head = {"schema": 2, "kind": kind}
-    of = {} if model is None else {"model_fingerprint": model}
-    result = head | provenance(device) | {"seed": seed} | of | {"rows": rows}
-    write_json(path, result)
+    result = {"schema": 2, "kind": kind, **provenance(device), "seed": seed}
+    result |= {} if model is None else {"model_fingerprint": model}
+    write_json(path, {**result, "rows": rows})
 
 
 def check_out(path: Path, force: bool) -> None:
@@ -54,7 +53,7 @@ def provenance(device: str) -> dict[str, Any]:
     return {
         "command": command_line(),
         "commit": commit(),
-        "versions": {"python": platform.python_version()} | {name: version(name) for name in PACKAGES if version(name)},
+        "versions": {"python": platform.python_version()} | {name: v for name in PACKAGES if (v := version(name))},
         "device": device_name(device),
     }
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from farspan.report.tables import Table
 from farspan.utils import share
 
 VARIANTS = ("alibi", "rope", "coca-slack", "coca-strict", "coca-exact")
@@ -58,6 +59,11 @@ def retrieval_rows(variant: str, seed: int = 0, task: str = "phonebook", right: 
     return [{**head, "length": n, "depth": d, **share(k, m)} for n in (512, 1024) for d, k, m in found]
 
 
+def shown(table: Table) -> list[tuple[str, ...]]:
+    """Each line of a table without its small print."""
+    return [(line.label, line.source, *(cell.text for cell in line.cells)) for line in table.lines]
+
+
 def write(folder: Path, name: str, rows: list[dict[str, Any]], **replace: Any) -> Path:
     path = folder / "results" / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -71,7 +77,7 @@ def fabricate(
     *,
     variants: Sequence[str] = VARIANTS,
     seeds: Sequence[int] = (0, 1),
-    laws: Sequence[str] = ("none", "ntk-4"),
+    scalings: Sequence[str] = ("none", "ntk-4"),
     lengths: Sequence[int] = (512, 1024, 2048, 4096),
     growth: dict[str, float] = GROWTH,
     cases: int = 20,
@@ -81,17 +87,17 @@ def fabricate(
     for variant in variants:
         for seed in seeds:
             ppl, passkey = [], []
-            for law in laws:
-                slower = 1.0 if law == "none" else 0.5
-                ppl.append(ppl_row(variant, seed, law, train, 20.0 + 0.1 * seed, "truncated"))
+            for scaling in scalings:
+                slower = 1.0 if scaling == "none" else 0.5
+                ppl.append(ppl_row(variant, seed, scaling, train, 20.0 + 0.1 * seed, "truncated"))
                 for length in lengths:
                     far = math.log2(length / train)
                     rate = growth[variant] * slower * far
-                    ppl.append(ppl_row(variant, seed, law, length, (20.0 + 0.1 * seed) * math.exp(rate)))
+                    ppl.append(ppl_row(variant, seed, scaling, length, (20.0 + 0.1 * seed) * math.exp(rate)))
                     distances = generator.integers(1, length, cases).tolist()
                     chance = [math.exp(-rate * distance / length) for distance in distances]
                     found = [(int(d), bool(generator.random() < p)) for d, p in zip(distances, chance, strict=True)]
-                    passkey.append(passkey_row(variant, seed, law, length, found, train))
+                    passkey.append(passkey_row(variant, seed, scaling, length, found, train))
             write(folder, f"ppl-{variant}-{seed}", ppl)
             write(folder, f"passkey-{variant}-{seed}", passkey)
             write(folder, f"train-{variant}-{seed}", [train_row(variant, seed, train)])

@@ -5,43 +5,42 @@ import re
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from farspan import evaluation
-from farspan.evaluation import conditions as laws
+from farspan.evaluation import conditions
 from farspan.experiments import load_all
-from farspan.report.measured import (
-    control_table,
-    experiment_tables,
-    measured_tables,
-    position_table,
-    retrieval_table,
-    task_at,
-    task_table,
-    task_training_table,
-    training_table,
+from farspan.report import measured
+from farspan.report.results import collect, scaling_of
+from farspan.report.tables import Cell, Line, Table, perplexity_text, scaling_name, to_latex, to_markdown
+from tests.report.fabricate import (
+    fabricate,
+    passkey_row,
+    position_rows,
+    ppl_row,
+    retrieval_rows,
+    shown,
+    train_row,
+    write,
 )
-from farspan.report.results import collect, passkey_where, scaling_of
-from farspan.report.tables import Cell, Line, Table, perplexity_text, scaling_name, to_html, to_latex, to_markdown
-from tests.report.fabricate import fabricate, passkey_row, position_rows, ppl_row, retrieval_rows, train_row, write
 
 EXPERIMENTS = {experiment.name: experiment for experiment in load_all()}
 
 
-def line(table: Table, label: str, source: str) -> Line:
-    return next(line for line in table.lines if (line.label, line.source) == (label, source))
+def table1(folder: Path) -> Table:
+    (table,) = measured.experiment_tables(collect(folder), EXPERIMENTS["table1"])
+    return table
 
 
 def test_a_cell_is_the_mean_over_seeds_with_their_range_beside_the_papers(tmp_path: Path) -> None:
     write(tmp_path, "ppl-a", [ppl_row("rope", 0, "none", 512, 20.0), ppl_row("rope", 0, "none", 1024, 300.0)])
     write(tmp_path, "ppl-b", [ppl_row("rope", 1, "none", 512, 21.0)])
-    (table,) = experiment_tables(collect(tmp_path), EXPERIMENTS["table1"])
-    ours, paper = line(table, "RoFormer", "ours"), line(table, "RoFormer", "paper")
+    table = table1(tmp_path)
     assert table.columns == ("512", "1,024", "2,048", "4,096", "8,192", "16,384", "32,768")
-    assert ours.cells[:3] == (Cell("20.50", "20.00–21.00"), Cell("300.00"), Cell())
-    assert ours.counts == "1–2 seeds, 4 texts, 1,000 tokens"
-    assert [cell.text for cell in paper.cells] == ["19.66", "411.50", "3,276", "3,026", "3,028", "inf", "inf"]
-    assert {line.label for line in table.lines} == {"RoFormer"}  # what was not run is not shown
+    assert shown(table) == [  # what was not run is not shown
+        ("RoFormer", "ours", "20.50", "300.00", *["—"] * 5),
+        ("RoFormer", "paper", "19.66", "411.50", "3,276", "3,026", "3,028", "inf", "inf"),
+    ]
+    assert table.lines[0].cells[0].note == "20.00–21.00"
+    assert table.lines[0].counts == "1–2 seeds, 4 texts, 1,000 tokens"
 
 
 def test_accuracy_is_counted_over_all_cases_with_its_wilson_interval(tmp_path: Path) -> None:
@@ -49,44 +48,28 @@ def test_accuracy_is_counted_over_all_cases_with_its_wilson_interval(tmp_path: P
     write(tmp_path, "passkey-a", [passkey_row("rope", s, "none", 1024, found, 512) for s, found in enumerate(outcomes)])
     write(tmp_path, "train-a", [train_row("rope", 0)])
     run = collect(tmp_path)
-    (table,) = experiment_tables(run, EXPERIMENTS["table2"])
+    (table,) = measured.experiment_tables(run, EXPERIMENTS["table2"])
     low, high = evaluation.wilson(12, 20)
-    ours = line(table, "RoFormer", "ours")
-    assert ours.cells[1] == Cell("0.60", f"95% {low:.2f}–{high:.2f}; seeds 0.40–0.80")
-    assert ours.counts == "2 seeds, 20 cases"
-    inside = passkey_where(run, "rope", "none", lambda _, distance: distance <= 512)
-    beyond = passkey_where(run, "rope", "none", lambda _, distance: distance > 512)
-    assert inside
-    assert beyond
-    assert (inside.value, inside.cases, beyond.value, beyond.cases) == (1.0, 12, 0.0, 8)
+    assert table.lines[0].cells[1] == Cell("0.60", f"95% {low:.2f}–{high:.2f}; seeds 0.40–0.80")
+    assert table.lines[0].counts == "2 seeds, 20 cases"
+    for ends, expected in (((0, 512), (1.0, 12)), ((512, math.inf), (0.0, 8))):
+        found = run.passkey_between("rope", "none", *ends)
+        assert found
+        assert (found.value, found.cases) == expected
 
 
 def test_columns_are_aligned_by_multiples_of_the_training_length(tmp_path: Path) -> None:
     write(tmp_path, "train-a", [train_row("rope", 0, length=64)])
     write(tmp_path, "ppl-a", [ppl_row("rope", 0, "none", 64, 30.0), ppl_row("rope", 0, "none", 128, 60.0)])
-    (table,) = experiment_tables(collect(tmp_path), EXPERIMENTS["table1"])
+    table = table1(tmp_path)
     assert table.columns[:3] == ("64 (paper 512)", "128 (paper 1,024)", "(paper 2,048)")
-    assert [cell.text for cell in line(table, "RoFormer", "ours").cells[:2]] == ["30.00", "60.00"]
-    assert [cell.text for cell in line(table, "RoFormer", "paper").cells[:2]] == ["19.66", "411.50"]
+    assert [row[1:4] for row in shown(table)] == [("ours", "30.00", "60.00"), ("paper", "19.66", "411.50")]
 
 
 def test_ntk_modes_are_separate_lines_and_per_query_is_the_default(tmp_path: Path) -> None:
-    laws = {"ntk-4/per_query": 22.0, "ntk-4/per_request": 25.0}
-    write(tmp_path, "ppl-a", [ppl_row("rope", 0, law, 1024, ppl) for law, ppl in laws.items()])
-    (table,) = experiment_tables(collect(tmp_path), EXPERIMENTS["table1"])
-    found = {line.source: line.cells[0].text for line in table.lines if line.label == "RoFormer + dynamic NTK"}
-    assert (found["ours"], found["ours, per request"]) == ("22.00", "25.00")
-
-
-def test_strict_and_slack_are_compared_in_two_tables_and_near_and_far_too(tmp_path: Path) -> None:
-    run = collect(fabricate(tmp_path, lengths=(512, 1024), cases=4))
-    assert [table.name for table in experiment_tables(run, EXPERIMENTS["table3"])] == [
-        "table3-perplexity",
-        "table3-passkey",
-    ]
-    assert [table.name for table in experiment_tables(run, EXPERIMENTS["figure4"])] == ["figure4-near", "figure4-far"]
-    (distance,) = experiment_tables(run, EXPERIMENTS["figure5"])
-    assert distance.columns == ("0–512", "512–2,048", "2,048–8,192", "> 8,192")
+    found = {"ntk-4/per_query": 22.0, "ntk-4/per_request": 25.0}
+    write(tmp_path, "ppl-a", [ppl_row("rope", 0, name, 1024, ppl) for name, ppl in found.items()])
+    assert [row[1:3] for row in shown(table1(tmp_path))[:2]] == [("ours", "22.00"), ("ours, per request", "25.00")]
 
 
 def test_the_control_has_a_column_when_one_number_serves_all_lengths_and_lines_otherwise(tmp_path: Path) -> None:
@@ -94,20 +77,23 @@ def test_the_control_has_a_column_when_one_number_serves_all_lengths_and_lines_o
     cut = [ppl_row("rope", 0, "none", n, ppl, "truncated") for n, ppl in ((512, 19.0), (1024, 18.0))]
     write(tmp_path / "one", "ppl-a", rows + cut[:1])
     write(tmp_path / "two", "ppl-a", rows + cut)
-    one, two = control_table(collect(tmp_path / "one")), control_table(collect(tmp_path / "two"))
+    one, two = (measured.control_table(collect(tmp_path / name)) for name in ("one", "two"))
     assert one
     assert two
     assert one.columns == ("context cut", "512", "1,024")
-    assert [cell.text for cell in one.lines[0].cells] == ["19.00", "21.00", "22.00"]
-    assert [cell.text for cell in line(two, "RoPE, no scaling", "context cut").cells] == ["19.00", "18.00"]
+    assert shown(one) == [("RoPE", "no scaling", "19.00", "21.00", "22.00")]
+    assert shown(two)[1] == ("RoPE, no scaling", "context cut", "19.00", "18.00")
 
 
-def test_every_spelling_is_well_formed(tmp_path: Path) -> None:
+def test_every_table_is_well_formed_in_markdown_and_latex(tmp_path: Path) -> None:
     run = collect(fabricate(tmp_path, lengths=(512, 1024), cases=4))
-    lengths = [experiment for experiment in EXPERIMENTS.values() if experiment.lengths and not experiment.prompts]
-    tables = [table for experiment in lengths for table in experiment_tables(run, experiment)]
-    extra = [control_table(run), training_table(run), *measured_tables(run)]
-    for table in (*tables, *(table for table in extra if table)):
+    made = {name: measured.experiment_tables(run, x) for name, x in EXPERIMENTS.items() if x.train_length == 512}
+    assert [table.name for table in made["table3"]] == ["table3-perplexity", "table3-passkey"]
+    assert [table.name for table in made["figure4"]] == ["figure4-near", "figure4-far"]
+    assert made["figure5"][0].columns == ("0–512", "512–2,048", "2,048–8,192", "> 8,192")
+    tables = [measured.control_table(run), measured.training_table(run), *measured.measured_tables(run)]
+    tables += [table for each in made.values() for table in each]
+    for table in filter(None, tables):
         rows = [row for row in to_markdown(table).splitlines() if row.startswith("|")]
         assert len({len(re.findall(r"(?<!\\)\|", row)) for row in rows}) == 1
         assert len(rows) == len(table.lines) + 2
@@ -117,29 +103,20 @@ def test_every_spelling_is_well_formed(tmp_path: Path) -> None:
         (spec,) = re.findall(r"\\begin\{tabular\}\{([lr]+)\}", latex)
         assert {len(re.findall(r"(?<!\\)&", row)) for row in body} == {len(spec) - 1}
         assert all(row.endswith(r"\\") for row in body)
-        html = to_html(table)
-        assert html.count("<tr") == html.count("</tr>") == len(table.lines) + 1
 
 
-def test_special_characters_are_escaped_in_every_spelling() -> None:
+def test_special_characters_are_escaped_in_markdown_and_latex() -> None:
     table = Table("t", "A & B_c", "50% of $x", ("a|b",), (Line("<b>{x}</b>", "ours", (Cell("1", "n#2"),)),))
-    assert "<b>" not in to_html(table)
     assert r"a\|b" in to_markdown(table)
-    latex = to_latex(table)
-    assert r"A \& B\_c" in latex
-    assert r"50\% of \$x" in latex
-    assert r"n\#2" in latex
-
-
-def test_huge_and_missing_perplexities_stay_readable() -> None:
-    assert [perplexity_text(value) for value in (math.exp(700), math.inf, math.nan)] == ["1.0e+304", "inf", "nan"]
+    for text in (r"A \& B\_c", r"50\% of \$x", r"n\#2"):
+        assert text in to_latex(table)
 
 
 def test_seeds_stand_below_their_mean(tmp_path: Path) -> None:
     for seed, ppl in enumerate((20.0, 21.0)):
         write(tmp_path, f"ppl-{seed}", [ppl_row("hybrid-pope", seed, "none", 512, ppl)])
-    (table,) = measured_tables(collect(tmp_path))
-    assert [(one.label, one.source, one.cells[0].text) for one in table.lines] == [
+    (table,) = measured.measured_tables(collect(tmp_path))
+    assert shown(table) == [
         ("Hybrid PoPE", "no scaling", "20.50"),
         ("Hybrid PoPE", "no scaling, seed 0", "20.00"),
         ("Hybrid PoPE", "no scaling, seed 1", "21.00"),
@@ -148,32 +125,25 @@ def test_seeds_stand_below_their_mean(tmp_path: Path) -> None:
 
 def test_the_loss_by_position_stands_above_what_the_far_context_gains(tmp_path: Path) -> None:
     write(tmp_path, "a", position_rows("rope"))
-    table = position_table(collect(tmp_path))
-    assert table
-    assert table.columns == ("1–511", "512–1,023")
-    assert [(one.source, *(cell.text for cell in one.cells)) for one in table.lines] == [
-        ("loss", "2.000", "1.000"),
-        ("context cut", "2.000", "1.250"),
-        ("gain", "+0.000", "+0.250"),
-    ]
-    assert table.lines[2].cells[1].note == "95% +0.200 to +0.300"
+    one = measured.position_table(collect(tmp_path))
     write(tmp_path, "b", position_rows("rope", seed=1))
-    table = position_table(collect(tmp_path))
-    assert table
-    assert table.lines[2].cells[1] == Cell("+0.250")  # no interval of one seed stands for two
+    two = measured.position_table(collect(tmp_path))
+    assert one
+    assert two
+    assert one.columns == ("1–511", "512–1,023")
+    losses = [("loss", "2.000", "1.000"), ("context cut", "2.000", "1.250"), ("gain", "+0.000", "+0.250")]
+    assert [row[1:] for row in shown(one)] == losses
+    assert one.lines[2].cells[1].note == "95% +0.200 to +0.300"
+    assert two.lines[2].cells[1] == Cell("+0.250")  # no interval of one seed stands for two
 
 
 def test_retrieval_is_counted_over_all_depths_and_seeds(tmp_path: Path) -> None:
-    write(tmp_path, "a", retrieval_rows("rope"))
-    write(tmp_path, "b", retrieval_rows("rope", seed=1, right=1))
-    table = retrieval_table(collect(tmp_path))
+    write(tmp_path, "a", [*retrieval_rows("rope"), *retrieval_rows("rope", seed=1, right=1)])
+    table = measured.retrieval_table(collect(tmp_path))
     assert table
     assert table.columns == ("512", "1,024")
     assert table.lines[0].cells[0].text == "0.38"  # 4 and 2 of 8
     assert table.lines[0].counts == "2 seeds, 16 cases"
-
-
-# Tasks
 
 
 def task(name: str, variant: str, seed: int, **values: Any) -> dict[str, Any]:
@@ -183,52 +153,38 @@ def task(name: str, variant: str, seed: int, **values: Any) -> dict[str, Any]:
 
 
 def test_seeds_of_a_task_are_pooled_and_the_paper_stands_beside(tmp_path: Path) -> None:
-    for variant, counts in {"rope": (740, 730), "cosformer": (700, 780), "cosformer-plain": (350, 360)}.items():
-        rows = [task("listops", variant, seed, cases=2000, correct=n) for seed, n in enumerate(counts)]
-        write(tmp_path, f"task-listops-{variant}", rows)
-    write(tmp_path, "task-lm", [task("lm", "rope", 0, ppl=20.0, tokens=1000, peak_bytes=2_500_000_000)])
+    counts = {"rope": (740, 730), "cosformer": (700, 780), "cosformer-plain": (350, 360)}
+    rows = [task("listops", v, seed, cases=2000, correct=n) for v, ns in counts.items() for seed, n in enumerate(ns)]
+    rows.append(task("lm", "rope", 0, ppl=20.0, tokens=1000, peak_bytes=2_500_000_000))
+    write(tmp_path, "tasks", rows)
     run = collect(tmp_path)
-    found = task_at(run, "accuracy", "listops", "cosformer")
+    found = measured.task_at(run, "accuracy", "listops", "cosformer")
     assert found
     assert (found.value, found.low, found.high, found.seeds, found.cases) == (0.37, 0.35, 0.39, 2, 4000)
-    lra = task_table(run, EXPERIMENTS["cosformer-lra"])
+    lra, memory = (measured.task_table(run, EXPERIMENTS[f"cosformer-{name}"]) for name in ("lra", "memory"))
+    training = measured.task_training_table(run)
     assert lra
-    cells = {(one.label, one.source): [cell.text for cell in one.cells] for one in lra.lines}
-    assert cells["cosFormer", "ours"] == ["0.3700", "—", "—"]
-    assert cells["cosFormer", "paper"] == ["0.3650", "0.6770", "0.7196"]
-    assert ("cosFormer without re-weighting", "paper") not in cells
-    assert not any(label.startswith("Linear CoCA") for label, _ in cells)
-    assert task_table(run, EXPERIMENTS["cosformer-recall"]) is None
-    memory, training = task_table(run, EXPERIMENTS["cosformer-memory"]), task_training_table(run)
     assert memory
-    assert [cell.text for cell in memory.lines[0].cells][:2] == ["—", "2.50"]
     assert training
-    assert [(one.label, one.source, one.cells[0].text) for one in training.lines][-1] == ("lm", "RoPE", "1")
+    assert shown(lra)[2:] == [
+        ("cosFormer", "ours", "0.3700", "—", "—"),
+        ("cosFormer", "paper", "0.3650", "0.6770", "0.7196"),
+        ("cosFormer without re-weighting", "ours", "0.1775", "—", "—"),
+    ]
+    assert shown(memory)[0][2:4] == ("—", "2.50")
+    assert shown(training)[-1] == ("lm", "RoPE", "1", "800,000", "2,000", "0", "3,000", "1.0", "1,000,000", "2.5")
+    assert measured.task_table(run, EXPERIMENTS["cosformer-recall"]) is None
 
 
-@pytest.mark.parametrize("values", [{}, {"cases": 10, "correct": 11}, {"cases": 10, "correct": 1, "seconds": None}])
-def test_rows_of_tasks_that_say_nothing_are_refused(values: dict[str, Any], tmp_path: Path) -> None:
-    write(tmp_path, "task-a", [task("listops", "rope", 0, **values)])
-    with pytest.raises(ValueError, match=r"correct must lie in 0 … cases|seconds must be a number"):
-        collect(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("scaling", "words"),
-    [
-        ("none+log", "no scaling, log length"),
-        ("dynamic_ntk-2.5/per_request+log", "dynamic NTK 2.5 per request, log length"),
-        ("ntk-4", "NTK 4"),
-        ("linear-4", "PI 4"),
-        ("yarn-8", "YaRN 8"),
-        ("llama3-8", "Llama 3 8"),
-        ("mine", "mine"),
-    ],
-)
-def test_a_scaling_is_said_in_words(scaling: str, words: str) -> None:
-    assert scaling_name(scaling) == words
-
-
-def test_every_scaling_that_results_can_name_has_words() -> None:
-    for name in laws.NAMES.values():
+def test_numbers_and_scalings_stay_readable() -> None:
+    assert [perplexity_text(value) for value in (math.exp(700), math.inf, math.nan)] == ["1.0e+304", "inf", "nan"]
+    for scaling, words in {
+        "none+log": "no scaling, log length",
+        "dynamic_ntk-2.5/per_request+log": "dynamic NTK 2.5 per request, log length",
+        "linear-4": "PI 4",
+        "llama3-8": "Llama 3 8",
+        "mine": "mine",
+    }.items():
+        assert scaling_name(scaling) == words
+    for name in conditions.NAMES.values():
         assert scaling_name(scaling_of(f"{name}-4", 1)) != f"{name}-4"

@@ -1,20 +1,18 @@
 """The papers' tables and figures as data: what each compares, and the paper's own numbers."""
 
 import tomllib
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
+from typing import Any, Literal
 
-from farspan.errors import require, require_choice
+from farspan.errors import require
 from farspan.utils import parse
 
 LENGTHS = ("perplexity", "passkey", "near-far", "distance")
-KINDS = (*LENGTHS, "tasks", "study", "speed")
-MEASURES = ("accuracy", "perplexity", "speed", "memory")
+Kind = Literal["perplexity", "passkey", "near-far", "distance", "tasks", "study", "speed"]
 VARIANTS = ("alibi", "rope", "coca-slack", "coca-strict", "coca-exact")
-SCALINGS = ("none", "dynamic_ntk-2", "dynamic_ntk-4", "dynamic_ntk-8")
-NO_NUMBER = ("OOM", "inf", "")
-"""What stands for a number that a paper does not have."""
+"""Those of the CoCA paper."""
 
 
 @dataclass(frozen=True)
@@ -24,23 +22,45 @@ class Row:
     label: str
     variant: str = ""
     """Of results; in a study the name of a model."""
-    scaling: str = "none"
-    kind: str = ""
+    scaling: Literal["none", "dynamic_ntk-2", "dynamic_ntk-4", "dynamic_ntk-8"] = "none"
+    kind: Kind | Literal[""] = ""
     """Default: the experiment's."""
-    contestants: list[str] = field(default_factory=list)
+    candidates: list[str] = field(default_factory=list)
     """Of a benchmark; the fastest of several is shown. Default: the variant."""
-    paper: list[float | str] = field(default_factory=list)
+    paper: list[float | Literal["OOM", "inf", ""]] = field(default_factory=list)
+    """ "" where the paper has no number."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """How the tables and figures of a benchmark look."""
+
+    bench: str
+    """The kind of the results."""
+    reference: str
+    owner: str
+    """Whose time the times are multiples of, as a label and in a sentence."""
+    memory: str
+    heading: str
+    digits: int
+    subject: str = ""
+    ceiling: float = 0.0
+    """Upper end of a linear axis; 0: a logarithmic axis."""
+
+    def title(self, group: str) -> str:
+        """Return what was timed."""
+        return f"{self.subject}, {group}" if self.subject else group.capitalize()
 
 
 @dataclass(frozen=True)
 class Experiment:
     """One table or figure. Lengths are the paper's, in tokens; ours have the same ratio to the training length."""
 
+    name: str
     title: str
-    kind: str
+    kind: Kind
     rows: list[Row]
-    caption: str = ""
-    name: str = ""
+    caption: str
     train_length: int = 1
     lengths: list[int] = field(default_factory=list)
     prompts: list[int] = field(default_factory=list)
@@ -50,25 +70,16 @@ class Experiment:
     columns: list[str] = field(default_factory=list)
     """Names of tasks."""
     headings: list[str] = field(default_factory=list)
-    measure: str = "perplexity"
+    look: Look | None = None
+    """Of a benchmark."""
+    measure: Literal["accuracy", "perplexity", "speed", "memory"] = "perplexity"
 
     def __post_init__(self) -> None:
-        require_choice("kind", self.kind, KINDS)
-        require_choice("measure", self.measure, MEASURES)
         require(len(self.headings) == len(self.columns), f"headings must name all columns, got {self.headings}")
         values = len(self.lengths) + len(self.prompts) + len(self.columns) + 2 * (self.kind == "speed")
         for row in self.rows:
-            require_choice("kind", row.kind or self.kind, KINDS)
-            require_choice("scaling", row.scaling, SCALINGS)
-            if self.kind in LENGTHS:
-                require_choice("variant", row.variant, VARIANTS)
             said = f"paper must have one value for each of the {values} columns, got {len(row.paper)}"
-            require(
-                len(row.paper) in (0, values), f"{said} in row {row.label!r}; write 'OOM', 'inf' or '' for no number"
-            )
-            for value in row.paper:
-                said = f"paper must hold numbers, 'OOM' or 'inf', got {value!r} in row {row.label!r}"
-                require(not isinstance(value, str) or value in NO_NUMBER, said)
+            require(len(row.paper) in (0, values), f"{said} in row {row.label!r}; write '' for no number")
 
     def rows_of(self, kind: str) -> list[Row]:
         """Return the rows that measure this kind."""
@@ -78,9 +89,9 @@ class Experiment:
 @cache
 def load_all() -> tuple[Experiment, ...]:
     """Load every shipped experiment, ordered by name."""
-    files = sorted(resources.files("farspan.experiments").iterdir(), key=lambda file: file.name)
-    found = [(file.name.removesuffix(".toml"), file) for file in files if file.name.endswith(".toml")]
-    return tuple(parse_experiment(name, file.read_text(encoding="utf-8")) for name, file in found)
+    files = [file for file in resources.files("farspan.experiments").iterdir() if file.name.endswith(".toml")]
+    tables = {name: x for file in files for name, x in tomllib.loads(file.read_text(encoding="utf-8")).items()}
+    return tuple(make_experiment(name, table) for name, table in sorted(tables.items()))
 
 
 def load(*kinds: str) -> list[Experiment]:
@@ -92,10 +103,9 @@ def load(*kinds: str) -> list[Experiment]:
     return [experiment for experiment in load_all() if experiment.kind in kinds]
 
 
-def parse_experiment(name: str, text: str) -> Experiment:
-    """Parse the text of a TOML file. Raise one line that names the experiment for anything wrong."""
+def make_experiment(name: str, table: dict[str, Any]) -> Experiment:
+    """Check a table of a TOML file. Raise one line that names the experiment for anything wrong."""
     try:
-        experiment = parse(Experiment, tomllib.loads(text))
+        return parse(Experiment, {**table, "name": name})
     except ValueError as error:
         raise ValueError(f"experiment {name}: {error}") from error
-    return replace(experiment, name=name, caption=" ".join(experiment.caption.split()))

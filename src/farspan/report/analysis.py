@@ -1,15 +1,15 @@
 """What `farspan analyze` found → a table and figures. Importing this loads matplotlib."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
-from matplotlib.ticker import MaxNLocator, NullLocator, PercentFormatter
+from matplotlib.ticker import NullLocator, PercentFormatter
 
-from farspan.report.figures import FAINT, INK, Figure, blank, finish, length_axis, mark_training_length
-from farspan.report.results import Analysis, relation, theorems
+from farspan.report.figures import FAINT, INK, Curve, Figure, blank, chart, finish
+from farspan.report.results import Record, Run
 from farspan.report.tables import NOTHING, SCALINGS, Table, file_of, listing, variant_name, variant_style
 
 SECTIONS = {
@@ -26,6 +26,17 @@ SECTIONS = {
     "slack": ("Slack CoCA", "Absolute position in slack CoCA's score."),
     "study": ("Anomalous heads", "Angles inside the window against the rise of attention's evenness past it."),
 }
+MODEL = (
+    "Θ past π {plain:.1%}; by |q||k| {energy:.1%}; by attention {attention:.1%}; "
+    "attention on damped tokens {none:.1%}; the same under PI {linear:.1%}; evenness, window → longest {even}; "
+    "excess loss at the longest {excess:+.2f}; effective window {window}; bounds failed {failed:,}; "
+    "of scores {scores:,}; training length {train_length:,}; longest {longest:,}; texts {texts:,}; tokens {tokens:,}; "
+    "layers {depth}; heads {heads}"
+)
+SLACK = (
+    "mean angle {mean_angle:.0f}°; rises first {rising_share:.1%}; absolute share of the score {absolute_share:.1%}; "
+    "attention moved by a shift {moved_share:.1%}"
+)
 WEIGHTS = (
     ("plain", "unweighted", "#0081c9", "-"),
     ("energy", "by |q||k|", "#E69F00", "--"),
@@ -46,248 +57,248 @@ DRIFTS = (
 
 
 def mean(values: float | Sequence[float]) -> float:
-    """Average over heads where a value is per head."""
+    """Average over heads, or layers, where there is a value for each."""
     return sum(values) / len(values) if isinstance(values, Sequence) else values
 
 
-def excess(found: Analysis, method: str, length: int) -> float:
-    """Return how much the loss rises over that of the same tokens with the context cut."""
-    row = found.of("loss", law=method, length=length)[0]
-    return float(row.loss - row.control)
+def theorems(attention: str) -> tuple[str, ...]:
+    """Return the bounds that hold on every score: Eq. 20 needs initial angles of zero."""
+    return ("eq19", "eq20", "eq21") if attention in ("coca-exact", "coca-strict") else ("eq19", "eq21")
 
 
-def analysis_tables(analyses: Sequence[Analysis]) -> list[Table]:
-    """Compare the analysed models, and describe slack CoCA's."""
-    heads = [
-        *("Θ past π", "by |q||k|", "by attention", "attention on damped tokens", "the same under PI"),
-        *("evenness, window → longest", "excess loss at the longest", "effective window", "bounds failed", "of scores"),
-        *("training length", "longest", "texts", "tokens", "layers", "heads"),
-    ]
+def relation(row: Mapping[str, Any]) -> str:
+    """Describe the correlation that an analysis found.
+
+    >>> print(relation({"rho": 0.314, "ci95": [-0.1, 0.6], "null": True}))
+    ρ = 0.31 (95% -0.10 to 0.60)
+    no relation told from chance
+    """
+    low, high = row["ci95"]
+    found = "no relation told from chance" if row["null"] else "a relation beyond chance"
+    return f"ρ = {row['rho']:.2f} (95% {low:.2f} to {high:.2f})\n{found}"
+
+
+def drift(found: Run, what: str, scaling: str, length: int) -> float:
+    """Return a mean over layers and heads; "excess": the loss over that of the same tokens with the context cut."""
+    if what == "excess":
+        row = found.of("loss", scaling=scaling, length=length)[0]
+        return float(row.loss - row.control)
+    return mean([mean(row[what]) for row in found.of("drift", scaling=scaling, length=length)])
+
+
+def analysis_tables(analyses: Sequence[Run]) -> dict[str, Table | None]:
+    """Compare the analysed models, and describe slack CoCA's, each for its section."""
     caption = "Queries inside the training length, all layers. Excess loss: over the same tokens with the context cut. "
     caption += "Effective window: at least – at most, in tokens, from passkeys (App. B.1)."
-    rows = [[variant_name(found.label), "", *_cells(found)] for found in analyses]
-    made = [listing("analysis", "What rotary attention does", heads, rows, caption=caption, heading="Model")]
-    rows = [[variant_name(found.label), "", *_slack(found)] for found in analyses if found.of("slack")]
-    heads = ["mean angle", "rises first", "absolute share of the score", "attention moved by a shift"]
-    made.append(listing("analysis-slack", "Slack CoCA's hidden angles", heads, rows, heading="Model"))
-    return [table for table in made if table]
+    rows = [(variant_name(found.model.label), "", _summary(found)) for found in analyses]
+    angles = listing("analysis", "What rotary attention does", MODEL, rows, caption=caption, heading="Model")
+    rows = [(variant_name(found.model.label), "", _slack(found)) for found in analyses if found.of("slack")]
+    slack = listing("analysis-slack", "Slack CoCA's hidden angles", SLACK, rows, heading="Model")
+    return {"angles": angles, "slack": slack}
 
 
-def _slack(found: Analysis) -> list[str]:
+def _slack(found: Run) -> dict[str, float]:
     names = ("mean_angle", "rising_share", "absolute_share", "moved_share")
-    angle, *shares = (mean([mean(row[name]) for row in found.of("slack")]) for name in names)
-    return [f"{math.degrees(angle):.0f}°", *(f"{share:.1%}" for share in shares)]
+    made = {name: mean([mean(row[name]) for row in found.of("slack")]) for name in names}
+    return made | {"mean_angle": math.degrees(made["mean_angle"])}
 
 
-def _cells(found: Analysis) -> list[str]:
-    def past_pi(weight: str) -> float:
-        return found.mean("census", lambda row: row["past_pi"][weight], region="inside")
-
-    def zone(method: str) -> str:
-        if method not in found.model["laws"]:
-            return NOTHING
-        return f"{found.mean('census', lambda row: row['zone'][method]['attention'], region='inside'):.1%}"
-
-    first, last = found.model["lengths"][0], found.model["lengths"][-1]
-    even = [found.mean("drift", lambda row: mean(row["even"]), law="none", length=n) for n in (first, last)]
-    curves, window = found.of("curve"), NOTHING
-    for row in found.of("window", law="none")[:1]:
+def _summary(found: Run) -> dict[str, Any]:
+    inside, curves, (first, *_, last) = found.of("census", region="inside"), found.of("curve"), found.model["lengths"]
+    made = {weight: mean([row["past_pi"][weight] for row in inside]) for weight, *_ in WEIGHTS}
+    for scaling in {"none", "linear"} & set(found.model["scalings"]):
+        made[scaling] = mean([row["zone"][scaling]["attention"] for row in inside])
+    window = NOTHING
+    for row in found.of("window", scaling="none")[:1]:
         window = f"{row.at_least:,} – " + ("no limit seen" if row.at_most is None else f"{row.at_most:,}")
-    failed = sum(row["broken"][check] for row in curves for check in theorems(found.model["attention"]))
-    return [
-        *(f"{past_pi(weight):.1%}" for weight, *_ in WEIGHTS),
-        *(zone("none"), zone("linear"), " → ".join(f"{x:.2f}" for x in even)),
-        *(f"{excess(found, 'none', last):+.2f}", window),
-        *(f"{failed:,}", f"{sum(sum(row['samples']) for row in curves):,}"),
-        *(f"{found.model[name]:,}" for name in ("train_length", "longest", "texts", "tokens")),
-        *(str(len(found.model["layers"])), str(found.model["heads"])),
-    ]
+    return {
+        **found.model,
+        **made,
+        "even": " → ".join(f"{drift(found, 'even', 'none', n):.2f}" for n in (first, last)),
+        "excess": drift(found, "excess", "none", last),
+        "window": window,
+        "failed": sum(row["broken"][check] for row in curves for check in theorems(found.model["attention"])),
+        "scores": sum(sum(row["samples"]) for row in curves),
+        "depth": len(found.model["layers"]),
+    }
 
 
-def analysis_figures(analyses: Sequence[Analysis]) -> list[Figure]:
+# Figures
+
+
+def analysis_figures(analyses: Sequence[Run]) -> Iterator[Figure | None]:
     """Draw every analysed model; those that one axis can hold together."""
-    made = [layers_figure(analyses)] if analyses else []
+    yield layers_figure(analyses)
     for found in analyses:
         if any(row["past_pi"]["plain"] > 0 for row in found.of("census")):
-            made += [angle_figure(found), pair_figure(found), zone_figure(found), border_figure(found)]
-        made += [score_figure(found), bound_figure(found), *([slack_figure(found)] if found.of("slack") else [])]
-        made += [drift_figure(found, *what) for what in DRIFTS]
-        made += [head_figure(found, row) for row in found.of("study", primary=True)]
-    return made
+            yield from angle_figures(found)
+        yield from score_figures(found)
+        yield from drift_figures(found)
+        for row in found.of("study", primary=True):
+            yield head_figure(found, row)
 
 
-def _percent(axis: Any, digits: int = 0) -> None:
-    axis.set_major_formatter(PercentFormatter(1.0, decimals=digits))
+def draw(
+    found: Run, name: str, group: str, labels: tuple[str, str, str], curves: Sequence[Curve], **how: Any
+) -> Figure | None:
+    """Draw the curves of one model, whose name the title has."""
+    title, x, y = labels
+    title = title.format(variant_name(found.model.label))
+    return chart(file_of(name, found.model.label), group, (title, x, y), curves, **how)
 
 
-def _waves(found: Analysis, axes: Axes) -> list[float]:
-    """Put the wavelengths of the rotary pairs on x."""
-    axes.set_xscale("log")
-    axes.xaxis.set_minor_locator(NullLocator())
-    return [2 * math.pi / theta for theta in found.model["theta"][0]]
+def _styled(label: str, colour: str, marker: str, x: Sequence[float], y: Sequence[float]) -> Curve:
+    return Curve(label, x, y, {"color": colour, "marker": marker})
 
 
-def layers_figure(analyses: Sequence[Analysis]) -> Figure:
+def _digits(curves: Sequence[Curve]) -> int:
+    return 0 if any(y > 0.1 for curve in curves for y in curve.y) else 1
+
+
+def layers_figure(analyses: Sequence[Run]) -> Figure | None:
     """Draw the share of pairs past π by layer."""
-    canvas, axes = blank("Pairs that first rise with distance", "layer", "share of pairs with Θ past π")
+    curves = []
     for found in analyses:
         rows = found.of("census", region="inside")
-        values = [row["past_pi"]["plain"] for row in rows]
-        axes.plot([row["layer"] for row in rows], values, label=variant_name(found.label), **variant_style(found.label))
-    axes.axhline(0.5, color=FAINT, linewidth=1.2, linestyle=":")
-    axes.set_ylim(-0.03, 1.0)
-    _percent(axes.yaxis)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    return finish(canvas, "angles-layers", "angles", "Dotted: random directions.")
+        layers, values = [row["layer"] for row in rows], [row["past_pi"]["plain"] for row in rows]
+        curves.append(Curve(variant_name(found.model.label), layers, values, variant_style(found.model.label)))
+
+    def half(axes: Axes) -> None:
+        axes.axhline(0.5, color=FAINT, linewidth=1.2, linestyle=":")
+
+    labels, caption = (
+        ("Pairs that first rise with distance", "layer", "share of pairs with Θ past π"),
+        "Dotted: random.",
+    )
+    return chart(
+        "angles-layers", "angles", labels, curves, caption, percent=0, whole=True, ylim=(-0.03, 1.0), then=half
+    )
 
 
-def angle_figure(found: Analysis) -> Figure:
-    """Draw the distribution of the initial angle."""
-    title = f"Initial angle Θ, {variant_name(found.label)}"
-    canvas, axes = blank(title, "angle from k to q before rotation (degrees)", "share")
-    rows = found.of("census", region="inside")
-    bins = len(rows[0]["histogram"]["plain"])
+def angle_figures(found: Run) -> Iterator[Figure | None]:
+    """Draw the initial angles: their distribution, the share past π by layer and pair, and what follows from them."""
+    rows, waves = found.of("census", region="inside"), [2 * math.pi / theta for theta in found.model["theta"][0]]
+    bins, curves = len(rows[0]["histogram"]["plain"]), []
     for weight, label, colour, dash in WEIGHTS:
-        values = [sum(row["histogram"][weight][i] for row in rows) / len(rows) for i in range(bins)]
-        edges = [360 * i / bins for i in range(bins + 1)]
-        axes.stairs(values, edges, label=label, color=colour, linestyle=dash, linewidth=1.7, baseline=None)
-    axes.axvspan(180, 360, color=FAINT, alpha=0.15, linewidth=0)
-    for x, text in ((90, "falls first"), (270, "rises first")):
-        axes.annotate(text, (x, 1), xycoords=axes.get_xaxis_transform(), va="top", ha="center", fontsize=8, color=INK)
-    axes.margins(y=0.15)
-    axes.set(xlim=(0, 360), xticks=range(0, 361, 90), ylim=(0, None))
-    _percent(axes.yaxis, 1)
-    return finish(canvas, file_of("angles-histogram", found.label), "angles", "Mean over layers.")
+        values = [mean([row["histogram"][weight][i] for row in rows]) for i in range(bins)]
+        style = {"color": colour, "linestyle": dash, "drawstyle": "steps-post"}
+        curves.append(Curve(label, [360 * i / bins for i in range(bins + 1)], [*values, values[-1]], style))
 
+    def halves(axes: Axes) -> None:
+        axes.axvspan(180, 360, color=FAINT, alpha=0.15, linewidth=0)
+        for x, text in ((90, "falls first"), (270, "rises first")):
+            axes.text(x, 1, text, transform=axes.get_xaxis_transform(), va="top", ha="center", fontsize=8, color=INK)
+        axes.margins(y=0.15)
+        axes.set(xlim=(0, 360), xticks=range(0, 361, 90), ylim=(0, None))
 
-def pair_figure(found: Analysis) -> Figure:
-    """Draw the share past π by layer and rotary pair."""
-    rows = found.of("census", region="inside")
-    canvas, axes = blank(f"Θ past π by pair, {variant_name(found.label)}", "rotary pair j (fast to slow)", "layer")
+    labels = "Initial angle Θ, {}", "angle from k to q before rotation (degrees)", "share"
+    how: Any = {"caption": "Means over layers and heads.", "percent": 1, "then": halves}
+    yield draw(found, "angles-histogram", "angles", labels, curves, **how)
+
+    canvas, axes = blank(
+        f"Θ past π by pair, {variant_name(found.model.label)}", "rotary pair j (fast to slow)", "layer"
+    )
     axes.grid(visible=False)
-    grid = [row["past_pi_pair"]["plain"] for row in rows]
-    image = axes.imshow(grid, vmin=0, vmax=1, cmap="cividis", aspect="auto", interpolation="nearest")
-    step = max(1, len(rows) // 8)
+    pairs, step = [row["past_pi_pair"]["plain"] for row in rows], max(1, len(rows) // 8)
+    image = axes.imshow(pairs, vmin=0, vmax=1, cmap="cividis", aspect="auto", interpolation="nearest")
     axes.set_yticks(range(0, len(rows), step), [str(row["layer"]) for row in rows[::step]])
-    _percent(canvas.colorbar(image, ax=axes, ticks=[0, 0.25, 0.5, 0.75, 1.0]).ax.yaxis)
-    return finish(canvas, file_of("angles-pairs", found.label), "angles", "Mean over heads.")
+    canvas.colorbar(image, ax=axes, ticks=[0, 0.25, 0.5, 0.75, 1.0], format=PercentFormatter(1.0, decimals=0))
+    yield finish(canvas, file_of("angles-pairs", found.model.label), "angles")
+
+    curves = []
+    for scaling in found.model["scalings"]:
+        values = [mean([row["damped_pair"][scaling][j] for row in rows]) for j in range(found.model["pairs"])]
+        curves.append(_styled(*SCALINGS[scaling], waves, values))
+    labels = "Nearest tokens damped, {}", "wavelength of the pair (tokens)", "tokens, mean"
+    how = {"caption": "Damped tokens are counted up to the training length.", "xscale": "log", "ylim": (0, None)}
+    yield draw(found, "zone", "angles", labels, curves, **how)
+
+    curves = []
+    for border, look in BORDERS.items():
+        for row in found.of("borders", scaling="none", border=border):
+            curves.append(_styled(*look, waves, row["first_past"]))
+    labels = "{}: borders first past the window", "wavelength of the pair (tokens)", "share of pairs"
+    how = {"percent": 0, "mark": found.model["train_length"], "xscale": "log", "ylim": (-0.03, 1.03)}
+    yield draw(found, "borders", "borders", labels, curves, **how)
 
 
-def zone_figure(found: Analysis) -> Figure:
-    """Draw how many of the nearest tokens are damped under each scaling."""
-    rows = found.of("census", region="inside")
-    title = f"Nearest tokens damped, {variant_name(found.label)}"
-    canvas, axes = blank(title, "wavelength of the pair (tokens)", "tokens, mean")
-    for method in found.model["laws"]:
-        values = [sum(row["damped_pair"][method][j] for row in rows) / len(rows) for j in range(found.model["pairs"])]
-        label, colour, marker = SCALINGS[method]
-        axes.plot(_waves(found, axes), values, label=label, color=colour, marker=marker)
-    axes.set_ylim(0, None)
-    return finish(canvas, file_of("zone", found.label), "angles", "Counted up to the training length.")
-
-
-def border_figure(found: Analysis) -> Figure:
-    """Draw the borders that longer distances reach and training did not."""
-    title = f"{variant_name(found.label)}: borders first past the window"
-    canvas, axes = blank(title, "wavelength of the pair (tokens)", "share of pairs")
-    for border, (label, colour, marker) in BORDERS.items():
-        for row in found.of("borders", law="none", border=border):
-            axes.plot(_waves(found, axes), row["first_past"], label=label, color=colour, marker=marker)
-    axes.set_ylim(-0.03, 1.03)
-    _percent(axes.yaxis)
-    axes.axvline(found.model["train_length"], color=FAINT, linewidth=1.2, linestyle=":")
-    return finish(canvas, file_of("borders", found.label), "borders", "Dotted: the training length.")
-
-
-def _distances(axes: Axes, found: Analysis, at: str = "top") -> None:
-    axes.set_xscale("symlog", linthresh=1, linscale=0.5)
-    axes.set_xlim(-0.1, found.model["longest"])
-    axes.xaxis.set_minor_locator(NullLocator())
-    mark_training_length(axes, found.model["train_length"], at)
-
-
-def score_figure(found: Analysis) -> Figure:
-    """Draw logits against distance in three layers."""
-    canvas, axes = blank(f"Score against distance, {variant_name(found.label)}", "distance (tokens)", "logit a(s)/√d")
-    rows = found.of("curve")
+def score_figures(found: Run) -> Iterator[Figure | None]:
+    """Draw logits against distance in three layers, and the bounds on the decay above what they bound."""
+    rows, curves = found.of("curve"), []
     chosen = {row["layer"]: row for row in (rows[0], rows[len(rows) // 2], rows[-1])}.values()
     for row, (colour, dash) in zip(chosen, (("#D55E00", "-"), ("#0081c9", "--"), ("#009E73", "-.")), strict=False):
         at = [i for i, value in enumerate(row["mean"]) if value is not None]
-        x = [row["distance"][i] for i in at]
         low, mid, high = ([row["quantiles"][q][i] for i in at] for q in ("0.25", "0.5", "0.75"))
-        axes.plot(x, mid, label=f"layer {row['layer']}", color=colour, linestyle=dash)
-        axes.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
-    _distances(axes, found)
-    return finish(canvas, file_of("scores", found.label), "scores", "Median and middle half over queries and heads.")
+        x, style = [row["distance"][i] for i in at], {"color": colour, "linestyle": dash}
+        curves.append(Curve(f"layer {row['layer']}", x, mid, style, [*zip(low, high, strict=True)]))
 
+    def from_zero(axes: Axes) -> None:
+        axes.set_xscale("symlog", linthresh=1, linscale=0.5)
+        axes.set_xlim(-0.1, found.model["longest"])
+        axes.xaxis.set_minor_locator(NullLocator())
 
-def bound_figure(found: Analysis) -> Figure:
-    """Draw the bounds on the decay above what they bound."""
-    rows = found.of("curve")
-    canvas, axes = blank(f"Long-term decay, {variant_name(found.label)}", "distance (tokens)", "size of the logit")
+    how: Any = {"mark": found.model["train_length"], "then": from_zero}
+    labels, caption = ("Score against distance, {}", "distance (tokens)", "logit a(s)/√d"), "Median and middle half."
+    yield draw(found, "scores", "scores", labels, curves, caption=caption, **how)
+
     # A window layer has no scores beyond its window: each mean is over the layers that have one there.
     holders = {i: [row for row in rows if row["mean"][i] is not None] for i in range(len(rows[0]["mean"]))}
     at = [i for i, held in holders.items() if held]
-
-    def draw(label: str, colour: str, dash: str, read: Callable[[Mapping[str, Any], int], float]) -> None:
-        values = [sum(read(row, i) for row in holders[i]) / len(holders[i]) for i in at]
-        axes.plot([rows[0]["distance"][i] for i in at], values, label=label, color=colour, linestyle=dash)
-
-    draw("bound of Eq. 19", "#D55E00", "--", lambda row, i: row["bound_eq19"][i])
-    if "eq20" in theorems(found.model["attention"]):
-        draw("bound of Eq. 20", "#0081c9", "-.", lambda row, i: row["bound_eq20"][i])
-    draw("measured, 5% to 95%", INK, "-", lambda row, i: max(abs(row["quantiles"][q][i]) for q in ("0.05", "0.95")))
-    axes.set_yscale("log")
-    _distances(axes, found, "bottom")
-    caption = "Slack CoCA: the bound holds for the relative part alone." if found.of("slack") else ""
-    return finish(canvas, file_of("bounds", found.label), "scores", caption)
-
-
-def drift_figure(found: Analysis, field: str, title: str, y: str) -> Figure:
-    """Draw one quantity against the length for each scaling."""
-    canvas, axes = blank(f"{variant_name(found.label)}: {title}", "length (tokens)", y, (4.2, 3.3))
-    lengths = found.model["lengths"]
-
-    def at(method: str, n: int) -> float:
-        if field == "excess":
-            return excess(found, method, n)
-        return found.mean("drift", lambda row: mean(row[field]), law=method, length=n)
-
-    for method in found.model["laws"]:
-        label, colour, marker = SCALINGS[method]
-        axes.plot(lengths, [at(method, n) for n in lengths], label=label, color=colour, marker=marker)
-    length_axis(axes, lengths)
-    if field in ("far", "first"):
-        _percent(axes.yaxis, 0 if axes.get_ylim()[1] > 0.1 else 1)
-    return finish(canvas, file_of("drift", field, found.label), "drift")
-
-
-def slack_figure(found: Analysis) -> Figure:
-    """Draw what of slack CoCA's score is absolute, and what that does to attention."""
-    rows = found.of("slack")
-    canvas, axes = blank(f"Absolute position in {variant_name(found.label)}", "layer", "share")
-    for field, label, colour, marker in (
-        ("absolute_share", "of the score's energy", "#E69F00", "^"),
-        ("moved_share", "of attention moved by a shift", "#0081c9", "o"),
+    curves, x = [], [rows[0]["distance"][i] for i in at]
+    for name, label, colour, dash in (
+        ("eq19", "bound of Eq. 19", "#D55E00", "--"),
+        ("eq20", "bound of Eq. 20", "#0081c9", "-."),
+        ("measured", "measured, 5% to 95%", INK, "-"),
     ):
-        values = [mean(row[field]) for row in rows]
-        axes.plot([row["layer"] for row in rows], values, label=label, color=colour, marker=marker)
-    axes.set_ylim(0, None)
-    _percent(axes.yaxis, 0 if axes.get_ylim()[1] > 0.1 else 1)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    return finish(canvas, file_of("slack", found.label), "slack", "The shift is one training length.", columns=2)
+        if name in (*theorems(found.model["attention"]), "measured"):
+            values = [mean([_size(row, name, i) for row in holders[i]]) for i in at]
+            curves.append(Curve(label, x, values, {"color": colour, "linestyle": dash}))
+    labels = "Long-term decay, {}", "distance (tokens)", "size of the logit"
+    caption = "Slack CoCA: the bound holds for the relative part alone." if found.of("slack") else ""
+    yield draw(found, "bounds", "scores", labels, curves, caption=caption, yscale="log", at="bottom", **how)
 
 
-def head_figure(found: Analysis, row: Mapping[str, Any]) -> Figure:
-    """Draw one point per head."""
-    title, y = f"Heads of {variant_name(found.label)}", "rise of evenness, training length → longest"
-    canvas, axes = blank(title, "share of Θ past π, by |q||k|", y)
+def _size(row: Record, name: str, i: int) -> float:
+    if name == "measured":
+        return max(abs(row["quantiles"][q][i]) for q in ("0.05", "0.95"))
+    return float(row[f"bound_{name}"][i])
+
+
+def drift_figures(found: Run) -> Iterator[Figure | None]:
+    """Draw each quantity against the length under each scaling, and what of slack CoCA's score is absolute."""
+    lengths = found.model["lengths"]
+    for what, title, y in DRIFTS:
+        curves = []
+        for scaling in found.model["scalings"]:
+            curves.append(_styled(*SCALINGS[scaling], lengths, [drift(found, what, scaling, n) for n in lengths]))
+        percent = _digits(curves) if what in ("far", "first") else None
+        labels = f"{{}}: {title}", "length (tokens)", y
+        how: Any = {"size": (4.2, 3.3), "lengths": lengths, "percent": percent}
+        yield draw(found, f"drift-{what}", "drift", labels, curves, **how)
+    rows = found.of("slack")
+    layers = [row["layer"] for row in rows]
+    curves = [
+        _styled("of the score's energy", "#E69F00", "^", layers, [mean(row["absolute_share"]) for row in rows]),
+        _styled("of attention moved by a shift", "#0081c9", "o", layers, [mean(row["moved_share"]) for row in rows]),
+    ]
+    labels, caption = ("Absolute position in {}", "layer", "share"), "The shift is one training length."
+    how = {"caption": caption, "legend": 2, "percent": _digits(curves), "whole": True, "ylim": (0, None)}
+    yield draw(found, "slack", "slack", labels, curves, **how)
+
+
+def head_figure(found: Run, row: Record) -> Figure | None:
+    """Draw one point per head, with the correlation."""
+    curves = []
     for i, (xs, ys) in enumerate(zip(row["x"], row["y"], strict=True)):
         colour = matplotlib.colormaps["cividis"](i / max(1, len(row["x"]) - 1))
-        axes.scatter(xs, ys, s=24, color=colour, edgecolor=INK, linewidth=0.3)
-    said = "\n".join(relation(row))
-    axes.annotate(said, (0.02, 0.98), xycoords="axes fraction", va="top", fontsize=9, color=INK)
-    _percent(axes.xaxis)
-    axes.margins(y=0.25)
+        style = {"color": colour, "linestyle": "", "marker": "o", "markeredgecolor": INK, "markeredgewidth": 0.3}
+        curves.append(Curve(None, xs, ys, style))
+
+    def say(axes: Axes) -> None:
+        axes.annotate(relation(row), (0.02, 0.98), xycoords="axes fraction", va="top", fontsize=9, color=INK)
+        axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+        axes.margins(y=0.25)
+
+    labels = "Heads of {}", "share of Θ past π, by |q||k|", "rise of evenness, training length → longest"
     caption = "Dark: the first layer. Interval by resampling layers and heads."
-    return finish(canvas, file_of("study", found.label), "study", caption)
+    return draw(found, "study", "study", labels, curves, caption=caption, then=say)

@@ -1,28 +1,16 @@
 """A run folder → one offline HTML page, with its tables and figures as files beside it."""
 
 import os
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from farspan.experiments import VARIANTS, load, load_all
-from farspan.report.measured import (
-    control_table,
-    experiment_tables,
-    measured_tables,
-    position_table,
-    retrieval_table,
-    study_tables,
-    task_table,
-    task_training_table,
-    training_table,
-    variants_in,
-)
-from farspan.report.results import Run, collect
-from farspan.report.speed import decoding_tables, kernel_tables, speed_tables
-from farspan.report.tables import Table, to_html, to_latex, to_markdown
+from farspan.report import measured, speed
+from farspan.report.results import BENCHES, Run, collect
+from farspan.report.tables import Table, to_latex, to_markdown
 from farspan.utils import atomic_path, write_text
 
 if TYPE_CHECKING:
@@ -39,8 +27,8 @@ class Section:
     anchor: str
     title: str
     tables: list[Table]
-    text: str = ""
-    figures: "list[Figure]" = field(default_factory=list)
+    text: str
+    figures: "list[Figure]"
     folded: bool = False
     """Hide the tables behind a click: figures show the same."""
     small: bool = False
@@ -60,8 +48,10 @@ def write_report(folder: str | os.PathLike[str], out: str | os.PathLike[str] | N
     from farspan.report.figures import length_figures, other_figures
 
     try:
-        figures = [] if run.is_study else length_figures(run)
-        figures += [*other_figures(run), *analysis_figures(run.analyses)]
+        run.analyses.sort(key=lambda found: (found.model.attention != "rope", found.model.label))  # the baseline first
+        drawn = [*other_figures(run), *analysis_figures(run.analyses)]
+        drawn += [] if run.is_study else length_figures(run)
+        figures = [figure for figure in drawn if figure]
         sections = make_sections(run, figures)
         files = {"index.html": render(run, sections)}
         for table in (table for section in sections for table in section.tables):
@@ -82,86 +72,79 @@ def make_sections(run: Run, figures: "list[Figure]") -> list[Section]:
     """Return everything on the page, in reading order."""
     from farspan.report.analysis import SECTIONS, analysis_tables
 
-    def drawn(group: str) -> "list[Figure]":
-        return [figure for figure in figures if figure.group == group]
+    made: list[Section] = []
 
-    def of(*tables: Table | None) -> list[Table]:
-        return [table for table in tables if table]
+    def add(
+        anchor: str,
+        title: str,
+        tables: Iterable[Table | None],
+        text: str = "",
+        groups: Sequence[str] = (),
+        **look: bool,
+    ) -> None:
+        shown = [table for table in tables if table]
+        drawn = [figure for figure in figures if figure.group in groups]
+        text = text or next((table.caption for table in shown), "")
+        if shown or drawn:
+            made.append(Section(anchor, title, shown, text, drawn, **look))
 
-    experiments = {experiment.name: experiment for experiment in load_all()}
-    made = [Section(x.name, x.title, of(task_table(run, x)), x.caption) for x in load("tasks")]
-    trained = of(task_training_table(run))
-    made.append(Section("task-training", "Training for tasks", trained, "", drawn("task-training"), small=True))
-    made += [Section(table.name, table.title, [table], table.caption) for table in study_tables(run)]
-    groups = {"figure1": "perplexity", "table2": "passkey", "figure4": "near-far", "figure5": "distance"}
+    for x in load("tasks"):
+        add(x.name, x.title, [measured.task_table(run, x)])
+    add(
+        "task-training", "Training for tasks", [measured.task_training_table(run)], groups=["task-training"], small=True
+    )
+    for table in measured.study_tables(run):
+        add(table.name, table.title, [table])
     others = []  # figures of variants that the paper does not have
+    experiments = {experiment.name: experiment for experiment in load_all()}
     for name in READING:
-        x, tables, pictures = experiments[name], experiment_tables(run, experiments[name]), drawn(groups.get(name, ""))
-        others += [] if tables else pictures
-        made.append(Section(name, x.title, tables, x.caption, pictures if tables else [], name.startswith("figure")))
-    made.append(Section("positions", "Loss by position", of(position_table(run)), "", drawn("positions")))
-    made.append(Section("retrieval", "Retrieval", of(retrieval_table(run)), "", drawn("retrieval"), small=True))
+        x, tables = experiments[name], measured.experiment_tables(run, experiments[name])
+        others += [] if tables else [name]
+        add(name, x.title, tables, groups=[name] if tables else [], folded=name.startswith("figure"))
+    add("positions", "Loss by position", [measured.position_table(run)], groups=["positions"])
+    add("retrieval", "Retrieval", [measured.retrieval_table(run)], groups=["retrieval"], small=True)
     for x in load("speed"):
-        made.append(Section(x.name, x.title, speed_tables(run, x), x.caption, drawn(x.name), folded=True))
+        add(x.name, x.title, speed.speed_tables(run, x), groups=[x.name], folded=True)
     above = "Speed over RoPE's in the same run; above 1 CoCA is faster."
-    made.append(Section("coca-decode", "Decoding and reading: CoCA beside RoPE", decoding_tables(run), above))
-    made.append(Section("coca-kernels", "Attention alone: CoCA's kernels beside RoPE's", kernel_tables(run), above))
+    add("coca-decode", "Decoding and reading: CoCA beside RoPE", speed.decoding_tables(run), above)
+    add("coca-kernels", "Attention alone: CoCA's kernels beside RoPE's", speed.kernel_tables(run), above)
     depth = "Share of keys found, by depth and length of the prompt."
-    made.append(Section("depth", "Passkey by depth and length", [], depth, drawn("depth"), small=True))
+    add("depth", "Passkey by depth and length", [], depth, ["depth"], small=True)
+    summaries = analysis_tables(run.analyses)
     for group, (title, text) in SECTIONS.items():
-        wanted = {"angles": "analysis", "slack": "analysis-slack"}.get(group)
-        shown = [table for table in analysis_tables(run.analyses) if table.name == wanted]
-        made.append(Section(f"look-{group}", title, shown, text, drawn(group), small=group == "drift"))
+        add(f"look-{group}", title, [summaries.get(group)], text, [group], small=group == "drift")
     if not run.is_study:  # whose own table has the control
-        made.append(Section("control", "Control", of(control_table(run))))
-    made.append(Section("training", "Training", of(training_table(run)), "", drawn("training")))
-    papers = all(variant in VARIANTS for variant in variants_in(run))  # else the only table with all of them
-    folded = papers or run.is_study
-    made.append(Section("measured", "All measurements", measured_tables(run), "", others, folded=folded))
-    for section in made:
-        for table in section.tables:
-            section.text = section.text or table.caption
-    return [section for section in made if section.figures or section.tables]
+        add("control", "Control", [measured.control_table(run)])
+    add("training", "Training", [measured.training_table(run)], groups=["training"])
+    papers = all(variant in VARIANTS for variant in measured.variants_in(run))  # else the only table with all of them
+    add("measured", "All measurements", measured.measured_tables(run), groups=others, folded=papers or run.is_study)
+    return made
 
 
 def page_title(run: Run) -> str:
     """Name what the run is about."""
     if run.is_study:
         return "CoCA dropped into an existing model"
-    if run.of("task") or "bench-cosformer" in run.benches:
+    if run.of("task") or run.of("bench-cosformer"):
         return "cosFormer and its tasks"
-    return "What CoCA costs beside RoPE" if run.benches and not run.records else "Past the training length"
-
-
-def provenance(run: Run) -> list[tuple[str, list[str]]]:
-    """Return each different origin of the numbers once."""
-
-    def each(values: Iterable[Any]) -> list[str]:
-        return list(dict.fromkeys(map(str, values)))
-
-    versions = (", ".join(f"{name} {number}" for name, number in sorted(x.versions.items())) for x in run.sources)
-    return [
-        ("Commit", each(x.commit or "unknown" for x in run.sources)),
-        ("Device", each(x.device for x in run.sources)),
-        ("Versions", each(versions)),
-        ("Seeds", each(x.seed for rows in [*run.records.values(), run.sources] for x in rows)),
-        ("Commands", each(x.command for x in run.sources)),
-        ("Files", each(x.file for x in run.sources)),
-    ]
+    timed = bool(run.records) and run.records.keys() <= set(BENCHES)
+    return "What CoCA costs beside RoPE" if timed else "Past the training length"
 
 
 def render(run: Run, sections: list[Section]) -> str:
     """Return the page as HTML; the template escapes every text of the run."""
     from jinja2 import Environment, StrictUndefined
-    from markupsafe import Markup
 
     from farspan.report.figures import inline_svg
 
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    # Both escape what they are given themselves.
-    environment.filters |= {"table": lambda t: Markup(to_html(t)), "svg": lambda f: Markup(inline_svg(f))}
+    environment.filters["svg"] = inline_svg
     text = (resources.files("farspan") / "report" / "page.html").read_text(encoding="utf-8")
-    unfinished = [step for step in run.steps if step.state != "done"]
     return environment.from_string(text).render(
-        title=page_title(run), sections=sections, steps=run.steps, unfinished=unfinished, provenance=provenance(run)
+        title=page_title(run),
+        sections=sections,
+        steps=run.steps,
+        unfinished=[step for step in run.steps if step.state != "done"],
+        sources=run.sources,
+        seeds=[row["seed"] for rows in [*run.records.values(), run.sources] for row in rows if "seed" in row],
     )

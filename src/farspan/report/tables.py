@@ -1,11 +1,11 @@
-"""Tables as values, their HTML, Markdown and LaTeX, and what readers call variants and scalings."""
+"""Tables as values, their Markdown and LaTeX, and what readers call variants and scalings."""
 
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any
 from zlib import crc32
 
@@ -33,28 +33,25 @@ SCALINGS = {
     "yarn": ("YaRN", "#CC79A7", "v"),
     "llama3": ("Llama 3", "#8a8a8a", "*"),
 }
-CONTESTANTS = {"rotated for SDPA": "keys made for SDPA", "cudnn": "cuDNN"}
+PARTS = {"rotated for SDPA": "keys made for SDPA", "cudnn": "cuDNN"}
 NOTHING = "—"
 
 
 def variant_name(variant: str) -> str:
-    """Return what readers call a variant.
+    """Return what readers call a variant, or a candidate of a benchmark.
 
-    >>> variant_name("coca-exact"), variant_name("hybrid-pope"), variant_name("mine")
-    ('CoCA exact', 'Hybrid PoPE', 'mine')
+    >>> variant_name("coca-exact"), variant_name("hybrid-pope"), variant_name("mine"), variant_name("coca-exact, cudnn")
+    ('CoCA exact', 'Hybrid PoPE', 'mine', 'CoCA exact, cuDNN')
     """
-    base, bracket, rest = variant.partition(" (")
+    return ", ".join(map(_part_name, variant.split(", ")))
+
+
+def _part_name(part: str) -> str:
+    base, bracket, rest = part.partition(" (")
     hybrid = base.startswith("hybrid")
     base = base.removeprefix("hybrid").removeprefix("-")
-    return f"{'Hybrid ' * hybrid}{STYLES[base][0] if base in STYLES else base}".strip() + bracket + rest
-
-
-def contestant_name(contestant: str) -> str:
-    """
-    >>> contestant_name("coca-exact, cudnn"), contestant_name("coca-exact, rotated cache")
-    ('CoCA exact, cuDNN', 'CoCA exact, rotated cache')
-    """
-    return ", ".join(CONTESTANTS.get(part, variant_name(part)) for part in contestant.split(", "))
+    name = STYLES[base][0] if base in STYLES else PARTS.get(base, base)
+    return f"{'Hybrid ' * hybrid}{name}".strip() + bracket + rest
 
 
 def variant_style(variant: str) -> dict[str, Any]:
@@ -127,54 +124,68 @@ class Table:
         """Whether lines have sources."""
         return any(line.source for line in self.lines)
 
+    @property
+    def groups(self) -> list[tuple[str, list[Line]]]:
+        """The lines by label."""
+        return [(label, list(lines)) for label, lines in groupby(self.lines, key=lambda line: line.label)]
+
+
+Value = Estimate | Cell | str | None
+
 
 def grid(
     name: str,
     title: str,
     columns: Iterable[str],
-    entries: Iterable[tuple[str, str, Sequence[Estimate | None]]],
+    entries: Iterable[tuple[str, str, Sequence[Value]]],
     *,
     caption: str = "",
     heading: str = "Variant",
+    beside: str = "",
     show: Callable[[float], str] | None = None,
 ) -> Table | None:
-    """Make a table of estimates from (label, source, estimates); return None if it has no number."""
-    lines = tuple(
-        Line(label, source, tuple(estimate_cell(estimate, show) for estimate in found), counts_text(found))
-        for label, source, found in entries
-        if any(found)
-    )
-    return Table(name, title, caption, tuple(columns), lines, heading) if lines else None
+    """Make a table from (label, source, values); leave out lines without a value, and return None without a line."""
+    lines = [
+        Line(label, source, tuple(cell_of(value, show) for value in values), counts_text(values))
+        for label, source, values in entries
+        if any(values)
+    ]
+    return Table(name, title, caption, tuple(columns), tuple(lines), heading, beside) if lines else None
 
 
 def listing(
-    name: str, title: str, columns: Iterable[str], rows: Iterable[Sequence[str]], *, caption: str = "", heading: str
+    name: str, title: str, columns: str, rows: Iterable[tuple[str, str, Mapping[str, Any]]], **more: Any
 ) -> Table | None:
-    """Make a table of texts from rows (label, source, text, …); return None if there are none."""
-    lines = tuple(Line(label, source, tuple(map(Cell, texts))) for label, source, *texts in rows)
-    return Table(name, title, caption, tuple(columns), lines, heading) if lines else None
+    """Make a table from (label, source, row).
+
+    Columns are headings with the formats of their numbers, such as "steps {steps:,}; minutes {minutes:.1f}". What a
+    row does not have, or has as None, is shown as "—".
+    """
+    specs = [(f"{{{text}", head) for head, _, text in (column.partition(" {") for column in columns.split("; "))]
+    entries = [(label, source, [_filled(text, row) for text, _ in specs]) for label, source, row in rows]
+    return grid(name, title, [head for _, head in specs], entries, **more)
 
 
-def pivot(
-    name: str,
-    title: str,
-    entries: Iterable[tuple[str, str, tuple[Any, ...], str, Cell]],
-    heading: str,
-    beside: str = "",
-) -> Table | None:
-    """Make a table from (label, source, order of the column, its heading, cell); lines keep their first order."""
-    cells: dict[tuple[str, str], dict[str, Cell]] = {}
-    columns: dict[str, tuple[Any, ...]] = {}
-    for label, source, order, column, cell in entries:
+def _filled(text: str, row: Mapping[str, Any]) -> str:
+    try:
+        return text.format_map(row)
+    except (KeyError, AttributeError, TypeError):  # None has no value, and no format
+        return NOTHING
+
+
+Entry = tuple[str, str, tuple[tuple[int, ...], str], Cell]
+"""A cell of a line, given by label and source, in a column, given by its order and its heading."""
+
+
+def pivot(name: str, title: str, entries: Iterable[Entry], heading: str, beside: str = "") -> Table | None:
+    """Make a table from single cells; lines keep their first order, by label."""
+    cells: dict[tuple[str, str], dict[Any, Cell]] = {}
+    for label, source, column, cell in entries:
         cells.setdefault((label, source), {})[column] = cell
-        columns[column] = order
-    heads, labels = (
-        sorted(columns, key=lambda column: columns[column]),
-        list(dict.fromkeys(label for label, _ in cells)),
-    )
-    lines = [Line(*key, tuple(cells[key].get(head, Cell()) for head in heads)) for key in cells]
-    lines.sort(key=lambda line: labels.index(line.label))
-    return Table(name, title, "", tuple(heads), tuple(lines), heading, beside) if lines else None
+    columns, labels = sorted({column for line in cells.values() for column in line}), [label for label, _ in cells]
+    keys = sorted(cells, key=lambda key: labels.index(key[0]))
+    lines = [(*key, [cells[key].get(column) for column in columns]) for key in keys]
+    return grid(name, title, [head for _, head in columns], lines, heading=heading, beside=beside)
 
 
 def perplexity_text(value: float | str) -> str:
@@ -204,77 +215,34 @@ def amount(number: float) -> str:
     return f"{number:g}"
 
 
-def estimate_cell(estimate: Estimate | None, show: Callable[[float], str] | None = None) -> Cell:
+def cell_of(value: Value, show: Callable[[float], str] | None = None) -> Cell:
     """Show the mean; in small print a share's 95% interval, and the range over several seeds.
 
-    >>> estimate_cell(Estimate(20.5, 20.0, 21.0, 2))
+    >>> cell_of(Estimate(20.5, 20.0, 21.0, 2))
     Cell(text='20.50', note='20.00–21.00')
     """
-    if estimate is None:
-        return Cell()
-    show = show or (share_text if estimate.interval else perplexity_text)
-    seeds = "–".join(map(show, (estimate.low, estimate.high))) if estimate.seeds > 1 else ""
-    if estimate.interval is None:
-        return Cell(show(estimate.value), seeds)
-    note = "95% " + "–".join(map(show, estimate.interval))
-    return Cell(show(estimate.value), f"{note}; seeds {seeds}" if seeds else note)
+    if not isinstance(value, Estimate):
+        return Cell(value) if isinstance(value, str) else value or Cell()
+    show = show or (share_text if value.interval else perplexity_text)
+    notes = ["95% " + "–".join(map(show, value.interval))] if value.interval else []
+    if value.seeds > 1:
+        notes.append(f"{'seeds ' if notes else ''}{show(value.low)}–{show(value.high)}")
+    return Cell(show(value.value), "; ".join(notes))
 
 
-def counts_text(estimates: Iterable[Estimate | None]) -> str:
+def counts_text(values: Iterable[Value]) -> str:
     """Say what a line's numbers were counted over.
 
     >>> counts_text([Estimate(0.5, 0.5, 0.5, 1, (0.2, 0.8), cases=10), None])
     '1 seed, 10 cases'
     """
-    found, parts = [estimate for estimate in estimates if estimate], []
+    found, parts = [value for value in values if isinstance(value, Estimate)], []
     for name in ("seeds", "cases", "texts", "tokens"):
-        values = sorted({getattr(estimate, name) for estimate in found} - {0})
-        if values:
-            parts.append("–".join(f"{v:,}" for v in dict.fromkeys((values[0], values[-1]))))
-            parts[-1] += f" {name[:-1] if values == [1] else name}"
+        counts = sorted({getattr(estimate, name) for estimate in found} - {0})
+        if counts:
+            parts.append("–".join(f"{count:,}" for count in dict.fromkeys((counts[0], counts[-1]))))
+            parts[-1] += f" {name[:-1] if counts == [1] else name}"
     return ", ".join(parts)
-
-
-def to_html(table: Table) -> str:
-    """Return the table element, with every text escaped."""
-    heads = [table.heading, *([table.beside] if table.sourced else []), *table.columns]
-    out = ["<table>", "<thead><tr>"]
-    for i, text in enumerate(heads):
-        source = ' class="source"' if table.sourced and i == 1 else ""
-        out.append(f'<th scope="col"{source}>{escape(text).replace("(paper ", "(paper&nbsp;")}</th>')
-    out.append("</tr></thead>")
-    for label, group in groupby(table.lines, key=lambda line: line.label):
-        lines = list(group)
-        out.append("<tbody>")
-        for i, line in enumerate(lines):
-            out.append(f'<tr class="{"paper" if line.source.startswith("paper") else "ours"}">')
-            out += [f'<th scope="rowgroup" rowspan="{len(lines)}">{escape(label)}</th>'] if i == 0 else []
-            if table.sourced:
-                out.append(f'<td class="source">{escape(line.source)}{_small(line.counts)}</td>')
-            out += [f"<td>{escape(cell.text)}{_small(*cell.note.split('; '))}</td>" for cell in line.cells]
-            out.append("</tr>")
-        out.append("</tbody>")
-    return "\n".join([*out, "</table>"])
-
-
-def _small(*notes: str) -> str:
-    return "".join(f"<small>{escape(note)}</small>" for note in notes if note)
-
-
-def to_markdown(table: Table) -> str:
-    """Return a Markdown table with its title above and its caption below."""
-    sources = [table.beside or "source"] if table.sourced else []
-    rows = [[table.heading, *sources, *table.columns]]
-    rows.append(["---"] * (1 + len(sources)) + ["---:"] * len(table.columns))
-    for line in table.lines:
-        cells = [_noted(cell.text, cell.note) for cell in line.cells]
-        rows.append([line.label, *([_noted(line.source, line.counts)] if sources else []), *cells])
-    body = "\n".join("| " + " | ".join(map(markdown_text, row)) + " |" for row in rows)
-    return f"### {markdown_text(table.title)}\n\n{body}\n\n{markdown_text(table.caption)}\n"
-
-
-def _noted(text: str, note: str) -> str:
-    return f"{text} ({note})" if note else text
 
 
 def markdown_text(text: str) -> str:
@@ -284,6 +252,26 @@ def markdown_text(text: str) -> str:
     a\_b &lt;script&gt;
     """
     return re.sub(r"([\\|*_`\[\]])", r"\\\1", " ".join(escape(text, quote=False).split()))
+
+
+def to_markdown(table: Table) -> str:
+    """Return a Markdown table with its title above and its caption below."""
+    text = markdown_text
+    heads = [table.heading, *[table.beside or "source"] * table.sourced, *table.columns]
+    rows = [list(map(text, heads)), ["---"] * (1 + table.sourced) + ["---:"] * len(table.columns)]
+    rows += _rows(table, text, " ({})")
+    body = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return f"### {text(table.title)}\n\n{body}\n\n{text(table.caption)}\n"
+
+
+def _rows(table: Table, escaped: Callable[[str], str], small: str) -> list[list[str]]:
+    """Return the texts of all lines, with what stands in small print."""
+    made = []
+    for line in table.lines:
+        cells = [*[(line.source, line.counts)] * table.sourced, *((cell.text, cell.note) for cell in line.cells)]
+        texts = [escaped(text) + (small.format(escaped(note)) if note else "") for text, note in cells]
+        made.append([escaped(line.label), *texts])
+    return made
 
 
 LATEX = {
@@ -306,27 +294,24 @@ def latex_text(text: str) -> str:
 
 
 def to_latex(table: Table) -> str:
-    """Return a booktabs table (``\\usepackage{booktabs}``)."""
-    head = [table.heading, *([table.beside] if table.sourced else []), *table.columns]
-    out = [
-        "\\begin{table}\n\\centering",
+    """Return a booktabs table (``\\usepackage{booktabs}``); a group of lines has its label once."""
+    heads = [table.heading, *[table.beside] * table.sourced, *table.columns]
+    rows = _rows(table, latex_text, r" {{\scriptsize ({})}}")
+    for above, row in reversed(list(pairwise(rows))):
+        row[0] = "" if row[0] == above[0] else row[0]
+    lines = [
+        "\\begin{table}",
+        "\\centering",
         rf"\caption{{{latex_text(table.title)}. {latex_text(table.caption)}}}",
         rf"\label{{tab:{table.name}}}",
         rf"\begin{{tabular}}{{{'l' * (1 + table.sourced)}{'r' * len(table.columns)}}}",
-        r"\toprule",
-        " & ".join(map(latex_text, head)) + r" \\",
-        r"\midrule",
+        "\\toprule",
+        " & ".join(map(latex_text, heads)) + r" \\",
+        "\\midrule",
+        *(" & ".join(row) + r" \\" for row in rows),
+        "\\bottomrule",
+        "\\end{tabular}",
+        "\\end{table}",
+        "",
     ]
-    for label, group in groupby(table.lines, key=lambda line: line.label):
-        for i, line in enumerate(group):
-            cells = [
-                Cell(label if i == 0 else ""),
-                *([Cell(line.source, line.counts)] if table.sourced else []),
-                *line.cells,
-            ]
-            out.append(" & ".join(map(_latex, cells)) + r" \\")
-    return "\n".join([*out, r"\bottomrule", r"\end{tabular}", r"\end{table}", ""])
-
-
-def _latex(cell: Cell) -> str:
-    return latex_text(cell.text) + (rf" {{\scriptsize ({latex_text(cell.note)})}}" if cell.note else "")
+    return "\n".join(lines)
