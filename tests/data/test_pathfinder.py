@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from farspan.data.synthetic import Pathfinder, Scene
+from farspan.data.synthetic import DASH, GAP, Pathfinder, Scene
 
 TASK = Pathfinder()
 IMAGES = 240
@@ -22,7 +22,7 @@ def linked(scene: Scene) -> bool:
     dashes = np.concatenate(scene.paths)
     ends = dashes.reshape(-1, 2)
     dash_of = np.arange(len(ends)) // 2
-    near = np.linalg.norm(ends[:, None] - ends[None], axis=-1) <= TASK.gap + 1e-9
+    near = np.linalg.norm(ends[:, None] - ends[None], axis=-1) <= GAP + 1e-9
     marked = [int(np.linalg.norm(ends - dot, axis=-1).argmin()) // 2 for dot in scene.dots]
     reached, todo = {marked[0]}, [marked[0]]
     while todo:
@@ -68,8 +68,8 @@ def test_scenes_have_the_published_numbers(scenes: list[Scene]) -> None:
     for scene in scenes[:50]:
         assert [len(path) for path in scene.paths] == [14, 14, 4, 4, 4, 4, 4]
         for path in scene.paths:
-            assert np.allclose(np.linalg.norm(path[:, 1] - path[:, 0], axis=-1), TASK.dash)
-            assert np.allclose(np.linalg.norm(path[1:, 0] - path[:-1, 1], axis=-1), TASK.gap)
+            assert np.allclose(np.linalg.norm(path[:, 1] - path[:, 0], axis=-1), DASH)
+            assert np.allclose(np.linalg.norm(path[1:, 0] - path[:-1, 1], axis=-1), GAP)
             assert path.min() >= 1
             assert path.max() <= TASK.size - 1
 
@@ -119,8 +119,8 @@ def test_paths_that_do_not_fit_are_an_error_instead_of_tried_for_ever() -> None:
         Pathfinder(size=8).draw(seed=0, index=0)
 
 
-def test_paths_that_could_not_be_told_apart_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"clearance must exceed gap = 1.0 .* got 1.0 and 32"):
-        Pathfinder(clearance=1.0)
+def test_sizes_that_hold_no_path_raise() -> None:
+    with pytest.raises(ValueError, match="size must be at least two dashes, got 5"):
+        Pathfinder(size=5)
     with pytest.raises(ValueError, match="dashes must be at least 2, got 1"):
         Pathfinder(dashes=1)

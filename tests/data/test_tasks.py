@@ -6,7 +6,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from farspan.data.synthetic import END, IGNORED, MQAR, OPERATORS, TOKENS, ZERO, ListOps, evaluate
+from farspan.data.synthetic import END, IGNORED, MQAR, OPERATORS, POWER, TOKENS, ZERO, ListOps, evaluate
 
 SMALL = ListOps(max_depth=4, max_args=5, min_length=6, max_length=40)
 
@@ -134,10 +134,10 @@ def test_every_pair_is_shown_once_and_asked_once(task: MQAR) -> None:
 
 def test_recall_gaps_follow_the_power_law() -> None:
     """With one pair, the place of the question is drawn with weight g^(power-1)."""
-    task, examples = MQAR(length=34, pairs=1, power=0.5), 4000
+    task, examples = MQAR(length=34, pairs=1), 4000
     _, labels = task.draw(examples, seed=2)
     gaps = (np.argmax(labels != IGNORED, axis=1) - 2) // 2
-    weights = np.arange(1, 17.0) ** -0.5
+    weights = np.arange(1, 17.0) ** (POWER - 1)
     expected = examples * weights / weights.sum()
     observed = np.bincount(gaps, minlength=16)
     chi_square = float(((observed - expected) ** 2 / expected).sum())
