@@ -139,12 +139,14 @@ class _Job:
         with lock(self.out):
             if manifest := self.finished():  # by another process, while this one hashed its sources
                 return manifest
-            state = self._begin()
+            state = self._continued()
             try:
+                if not (self.out / STATE).is_file():
+                    write_json(self.out / STATE, state)
                 trained = self._tokenizer(tokenizer)
                 return self._finish(trained, self._tokenize(trained, state, workers))
             except (ValueError, OSError) as error:
-                if "splits" not in read_settings(self.out / STATE):
+                if not (self.out / STATE).is_file() or "splits" not in read_settings(self.out / STATE):
                     for path in [*self.out.iterdir()]:
                         remove(path)
                     for folder in missing:
@@ -153,12 +155,12 @@ class _Job:
                     raise ValueError(f"{error}. The same command then continues; tokens so far are kept") from error
                 raise
 
-    def _begin(self) -> dict[str, Any]:
-        """Read how far an earlier run came, or note the plan of a new one."""
+    def _continued(self) -> dict[str, Any]:
+        """Return how far an earlier run came; raise if it had another plan."""
         if not (self.out / STATE).is_file():
-            write_json(self.out / STATE, {"plan": self.plan})
+            return {"plan": self.plan}
         state = read_settings(self.out / STATE, "out")
-        before = state["plan"]
+        before = state.get("plan") or {}
         if "splits" in state and before != self.plan and before | {"sources": self.plan["sources"]} == self.plan:
             # A source may be corrected or extended, if it still begins with the documents that were read. If the
             # tokenizer was trained on the sources, it would be another one now.
