@@ -1,4 +1,4 @@
-"""Measure a model on some sequences: every number of the analysis, in one pass per sequence and scaling."""
+"""Measure a model on some sequences, in one pass per sequence and scaling."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -146,8 +146,8 @@ def sample(low: int, high: int, count: int, generator: torch.Generator) -> Tenso
     if high - low <= count:
         return torch.arange(low, high)
     edges = low + (high - low) * torch.arange(count + 1, dtype=torch.float64) / count
-    places = edges[:-1] + torch.rand(count, generator=generator, dtype=torch.float64) * edges.diff()
-    return places.long().unique()
+    drawn = edges[:-1] + torch.rand(count, generator=generator, dtype=torch.float64) * edges.diff()
+    return drawn.long().unique()
 
 
 class _Pass:

@@ -100,7 +100,7 @@ class Batches:
         tokens = np.asarray(self._passkey_document(random, self.length + 1))
         whole = tokens.shape == (self.length + 1,) and np.issubdtype(tokens.dtype, np.integer)
         require(
-            whole and 0 <= tokens.min() and tokens.max() < self.vocab_size,
+            whole and tokens.min() >= 0 and tokens.max() < self.vocab_size,
             f"passkey_document must return {self.length + 1} token ids below {self.vocab_size}, got {tokens!r:.80}; "
             "use its second argument and the data's tokenizer",
         )
