@@ -62,7 +62,7 @@ def test_census_equals_brute_force(attention: Any, at_once: int, monkeypatch: py
     p = probabilities(layer, q, k)
     weights = [(p > 0).double()[..., None].expand_as(angle), energy * (p > 0)[..., None], p[..., None].expand_as(angle)]
     distance = (torch.arange(N)[:, None] - torch.arange(N))[None, :, :, None]
-    tau = torch.where(angle > math.pi, (TURN - angle), 0.0) / census.theta[:, None, None, None]  # law h n m j
+    tau = torch.where(angle > math.pi, (TURN - angle), 0.0) / census.theta[:, None, None, None]  # scaling h n m j
     for w, weight in enumerate(weights):
         picked = weight[:, queries]
         close(census.totals[w], picked.sum((1, 2)))
@@ -70,14 +70,14 @@ def test_census_equals_brute_force(attention: Any, at_once: int, monkeypatch: py
         for b in range(BINS):
             bin_ = (angle * (BINS / TURN)).floor() == b
             close(census.histogram[w, ..., b], (picked * bin_[:, queries]).sum((1, 2)))
-        for law in range(len(SCALINGS)):
-            inside = ((distance < tau[law]) & (angle > math.pi))[:, queries]
-            close(census.zone[law, w], (picked * inside).sum((1, 2)))
+        for scaling in range(len(SCALINGS)):
+            inside = ((distance < tau[scaling]) & (angle > math.pi))[:, queries]
+            close(census.zone[scaling, w], (picked * inside).sum((1, 2)))
     plain = weights[0][:, queries]
-    for law in range(len(SCALINGS)):
-        close(census.damped[law], (plain * tau[law].ceil().clamp(max=L0)[:, queries]).sum((1, 2)))
+    for scaling in range(len(SCALINGS)):
+        close(census.damped[scaling], (plain * tau[scaling].ceil().clamp(max=L0)[:, queries]).sum((1, 2)))
         anomalous = (plain * (angle > math.pi)[:, queries]).sum((1, 2))
-        close(census.mean_tau()[law], share((plain * tau[law][:, queries]).sum((1, 2)), anomalous, [0]))
+        close(census.mean_tau()[scaling], share((plain * tau[scaling][:, queries]).sum((1, 2)), anomalous, [0]))
     assert census.queries == len(queries)
     assert census.pairs == int((p[0, queries] > 0).sum())
 
@@ -89,12 +89,12 @@ def test_crossings_equal_a_walk_along_the_circle(reach: int) -> None:
     census = census_of(made, queries)
     layer: Any = small("rope").model.layers[1].self_attn
     angle, _ = initial_angles(layer, q, k)
-    for law in (0, 1, 2):
-        mean, ever = crossings(census, law, reach)
+    for scaling in (0, 1, 2):
+        mean, ever = crossings(census, scaling, reach)
         for head in (0, 3):
             for pair in range(4):
                 found = [
-                    count_crossings(float(angle[head, m, n, pair]), float(census.theta[law, pair]), reach)
+                    count_crossings(float(angle[head, m, n, pair]), float(census.theta[scaling, pair]), reach)
                     for m in queries.tolist()
                     for n in range(m + 1)
                 ]

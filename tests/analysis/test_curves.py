@@ -71,18 +71,12 @@ def test_eq19_and_eq21_hold_on_every_score_and_eq20_for_coca(attention: Any) -> 
 
 
 def test_a_broken_bound_is_counted() -> None:
-    """Equal h_j: neighbours do not differ, so Eq. 19 without its last term bounds by 0; Eq. 20 needs Θ_j = 0."""
-    ones = torch.ones(1, 9, 4, dtype=torch.complex128)
-    flat = Factors(0, "rope", ones, ones, ones, None, Rotary(8), 1.0, None)
-    decay = Decay([0, 1])
-    decay.add(flat)
-    assert decay.broken == {"eq19": 0, "eq20": 0, "eq21": 0, "eq19_inner": 17}
+    """Eq. 20 needs Θ_j = 0."""
     one = torch.ones(1, 9, 1, dtype=torch.complex128)  # one pair at Θ = π/2: |a(s)| = |sin s|, bounded by |cos s|?
     turned = Factors(0, "rope", one * 1j, one, one * 1j, None, Rotary(2), 1.0, None)
     decay = Decay([1, 2, 3])
     decay.add(turned)
-    assert decay.broken["eq20"] == 8 + 7  # at distances 1 and 2, not at 3
-    assert decay.broken["eq19"] == 0
+    assert decay.broken == {"eq19": 0, "eq20": 8 + 7, "eq21": 0}  # at distances 1 and 2, not at 3
 
 
 def test_a_long_text_is_sampled_evenly() -> None:

@@ -28,7 +28,7 @@ def test_every_layer_law_and_length_is_there_and_the_model_is_left_as_it_was() -
     found = analyze(model, tokens, settings, lambda done, total, text="", **_: steps.append((done, total)))
     assert set(found.census) == {(layer, region) for layer in (0, 1) for region in REGIONS}
     assert found.lengths == [16, 32, 64]
-    assert set(found.drift) == {(law, length, layer) for law in SCALINGS for length in (16, 32, 64) for layer in (0, 1)}
+    assert set(found.drift) == {(scaling, length, layer) for scaling in SCALINGS for length in (16, 32, 64) for layer in (0, 1)}
     assert found.drift["linear", 32, 0].queries == 6
     assert found.drift["linear", 64, 0].queries == 3  # one of the two texts is that long
     assert found.census[1, "inside"].queries == found.census[1, "past"].queries == 10
@@ -40,12 +40,12 @@ def test_every_layer_law_and_length_is_there_and_the_model_is_left_as_it_was() -
 def test_losses_are_those_of_the_bands_under_each_law() -> None:
     model, tokens = small("rope"), text(70)
     found = analyze(model, [tokens], Settings(queries=2, drift_queries=1))
-    for law in SCALINGS:
-        with under(model, law, 4.0), torch.no_grad():
+    for scaling in SCALINGS:
+        with under(model, scaling, 4.0), torch.no_grad():
             logits = model(tokens[None]).logits[0]
         first, last = band(32, 16)
         loss = torch.nn.functional.cross_entropy(logits[first:last], tokens[first + 1 : last + 1], reduction="sum")
-        assert found.losses[law, 32] == (pytest.approx(float(loss), abs=1e-4), 8)
+        assert found.losses[scaling, 32] == (pytest.approx(float(loss), abs=1e-4), 8)
     with torch.no_grad():  # the control: the same tokens, one window of context
         hidden = model.model(tokens[None, 16:32]).last_hidden_state
         loss = token_losses(model, hidden[:, 8:], tokens[None, 25:33]).sum()
