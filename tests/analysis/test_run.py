@@ -29,9 +29,7 @@ def test_every_layer_law_and_length_is_there_and_the_model_is_left_as_it_was() -
     found = analyze(model, tokens, settings, lambda done, total, text="", **_: steps.append((done, total)))
     assert set(found.census) == {(layer, region) for layer in (0, 1) for region in REGIONS}
     assert found.lengths == [16, 32, 64]
-    assert set(found.drift) == {
-        (scaling, length, layer) for scaling in SCALINGS for length in (16, 32, 64) for layer in (0, 1)
-    }
+    assert set(found.drift) == set(product(SCALINGS, (16, 32, 64), (0, 1)))
     assert found.drift["linear", 32, 0].queries == 6
     assert found.drift["linear", 64, 0].queries == 3  # one of the two texts is that long
     assert found.census[1, "inside"].queries == found.census[1, "past"].queries == 10
