@@ -1,6 +1,5 @@
 """The whole analysis: what it sums over, what it refuses, what it holds in memory."""
 
-import math
 from itertools import product
 from typing import Any
 
@@ -98,26 +97,15 @@ def test_the_worth_of_a_head_is_what_the_loss_loses() -> None:
         assert float(worth[0, 1, i]) == pytest.approx(losses[0] - losses[1], abs=1e-6)
 
 
-def test_study_relates_heads_and_has_nothing_to_say_of_coca() -> None:
+def test_study_relates_heads_of_four_layers_or_more_whose_angles_differ() -> None:
     settings = Settings(scalings=("none",), queries=6, drift_queries=2)
     found = analyze(small("rope", num_hidden_layers=4), [text(40)], settings)
     made = study_rows(found, torch.randn(4, 4, 2))
     assert len(made) == 2 * 4 * 4
     assert [row["primary"] for row in made].count(True) == 1
     assert all(row["n"] == {"head": 16, "layer": 4}[row["unit"]] and len(row["ci95"]) == 2 for row in made)
-    assert study_rows(analyze(small("coca-exact", num_hidden_layers=4), [text(40)], settings)) == []
-
-
-def test_study_says_nothing_of_few_layers() -> None:
-    settings = Settings(scalings=("none",), queries=6, drift_queries=2)
-    assert study_rows(analyze(small("rope", num_hidden_layers=3), [text(40)], settings)) == []
-
-
-def test_nothing_is_written_about_activations_that_are_not_finite() -> None:
-    model = small("rope")
-    model.model.layers[1].mlp.down_proj.weight.data.fill_(math.nan)  # after the last attention
-    with pytest.raises(ValueError, match="activations must be finite, got NaN or inf after the last layer"):
-        analyze(model, [text(40)], Settings(scalings=("none",), queries=6, drift_queries=2))
+    few, coca = small("rope", num_hidden_layers=3), small("coca-exact", num_hidden_layers=4)
+    assert all(study_rows(analyze(model, [text(40)], settings)) == [] for model in (few, coca))
 
 
 def test_rows_hold_what_the_sums_say() -> None:
@@ -144,35 +132,35 @@ def test_rows_hold_what_the_sums_say() -> None:
         (lambda: small("rope"), 31, {}, "two windows = 32 tokens, got 31"),
         (lambda: small("rope"), 40, {"layers": (0, 2)}, r"rotary layers of this model \(0, 1\), got 2"),
         (lambda: small(["alibi", "rope"]), 40, {"layers": (0,)}, "got 0"),
-        (lambda: poisoned(), 40, {}, "must be finite, got NaN or inf in layer 1"),
+        (lambda: poisoned(lambda layer: layer.self_attn.q_proj), 40, {}, "must be finite, got NaN or inf in layer 1"),
+        (lambda: poisoned(lambda layer: layer.mlp.down_proj), 40, {}, "got NaN or inf after the last layer"),
     ],
 )
-def test_what_cannot_be_analysed_is_refused(model: Any, length: int, settings: Any, message: str) -> None:
+def test_models_that_cannot_be_analyzed_raise(model: Any, length: int, settings: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         analyze(model(), [text(length)], Settings(**settings))
 
 
-def poisoned() -> FarspanForCausalLM:
+def poisoned(find: Any) -> FarspanForCausalLM:
     model = small("rope")
-    with torch.no_grad():
-        model.model.layers[1].self_attn.q_proj.weight[0, 0] = torch.nan  # type: ignore[union-attr, index]
+    find(model.model.layers[1]).weight.data[0, 0] = torch.nan
     return model
 
 
 @pytest.mark.parametrize(
-    "bad",
+    ("name", "value"),
     [
-        {"scalings": ("linear",)},
-        {"scalings": ("none", "nkt")},
-        {"factor": 0.5},
-        {"factor": 1e300},
-        {"queries": 1},
-        {"seed": -1},
+        ("scalings", ("linear",)),
+        ("scalings", ("none", "nkt")),
+        ("factor", 0.5),
+        ("factor", 1e300),
+        ("queries", 1),
+        ("seed", -1),
     ],
 )
-def test_settings_that_cannot_be_meant_are_refused(bad: Any) -> None:
-    with pytest.raises(ValueError, match="must"):
-        Settings(**bad)
+def test_bad_settings_raise(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"{name} must"):
+        Settings(**{name: value})
 
 
 def peak(length: int) -> int:

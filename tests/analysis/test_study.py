@@ -46,6 +46,6 @@ def test_values_that_do_not_vary_have_no_correlation() -> None:
     ("x", "y", "message"),
     [([1, 2], [1, 2, 3], "paired"), ([1, 2], [1, 2], "at least 3"), ([1, 2, math.nan], [1, 2, 3], "finite")],
 )
-def test_what_cannot_be_correlated_is_an_error(x: list[float], y: list[float], message: str) -> None:
+def test_values_that_cannot_be_correlated_raise(x: list[float], y: list[float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         correlation(x, y)
