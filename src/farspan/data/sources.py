@@ -13,21 +13,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from farspan.errors import require, unknown
 from farspan.utils import sha256
 
 COMPRESSED = (".gz", ".xz", ".zst")
-KINDS = {".txt": "text", ".md": "text", ".rst": "text", ".py": "text"}
-KINDS |= {".jsonl": "lines", ".json": "lines", ".ndjson": "lines"}
 NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 FORMATS = "a file .txt .md .rst .py .jsonl (or these .gz .xz .zst) .parquet, a directory, 'stdlib' or 'hf:NAME'"
 BLOCK = 2**16
 
 
-@dataclass(frozen=True)
-class Document:
+class Document(NamedTuple):
     """A text and its origin: a file, `file:line` or `file:row`."""
 
     text: str
@@ -80,10 +77,10 @@ def resolve(name: str) -> Source:
     path = Path(name)
     require(path.exists(), f"source must exist, got {name!r}; give {FORMATS}")
     if path.is_dir():
-        files = _walk(path, lambda file: kind(file) is not None)
+        files = _walk(path, lambda file: _reader(file) is not None)
         require(bool(files), f"source must hold text files, got the directory {name!r} without any; give {FORMATS}")
         return Source(name, files, path)
-    require(kind(path) is not None, f"source must have a known ending, got {name!r}; give {FORMATS}")
+    require(_reader(path) is not None, f"source must have a known ending, got {name!r}; give {FORMATS}")
     return Source(name, (path,))
 
 
@@ -94,18 +91,6 @@ def _walk(root: Path, keep: Callable[[Path], bool], skip: set[str] | frozenset[s
         folders[:] = [name for name in folders if not name.startswith(".") and name not in skip]
         found += [Path(folder, name) for name in names if not name.startswith(".") and keep(Path(name))]
     return tuple(sorted(found, key=lambda path: path.relative_to(root).as_posix()))
-
-
-def kind(path: Path) -> str | None:
-    """Tell 'text', 'lines' or 'parquet' by the ending of a file; None for any other.
-
-    >>> kind(Path("a.jsonl.xz")), kind(Path("b.py")), kind(Path("c.png"))
-    ('lines', 'text', None)
-    """
-    name = path.name.lower()
-    if name.endswith(".parquet"):
-        return "parquet"
-    return KINDS.get(Path(Path(name).stem if name.endswith(COMPRESSED) else name).suffix)
 
 
 def documents(source: str, field: str = "text") -> Iterator[Document]:
@@ -139,7 +124,7 @@ def located(source: Source, field: str) -> Iterator[tuple[Document, int]]:
         size = path.stat().st_size
         # An empty __init__.py is ordinary in a directory; an empty file that the user named is a mistake.
         if size or source.root is None:
-            for where, text, position in READERS[str(kind(path))](path, name, field):
+            for where, text, position in (_reader(path) or _text)(path, name, field):
                 count += 1
                 yield Document(_checked(text, where), where), before + position
         before += size
@@ -148,6 +133,15 @@ def located(source: Source, field: str) -> Iterator[tuple[Document, int]]:
 
 Texts = Iterator[tuple[str, str, int]]
 """Origin and text of each document, and the bytes of the file read so far."""
+Reader = Callable[[Path, str, str], Texts]
+
+
+def _reader(path: Path) -> Reader | None:
+    """Return what reads a file with this ending."""
+    name = Path(path.name.lower())
+    if name.suffix == ".parquet":  # compressed within
+        return _parquet
+    return READERS.get(Path(name.stem).suffix if name.suffix in COMPRESSED else name.suffix)
 
 
 def _text(path: Path, name: str, field: str) -> Texts:
@@ -193,7 +187,8 @@ def _parquet(path: Path, name: str, field: str) -> Texts:
         ) from error
 
 
-READERS: dict[str, Callable[[Path, str, str], Texts]] = {"text": _text, "lines": _lines, "parquet": _parquet}
+READERS: dict[str, Reader] = dict.fromkeys((".txt", ".md", ".rst", ".py"), _text)
+READERS |= dict.fromkeys((".jsonl", ".json", ".ndjson"), _lines)
 
 
 def _hub(name: str, field: str) -> Iterator[tuple[str, str]]:
