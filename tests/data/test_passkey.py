@@ -65,7 +65,7 @@ def test_a_short_training_row_is_one_document_that_ends_with_its_answer() -> Non
 
 
 class Pieces(Exact):
-    """Writes numbers below 60 000 with one token, others with a token a digit."""
+    """Encodes numbers below 60 000 as one token, others as one token per digit."""
 
     def encode(self, text: str) -> list[int]:
         return super().encode(re.sub("[1-5][0-9]{4}", "0", text))

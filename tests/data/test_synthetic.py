@@ -151,7 +151,7 @@ def test_every_pair_is_shown_once_and_asked_once(task: MQAR) -> None:
 
 
 def test_recall_gaps_follow_the_power_law() -> None:
-    """With one pair, the place of the question is drawn with weight g^(power-1)."""
+    """With one pair, the position of the question is drawn with weight g^(POWER-1)."""
     task, examples = MQAR(length=34, pairs=1), 4000
     _, labels = task.draw(examples, seed=2)
     gaps = (np.argmax(labels != IGNORED, axis=1) - 2) // 2

@@ -83,7 +83,7 @@ def test_a_truncation_in_tokenizer_json_does_not_cut_documents(tmp_path: Path) -
     assert loaded.fingerprint == TRAINED.fingerprint
 
 
-def test_bad_tokenizers_are_refused(tmp_path: Path) -> None:
+def test_bad_tokenizers_raise(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"vocab_size must be ≥ 257 .*got 256; try"):
         train_bpe(["a"], 256)
     with pytest.raises(ValueError, match=r"tokenizer must exist, got '.*gone\.json'"):

@@ -243,7 +243,7 @@ def needs(module: str, package: str, what: str) -> Any:
 def opened(path: Path) -> Iterator[tuple[Any, Any]]:
     """Yield (decompressed stream, file); the position of the file shows how much of it has been read."""
     suffix = path.suffix.lower()
-    decompress = {".gz": gzip.open, ".xz": lzma.open, ".zst": _Zstandard}.get(suffix)
+    decompress: Any = {".gz": gzip.open, ".xz": lzma.open, ".zst": _Zstandard}.get(suffix)
     with open(path, "rb") as raw:
         try:
             stream: Any = decompress(raw) if decompress else raw
