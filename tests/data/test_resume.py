@@ -213,7 +213,7 @@ def test_tokens_before_a_bad_line_are_kept_and_a_corrected_source_continues(
     assert contents(out) == contents(tmp_path / "whole")
 
 
-def test_work_that_version_0_1_left_unfinished_continues(
+def test_work_that_version_0_1_left_unfinished_continues_if_all_saved_tokens_are_there(
     sources: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     finish = ShardWriter.finish
@@ -227,6 +227,13 @@ def test_work_that_version_0_1_left_unfinished_continues(
     assert position.pop("checksum")
     assert position["documents"] > 5
     state.write_text(json.dumps(found | {"place": position}))
+
+    tokens = next((tmp_path / "out").glob("train-0000[1-9].bin"))
+    data = tokens.read_bytes()
+    tokens.write_bytes(b"")
+    with pytest.raises(OSError, match=r"train-0000\d.bin lost data, so it cannot be continued; delete the folder"):
+        run(sources, tmp_path / "out")
+    tokens.write_bytes(data)
     for out in ("out", "whole"):
         run(sources, tmp_path / out)
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")

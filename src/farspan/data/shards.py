@@ -209,7 +209,8 @@ class ShardWriter:
         sizes = self._tokens * self._dtype.itemsize, self._documents * START.itemsize
         for path, size in zip(self._paths(), sizes, strict=True):
             path.touch()
-            require(path.stat().st_size >= size, f"{path} lost data, so it cannot be continued; {REMEDY}")
+            if path.stat().st_size < size:
+                raise OSError(f"{path} lost data, so it cannot be continued; {REMEDY}")
             os.truncate(path, size)
             self._files.append(open(path, "ab", buffering=0))  # noqa: SIM115 - closed by close()
 
