@@ -9,11 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from farspan.analysis.census import WEIGHTS, share
-from farspan.analysis.curves import band
-from farspan.analysis.run import Analysis
+from farspan.analysis.run import Analysis, band_losses
 from farspan.data.sources import needs
 from farspan.errors import require
-from farspan.evaluation.perplexity import token_losses
 from farspan.modeling_farspan import FarspanForCausalLM
 from farspan.utils import Progress, silent
 
@@ -150,9 +148,5 @@ def _silence(head: int, width: int) -> Callable[[nn.Module, tuple[Tensor, ...]],
 
 def _losses(model: FarspanForCausalLM, ids: Tensor, hidden: Tensor, lengths: Sequence[int]) -> Tensor:
     """Return the mean loss of each length's band, (lengths) float64, from the last block's output."""
-    hidden, means = model.model.norm(hidden), []
-    for length in lengths:
-        first, end = band(length, model.config.train_length)
-        end = min(end, hidden.shape[1])
-        means.append(token_losses(model, hidden[:, first:end], ids[None, first + 1 : end + 1]).double().mean())
-    return torch.stack(means).cpu()
+    hidden = model.model.norm(hidden)
+    return torch.stack([band_losses(model, hidden, ids, length).mean() for length in lengths]).cpu()
