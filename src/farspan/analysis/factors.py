@@ -170,10 +170,13 @@ def walk(
     context = model.model.context(hidden, rotary_length=tokens.shape[0])
     for index, block in enumerate(model.model.layers):
         if index in layers:
-            q, k, _ = block.self_attn.project(block.input_layernorm(hidden))
+            q, k = block.self_attn.project(block.input_layernorm(hidden))[:2]
             for x, where in ((hidden, "before"), (q, "in"), (k, "in")):
                 _check_finite(x, f"{where} layer {index}")
-            visit(factors(block.self_attn, index, q, k), torch.linalg.vector_norm(hidden[0], dim=-1))
+            made = factors(block.self_attn, index, q, k)
+            del q, k, x  # at long lengths they are most of the memory
+            visit(made, torch.linalg.vector_norm(hidden[0], dim=-1))
+            del made
         hidden = block(hidden, context)
     hidden = model.model.norm(hidden)
     _check_finite(hidden, "after the last layer")
