@@ -5,13 +5,10 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from farspan_cli.app import app, fail
 from farspan_cli.progress import show_progress
-
-OLD_NAMES = {"pi": "linear", "dynamic": "dynamic_ntk"}
-"""What version 0.1 called the methods."""
 
 
 @app.command()
@@ -21,9 +18,7 @@ def analyze(
     out: Annotated[Path, typer.Option(help="Folder for numbers, figures and the page; several models may share it.")],
     label: Annotated[str | None, typer.Option(help="Name of the model in results; by default its attention.")] = None,
     layers: Annotated[str | None, typer.Option(help="Only these layers, e.g. 0,5,11.")] = None,
-    scalings: Annotated[
-        str, typer.Option("--scalings", "--laws", help="Scaling methods to compare.")
-    ] = "none,linear,ntk,dynamic_ntk,yarn",
+    scalings: Annotated[str, typer.Option(help="Methods to compare.")] = "none,linear,ntk,dynamic_ntk,yarn",
     factor: Annotated[float, typer.Option(help="Factor of the scalings.", min=1)] = 4.0,
     queries: Annotated[int, typer.Option(help="Sampled queries per text, half inside the window.", min=2)] = 64,
     text_tokens: Annotated[
@@ -31,7 +26,6 @@ def analyze(
     ] = None,
     texts: Annotated[int, typer.Option(help="At most so many documents.", min=1)] = 4,
     tokenizer: Annotated[str | None, typer.Option(help="A tokenizer.json or folder; by default the model's.")] = None,
-    passkey: Annotated[int, typer.Option(help="Passkey cases per length, for the effective window.", min=0)] = 0,
     ablate: Annotated[
         bool, typer.Option("--ablate", help="Also measure the loss without each head, on every text: slow.")
     ] = False,
@@ -56,14 +50,9 @@ def analyze(
             chosen = tuple(int(part) for part in layers.split(","))
         except ValueError:
             fail(f"--layers must be whole numbers separated by commas, got {layers!r}; try --layers 0,1")
-    methods = tuple(dict.fromkeys(OLD_NAMES.get(name, name) for name in scalings.split(",")))
-    settings = Settings(methods, factor, queries, layers=chosen, seed=seed)
+    settings = Settings(tuple(dict.fromkeys(scalings.split(","))), factor, queries, layers=chosen, seed=seed)
     console = Console()
     with show_progress(console) as show:
-
-        def tell(done: float, total: float | None, text: str = "", *, phase: str = "") -> None:
-            show(done, total, text, phase=phase)
-
         rows, path = analyze_checkpoint(
             model,
             text,
@@ -73,10 +62,9 @@ def analyze(
             tokenizer=tokenizer,
             texts=texts,
             text_tokens=text_tokens,
-            passkey_cases=passkey,
             ablate=ablate,
             force=force,
-            progress=tell,
+            progress=show,
         )
     console.print(_summary(rows))
     for row in rows:
@@ -87,15 +75,14 @@ def analyze(
                 f"(95% {low:.2f} to {high:.2f}), {'not ' if row['null'] else ''}told from chance",
                 soft_wrap=True,
             )
-    for file in (path, path.with_suffix(".npz"), *_page(out)):
+    for file in (path, *_page(out)):
         console.print(f"written: {file}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _summary(rows: list[dict[str, Any]]) -> Table:
     names = "layer", "Θ past π", "by |q||k|", "by attention", "damped tokens", "bound failed"
-    table = Table(*names, title="initial angles, inside the training length")
-    for column in table.columns:
-        column.justify = "right"
+    columns = [Column(name, justify="right") for name in names]
+    table = Table(*columns, title="initial angles, inside the training length")
     # Eq. 20 is a theorem only where all initial angles are zero.
     zero = rows[0]["attention"] in ("coca-exact", "coca-strict")
     checks = ("eq19", "eq20", "eq21") if zero else ("eq19", "eq21")

@@ -36,12 +36,8 @@ def data(
 
     console, chosen = Console(), tokenizer if train_tokenizer is None else train_tokenizer
     with show_progress(console) as show:
-
-        def tell(done: float, total: float | None, text: str = "", *, phase: str = "") -> None:
-            show(done, total, text, phase=phase)
-
         manifest = prepare(
-            text, out, tokenizer=chosen, field=field, valid_share=valid_share, workers=workers, progress=tell
+            text, out, tokenizer=chosen, field=field, valid_share=valid_share, workers=workers, progress=show
         )
     for split, found in manifest["splits"].items():
         console.print(f"{split}: {found['tokens']:,} tokens, {found['documents']:,} documents")

@@ -12,7 +12,7 @@ from farspan.layers import Attention
 from farspan.ops.masking import make_mask
 from farspan.ops.reference import pairs, repeat_heads, rotations, scores_coca, scores_rope, visible
 
-TURN = 2 * math.pi
+CIRCLE = 2 * math.pi
 
 
 def scores(attention: Attention, q: Tensor, k: Tensor) -> Tensor:
@@ -41,7 +41,7 @@ def initial_angles(attention: Attention, q: Tensor, k: Tensor) -> tuple[Tensor, 
         keys = pairs(repeat_heads(k, q.shape[1]))[0][:, None]
         product = query * keys.conj()
     angle = product.angle()
-    return torch.where(angle < 0, angle + TURN, angle), query.abs() * keys.abs()
+    return torch.where(angle < 0, angle + CIRCLE, angle), query.abs() * keys.abs()
 
 
 def count_crossings(angle: float, theta: float, reach: int) -> tuple[int, int, int]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from farspan.analysis import census as census_module
-from farspan.analysis.census import BINS, TURN, Census, crossings, share
+from farspan.analysis.census import BINS, CIRCLE, Census, crossings, share
 from farspan.analysis.factors import SCALINGS, Factors, frequencies_at, scaled
 from farspan.ops.rotary import Rotary
 from tests.analysis.reference import count_crossings, initial_angles, probabilities, scores
@@ -28,23 +28,15 @@ def census_of(made: Factors, queries: Tensor) -> Census:
     return census
 
 
-@pytest.mark.parametrize("attention", KINDS, ids=str)
-def test_logits_are_the_layers_own_scores(attention: Any) -> None:
-    model = small(attention, rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 100.0})
+@pytest.mark.parametrize(("attention", "method"), [*((kind, "dynamic") for kind in KINDS), ("rope", "yarn")], ids=str)
+def test_logits_are_the_layers_own_scores(attention: Any, method: str) -> None:
+    model = small(attention, rope_parameters={"rope_type": method, "factor": 4.0, "rope_theta": 100.0})
     made, q, k = seen(model, text(N))
     layer: Any = model.model.layers[1].self_attn
     logits = made.logits(torch.arange(N))
     mask = logits.isfinite()
     assert torch.equal(mask[0], probabilities(layer, q, k)[0] > 0)
     assert float((logits - scores(layer, q, k) * layer.scaling)[mask].abs().max()) < 1e-11
-
-
-def test_yarn_cools_the_logits() -> None:
-    model = small("rope", rope_parameters={"rope_type": "yarn", "factor": 4.0, "rope_theta": 100.0})
-    made, q, k = seen(model, text(N))
-    layer: Any = model.model.layers[1].self_attn
-    logits = made.logits(torch.arange(N))
-    assert float((logits - scores(layer, q, k) * layer.scaling)[logits.isfinite()].abs().max()) < 1e-11
 
 
 @pytest.mark.parametrize("attention", KINDS, ids=str)
@@ -62,22 +54,22 @@ def test_census_equals_brute_force(attention: Any, at_once: int, monkeypatch: py
     p = probabilities(layer, q, k)
     weights = [(p > 0).double()[..., None].expand_as(angle), energy * (p > 0)[..., None], p[..., None].expand_as(angle)]
     distance = (torch.arange(N)[:, None] - torch.arange(N))[None, :, :, None]
-    tau = torch.where(angle > math.pi, (TURN - angle), 0.0) / census.theta[:, None, None, None]  # law h n m j
+    tau = torch.where(angle > math.pi, (CIRCLE - angle), 0.0) / census.theta[:, None, None, None]  # scaling h n m j
     for w, weight in enumerate(weights):
         picked = weight[:, queries]
         close(census.totals[w], picked.sum((1, 2)))
         close(census.past[w], (picked * (angle > math.pi)[:, queries]).sum((1, 2)))
         for b in range(BINS):
-            bin_ = (angle * (BINS / TURN)).floor() == b
+            bin_ = (angle * (BINS / CIRCLE)).floor() == b
             close(census.histogram[w, ..., b], (picked * bin_[:, queries]).sum((1, 2)))
-        for law in range(len(SCALINGS)):
-            inside = ((distance < tau[law]) & (angle > math.pi))[:, queries]
-            close(census.zone[law, w], (picked * inside).sum((1, 2)))
+        for scaling in range(len(SCALINGS)):
+            inside = ((distance < tau[scaling]) & (angle > math.pi))[:, queries]
+            close(census.zone[scaling, w], (picked * inside).sum((1, 2)))
     plain = weights[0][:, queries]
-    for law in range(len(SCALINGS)):
-        close(census.damped[law], (plain * tau[law].ceil().clamp(max=L0)[:, queries]).sum((1, 2)))
+    for scaling in range(len(SCALINGS)):
+        close(census.damped[scaling], (plain * tau[scaling].ceil().clamp(max=L0)[:, queries]).sum((1, 2)))
         anomalous = (plain * (angle > math.pi)[:, queries]).sum((1, 2))
-        close(census.mean_tau()[law], share((plain * tau[law][:, queries]).sum((1, 2)), anomalous, [0]))
+        close(census.mean_tau()[scaling], share((plain * tau[scaling][:, queries]).sum((1, 2)), anomalous, [0]))
     assert census.queries == len(queries)
     assert census.pairs == int((p[0, queries] > 0).sum())
 
@@ -89,12 +81,12 @@ def test_crossings_equal_a_walk_along_the_circle(reach: int) -> None:
     census = census_of(made, queries)
     layer: Any = small("rope").model.layers[1].self_attn
     angle, _ = initial_angles(layer, q, k)
-    for law in (0, 1, 2):
-        mean, ever = crossings(census, law, reach)
+    for scaling in (0, 1, 2):
+        mean, ever = crossings(census, scaling, reach)
         for head in (0, 3):
             for pair in range(4):
                 found = [
-                    count_crossings(float(angle[head, m, n, pair]), float(census.theta[law, pair]), reach)
+                    count_crossings(float(angle[head, m, n, pair]), float(census.theta[scaling, pair]), reach)
                     for m in queries.tolist()
                     for n in range(m + 1)
                 ]
@@ -120,20 +112,20 @@ def test_planted_angles_come_back() -> None:
     """Constant queries and keys (biases only) at chosen angles: the census must return exactly those."""
     model = small("rope", qkv_bias=True, num_key_value_heads=4)
     layer: Any = model.model.layers[1].self_attn
-    planted = torch.rand(4, 4, dtype=torch.float64) * TURN  # head, pair
-    turned = torch.rand(4, 4, dtype=torch.float64) * TURN
+    planted = torch.rand(4, 4, dtype=torch.float64) * CIRCLE  # head, pair
+    rotated = torch.rand(4, 4, dtype=torch.float64) * CIRCLE
     with torch.no_grad():
         layer.q_proj.weight.zero_(), layer.k_proj.weight.zero_()
-        for proj, angle, size in ((layer.q_proj, turned + planted, 2.0), (layer.k_proj, turned, 3.0)):
+        for proj, angle, size in ((layer.q_proj, rotated + planted, 2.0), (layer.k_proj, rotated, 3.0)):
             proj.bias.copy_(torch.cat((angle.cos(), angle.sin()), dim=-1).flatten() * size)
     made, _, _ = seen(model, text(N))
     census = census_of(made, torch.arange(N))
     anomalous = (planted > math.pi).double()
     close(share(census.past, census.totals), anomalous.expand(3, -1, -1))
     close(census.totals[1] / census.pairs, torch.full((4, 4), 6.0, dtype=torch.float64))
-    close(census.gap / census.pairs, anomalous * (TURN - planted))
-    close(census.mean_tau()[0], share(anomalous * (TURN - planted), anomalous, [0]) / census.theta[0])
-    bins = (planted / TURN * BINS).long()
+    close(census.gap / census.pairs, anomalous * (CIRCLE - planted))
+    close(census.mean_tau()[0], share(anomalous * (CIRCLE - planted), anomalous, [0]) / census.theta[0])
+    bins = (planted / CIRCLE * BINS).long()
     assert torch.equal(census.histogram[0].argmax(-1), bins)
     assert torch.equal(census.histogram[0].amax(-1), torch.full((4, 4), float(census.pairs), dtype=torch.float64))
 

@@ -71,18 +71,12 @@ def test_eq19_and_eq21_hold_on_every_score_and_eq20_for_coca(attention: Any) -> 
 
 
 def test_a_broken_bound_is_counted() -> None:
-    """Equal h_j: neighbours do not differ, so Eq. 19 without its last term bounds by 0; Eq. 20 needs Θ_j = 0."""
-    ones = torch.ones(1, 9, 4, dtype=torch.complex128)
-    flat = Factors(0, "rope", ones, ones, ones, None, Rotary(8), 1.0, None)
-    decay = Decay([0, 1])
-    decay.add(flat)
-    assert decay.broken == {"eq19": 0, "eq20": 0, "eq21": 0, "eq19_inner": 17}
+    """Eq. 20 needs Θ_j = 0."""
     one = torch.ones(1, 9, 1, dtype=torch.complex128)  # one pair at Θ = π/2: |a(s)| = |sin s|, bounded by |cos s|?
-    turned = Factors(0, "rope", one * 1j, one, one * 1j, None, Rotary(2), 1.0, None)
+    rotated = Factors(0, "rope", one * 1j, one, one * 1j, None, Rotary(2), 1.0, None)
     decay = Decay([1, 2, 3])
-    decay.add(turned)
-    assert decay.broken["eq20"] == 8 + 7  # at distances 1 and 2, not at 3
-    assert decay.broken["eq19"] == 0
+    decay.add(rotated)
+    assert decay.broken == {"eq19": 0, "eq20": 8 + 7, "eq21": 0}  # at distances 1 and 2, not at 3
 
 
 def test_a_long_text_is_sampled_evenly() -> None:
@@ -153,15 +147,15 @@ def test_the_microscope_sees_what_was_split_and_moved() -> None:
     same(slack.per_head()["absolute_share"], squares[1] / (squares[0] + squares[1]))
     here, there = (made.logits(queries, shift=shift).softmax(-1) for shift in (0, 16))
     same(slack.per_head()["moved_share"], (here - there).abs().sum(-1).mean(-1) / 2)
-    size, rising, turned = torch.zeros(3, 4, dtype=torch.float64)
+    size, rising, rotated = torch.zeros(3, 4, dtype=torch.float64)
     for m in queries.tolist():
         for n in range(m + 1):
             h = made.query[:, m] * made.key[:, n].repeat_interleave(2, 0).conj()
             size += h.abs().sum(-1)
             rising += (h.abs() * (h.imag < 0)).sum(-1)
-            turned += (h.abs() * h.angle().abs()).sum(-1)
+            rotated += (h.abs() * h.angle().abs()).sum(-1)
     same(slack.per_head()["rising_share"], rising / size)
-    same(slack.per_head()["mean_angle"], turned / size)
+    same(slack.per_head()["mean_angle"], rotated / size)
     assert float(slack.per_head()["absolute_share"].min()) > 0.01
 
 

@@ -1,4 +1,4 @@
-"""Rank correlation with its interval, and the effective window."""
+"""Rank correlation with its interval."""
 
 import math
 from typing import Any
@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from farspan.analysis import effective_window, rank_correlation
-from farspan.analysis.study import EffectiveWindow
+from farspan.analysis import rank_correlation
 
 
 def correlation(x: Any, y: Any, **options: Any) -> dict[str, Any]:
@@ -47,20 +46,6 @@ def test_values_that_do_not_vary_have_no_correlation() -> None:
     ("x", "y", "message"),
     [([1, 2], [1, 2, 3], "paired"), ([1, 2], [1, 2], "at least 3"), ([1, 2, math.nan], [1, 2, 3], "finite")],
 )
-def test_what_cannot_be_correlated_is_an_error(x: list[float], y: list[float], message: str) -> None:
+def test_values_that_cannot_be_correlated_raise(x: list[float], y: list[float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         correlation(x, y)
-
-
-def test_effective_window_bounds() -> None:
-    edges = [64, 128, 256]
-    all_found = [(d, True) for d in (10, 100, 200)]
-    assert effective_window(all_found, edges) == EffectiveWindow(256, None, 3)
-    none_found = [(d, False) for d in (10, 100, 200)]
-    assert effective_window(none_found, edges) == EffectiveWindow(0, 0, 3)
-    lucky = [(10, True), (100, False), (100, False), (100, True), (200, False)]
-    assert effective_window(lucky, edges) == EffectiveWindow(64, 128, 5)
-    late = [(10, True), (100, False), (200, True)]  # one find far out forbids an upper bound before it
-    assert effective_window(late, edges) == EffectiveWindow(64, None, 3)
-    with pytest.raises(ValueError, match="at least one"):
-        effective_window([], edges)

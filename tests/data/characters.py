@@ -1,8 +1,8 @@
-"""Tokenizers of one token a character."""
+"""Tokenizers of one token per character."""
 
 
 class Letters:
-    """A tokenizer of one token a character."""
+    """One token per character, not reversible."""
 
     def encode(self, text: str) -> list[int]:
         return [ord(c) % 97 for c in text]
@@ -12,7 +12,7 @@ class Letters:
 
 
 class Exact:
-    """One token a character, reversible."""
+    """One token per character, reversible."""
 
     def encode(self, text: str) -> list[int]:
         return list(map(ord, text))

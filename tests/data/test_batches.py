@@ -11,28 +11,26 @@ from farspan.data import Batches, Shards, prepare
 from tests.data.corpora import jsonl, texts
 
 
-def make(folder: Path, name: str, letter: str, **options: Any) -> Shards:
-    source = jsonl(folder / f"{name}.jsonl", [letter * (50 + n) for n in range(100)])
-    prepare([str(source)], folder / name, valid_share=0, workers=1, **options)
-    return Shards(folder / name)
+def make(folder: Path, documents: list[str], **options: Any) -> Shards:
+    source = jsonl(folder.with_suffix(".jsonl"), documents)
+    prepare([str(source)], folder, valid_share=0, workers=1, **options)
+    return Shards(folder)
 
 
 @pytest.fixture(scope="module")
-def books(tmp_path_factory: pytest.TempPathFactory) -> Shards:
-    return make(tmp_path_factory.mktemp("books"), "books", "b")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("batches")
 
 
 @pytest.fixture(scope="module")
-def code(tmp_path_factory: pytest.TempPathFactory) -> Shards:
-    return make(tmp_path_factory.mktemp("code"), "code", "c")
+def books(folder: Path) -> Shards:
+    return make(folder / "books", ["b" * (50 + n) for n in range(100)])
 
 
 @pytest.fixture(scope="module")
-def prose(tmp_path_factory: pytest.TempPathFactory) -> Shards:
+def prose(folder: Path) -> Shards:
     """Text in which windows differ."""
-    folder = tmp_path_factory.mktemp("prose")
-    prepare([str(jsonl(folder / "a.jsonl", texts(300)))], folder / "out", valid_share=0, workers=1, shard_tokens=10_000)
-    return Shards(folder / "out")
+    return make(folder / "prose", texts(300), shard_tokens=10_000)
 
 
 def test_a_batch_is_a_pure_function_of_seed_step_and_row(prose: Shards) -> None:
@@ -71,7 +69,8 @@ def test_every_window_can_be_drawn_the_last_token_included(prose: Shards) -> Non
     assert np.array_equal(whole, prose.window(0, prose.tokens_total))
 
 
-def test_sources_are_mixed_by_weight(books: Shards, code: Shards) -> None:
+def test_sources_are_mixed_by_weight(books: Shards, folder: Path) -> None:
+    code = make(folder / "code", ["c" * (50 + n) for n in range(100)])
     batches = Batches([(books, 3), (code, 1)], 8, 100, seed=1)
     rows = torch.cat([batches.batch(step) for step in range(20)])
     share = (rows == ord("c") + 1).any(1).double().mean().item()
@@ -93,8 +92,8 @@ def test_passkey_documents_replace_their_share_and_leave_other_rows_alone(prose:
     assert len({tuple(row) for row in rows[special].tolist()}) == special.sum()
 
 
-def test_different_tokenizers_are_refused(books: Shards, tmp_path: Path) -> None:
-    other = make(tmp_path, "other", "o", tokenizer=260)
+def test_different_tokenizers_raise(books: Shards, tmp_path: Path) -> None:
+    other = make(tmp_path / "other", texts(100), tokenizer=260)
     with pytest.raises(ValueError, match=r"tokenizer must be the same for all sources, got .*; prepare both with"):
         Batches([(books, 1), (other, 1)], 8, 2, seed=0)
 
@@ -112,21 +111,27 @@ def test_different_tokenizers_are_refused(books: Shards, tmp_path: Path) -> None
         ({"weight": float("nan")}, "weight must be > 0, got nan"),
     ],
 )
-def test_bad_arguments_are_refused(change: dict[str, Any], message: str, books: Shards) -> None:
+def test_bad_arguments_raise(change: dict[str, Any], message: str, books: Shards) -> None:
     arguments = {"length": 8, "batch_size": 4, "seed": 0} | change
     with pytest.raises(ValueError, match=message):
         Batches([(books, arguments.pop("weight", 1))], **arguments)
 
 
-def test_bad_calls_are_refused(books: Shards) -> None:
-    batches = Batches([(books, 1)], 8, 4, seed=0)
-    with pytest.raises(ValueError, match="batch_size must be a multiple of the number of processes, got 4 for 3"):
-        batches.batch(0, 0, 3)
-    with pytest.raises(ValueError, match="rank must be between 0 and 1, got 2"):
-        batches.batch(0, 2, 2)
-    with pytest.raises(ValueError, match="step must be ≥ 0, got -1"):
-        batches.batch(-1)
-    for tokens in (np.zeros(5, int), np.zeros(9), np.full(9, 300)):
-        wrong = Batches([(books, 1)], 8, 4, 0, passkey_share=1, passkey_document=lambda _, n, tokens=tokens: tokens)
-        with pytest.raises(ValueError, match="passkey_document must return"):
-            wrong.batch(0)
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((0, 0, 3), "batch_size must be a multiple of the number of processes, got 4 for 3"),
+        ((0, 2, 2), "rank must be between 0 and 1, got 2"),
+        ((-1,), "step must be ≥ 0, got -1"),
+    ],
+)
+def test_bad_calls_raise(arguments: tuple[int, ...], message: str, books: Shards) -> None:
+    with pytest.raises(ValueError, match=message):
+        Batches([(books, 1)], 8, 4, seed=0).batch(*arguments)
+
+
+@pytest.mark.parametrize("tokens", [np.zeros(5, int), np.zeros(9), np.full(9, 300), np.full(9, -1)], ids=str)
+def test_passkey_documents_of_other_tokens_raise(tokens: np.ndarray, books: Shards) -> None:
+    wrong = Batches([(books, 1)], 8, 4, 0, passkey_share=1, passkey_document=lambda random, length: tokens)
+    with pytest.raises(ValueError, match="passkey_document must return 9 token ids below 257, got array"):
+        wrong.batch(0)

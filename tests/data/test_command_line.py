@@ -1,14 +1,12 @@
 """`farspan data` end to end."""
 
 import lzma
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from farspan.data import Shards, load_tokenizer
-from tests.command_line import farspan
+from tests.command_line import called
 from tests.data.corpora import jsonl, texts
 
 
@@ -18,20 +16,18 @@ def test_text_becomes_shards(tmp_path: Path) -> None:
     packed.write_bytes(lzma.compress(source.read_bytes()))
     out = tmp_path / "out"
     options = ("--field", "body", "--train-tokenizer", 300, "--valid-share", 0.1, "--workers", 2, "--out", out)
-    done = farspan("data", packed, *options)
-    assert done.returncode == 0, done.stderr
+    status, shown, error = called("data", packed, *options)
+    assert (status, error) == (0, "")
     train, valid = Shards(out, verify=True), Shards(out, "valid", verify=True)
     assert train.documents_total + valid.documents_total == 80
-    assert f"train: {train.tokens_total:,} tokens, {train.documents_total} documents" in done.stdout
+    assert f"train: {train.tokens_total:,} tokens, {train.documents_total} documents" in shown
     assert load_tokenizer(out).decode(train.document(0)[:-1]) in texts(80)
-    assert not done.stderr
 
 
 def test_help_shows_an_example() -> None:
-    """Here in a new interpreter, which loads no torch for it."""
-    done = subprocess.run([sys.executable, "-m", "farspan_cli", "data", "--help"], capture_output=True, text=True)
-    assert done.returncode == 0
-    assert "farspan data books.jsonl.xz --train-tokenizer 8192 --out data/books" in " ".join(done.stdout.split())
+    status, shown, _ = called("data", "--help")
+    assert status == 0
+    assert "farspan data books.jsonl.xz --train-tokenizer 8192 --out data/books" in " ".join(shown.split())
 
 
 @pytest.mark.parametrize(
@@ -43,8 +39,8 @@ def test_help_shows_an_example() -> None:
 )
 def test_bad_input_exits_2_with_one_line(content: bytes, options: list[str], message: str, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl.xz").write_bytes(content)
-    done = farspan("data", tmp_path / "a.jsonl.xz", *options, "--out", tmp_path / "out")
-    assert done.returncode == 2
-    assert message in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
-    assert not (tmp_path / "out" / "manifest.json").exists()
+    status, _, error = called("data", tmp_path / "a.jsonl.xz", *options, "--out", tmp_path / "out")
+    assert status == 2
+    assert message in error
+    assert len(error.strip().splitlines()) == 1
+    assert not (tmp_path / "out").exists()

@@ -55,40 +55,32 @@ def test_half_of_the_long_training_rows_hold_several_texts_each_with_its_own_ans
     assert 2 < np.mean([count for count in counts if count > 1]) < 12
 
 
-def test_a_short_training_row_is_one_text() -> None:
-    row, document = (f(Exact(), np.random.default_rng(3), 1000) for f in (training_row, training_document))
+def test_a_short_training_row_is_one_document_that_ends_with_its_answer() -> None:
+    row, document = (make(Exact(), np.random.default_rng(3), 1000) for make in (training_row, training_document))
     assert (row == document).all()
-
-
-def test_a_training_document_ends_with_the_answer() -> None:
-    document = training_document(Exact(), np.random.default_rng(0), 450)
+    assert len(document) == 1000
     text = Exact().decode(document.tolist())
-    assert len(document) == 450
-    key = text[-6:-1]
-    assert text.endswith(ANSWER.format(key=key))
-    assert text.count(key) == 3
-
-
-def test_a_prompt_that_does_not_fit_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"length must be at least 225 tokens .* got 100"):
-        make_case(Exact(), 100, 12345, 0.5)
+    assert text.endswith(ANSWER.format(key=text[-6:-1]))
+    assert text.count(text[-6:-1]) == 3
 
 
 class Pieces(Exact):
-    """Writes numbers below 60 000 with one token, others with a token a digit."""
+    """Encodes numbers below 60 000 as one token, others as one token per digit."""
 
     def encode(self, text: str) -> list[int]:
         return super().encode(re.sub("[1-5][0-9]{4}", "0", text))
 
 
 @pytest.mark.parametrize("tokenizer", [Exact(), Pieces()])
-def test_what_is_not_refused_fits_whatever_the_key(tokenizer: Exact) -> None:
+def test_lengths_that_pass_the_check_fit_whatever_the_key(tokenizer: Exact) -> None:
     check_prompt(tokenizer, 225, "--lengths")
     check_row(tokenizer, 246, "length")
     for key in (10_000, 59_999, 60_000, 99_999):
         assert len(make_case(tokenizer, 225, key, 0.5).prompt) == 225
     for seed in range(8):
         assert len(training_row(tokenizer, np.random.default_rng(seed), 246 + 1)) == 247
+    with pytest.raises(ValueError, match=r"length must be at least 225 tokens .* got 224"):
+        make_case(Exact(), 224, 12345, 0.5)
     with pytest.raises(ValueError, match=r"--lengths must be at least 225 tokens .* got 224; use a longer one"):
         check_prompt(tokenizer, 224, "--lengths")
     with pytest.raises(ValueError, match=r"length of stage x must be at least 246 tokens .* got 245; use longer rows"):

@@ -1,4 +1,4 @@
-"""Interrupted, killed, shared or out of space: the shards come out the same."""
+"""Interrupted, killed, shared, corrected or out of space: the shards come out the same."""
 
 import json
 import multiprocessing
@@ -8,6 +8,7 @@ import resource
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 from farspan.data import Shards, prepare
 from farspan.data.shards import ShardWriter
 from farspan.utils import lock
-from tests.data.corpora import SMALL, TEXTS, all_texts, contents
+from tests.data.corpora import SMALL, TEXTS, all_texts, contents, jsonl
 
 prepare_module = sys.modules[prepare.__module__]  # the package's name for it is the function
 
@@ -28,19 +29,9 @@ def _small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepare_module, "SAVE_SECONDS", 0.0)
 
 
-def test_any_number_of_workers_gives_the_same_bytes(sources: list[str], expected: Path, tmp_path: Path) -> None:
-    for workers in (2, 3):
-        prepare(sources, tmp_path / f"{workers}", workers=workers, **SMALL)
-        assert contents(tmp_path / f"{workers}") == contents(expected)
-
-
-def _run(sources: list[str], out: Path, workers: int) -> None:
-    prepare(sources, out, workers=workers, **SMALL)
-
-
-def _killed_after(seconds: float, sources: list[str], out: Path, workers: int) -> int | None:
-    """Start preparing in another process and SIGKILL it after a while; its exit code."""
-    child = multiprocessing.get_context("fork").Process(target=_run, args=(sources, out, workers))
+def in_fork(seconds: float, function: Callable[..., object], *arguments: object) -> int | None:
+    """Call a function in another process, SIGKILL it after a while, and return its exit code."""
+    child = multiprocessing.get_context("fork").Process(target=function, args=arguments)
     child.start()
     child.join(seconds)
     if child.exitcode is None:
@@ -49,26 +40,34 @@ def _killed_after(seconds: float, sources: list[str], out: Path, workers: int) -
     return child.exitcode
 
 
+def run(sources: list[str], out: Path, workers: int = 1) -> None:
+    prepare(sources, out, workers=workers, **SMALL)
+
+
+def test_any_number_of_workers_gives_the_same_bytes(sources: list[str], expected: Path, tmp_path: Path) -> None:
+    for workers in (2, 3):
+        run(sources, tmp_path / f"{workers}", workers)
+        assert contents(tmp_path / f"{workers}") == contents(expected)
+
+
 @pytest.mark.parametrize("workers", [1, 2])
 def test_killed_at_any_moment_it_continues_to_the_same_bytes(
     workers: int, sources: list[str], expected: Path, tmp_path: Path
 ) -> None:
     began = time.monotonic()
-    prepare(sources, tmp_path / "timing", workers=workers, **SMALL)
-    whole = time.monotonic() - began
-    choose = random.Random(workers)
-    killed = 0
+    run(sources, tmp_path / "timing", workers)
+    whole, killed, choose = time.monotonic() - began, 0, random.Random(workers)
     for attempt in range(4):
         out = tmp_path / str(attempt)
         for _ in range(3):
-            if _killed_after(choose.uniform(0, whole), sources, out, workers) == -signal.SIGKILL:
+            if in_fork(choose.uniform(0, whole), run, sources, out, workers) == -signal.SIGKILL:
                 killed += 1
             else:
                 whole /= 2  # it was done before: the first run waited for a busy machine
             if not (out / "manifest.json").exists():
                 with pytest.raises(ValueError, match=r"must be a folder with manifest.json"):
                     Shards(out)
-        prepare(sources, out, workers=workers, **SMALL)
+        run(sources, out, workers)
         assert contents(out) == contents(expected)
     assert killed >= 3
 
@@ -87,22 +86,22 @@ def test_killed_at_any_replacement_it_continues_to_the_same_bytes(
         replace(source, target)
 
     monkeypatch.setattr(os, "replace", dying)
-    prepare(sources, tmp_path / "counting", workers=1, **SMALL)
+    run(sources, tmp_path / "counting")
     total = count
     for step in {*range(4), total // 3, total // 2, *range(total - 16, total, 3), total - 1}:
         count, last = 0, step
-        assert _killed_after(60, sources, tmp_path / f"{step}", 1) == -signal.SIGKILL
+        assert in_fork(60, run, sources, tmp_path / f"{step}") == -signal.SIGKILL
         last = -1
-        prepare(sources, tmp_path / f"{step}", workers=1, **SMALL)
+        run(sources, tmp_path / f"{step}")
         assert contents(tmp_path / f"{step}") == contents(expected)
 
 
-def _interrupted(sources: list[str], out: Path) -> None:
+def interrupted(sources: list[str], out: Path) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        prepare(sources, out, workers=2, **SMALL)
+        run(sources, out, 2)
     except KeyboardInterrupt:
-        sys.exit(7)  # a normal end: it waits for processes that the pool forgot
+        sys.exit(7)  # a normal end: it waits for threads that the pool forgot
 
 
 def test_ctrl_c_ends_at_once_and_the_rest_continues(
@@ -110,53 +109,52 @@ def test_ctrl_c_ends_at_once_and_the_rest_continues(
 ) -> None:
     append, calls = ShardWriter.append, 0
 
-    def interrupted(self: ShardWriter, *arguments: Any) -> None:
+    def interrupt(self: ShardWriter, *arguments: Any) -> None:
         nonlocal calls
         calls += 1
         append(self, *arguments)
         if calls == 6:
             os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(ShardWriter, "append", interrupted)
-    child = multiprocessing.get_context("fork").Process(target=_interrupted, args=(sources, tmp_path / "out"))
-    child.start()
-    child.join(20)
-    if child.exitcode is None:
-        child.kill()
-    assert child.exitcode == 7
+    monkeypatch.setattr(ShardWriter, "append", interrupt)
+    assert in_fork(20, interrupted, sources, tmp_path / "out") == 7
     monkeypatch.undo()
-    prepare(sources, tmp_path / "out", workers=1, **SMALL)
+    run(sources, tmp_path / "out")
     assert contents(tmp_path / "out") == contents(expected)
 
 
 def test_continuing_does_not_repeat_finished_work(
     sources: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    encode, written = ShardWriter.append, 0
+    append, written = ShardWriter.append, 0
 
-    def append(self: ShardWriter, tokens: Any, lengths: Any) -> None:
+    def stop_later(self: ShardWriter, tokens: Any, lengths: Any) -> None:
         nonlocal written
         if written > 110:
             raise KeyboardInterrupt
         written += len(lengths)
-        encode(self, tokens, lengths)
+        append(self, tokens, lengths)
 
-    total, first = len(all_texts(sources)), 0
-    monkeypatch.setattr(ShardWriter, "append", append)
+    total, first, out = len(all_texts(sources)), 0, tmp_path / "out"
+    monkeypatch.setattr(ShardWriter, "append", stop_later)
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
-            prepare(sources, tmp_path / "out", workers=1, **SMALL)
-        state = json.loads((tmp_path / "out" / ".unfinished.json").read_text())["splits"].values()
+            run(sources, out)
+        state = json.loads((out / ".unfinished.json").read_text())["splits"].values()
         kept = sum(split["documents"] + sum(one["documents"] for one in split["finished"]) for split in state)
         assert first < kept <= first + written  # the chunk in which it stopped is repeated
         assert kept > first + 60
         first, written = kept, 0
+    with pytest.raises(ValueError, match=r"this folder began with valid_share = 0.2, got 0.5; keep it or use another"):
+        prepare(sources, out, workers=1, **(SMALL | {"valid_share": 0.5}))
+    with pytest.raises(ValueError, match=r"this folder began with sources = "):  # the tokenizer was trained on them
+        prepare(sources[:2], out, workers=1, **SMALL)
     monkeypatch.undo()
-    manifest = prepare(sources, tmp_path / "out", workers=1, **SMALL)
+    manifest = prepare(sources, out, workers=1, **SMALL)
     assert sum(split["documents"] for split in manifest["splits"].values()) == total
 
 
-def _limited(sources: list[str], out: Path) -> None:
+def limited(sources: list[str], out: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
     try:
         prepare(sources, out, tokenizer="bytes", workers=1, shard_tokens=5000)
@@ -165,10 +163,7 @@ def _limited(sources: list[str], out: Path) -> None:
 
 
 def test_a_full_disk_says_so_and_loses_nothing(sources: list[str], tmp_path: Path) -> None:
-    child = multiprocessing.get_context("fork").Process(target=_limited, args=(sources, tmp_path / "out"))
-    child.start()
-    child.join()
-    assert child.exitcode == 7
+    assert in_fork(60, limited, sources, tmp_path / "out") == 7
     assert not (tmp_path / "out" / "manifest.json").exists()
     for out in ("out", "whole"):
         prepare(sources, tmp_path / out, tokenizer="bytes", workers=1, shard_tokens=5000)
@@ -180,29 +175,65 @@ def test_a_folder_in_use_is_an_error(sources: list[str], tmp_path: Path) -> None
         prepare(sources, tmp_path / "out", workers=1)
 
 
-def test_unfinished_work_is_not_continued_with_other_settings(
+@pytest.mark.parametrize("field", ["text", "txt"])
+@pytest.mark.parametrize("tokenizer", ["bytes", 300])
+def test_input_that_cannot_be_read_leaves_nothing_behind(
+    field: str, tokenizer: str | int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prepare_module, "SAVE_SECONDS", 60.0)
+    bad = jsonl(tmp_path / "bad.jsonl", TEXTS)
+    bad.write_text(bad.read_text() + "{\n")
+    (tmp_path / "empty").mkdir()
+    for out in (tmp_path / "new" / "out", tmp_path / "empty"):
+        with pytest.raises(ValueError, match=r"bad\.jsonl:301 must be one JSON|field must be one of"):
+            prepare([str(bad)], out, workers=1, field=field, tokenizer=tokenizer)
+    assert {path.name for path in tmp_path.rglob("*")} <= {"bad.jsonl", "empty"}
+
+
+def test_tokens_before_a_bad_line_are_kept_and_a_corrected_source_continues(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good, bad = jsonl(tmp_path / "a.jsonl", TEXTS[:100]), jsonl(tmp_path / "b.jsonl", TEXTS[100:250])
+    bad.write_text(bad.read_text() + "{\n")
+    sources, out, options = [str(good), str(bad)], tmp_path / "out", {"workers": 1, "shard_tokens": 2000}
+    kept = r"b\.jsonl:151 must be one JSON .*; repair it. The same command then continues; tokens so far are kept"
+    for _ in range(2):
+        with pytest.raises(ValueError, match=kept):
+            prepare(sources, out, **options)
+    shards = {path: path.stat().st_mtime_ns for path in out.glob("train-0000[0-5].bin")}
+    assert len(shards) == 6
+
+    jsonl(bad, ["changed", *TEXTS[101:]])  # it no longer begins with what was read
+    with pytest.raises(ValueError, match="this folder began with sources = "):
+        prepare(sources, out, **options)
+    jsonl(bad, TEXTS[100:])
+    prepare(sources, out, **options)
+    assert shards == {path: path.stat().st_mtime_ns for path in shards}
+    prepare(sources, tmp_path / "whole", **options)
+    assert contents(out) == contents(tmp_path / "whole")
+
+
+def test_work_that_version_0_1_left_unfinished_continues_if_all_saved_tokens_are_there(
     sources: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def stop(self: ShardWriter, *_: Any) -> None:
-        raise KeyboardInterrupt
+    finish = ShardWriter.finish
+    monkeypatch.setattr(ShardWriter, "finish", lambda self: finish(self) if not self.finished else sys.exit(9))
+    with pytest.raises(SystemExit):
+        run(sources, tmp_path / "out")
+    monkeypatch.undo()
+    state = tmp_path / "out" / ".unfinished.json"
+    found = json.loads(state.read_text())
+    position = found.pop("position")
+    assert position.pop("checksum")
+    assert position["documents"] > 5
+    state.write_text(json.dumps(found | {"place": position}))
 
-    monkeypatch.setattr(ShardWriter, "append", stop)
-    with pytest.raises(KeyboardInterrupt):
-        prepare(sources, tmp_path / "out", workers=1, **SMALL)
-    with pytest.raises(ValueError, match=r"this folder began with valid_share = 0.2, got 0.5; keep it or use another"):
-        prepare(sources, tmp_path / "out", workers=1, **(SMALL | {"valid_share": 0.5}))
-    assert (tmp_path / "out" / ".unfinished.json").exists()
-
-
-@pytest.mark.parametrize("field", ["text", "txt"])
-def test_input_that_cannot_be_read_leaves_nothing_behind(field: str, tmp_path: Path) -> None:
-    """Whatever was tokenized before it: the mended input has another hash, so it would not be continued."""
-    bad = tmp_path / "bad.jsonl"
-    bad.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS) + "{\n")
-    for tokenizer in ("bytes", 300):
-        with pytest.raises(ValueError, match=r"bad\.jsonl:301 must be one JSON|field must be one of"):
-            prepare([str(bad)], tmp_path / "new" / "out", workers=1, field=field, tokenizer=tokenizer)
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="bad"):
-        prepare([str(bad)], tmp_path / "empty", workers=1, field=field)
-    assert sorted(path.name for path in tmp_path.rglob("*")) == ["bad.jsonl", "empty"]
+    tokens = next((tmp_path / "out").glob("train-0000[1-9].bin"))
+    data = tokens.read_bytes()
+    tokens.write_bytes(b"")
+    with pytest.raises(OSError, match=r"train-0000\d.bin lost data, so it cannot be continued; delete the folder"):
+        run(sources, tmp_path / "out")
+    tokens.write_bytes(data)
+    for out in ("out", "whole"):
+        run(sources, tmp_path / out)
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")

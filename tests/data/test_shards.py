@@ -1,8 +1,10 @@
-"""Shards hold exactly the documents, whatever interrupted or shared the work."""
+"""Shards hold exactly the documents of their sources, and damage is found when they are opened."""
 
 import json
 import os
 import pickle
+import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +16,15 @@ from farspan.data.prepare import split_of
 from tests.data.corpora import SMALL, TEXTS, all_texts, contents, jsonl
 
 
+def all_documents(folder: Path, split: str = "train") -> list[np.ndarray]:
+    shards = Shards(folder, split)
+    return [shards.document(i) for i in range(shards.documents_total)]
+
+
 def test_documents_come_back_whole_in_order_and_in_one_split(sources: list[str], expected: Path) -> None:
-    tokenizer = load_tokenizer(expected)
-    found: dict[str, list[str]] = {}
+    tokenizer, found = load_tokenizer(expected), dict[str, list[str]]()
     for split in ("train", "valid"):
-        shards = Shards(expected, split, verify=True)
-        rows = [shards.document(i) for i in range(shards.documents_total)]
+        shards, rows = Shards(expected, split, verify=True), all_documents(expected, split)
         assert all(row[-1] == tokenizer.end and tokenizer.end not in row[:-1] for row in rows)
         assert [len(row) for row in rows] == shards.document_lengths.tolist()
         assert np.array_equal(np.concatenate(rows), shards.window(0, shards.tokens_total))
@@ -30,12 +35,11 @@ def test_documents_come_back_whole_in_order_and_in_one_split(sources: list[str],
     assert 0.1 < len(found["valid"]) / len(wanted) < 0.3
 
 
-def test_a_folder_of_something_else_is_refused_and_kept(sources: list[str], tmp_path: Path) -> None:
+def test_a_folder_of_something_else_is_kept(sources: list[str], tmp_path: Path) -> None:
     """Such as a model's, whose tokenizer would be replaced."""
     (tmp_path / "tokenizer.json").write_text("mine")
-    with pytest.raises(
-        ValueError, match=r"out must be a new folder or one of the same tokens, got .* with 'tokenizer.json';"
-    ):
+    message = r"out must be a new folder or one of the same tokens, got .* with 'tokenizer.json';"
+    with pytest.raises(ValueError, match=message):
         prepare(sources, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["tokenizer.json"]
 
@@ -49,27 +53,26 @@ def test_the_manifest_tells_where_every_token_came_from(sources: list[str], expe
     assert len(train["shards"]) > 3
     assert train["tokens"] == sum(shard["tokens"] for shard in train["shards"]) == Shards(expected).tokens_total
     assert all(shard["tokens"] >= 2000 for shard in train["shards"][:-1])
-    names = {
-        shard[key] for split in manifest["splits"].values() for shard in split["shards"] for key in ("file", "index")
-    }
+    shards = [shard for split in manifest["splits"].values() for shard in split["shards"]]
+    names = {shard[key] for shard in shards for key in ("file", "index")}
     assert set(contents(expected)) == names | {"manifest.json", "tokenizer.json", "tokenizer_config.json", ".lock"}
 
 
 def test_the_same_text_is_never_in_both_splits(tmp_path: Path) -> None:
     source = jsonl(tmp_path / "a.jsonl", TEXTS[:50] * 4)
     prepare([str(source)], tmp_path / "out", valid_share=0.5, workers=1)
-    splits = [Shards(tmp_path / "out", split) for split in ("train", "valid")]
-    train, valid = ({bytes(s.document(i)) for i in range(s.documents_total)} for s in splits)
+    rows = [all_documents(tmp_path / "out", split) for split in ("train", "valid")]
+    train, valid = ({bytes(row) for row in split} for split in rows)
     assert train
     assert valid
     assert not train & valid
-    assert sum(split.documents_total for split in splits) == 200
+    assert sum(map(len, rows)) == 200
 
 
 def test_the_tokenizer_is_trained_without_held_out_documents(tmp_path: Path) -> None:
     rare = [f"{n} " + "zyzzyva " * 50 for n in range(40)]
     held = [text for text in rare if split_of(text, 0.5) == "valid"]
-    source = jsonl(tmp_path / "a.jsonl", held + [t for t in TEXTS if split_of(t, 0.5) == "train"])
+    source = jsonl(tmp_path / "a.jsonl", held + [text for text in TEXTS if split_of(text, 0.5) == "train"])
     prepare([str(source)], tmp_path / "out", tokenizer=400, valid_share=0.5, workers=1)
     assert len(load_tokenizer(tmp_path / "out").encode(" zyzzyva")) > 4
 
@@ -79,27 +82,27 @@ def test_wide_vocabularies_get_wide_tokens(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(tokenizer, "vocab_size", 2**16 + 1)
     source = jsonl(tmp_path / "a.jsonl", TEXTS)
     prepare([str(source)], tmp_path / "out", tokenizer=tokenizer, valid_share=0, workers=1)
-    shards = Shards(tmp_path / "out")
-    assert shards.window(0, 1).dtype == np.uint32
-    assert shards.document(5)[:-1].tolist() == tokenizer.encode(TEXTS[5])
+    row = all_documents(tmp_path / "out")[5]
+    assert row.dtype == np.uint32
+    assert row[:-1].tolist() == tokenizer.encode(TEXTS[5])
 
 
 def test_finished_shards_are_returned_at_once_and_never_overwritten(sources: list[str], expected: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in expected.rglob("*")}
     assert prepare(sources, expected, workers=1, **SMALL) == json.loads((expected / "manifest.json").read_text())
-    for change, key in (({"valid_share": 0.3}, "valid_share"), ({"tokenizer": "bytes"}, "tokenizer")):
+    for some, change, key in (
+        (sources, {"valid_share": 0.3}, "valid_share"),
+        (sources, {"tokenizer": "bytes"}, "tokenizer"),
+        (sources[:1], {}, "sources"),
+    ):
         with pytest.raises(ValueError, match=rf"this folder began with {key} = .*, got .*; keep it or use another"):
-            prepare(sources, expected, workers=1, **(SMALL | change))
-    with pytest.raises(ValueError, match="this folder began with sources = "):
-        prepare(sources[:1], expected, workers=1, **SMALL)
+            prepare(some, expected, workers=1, **(SMALL | change))
     assert before == {path: path.stat().st_mtime_ns for path in expected.rglob("*")}
 
 
 @pytest.mark.parametrize("suffix", ["bin", "idx"])
-def test_damaged_shards_are_refused_by_name(suffix: str, sources: list[str], tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    prepare(sources, out, workers=1, **SMALL)
-    Shards(out, verify=True)
+def test_damaged_shards_are_named(suffix: str, expected: Path, tmp_path: Path) -> None:
+    out = shutil.copytree(expected, tmp_path / "out")
     shard = out / f"train-00001.{suffix}"
     data = bytearray(shard.read_bytes())
     data[len(data) // 2] ^= 1
@@ -113,6 +116,37 @@ def test_damaged_shards_are_refused_by_name(suffix: str, sources: list[str], tmp
     shard.unlink()
     with pytest.raises(ValueError, match=rf"train-00001\.{suffix} must exist"):
         Shards(out)
+
+
+def opened(folder: Path) -> list[Any]:
+    """What training reads of a folder."""
+    shards, tokenizer = Shards(folder, verify=True), load_tokenizer(folder)
+    rows = [shards.window(0, shards.tokens_total).tobytes(), shards.document_lengths.tobytes()]
+    return [*rows, shards.vocab_size, shards.end, shards.tokenizer_fingerprint, tokenizer.fingerprint, tokenizer.end]
+
+
+def test_any_flipped_bit_is_one_clear_line_or_changes_nothing_that_training_reads(tmp_path: Path) -> None:
+    """Every bit of shards, indices and tokenizer counts; a manifest also holds what only people read."""
+    out, choose = tmp_path / "out", random.Random(0)
+    prepare([str(jsonl(tmp_path / "a.jsonl", TEXTS[:40]))], out, valid_share=0, shard_tokens=4000, workers=1)
+    wanted, files = opened(out), sorted(path for path in out.iterdir() if path.name != ".lock")
+    raised = list[str]()
+    for flip in range(200):
+        path = files[flip % len(files)]
+        data = path.read_bytes()
+        damaged, bit = bytearray(data), choose.randrange(8 * len(data))
+        damaged[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        os.utime(path, ns=(0, flip + 1))  # checksums are kept while a file has the same time
+        try:
+            assert opened(out) == wanted, f"{path.name}, bit {bit}"
+            assert path.name in ("manifest.json", "tokenizer_config.json"), f"{path.name}, bit {bit}"
+        except ValueError as error:
+            raised.append(str(error))
+        path.write_bytes(data)
+        os.utime(path, ns=(0, 0))
+    assert all(len(message.splitlines()) == 1 for message in raised)
+    assert len(raised) > 170
 
 
 def test_windows_cross_shards(expected: Path) -> None:
@@ -144,7 +178,7 @@ def test_windows_cross_shards(expected: Path) -> None:
         ({"tokenizer": "nosuch"}, "tokenizer must be 'bytes', .* got 'nosuch'"),
     ],
 )
-def test_bad_arguments_are_refused(change: dict[str, Any], message: str, sources: list[str], tmp_path: Path) -> None:
+def test_bad_arguments_raise(change: dict[str, Any], message: str, sources: list[str], tmp_path: Path) -> None:
     arguments = {"sources": sources, "workers": 1} | change
     with pytest.raises(ValueError, match=message):
         prepare(arguments.pop("sources"), tmp_path / "new" / "out", **arguments)
@@ -160,9 +194,8 @@ def test_a_damaged_manifest_is_one_line(damage: str, tmp_path: Path) -> None:
         Shards(tmp_path)
 
 
-def test_splits_without_documents_are_refused(tmp_path: Path) -> None:
-    source = jsonl(tmp_path / "a.jsonl", TEXTS[:3])
-    prepare([str(source)], tmp_path / "out", valid_share=0, workers=1)
+def test_splits_without_documents_raise(tmp_path: Path) -> None:
+    prepare([str(jsonl(tmp_path / "a.jsonl", TEXTS[:3]))], tmp_path / "out", valid_share=0, workers=1)
     with pytest.raises(ValueError, match=r"split 'valid' must hold documents, got none .* larger valid_share"):
         Shards(tmp_path / "out", "valid")
     with pytest.raises(ValueError, match="split must be one of 'train', 'valid', got 'vaild'; did you mean 'valid'"):

@@ -1,17 +1,14 @@
 """Measure what rotary attention does in a checkpoint, inside and past its window. Pages are the report's."""
 
-from farspan.analysis.rows import analyze_checkpoint, arrays, rows
+from farspan.analysis.rows import analyze_checkpoint, rows
 from farspan.analysis.run import Analysis, Settings, analyze
-from farspan.analysis.study import EffectiveWindow, effective_window, head_worth, rank_correlation, study_rows
+from farspan.analysis.study import head_worth, rank_correlation, study_rows
 
 __all__ = [
     "Analysis",
-    "EffectiveWindow",
     "Settings",
     "analyze",
     "analyze_checkpoint",
-    "arrays",
-    "effective_window",
     "head_worth",
     "rank_correlation",
     "rows",

@@ -35,7 +35,7 @@ AT_ONCE = 2**18
 """Angles held at a time: small enough for the cache of a core."""
 LOGITS_AT_ONCE = 2**23
 """Scores held at a time, for the probabilities of a block of queries."""
-TURN = 2 * math.pi
+CIRCLE = 2 * math.pi
 
 
 class Census:
@@ -155,19 +155,19 @@ def _angles(made: Factors, query: int, keys: Tensor) -> Tensor:
     b = made.key[:, None, keys]  # g 1 k j
     across, along = a.imag * b.real - a.real * b.imag, a.real * b.real + a.imag * b.imag
     angle = torch.atan2(across, along).flatten(0, 1)
-    return torch.where(angle < 0, angle + TURN, angle)
+    return torch.where(angle < 0, angle + CIRCLE, angle)
 
 
 def _gap(angle: Tensor) -> tuple[Tensor, Tensor]:
     """Return where Θ_j > π, as 0 and 1, and what is missing to 2π there, 0 elsewhere."""
     past = (angle >= past_pi(angle.dtype, angle.device)).to(angle.dtype)
-    return past, (TURN - angle) * past
+    return past, (CIRCLE - angle) * past
 
 
 def _histogram(angle: Tensor, weight: Tensor | None) -> Tensor:
     """(h, keys, d/2) → mass in equal bins (h, d/2, BINS), float64."""
     h, _, j = angle.shape
-    cell = (angle * (BINS / TURN)).long().clamp_(max=BINS - 1)
+    cell = (angle * (BINS / CIRCLE)).long().clamp_(max=BINS - 1)
     cell += torch.arange(h * j, device=angle.device).view(h, 1, j) * BINS
     weights = None if weight is None else weight.flatten().double()
     return torch.bincount(cell.flatten(), weights, h * j * BINS).view(h, j, BINS).double()
@@ -187,9 +187,9 @@ def share(part: Tensor, whole: Tensor, dims: Sequence[int] = ()) -> Tensor:
 def _thresholds(reach: int, theta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return from which angles (d/2) on a reach crosses one more even multiple of π, one more odd one, and 2π."""
     angle = reach * theta
-    aligned = TURN - angle.remainder(TURN)
+    aligned = CIRCLE - angle.remainder(CIRCLE)
     opposed = torch.where(aligned > math.pi, aligned - math.pi, aligned + math.pi)
-    return aligned, opposed, (TURN - angle).clamp(min=0.0)
+    return aligned, opposed, (CIRCLE - angle).clamp(min=0.0)
 
 
 def crossings(census: Census, scaling: int, reach: int) -> tuple[Tensor, Tensor]:
@@ -204,7 +204,7 @@ def crossings(census: Census, scaling: int, reach: int) -> tuple[Tensor, Tensor]
     theta = census.theta[scaling]
     aligned, opposed, regular = _thresholds(reach, theta)
     dtype, total = census.edges.dtype, census.crossed.sum(-1)
-    turns, beyond = torch.floor(reach * theta / TURN), past_pi(dtype, theta.device).expand_as(theta)
+    circles, beyond = torch.floor(reach * theta / CIRCLE), past_pi(dtype, theta.device).expand_as(theta)
     irregular = census.at_least(torch.maximum(regular.to(dtype), beyond))
     past, once_more = census.at_least(beyond), census.at_least(aligned)
     # Θ > π that passes 2π more often than by leaving.
@@ -212,9 +212,9 @@ def crossings(census: Census, scaling: int, reach: int) -> tuple[Tensor, Tensor]
     # (Θ - π) mod 2π ≥ aligned: an arc that ends at π, or one that ends at 2π and goes on from 0 to π.
     arc = census.at_least(opposed) - census.at_least(torch.full_like(beyond, math.pi))
     odd = torch.where(aligned > math.pi, arc, arc + total)
-    never, once = turns == 0, turns == 1
+    never, once = circles == 0, circles == 1
     ever = torch.where(never, once_more - late, torch.where(once, total - past + late, total))
-    full, count = turns * total, total.clamp(min=1.0)
+    full, count = circles * total, total.clamp(min=1.0)
     return (
         torch.stack((irregular, full + odd, full + once_more - irregular)) / count,
         torch.stack((irregular, torch.where(never, odd, total), ever)) / count,

@@ -14,7 +14,7 @@ LOGITS_AT_ONCE = 2**21
 """Scores held at a time, in float64 and in several copies."""
 SLIP = 1e-9
 """Rounding allowed to a bound, relative to it: everything here is float64."""
-CHECKS = ("eq19", "eq20", "eq21", "eq19_inner")
+CHECKS = ("eq19", "eq20", "eq21")
 FIRST = 4
 """Tokens at the start whose attention is counted: attention sinks are there."""
 PER_HEAD = ("entropy", "even", "first", "far")
@@ -40,8 +40,7 @@ class Decay:
 
     One distance is one diagonal of the score matrix: the queries along it (all of them, or evenly spaced ones) give
     means and quantiles in O(N) memory. `broken` counts where an inequality failed: "eq19" for the part of the score
-    that is relative, "eq20" (a theorem for CoCA only), "eq21", and "eq19_inner", Eq. 19 with the maximum over
-    neighbouring pairs alone.
+    that is relative, "eq20" (a theorem for CoCA only), and "eq21".
     """
 
     def __init__(self, at: list[int]) -> None:
@@ -80,9 +79,8 @@ class Decay:
         partial = wave.cumsum(-1)
         sums = partial.abs().sum(-1), partial.real.abs().sum(-1)
         eq19, eq20 = steps.amax(-1) * sums[0], flat.amax(-1) * sums[1]
-        inner = steps[..., :-1].amax(-1) * sums[0] if h.shape[-1] > 1 else torch.zeros_like(eq19)
         size = h.abs().sum(-1)  # rounding of a is relative to the terms, not to their sum
-        for name, bound in (("eq19", eq19), ("eq20", eq20), ("eq19_inner", inner)):
+        for name, bound in (("eq19", eq19), ("eq20", eq20)):
             self.broken[name] += int((a > bound + SLIP * size).sum())
         self.broken["eq21"] += int((flat > steps + SLIP * size[..., None]).any(-1).sum())
         self.bounds[:, i] += torch.stack((eq19.sum(), eq20.sum())).cpu() * scale
@@ -95,20 +93,13 @@ class Decay:
     def quantiles(self) -> Tensor:
         """(quantiles, distances), interpolated linearly."""
         nothing = torch.full((len(QUANTILES),), torch.nan, dtype=torch.float64)
-        return torch.stack([quantiles(torch.cat(v).double()) if v else nothing for v in self.values], dim=-1)
+        # numpy's, as torch.quantile stops at 16 million values
+        found = [torch.from_numpy(np.quantile(torch.cat(v).double(), QUANTILES)) if v else nothing for v in self.values]
+        return torch.stack(found, dim=-1)
 
     def mean_bounds(self) -> Tensor:
         """Return the mean bound of Eq. 19 and of Eq. 20 at each distance: (2, distances)."""
         return self.bounds / torch.tensor(self.samples, dtype=torch.float64).clamp(min=1)
-
-
-def quantiles(values: Tensor) -> Tensor:
-    """Compute :data:`QUANTILES` of any number of values (torch.quantile stops at 16 million).
-
-    >>> quantiles(torch.arange(101.0)).tolist()
-    [5.0, 25.0, 50.0, 75.0, 95.0]
-    """
-    return torch.from_numpy(np.quantile(values.numpy(), QUANTILES))
 
 
 def lengths(train_length: int, longest: int) -> list[int]:
@@ -171,7 +162,7 @@ class Drift:
 
 
 class Microscope:
-    """How much of slack CoCA's score depends on where the sequence starts, and its angle at distance 0.
+    """Measure how far slack CoCA's score depends on the start of the sequence, and its angle at distance 0.
 
     Per pair, slack = t/2·{(a+b)² cosΔ - (b²-a²) sinΔ} + t/2·{(a-b)² cosΣ + (b²-a²) sinΣ}: the first brace rotates with
     the distance, the second with the sum of the positions. The first has an angle of its own at distance 0, so that
@@ -205,9 +196,12 @@ class Microscope:
             self.queries += block.shape[0]
 
     def per_head(self) -> dict[str, Tensor]:
-        """Return, (h) each: the share of the score's energy that depends on absolute position; of the relative part,
-        the share by size that first rises with distance and the mean angle at distance 0 in radians (both 0 for exact
-        CoCA); and the attention that moves when the sequence starts `shift` tokens later."""
+        """Return shares and an angle, (h) each.
+
+        Absolute: the score's energy that depends on absolute position. Rising and mean angle: of the relative part, by
+        size, what first rises with distance, and the angle at distance 0 in radians (both 0 for exact CoCA). Moved: the
+        attention that moves when the sequence starts `shift` tokens later.
+        """
         size = self.rising[2].clamp(min=1e-300)
         return {
             "absolute_share": self.squares[1] / self.squares.sum(0).clamp(min=1e-300),

@@ -78,15 +78,15 @@ class Factors:
             shift: moves the sequence to another start, which matters to slack only.
             part: "all", or of slack's score "relative" or "absolute" alone.
         """
-        theta, places = self.theta(queries), torch.arange(self.length, device=queries.device)
+        theta, positions = self.theta(queries), torch.arange(self.length, device=queries.device)
         out = self.query.real.new_empty(self.query.shape[0], queries.shape[0], self.length)
         starts = [0, *((theta[1:] != theta[:-1]).any(-1).nonzero().flatten() + 1).tolist(), queries.shape[0]]
         for start, stop in pairwise(starts):  # dynamic NTK: one run of queries per base
             query = self._queries(queries[start:stop], shift, theta[start], part)
-            key = _real(self.key * rotation(places + shift, theta[start], self.key.dtype)).mT
+            key = _real(self.key * rotation(positions + shift, theta[start], self.key.dtype)).mT
             grouped = query.unflatten(0, (-1, self.groups)).flatten(1, 2) @ key  # no copy of a key per query head
             out[:, start:stop] = grouped.unflatten(1, (self.groups, -1)).flatten(0, 1)
-        distance = queries[:, None] - places
+        distance = queries[:, None] - positions
         masked = distance < 0 if self.window is None else (distance < 0) | (distance >= self.window)
         return (out * self.scale).masked_fill_(masked, -torch.inf)
 
@@ -146,13 +146,9 @@ def rotary_layers(model: FarspanForCausalLM, wanted: Collection[int] | None = No
     kinds = ", ".join(dict.fromkeys(spec.name for spec in specs))
     require(bool(found), f"model must have rotary layers with a softmax to analyze, got {kinds}; choose RoPE or CoCA")
     for layer in wanted or ():
-        require(layer in found, f"layers must be rotary layers of this model ({_ranges(found)}), got {layer}")
+        numbers = ", ".join(map(str, found))
+        require(layer in found, f"layers must be rotary layers of this model ({numbers}), got {layer}")
     return found if wanted is None else sorted(set(wanted))
-
-
-def _ranges(numbers: list[int]) -> str:
-    whole = numbers == list(range(numbers[0], numbers[-1] + 1))
-    return f"{numbers[0]} to {numbers[-1]}" if whole and len(numbers) > 2 else ", ".join(map(str, numbers))
 
 
 @torch.no_grad()
@@ -174,10 +170,13 @@ def walk(
     context = model.model.context(hidden, rotary_length=tokens.shape[0])
     for index, block in enumerate(model.model.layers):
         if index in layers:
-            q, k, _ = block.self_attn.project(block.input_layernorm(hidden))
+            q, k = block.self_attn.project(block.input_layernorm(hidden))[:2]
             for x, where in ((hidden, "before"), (q, "in"), (k, "in")):
                 _check_finite(x, f"{where} layer {index}")
-            visit(factors(block.self_attn, index, q, k), torch.linalg.vector_norm(hidden[0], dim=-1))
+            made = factors(block.self_attn, index, q, k)
+            del q, k, x  # at long lengths they are most of the memory
+            visit(made, torch.linalg.vector_norm(hidden[0], dim=-1))
+            del made
         hidden = block(hidden, context)
     hidden = model.model.norm(hidden)
     _check_finite(hidden, "after the last layer")

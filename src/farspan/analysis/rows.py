@@ -1,31 +1,27 @@
-"""From a checkpoint to files: rows in results/analysis-LABEL.json, and the complete census as .npz beside it."""
+"""From a checkpoint to rows in results/analysis-LABEL.json."""
 
 import math
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from farspan.analysis.census import BORDERS, WEIGHTS, crossings, share
 from farspan.analysis.curves import LARGEST, QUANTILES
-from farspan.analysis.factors import rotary_layers, under
+from farspan.analysis.factors import rotary_layers
 from farspan.analysis.run import Analysis, Settings, analyze
-from farspan.analysis.study import effective_window, head_worth, study_rows
+from farspan.analysis.study import head_worth, study_rows
 from farspan.checkpoints import from_pretrained, text_tokenizer
 from farspan.data import TextTokenizer, documents, load_tokenizer
-from farspan.data.passkey import make_case
 from farspan.data.sources import needs
 from farspan.errors import require
-from farspan.evaluation import passkey
 from farspan.modeling_farspan import FarspanForCausalLM
 from farspan.results import check_out, write_result
-from farspan.utils import Progress, atomic_path, read_settings, silent
+from farspan.utils import Progress, read_settings, silent
 
 LONGEST = 32_768
 """Tokens read of a text unless more are asked for."""
@@ -43,18 +39,16 @@ def analyze_checkpoint(
     tokenizer: str | None = None,
     texts: int = 4,
     text_tokens: int | None = None,
-    passkey_cases: int = 0,
     ablate: bool = False,
     force: bool = False,
     progress: Progress = silent,
 ) -> tuple[list[dict[str, Any]], Path]:
-    """Analyze a model and write `out`/results/analysis-LABEL.json and .npz; return the rows and the first file.
+    """Analyze a model and write `out`/results/analysis-LABEL.json; return the rows and the file.
 
     Args:
         model: folder of a farspan or LLaMA-family model, or a GGUF file.
         text: sources of documents; at most `texts` of two windows or more are used, each cut to `text_tokens`.
         label: by default the attention of a farspan model, and the name of any other checkpoint.
-        passkey_cases: per length and scaling, for the effective window (App. B.1).
         ablate: also measure the loss without each head.
         force: replace an earlier result.
     """
@@ -70,8 +64,6 @@ def analyze_checkpoint(
     path = out / "results" / f"analysis-{label}.json"
     check_out(path, force)
     reader = text_tokenizer(model) if tokenizer is None else load_tokenizer(tokenizer)
-    if passkey_cases:
-        make_case(reader, train_length, 10_000, 0.5)  # raises if the prompt does not fit into the window
     cut = text_tokens or max(2 * train_length, min(LONGEST, LARGEST * train_length))
     tokens = load_texts(text, reader, train_length=train_length, text_tokens=cut, texts=texts)
     found = analyze(loaded, tokens, settings, progress)
@@ -81,12 +73,7 @@ def analyze_checkpoint(
         long = [one for one in tokens if one.shape[0] >= ends[1]]
         worth = torch.stack([head_worth(loaded, one, layers, ends, progress) for one in long]).mean(0)
     made = rows(found, label) + plain(study_rows(found, worth))
-    if passkey_cases:
-        made += _window_rows(loaded, reader, found, passkey_cases, progress)
     write_result(path, made, device=loaded.device.type, seed=settings.seed, kind="analysis")
-    with atomic_path(path.with_suffix(".npz")) as temporary, temporary.open("wb") as file:
-        numbers: dict[str, Any] = {name: values.cpu().numpy() for name, values in arrays(found).items()}
-        np.savez_compressed(file, **numbers)
     return made, path
 
 
@@ -122,24 +109,6 @@ def _default_label(path: Path, model: FarspanForCausalLM) -> str:
     names, config = {spec.name for spec in model.config.attention_specs}, path / "config.json"
     ours = config.is_file() and read_settings(config, "MODEL").get("model_type") == "farspan"
     return names.pop() if ours and len(names) == 1 else re.sub(r"[^\w.-]", "-", path.resolve().stem)
-
-
-def _window_rows(
-    model: FarspanForCausalLM, tokenizer: TextTokenizer, found: Analysis, cases: int, progress: Progress
-) -> list[dict[str, Any]]:
-    """Find the effective window under each scaling, from passkeys at every length (App. B.1)."""
-    made, done, total = list[dict[str, Any]](), 0, len(found.settings.scalings) * len(found.lengths)
-    for method in found.settings.scalings:
-        outcomes: list[tuple[int, bool]] = []
-        with under(model, method, found.settings.factor):
-            for length in found.lengths:
-                row = passkey(model, tokenizer, length=length, cases=cases, seed=found.settings.seed)
-                outcomes += [(case["distance"], case["right"]) for case in row["outcomes"]]
-                done += 1
-                progress(done, total, f"passkey, {method}, {length} tokens", phase="passkeys")
-        window = effective_window(outcomes, [found.lengths[0] // 2, *found.lengths])
-        made.append({"kind": "window", "law": method, **asdict(window)})
-    return made
 
 
 def plain(value: Any) -> Any:
@@ -244,13 +213,4 @@ def _border_rows(found: Analysis) -> list[dict[str, Any]]:
             made.append(
                 {"kind": "borders", "law": method, "border": border, **means, "first_past": ever_far[i] - ever[i]}
             )
-    return made
-
-
-def arrays(found: Analysis) -> dict[str, Tensor]:
-    """Return the complete census, layer by layer with heads and pairs, for those who want to go on from it."""
-    made = {"theta": found.theta}
-    for (layer, region), census in found.census.items():
-        for name in ("histogram", "past", "zone", "damped", "gap"):
-            made[f"{name}-{region}-{layer}"] = getattr(census, name)
     return made

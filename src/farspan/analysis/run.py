@@ -1,7 +1,8 @@
-"""Measure a model on some sequences: every number of the analysis, in one pass per sequence and scaling."""
+"""Measure a model on some sequences, in one pass per sequence and scaling."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import count
 
 import torch
 from torch import Tensor
@@ -120,17 +121,15 @@ def analyze(
         torch.stack(theta).to(model.device),
         lengths(train_length, reach),
     )
-    total, done = len(settings.scalings) * len(texts) * len(layers), 0
+    total, steps = len(settings.scalings) * len(texts) * len(layers), count(1)
     for method in settings.scalings:
         with under(model, method, settings.factor):
             for number, text in enumerate(texts):
                 one = _Pass(found, method, text, settings.seed + number)
 
                 def visit(made: Factors, norms: Tensor, one: "_Pass" = one, number: int = number) -> None:
-                    nonlocal done
                     one.visit(made, norms)
-                    done += 1
-                    progress(done, total, f"{one.method}, text {number + 1}, layer {made.layer}", phase="layers")
+                    progress(next(steps), total, f"{one.method}, text {number + 1}, layer {made.layer}", phase="layers")
 
                 one.losses(model, walk(model, text, layers, visit))
     return found
@@ -146,8 +145,8 @@ def sample(low: int, high: int, count: int, generator: torch.Generator) -> Tenso
     if high - low <= count:
         return torch.arange(low, high)
     edges = low + (high - low) * torch.arange(count + 1, dtype=torch.float64) / count
-    places = edges[:-1] + torch.rand(count, generator=generator, dtype=torch.float64) * edges.diff()
-    return places.long().unique()
+    drawn = edges[:-1] + torch.rand(count, generator=generator, dtype=torch.float64) * edges.diff()
+    return drawn.long().unique()
 
 
 class _Pass:
@@ -200,10 +199,14 @@ class _Pass:
                 self._add_loss(model, control, "control", length, start)
 
     def _add_loss(self, model: FarspanForCausalLM, hidden: Tensor, name: str, length: int, start: int) -> None:
-        """Add the loss of a band; hidden begins at token `start` of the sequence."""
-        first, last = band(length, self.found.train_length)
-        last = min(last, self.text.shape[0] - 1)
-        targets = self.text[None, first + 1 : last + 1].to(hidden.device)
-        loss = token_losses(model, hidden[:, first - start : last - start], targets).double().sum()
+        loss = band_losses(model, hidden, self.text, length, start)
         nll, tokens = self.found.losses.get((name, length), (0.0, 0))
-        self.found.losses[name, length] = nll + float(loss), tokens + last - first
+        self.found.losses[name, length] = nll + float(loss.sum()), tokens + loss.numel()
+
+
+def band_losses(model: FarspanForCausalLM, hidden: Tensor, text: Tensor, length: int, start: int = 0) -> Tensor:
+    """Compute the loss of each token in the band of a length; hidden states begin at token `start` of the sequence."""
+    first, last = band(length, model.config.train_length)
+    last = min(last, text.shape[0] - 1)
+    targets = text[None, first + 1 : last + 1].to(hidden.device)
+    return token_losses(model, hidden[:, first - start : last - start], targets).double()

@@ -1,8 +1,7 @@
-"""Do heads with more anomalous pairs behave worse past the window? What a head is worth, and how far keys are found."""
+"""Do heads with more anomalous pairs behave worse past the window, and what is a head worth?"""
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,11 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from farspan.analysis.census import WEIGHTS, share
-from farspan.analysis.curves import band
-from farspan.analysis.run import Analysis
+from farspan.analysis.run import Analysis, band_losses
 from farspan.data.sources import needs
 from farspan.errors import require
-from farspan.evaluation.perplexity import token_losses
 from farspan.modeling_farspan import FarspanForCausalLM
 from farspan.utils import Progress, silent
 
@@ -95,41 +92,6 @@ def rank_correlation(x: Tensor, y: Tensor, *, resamples: int = 2000, seed: int =
     return {**found, "null": not (low > 0 or high < 0)}
 
 
-@dataclass(frozen=True)
-class EffectiveWindow:
-    """Bounds in tokens from the end of the sequence (App. B.1)."""
-
-    at_least: int
-    """Up to here at least half of the keys are found in every range of distances; 0 if not even the nearest are."""
-    at_most: int | None
-    """Keys farther than this were never found; None if the farthest range still has some."""
-    cases: int
-
-
-def effective_window(outcomes: Sequence[tuple[int, bool]], edges: Sequence[int]) -> EffectiveWindow:
-    """Compute bounds from (distance of the key, found) and the ranges' upper edges; ranges without a case are skipped.
-
-    >>> outcomes = [(10, True), (20, True), (90, True), (95, False), (150, False), (300, False)]
-    >>> effective_window(outcomes, [50, 100, 200, 400])
-    EffectiveWindow(at_least=100, at_most=100, cases=6)
-    """
-    require(len(outcomes) > 0, "outcomes must hold at least one passkey case, got none; run `farspan eval passkey`")
-    require(list(edges) == sorted(set(edges)) and len(edges) > 0, f"edges must rise, got {list(edges)}")
-    ranges = []
-    for low, high in zip([-1, *edges], edges, strict=False):
-        found = [right for distance, right in outcomes if low < distance <= high]
-        if found:
-            ranges.append((high, sum(found), len(found)))
-    at_least = 0
-    for high, right, cases in ranges:
-        if 2 * right < cases:
-            break
-        at_least = high
-    hits = [high for high, right, _ in ranges if right]
-    at_most = None if ranges[-1][1] else max(hits, default=0)
-    return EffectiveWindow(at_least, at_most, sum(cases for _, _, cases in ranges))
-
-
 @torch.no_grad()
 def head_worth(
     model: FarspanForCausalLM,
@@ -186,9 +148,5 @@ def _silence(head: int, width: int) -> Callable[[nn.Module, tuple[Tensor, ...]],
 
 def _losses(model: FarspanForCausalLM, ids: Tensor, hidden: Tensor, lengths: Sequence[int]) -> Tensor:
     """Return the mean loss of each length's band, (lengths) float64, from the last block's output."""
-    hidden, means = model.model.norm(hidden), []
-    for length in lengths:
-        first, end = band(length, model.config.train_length)
-        end = min(end, hidden.shape[1])
-        means.append(token_losses(model, hidden[:, first:end], ids[None, first + 1 : end + 1]).double().mean())
-    return torch.stack(means).cpu()
+    hidden = model.model.norm(hidden)
+    return torch.stack([band_losses(model, hidden, ids, length).mean() for length in lengths]).cpu()

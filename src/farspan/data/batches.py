@@ -98,15 +98,11 @@ class Batches:
     def _passkey(self, random: np.random.Generator) -> npt.NDArray[np.int64]:
         assert self._passkey_document is not None
         tokens = np.asarray(self._passkey_document(random, self.length + 1))
+        whole = tokens.shape == (self.length + 1,) and np.issubdtype(tokens.dtype, np.integer)
         require(
-            tokens.shape == (self.length + 1,) and np.issubdtype(tokens.dtype, np.integer),
-            f"passkey_document must return {self.length + 1} token ids, got {tokens.dtype} of shape {tokens.shape}; "
-            "use its second argument",
-        )
-        low, high = int(tokens.min()), int(tokens.max())
-        require(
-            low >= 0 and high < self.vocab_size,
-            f"passkey_document must return ids below {self.vocab_size}, got {low} … {high}; use the data's tokenizer",
+            whole and tokens.min() >= 0 and tokens.max() < self.vocab_size,
+            f"passkey_document must return {self.length + 1} token ids below {self.vocab_size}, got {tokens!r:.80}; "
+            "use its second argument and the data's tokenizer",
         )
         return tokens.astype(np.int64)
 

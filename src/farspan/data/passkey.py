@@ -77,7 +77,7 @@ def training_document(tokenizer: Tokenizer, generator: np.random.Generator, leng
 
 def check_prompt(tokenizer: Tokenizer, length: int, name: str) -> None:
     """Raise if some key would not fit into a prompt of this length; `name` is what the user calls it."""
-    fewest = _bare(tokenizer, INTRODUCTION, KEY, QUESTION)
+    fewest = _fewest(tokenizer, INTRODUCTION, KEY, QUESTION)
     require(
         length >= fewest,
         f"{name} must be at least {fewest} tokens for a passkey prompt with this tokenizer, got {length}; "
@@ -87,7 +87,7 @@ def check_prompt(tokenizer: Tokenizer, length: int, name: str) -> None:
 
 def check_row(tokenizer: Tokenizer, length: int, name: str) -> None:
     """Raise if a passkey document would not fit into training rows (`length` tokens and the one after)."""
-    fewest = _bare(tokenizer, INTRODUCTION, KEY, QUESTION, ANSWER) - 1
+    fewest = _fewest(tokenizer, INTRODUCTION, KEY, QUESTION, ANSWER) - 1
     require(
         length >= fewest,
         f"{name} must be at least {fewest} tokens for a passkey text with this tokenizer, got {length}; "
@@ -95,10 +95,13 @@ def check_row(tokenizer: Tokenizer, length: int, name: str) -> None:
     )
 
 
-def _bare(tokenizer: Tokenizer, *parts: str) -> int:
+def _fewest(tokenizer: Tokenizer, *parts: str) -> int:
     """Count tokens without filler: the most over keys spread evenly, as their digits may be one token or five."""
-    keys = range(10_000, 100_000, 997)
-    return max(sum(len(tokenizer.encode(part.format(key=key))) for part in parts) for key in keys)
+    return max(_count(tokenizer, key, *parts) for key in range(10_000, 100_000, 997))
+
+
+def _count(tokenizer: Tokenizer, key: int, *parts: str) -> int:
+    return sum(len(tokenizer.encode(part.format(key=key))) for part in parts)
 
 
 def training_row(tokenizer: Tokenizer, generator: np.random.Generator, length: int) -> np.ndarray[Any, Any]:
@@ -108,8 +111,7 @@ def training_row(tokenizer: Tokenizer, generator: np.random.Generator, length: i
     about near keys, and the others few, about far ones.
     """
     pieces, left = [], length
-    bare = sum(len(tokenizer.encode(part.format(key=10_000))) for part in (INTRODUCTION, KEY, QUESTION, ANSWER))
-    shortest = 2 * bare
+    shortest = 2 * _count(tokenizer, 10_000, INTRODUCTION, KEY, QUESTION, ANSWER)
     several = length > ONE_DOCUMENT and generator.random() < 0.5
     while several and left > shortest:
         size = round(shortest * (left / shortest) ** generator.random())

@@ -3,10 +3,11 @@
 import hashlib
 import os
 import time
+import zlib
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ def prepare(
         workers: threads that tokenize; None = one per core. The result is the same for any number.
 
     Interrupted at any moment, the same call continues; called again after the end, it returns at once. Input that
-    cannot be read leaves nothing behind.
+    cannot be read leaves nothing behind, unless tokens before it were saved: correct it, and the same call continues.
 
     >>> from tempfile import TemporaryDirectory
     >>> with TemporaryDirectory() as folder:
@@ -65,36 +66,26 @@ def prepare(
     require(shard_tokens >= 1, f"shard_tokens must be ≥ 1, got {shard_tokens}; try {2**26}")
     require(workers is None or workers >= 1, f"workers must be ≥ 1, got {workers}; leave it out for one per core")
     out, cores = Path(out), os.cpu_count() or 1
-    finished = (out / MANIFEST).is_file()
-    check_folder(out, MANIFEST if finished else STATE, what="of the same tokens")
+    check_folder(out, MANIFEST if (out / MANIFEST).is_file() else STATE, what="of the same tokens")
     resolved = [resolve(source) for source in sources]
     if isinstance(tokenizer, int):
         check_vocabulary(tokenizer)
-    else:
-        tokenizer = tokenizer if isinstance(tokenizer, TextTokenizer) else load_tokenizer(tokenizer)
+    elif isinstance(tokenizer, str):
+        tokenizer = load_tokenizer(tokenizer)
+    described, done, total = list[dict[str, Any]](), 0, sum(source.bytes for source in resolved) or None
+    for source in resolved:
+        progress(done, total, "hashing sources", phase="hashing sources")
+        described.append(source.describe())
+        done += source.bytes
     plan = {
-        "sources": _describe(resolved, progress),
+        "sources": described,
         "tokenizer": f"bpe-{tokenizer}" if isinstance(tokenizer, int) else tokenizer.fingerprint,
         "field": field,
         "valid_share": valid_share,
         "shard_tokens": shard_tokens,
     }
-    if finished:
-        manifest = read_manifest(out)
-        check_unchanged(manifest.get("plan"), plan, "folder")
-        remove(out / STATE)
-        return manifest
-    job = _Job(out, resolved, plan, progress)
-    return job.run(tokenizer, min(workers or cores, cores))
-
-
-def _describe(sources: list[Source], progress: Progress) -> list[dict[str, Any]]:
-    described, done, total = list[dict[str, Any]](), 0, sum(source.bytes for source in sources)
-    for source in sources:
-        progress(done, total or None, "hashing sources", phase="hashing sources")
-        described.append(source.describe())
-        done += source.bytes
-    return described
+    job = _Job(out, resolved, plan, lambda done, phase: progress(done, total, phase, phase=phase))
+    return job.finished() or job.run(tokenizer, min(workers or cores, cores))
 
 
 def split_of(text: str, valid_share: float) -> str:
@@ -108,46 +99,76 @@ def split_of(text: str, valid_share: float) -> str:
 
 
 @dataclass(frozen=True)
-class Place:
-    """How far the sources have been read: documents of the current source, and bytes of all of them."""
+class Position:
+    """How far the sources have been read."""
 
     source: int = 0
     documents: int = 0
-    bytes: int = 0
+    """Of this source."""
+    bytes: int = field(default=0, compare=False)
+    """Of all sources."""
+    checksum: int = 0
+    """CRC-32 of all texts."""
 
 
+def _position(state: dict[str, Any]) -> Position:
+    return Position(**state.get("position", state.get("place", {})))  # "place": version 0.1
+
+
+@dataclass(frozen=True)
 class _Job:
     """Fill one folder of shards."""
 
-    def __init__(self, out: Path, sources: list[Source], plan: dict[str, Any], progress: Progress) -> None:
-        self.out, self.sources, self.plan, self.progress = out, sources, plan, progress
-        self.total = sum(source.bytes for source in sources) or None
+    out: Path
+    sources: list[Source]
+    plan: dict[str, Any]
+    show: Callable[[int, str], None]
+    """Report the bytes read in a phase."""
+
+    def finished(self) -> dict[str, Any] | None:
+        """Return the manifest if the folder is complete; raise if it was made from something else."""
+        if not (self.out / MANIFEST).is_file():
+            return None
+        manifest = read_manifest(self.out)
+        check_unchanged(manifest.get("plan"), self.plan, "folder")
+        remove(self.out / STATE)
+        return manifest
 
     def run(self, tokenizer: TextTokenizer | int, workers: int) -> dict[str, Any]:
         missing = [folder for folder in (self.out, *self.out.parents) if not folder.exists()]
         with lock(self.out):
-            if (self.out / MANIFEST).is_file():  # by another process, while this one hashed its sources
-                manifest = read_manifest(self.out)
-                check_unchanged(manifest.get("plan"), self.plan, "folder")
+            if manifest := self.finished():  # by another process, while this one hashed its sources
                 return manifest
-            begun = (self.out / STATE).is_file()
-            state = read_settings(self.out / STATE, "out") if begun else {"plan": self.plan}
-            check_unchanged(state.get("plan"), self.plan, "folder")
+            state = self._continued()
             try:
-                if not begun:
+                if not (self.out / STATE).is_file():
                     write_json(self.out / STATE, state)
                 trained = self._tokenizer(tokenizer)
-                splits = self._tokenize(trained, state, workers)
-                return self._finish(trained, splits)
+                return self._finish(trained, self._tokenize(trained, state, workers))
             except (ValueError, OSError) as error:
-                # A mended input has another plan, so nothing of this folder could be continued.
-                fresh = not begun and "splits" not in read_settings(self.out / STATE)
-                if fresh or isinstance(error, ValueError):
+                if not (self.out / STATE).is_file() or "splits" not in read_settings(self.out / STATE):
                     for path in [*self.out.iterdir()]:
                         remove(path)
                     for folder in missing:
                         folder.rmdir()
+                elif isinstance(error, ValueError):
+                    raise ValueError(f"{error}. The same command then continues; tokens so far are kept") from error
                 raise
+
+    def _continued(self) -> dict[str, Any]:
+        """Return how far an earlier run came; raise if it had another plan."""
+        if not (self.out / STATE).is_file():
+            return {"plan": self.plan}
+        state = read_settings(self.out / STATE, "out")
+        before = state.get("plan") or {}
+        if "splits" in state and before != self.plan and before | {"sources": self.plan["sources"]} == self.plan:
+            # A source may be corrected or extended, if it still begins with the documents that were read. If the
+            # tokenizer was trained on the sources, it would be another one now.
+            trained, read = self.plan["tokenizer"].startswith("bpe-"), _position(state)
+            if not trained and any(position == read for position, _ in self._documents(Position())):
+                return state
+        check_unchanged(before, self.plan, "folder")
+        return state
 
     def _tokenizer(self, tokenizer: TextTokenizer | int) -> TextTokenizer:
         """Return the tokenizer to use, saved in the folder; train it if it is given as a size."""
@@ -159,20 +180,21 @@ class _Job:
         return tokenizer
 
     def _training_texts(self) -> Iterator[str]:
-        for place, text in self._documents(Place()):
-            self.progress(place.bytes, self.total, "training the tokenizer", phase="training the tokenizer")
+        for position, text in self._documents(Position()):
+            self.show(position.bytes, "training the tokenizer")
             if split_of(text, self.plan["valid_share"]) == "train":
                 yield text
 
-    def _documents(self, after: Place) -> Iterator[tuple[Place, str]]:
-        """Yield the text of each document after a place, and the place after it."""
-        before = 0
+    def _documents(self, after: Position) -> Iterator[tuple[Position, str]]:
+        """Yield the text of each document after a position, and the position after it."""
+        before, checksum = 0, after.checksum
         for number, source in enumerate(self.sources):
             if number >= after.source:
                 skip = after.documents if number == after.source else 0
                 for count, (document, position) in enumerate(located(source, self.plan["field"]), 1):
                     if count > skip:
-                        yield Place(number, count, before + position), document.text
+                        checksum = zlib.crc32(document.text.encode() + b"\0", checksum)
+                        yield Position(number, count, before + position, checksum), document.text
             before += source.bytes
 
     def _tokenize(self, tokenizer: TextTokenizer, state: dict[str, Any], workers: int) -> dict[str, Any]:
@@ -180,15 +202,16 @@ class _Job:
         dtype, kept = token_dtype(tokenizer.vocab_size), state.get("splits", {})
         size: int = self.plan["shard_tokens"]
         writers = {name: ShardWriter(self.out, name, dtype, size, kept.get(name, {})) for name in SPLITS}
-        begin, saved = Place(**state.get("place", {})), time.monotonic()
+        saved = time.monotonic()
         try:
-            for place, tokens in self._encoded(begin, tokenizer, workers):
+            for position, tokens in self._encoded(_position(state), tokenizer, workers):
                 for name, writer in writers.items():
                     writer.append(*tokens[name])
-                self.progress(place.bytes, self.total, "tokenizing", phase="tokenizing")
+                self.show(position.bytes, "tokenizing")
                 if time.monotonic() - saved >= SAVE_SECONDS:
                     splits = {name: writer.state() for name, writer in writers.items()}
-                    write_json(self.out / STATE, {"plan": self.plan, "place": asdict(place), "splits": splits})
+                    state = {"plan": self.plan, "position": asdict(position), "splits": splits}
+                    write_json(self.out / STATE, state)
                     saved = time.monotonic()
             for writer in writers.values():
                 writer.finish()
@@ -198,33 +221,33 @@ class _Job:
         return {name: writer.finished for name, writer in writers.items()}
 
     def _encoded(
-        self, after: Place, tokenizer: TextTokenizer, workers: int
-    ) -> Iterator[tuple[Place, dict[str, Tokens]]]:
+        self, after: Position, tokenizer: TextTokenizer, workers: int
+    ) -> Iterator[tuple[Position, dict[str, Tokens]]]:
         """Tokenize chunks in threads and yield them in order; at most 2 × workers chunks are in memory."""
-        waiting = deque[tuple[Place, Future[dict[str, Tokens]]]]()
+        waiting = deque[tuple[Position, Future[dict[str, Tokens]]]]()
         pool = ThreadPoolExecutor(workers)
         try:
-            for place, texts in self._chunks(after):
-                waiting.append((place, pool.submit(encode, texts, tokenizer, self.plan["valid_share"])))
+            for position, texts in self._chunks(after):
+                waiting.append((position, pool.submit(encode, texts, tokenizer, self.plan["valid_share"])))
                 if len(waiting) == 2 * workers:
-                    place, tokens = waiting.popleft()
-                    yield place, tokens.result()
-            for place, tokens in waiting:
-                yield place, tokens.result()
+                    position, tokens = waiting.popleft()
+                    yield position, tokens.result()
+            for position, tokens in waiting:
+                yield position, tokens.result()
         finally:
             pool.shutdown(cancel_futures=True)
 
-    def _chunks(self, after: Place) -> Iterator[tuple[Place, list[str]]]:
-        """Yield the documents after a place, about CHUNK characters at a time, and the place after them."""
-        texts, size, place = list[str](), 0, after
-        for place, text in self._documents(after):
+    def _chunks(self, after: Position) -> Iterator[tuple[Position, list[str]]]:
+        """Yield the documents after a position, about CHUNK characters at a time, and the position after them."""
+        texts, size, position = list[str](), 0, after
+        for position, text in self._documents(after):
             texts.append(text)
             size += len(text)
             if size >= CHUNK:
-                yield place, texts
+                yield position, texts
                 texts, size = [], 0
         if texts:
-            yield place, texts
+            yield position, texts
 
     def _finish(self, tokenizer: TextTokenizer, splits: dict[str, Any]) -> dict[str, Any]:
         """Write the manifest: with it the data exist, without it they do not."""

@@ -45,7 +45,7 @@ LAST = [stem + ending for stem in STEMS for ending in ENDINGS]
 
 
 class Question(NamedTuple):
-    """What a prompt ends with, the strings that its continuation must hold, and how a training row answers."""
+    """The end of a prompt, the strings that its continuation must hold, and the answer in a training row."""
 
     prompt: str
     answers: list[str]
@@ -65,14 +65,12 @@ class Text:
     """The first is the test; training rows may ask the others as well."""
 
 
-@dataclass(frozen=True)
-class RetrievalCase:
-    """A prompt of exactly the wanted length."""
+class RetrievalCase(NamedTuple):
+    """A prompt of exactly the wanted length, and the depth of its first needle among the lines, 0 … 1."""
 
     prompt: list[int]
     answers: list[str]
     depth: float
-    """Where the first needle stands among the lines, 0 … 1."""
 
 
 @cache
@@ -271,9 +269,8 @@ def _fit(
     """Put lines around the needles until `length` is full; the first line is cut to what is left."""
     head, needles = tokenizer.encode(text.head), [tokenizer.encode(line) for line in text.needles]
     left = length - len(head) - len(asked) - sum(map(len, needles))
-    require(
-        left >= 0, f"length must be at least {length - left} tokens for task {task!r}, got {length}; use a longer one"
-    )
+    fewest = length - left
+    require(left >= 0, f"length must be at least {fewest} tokens for task {task!r}, got {length}; use a longer one")
     lines: list[list[int]] = []
     known: dict[str, list[int]] = {}
     while True:

@@ -12,13 +12,13 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from farspan.data.tokenizer import load_tokenizer
 from farspan.errors import require, require_choice
 from farspan.utils import explain_write_errors, read_settings, sha256
 
 MANIFEST = "manifest.json"
 SCHEMA = 1
 START = np.dtype("<u8")
-"""The type of a document's start in an .idx file."""
 REMEDY = "delete the folder and run farspan data again"
 
 
@@ -68,6 +68,8 @@ class Shards:
             self.end: int = manifest["tokenizer"]["end"]
             self.tokenizer_fingerprint: str = manifest["tokenizer"]["fingerprint"]
             self._dtype = np.dtype(manifest["dtype"]).newbyteorder("<")
+            if verify:
+                self._verify_tokenizer()
             shards = manifest["splits"][split]["shards"]
             require(
                 bool(shards),
@@ -80,6 +82,15 @@ class Shards:
             raise ValueError(f"{self.path / MANIFEST} is damaged ({error!r}); {REMEDY}") from error
         self._token_ends = np.cumsum([len(tokens) for tokens in self._tokens])
         self._document_ends = np.cumsum([len(starts) for starts in self._starts])
+
+    def _verify_tokenizer(self) -> None:
+        """Compare what the manifest says of the tokenizer with the tokenizer itself."""
+        file = self.path / "tokenizer.json"
+        intact = file.is_file() and sha256(file) == self.tokenizer_fingerprint
+        require(intact, f"{file} must be the tokenizer that {MANIFEST} names, got another or none; {REMEDY}")
+        tokenizer = load_tokenizer(self.path)
+        found, wanted = (tokenizer.vocab_size, tokenizer.end), (self.vocab_size, self.end)
+        require(found == wanted, f"{self.path} must have vocab_size, end = {wanted}, got {found}; {REMEDY}")
 
     def _open(self, shard: dict[str, Any], key: str, dtype: np.dtype[Any], verify: bool) -> npt.NDArray[Any]:
         count, digest = ("tokens", "sha256") if key == "file" else ("documents", "index_sha256")
@@ -198,7 +209,8 @@ class ShardWriter:
         sizes = self._tokens * self._dtype.itemsize, self._documents * START.itemsize
         for path, size in zip(self._paths(), sizes, strict=True):
             path.touch()
-            require(path.stat().st_size >= size, f"{path} lost data, so it cannot be continued; {REMEDY}")
+            if path.stat().st_size < size:
+                raise OSError(f"{path} lost data, so it cannot be continued; {REMEDY}")
             os.truncate(path, size)
             self._files.append(open(path, "ab", buffering=0))  # noqa: SIM115 - closed by close()
 

@@ -1,5 +1,6 @@
 """Read documents from files, directories, the standard library or the Hugging Face hub, one at a time."""
 
+import gzip
 import hashlib
 import importlib
 import io
@@ -12,31 +13,22 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from farspan.errors import require, unknown
 from farspan.utils import sha256
 
 COMPRESSED = (".gz", ".xz", ".zst")
-"""Endings that are decompressed while reading."""
-KINDS = {".txt": "text", ".md": "text", ".rst": "text", ".py": "text"} | dict.fromkeys(
-    (".jsonl", ".json", ".ndjson"), "lines"
-)
 NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 FORMATS = "a file .txt .md .rst .py .jsonl (or these .gz .xz .zst) .parquet, a directory, 'stdlib' or 'hf:NAME'"
 BLOCK = 2**16
 
 
-@dataclass(frozen=True)
-class Document:
+class Document(NamedTuple):
     """A text and its origin: a file, `file:line` or `file:row`."""
 
     text: str
     name: str
-
-
-Located = Iterator[tuple[Document, int]]
-"""Documents, each with the bytes of its source read so far."""
 
 
 @dataclass(frozen=True)
@@ -85,10 +77,10 @@ def resolve(name: str) -> Source:
     path = Path(name)
     require(path.exists(), f"source must exist, got {name!r}; give {FORMATS}")
     if path.is_dir():
-        files = _walk(path, lambda file: kind(file) is not None)
+        files = _walk(path, lambda file: _reader(file) is not None)
         require(bool(files), f"source must hold text files, got the directory {name!r} without any; give {FORMATS}")
         return Source(name, files, path)
-    require(kind(path) is not None, f"source must have a known ending, got {name!r}; give {FORMATS}")
+    require(_reader(path) is not None, f"source must have a known ending, got {name!r}; give {FORMATS}")
     return Source(name, (path,))
 
 
@@ -99,18 +91,6 @@ def _walk(root: Path, keep: Callable[[Path], bool], skip: set[str] | frozenset[s
         folders[:] = [name for name in folders if not name.startswith(".") and name not in skip]
         found += [Path(folder, name) for name in names if not name.startswith(".") and keep(Path(name))]
     return tuple(sorted(found, key=lambda path: path.relative_to(root).as_posix()))
-
-
-def kind(path: Path) -> str | None:
-    """Tell 'text', 'lines' or 'parquet' by the ending of a file; None for any other.
-
-    >>> kind(Path("a.jsonl.xz")), kind(Path("b.py")), kind(Path("c.png"))
-    ('lines', 'text', None)
-    """
-    name = path.name.lower()
-    if name.endswith(".parquet"):
-        return "parquet"
-    return KINDS.get(Path(Path(name).stem if name.endswith(COMPRESSED) else name).suffix)
 
 
 def documents(source: str, field: str = "text") -> Iterator[Document]:
@@ -131,36 +111,48 @@ def documents(source: str, field: str = "text") -> Iterator[Document]:
         yield document
 
 
-def located(source: Source, field: str) -> Located:
-    """Yield the documents of a resolved source with the bytes read so far, for progress."""
+def located(source: Source, field: str) -> Iterator[tuple[Document, int]]:
+    """Yield the documents of a resolved source, each with the bytes of the source read so far."""
     if not source.files:
-        yield from _hub(source.name, field)
+        yield from ((Document(_checked(text, where), where), 0) for where, text in _hub(source.name, field))
         return
-    read = {"text": _text, "lines": _lines, "parquet": _parquet}
     before, count = 0, 0
     for path in source.files:
-        label = str(path)
+        name = str(path)
         if source.root is not None:  # the same name on every machine for 'stdlib'
-            label = f"{source.name}:{path.relative_to(source.root).as_posix()}"
+            name = f"{source.name}:{path.relative_to(source.root).as_posix()}"
         size = path.stat().st_size
         # An empty __init__.py is ordinary in a directory; an empty file that the user named is a mistake.
         if size or source.root is None:
-            for document, position in read[str(kind(path))](path, label, field):
+            for where, text, position in (_reader(path) or _text)(path, name, field):
                 count += 1
-                yield document, before + position
+                yield Document(_checked(text, where), where), before + position
         before += size
     require(count > 0, f"source must hold at least one document, got {source.name!r} with none; name another")
 
 
-def _text(path: Path, name: str, field: str) -> Located:
+Texts = Iterator[tuple[str, str, int]]
+"""Origin and text of each document, and the bytes of the file read so far."""
+Reader = Callable[[Path, str, str], Texts]
+
+
+def _reader(path: Path) -> Reader | None:
+    """Return what reads a file with this ending."""
+    name = Path(path.name.lower())
+    if name.suffix == ".parquet":  # compressed within
+        return _parquet
+    return READERS.get(Path(name.stem).suffix if name.suffix in COMPRESSED else name.suffix)
+
+
+def _text(path: Path, name: str, field: str) -> Texts:
     with opened(path) as (stream, raw):
         data, position = stream.read(), raw.tell()
     zero = data.find(b"\0")
     require(zero < 0, f"{name} must be text, got binary data (a zero byte at offset {zero}); name UTF-8 text files")
-    yield Document(_checked(_decode(data, name, 0), name), name), position
+    yield name, _decode(data, name, 0), position
 
 
-def _lines(path: Path, name: str, field: str) -> Located:
+def _lines(path: Path, name: str, field: str) -> Texts:
     with opened(path) as (stream, raw):
         offset = 0
         for number, line in enumerate(stream, 1):
@@ -173,12 +165,12 @@ def _lines(path: Path, name: str, field: str) -> Located:
                     reason = str(error)
                 got = f"got {text[:40]!r} ({reason}); repair it"
                 require(isinstance(record, dict), f"{where} must be one JSON object per line, {got}")
-                yield Document(_checked(_pick(record, where, field), where), where), raw.tell()
+                yield where, _field(record, where, field), raw.tell()
             offset += len(line)
 
 
-def _parquet(path: Path, name: str, field: str) -> Located:
-    parquet = needs("pyarrow.parquet", "pyarrow", f"reading {name}")
+def _parquet(path: Path, name: str, field: str) -> Texts:
+    parquet, arrow = (needs(module, "pyarrow", f"reading {name}") for module in ("pyarrow.parquet", "pyarrow"))
     row = 0
     try:
         with parquet.ParquetFile(path) as file:
@@ -188,27 +180,28 @@ def _parquet(path: Path, name: str, field: str) -> Located:
             for batch in file.iter_batches(batch_size=64, columns=[field]):
                 for value in batch.column(0).to_pylist():
                     row += 1
-                    where = f"{name}:{row}"
-                    text = _checked(_pick({field: value}, where, field), where)
-                    yield Document(text, where), size * row // total
-    except (OSError, importlib.import_module("pyarrow").ArrowException) as error:
+                    yield f"{name}:{row}", _field({field: value}, f"{name}:{row}", field), size * row // total
+    except (OSError, arrow.ArrowException) as error:
         raise ValueError(
             f"{name} must be a complete .parquet file, got {error} after row {row}; download it again"
         ) from error
 
 
-def _hub(name: str, field: str) -> Located:
+READERS: dict[str, Reader] = dict.fromkeys((".txt", ".md", ".rst", ".py"), _text)
+READERS |= dict.fromkeys((".jsonl", ".json", ".ndjson"), _lines)
+
+
+def _hub(name: str, field: str) -> Iterator[tuple[str, str]]:
     datasets = needs("datasets", "datasets", f"reading {name}")
     dataset, config, split = [*name[3:].split(":"), "", ""][:3]
     rows = datasets.load_dataset(dataset, config or None, split=split or "train", streaming=True)
     for number, row in enumerate(rows, 1):
-        where = f"{name}:{number}"
-        text = _pick(row, where, field)
-        if text.strip():  # nobody can repair a row on the hub, and many sets keep empty ones
-            yield Document(_checked(text, where), where), 0
+        text = _field(row, f"{name}:{number}", field)
+        if text.strip():  # nobody can repair a row on the hub, and many datasets keep empty ones
+            yield f"{name}:{number}", text
 
 
-def _pick(record: Any, where: str, field: str) -> str:
+def _field(record: Any, where: str, field: str) -> str:
     if field not in record:
         raise ValueError(f"{where}: {unknown('field', field, record)}")
     value = record[field]
@@ -249,23 +242,13 @@ def needs(module: str, package: str, what: str) -> Any:
 @contextmanager
 def opened(path: Path) -> Iterator[tuple[Any, Any]]:
     """Yield (decompressed stream, file); the position of the file shows how much of it has been read."""
-    from fsspec.compression import compr
-    from fsspec.core import get_compression
-
     suffix = path.suffix.lower()
-    damaged: list[type[Exception]] = [EOFError, lzma.LZMAError, zlib.error]
+    decompress: Any = {".gz": gzip.open, ".xz": lzma.open, ".zst": _Zstandard}.get(suffix)
     with open(path, "rb") as raw:
-        stream: Any = raw
-        if suffix == ".zst":
-            zstandard = needs("zstandard", "zstandard", f"reading {path}")
-            damaged.append(zstandard.ZstdError)
-            stream = io.BufferedReader(_Zstandard(raw, zstandard), BLOCK)
-        elif suffix in COMPRESSED:
-            damaged.append(OSError)  # gzip.BadGzipFile
-            stream = compr[get_compression(str(path), "infer")](raw)
         try:
-            yield stream, raw
-        except tuple(damaged) as error:
+            stream: Any = decompress(raw) if decompress else raw
+            yield io.BufferedReader(stream, BLOCK) if suffix == ".zst" else stream, raw
+        except (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error) as error:
             raise ValueError(
                 f"{path} must be a complete {suffix} file, got one truncated or damaged before byte {raw.tell()} "
                 f"of {path.stat().st_size} ({error}); download or compress it again"
@@ -273,12 +256,16 @@ def opened(path: Path) -> Iterator[tuple[Any, Any]]:
 
 
 class _Zstandard(io.RawIOBase):
-    """Read frames one after the other. The library's reader ends silently inside a truncated frame; this one raises."""
+    """Read zstd frames one after the other, and raise if the last one is truncated.
 
-    def __init__(self, raw: io.BufferedReader, zstandard: Any) -> None:
-        self._raw = raw
+    Other readers stop silently there or after the first frame (zstandard, fsspec), or lack large windows (pyarrow).
+    """
+
+    def __init__(self, raw: io.BufferedReader) -> None:
+        zstandard = needs("zstandard", "zstandard", f"reading {raw.name}")
         # 2 GiB: files compressed with `zstd --long=31`, as large public corpora are.
-        self._new = zstandard.ZstdDecompressor(max_window_size=2**31).decompressobj
+        self._raw, self._new = raw, zstandard.ZstdDecompressor(max_window_size=2**31).decompressobj
+        self._error: type[Exception] = zstandard.ZstdError
         self._frame: Any = None
         self._ready = b""
 
@@ -288,12 +275,15 @@ class _Zstandard(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         while not self._ready:
             block = self._raw.read(BLOCK)
+            if not block and self._frame is not None:
+                raise EOFError("the last frame has no end")
             if not block:
-                if self._frame is not None:
-                    raise EOFError("the last frame has no end")
                 return 0
             self._frame = self._frame or self._new()
-            self._ready = self._frame.decompress(block)
+            try:
+                self._ready = self._frame.decompress(block)
+            except self._error as error:
+                raise EOFError(str(error)) from error
             if self._frame.eof:
                 self._raw.seek(-len(self._frame.unused_data), io.SEEK_CUR)  # the next frame begins there
                 self._frame = None

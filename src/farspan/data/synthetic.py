@@ -127,6 +127,8 @@ def evaluate(tokens: list[int]) -> int:
 
 IGNORED = -100
 """The label where nothing is asked, as in torch's cross entropy."""
+POWER = 0.01
+"""Gaps g = 1, 2, … have weight g^(POWER-1): most keys come back soon."""
 
 
 class Recall(NamedTuple):
@@ -144,8 +146,8 @@ class Recall(NamedTuple):
 class MQAR:
     """The task; defaults are the published setting at length 64 with 4 pairs.
 
-    A sequence begins with key-value pairs. Later each key is asked once, at a position drawn from a power law, and its
-    value is the label there. Filler elsewhere may happen to be a key too: labels tell them apart.
+    A sequence begins with key-value pairs. Later each key is asked once, after a gap of random length, and its value
+    is the label there. Filler elsewhere may happen to be a key too: labels tell them apart.
 
     >>> task = MQAR(length=16, pairs=2, vocabulary=20)
     >>> tokens, labels = task.draw(1, seed=0)
@@ -157,8 +159,6 @@ class MQAR:
     pairs: int = 4
     vocabulary: int = 8192
     """Keys are 1 … half-1, values half … end."""
-    power: float = 0.01
-    """Gaps g = 1, 2, … have weight g^(power-1): the smaller, the sooner most keys come back."""
 
     def __post_init__(self) -> None:
         half = self.vocabulary // 2
@@ -176,7 +176,7 @@ class MQAR:
         """Draw sequences, the same for the same seed."""
         random, half = np.random.default_rng(seed), self.vocabulary // 2
         shown, space = 2 * self.pairs, (self.length - 2 * self.pairs) // 2
-        weights = np.arange(1, space + 1, dtype=np.float64) ** (self.power - 1)
+        weights = np.arange(1, space + 1, dtype=np.float64) ** (POWER - 1)
         weights /= weights.sum()
         tokens = np.zeros((examples, self.length), dtype=np.int64)
         labels = np.full_like(tokens, IGNORED)
@@ -195,14 +195,22 @@ class MQAR:
 
 LEVELS = 256
 """Grey levels; a pixel's level is its token."""
-DIRECTIONS = 12
-"""Directions tried for a dash before its path is dropped."""
-SCENES = 300
-"""Scenes begun before the paths are said not to fit."""
+DASH, GAP, WIDTH, DOT = 2.0, 1.0, 0.5, 1.5
+"""Length of a dash, the gap to the next, width of a dash, and radius of a dot, in pixels."""
+CONTRAST = 0.75
+"""Brightness of a dash relative to a dot."""
+BEND = math.pi / 3
+"""Largest change of direction from one dash to the next."""
+CLEARANCE = 2.5
+"""Least distance of dashes that are not neighbours on a path: more than a gap."""
+TOLERANCE = 1.0
+"""Most that the two candidate pairs of ends may differ in distance."""
+DIRECTIONS, PATHS, SCENES = 12, 20, 300
+"""Directions tried for a dash, starts tried for a path, and scenes tried for an image."""
 
 
 class Scene(NamedTuple):
-    """The dashes of each path (k, 2 ends, x and y), the two long paths first; the two dots (2, 2); the label."""
+    """Dashes of each path (k, 2 ends, x and y), the two long paths first; the two dots (2, 2); the label."""
 
     paths: list[Points]
     dots: Points
@@ -216,8 +224,8 @@ class Pathfinder:
     An image has two long paths, shorter distractors, and two dots, each on an end of a long path: both on the same path
     (label 1), or one on each (label 0). Numbers are those published for the hardest level; bend and clearance are ours.
 
-    Little but the paths tells the label. A scene is fixed before it, with one pair of ends that belongs together and
-    one that does not, equally far apart. A fair coin then says which pair gets the dots. The dots still say a little:
+    Little but the paths reveals the label. A scene is drawn first, with one pair of ends on the same path and one pair
+    on two paths, equally far apart. A fair coin then says which pair gets the dots. The dots still reveal a little:
     logistic regression on them was right in 53.1 ± 0.8%, since the pairs may differ in distance from the border.
 
     >>> pixels, label = Pathfinder().draw(seed=0, index=5)
@@ -229,54 +237,28 @@ class Pathfinder:
     dashes: int = 14
     distractors: int = 5
     distractor_dashes: int = 4
-    dash: float = 2.0
-    gap: float = 1.0
-    width: float = 0.5
-    dot_radius: float = 1.5
-    contrast: float = 0.75
-    """Brightness of a dash beside that of a dot."""
-    bend: float = math.pi / 3
-    """The largest turn from one dash to the next."""
-    clearance: float = 2.5
-    """Dashes that are not neighbours on a path are at least so far apart: further than a gap."""
-    tolerance: float = 1.0
-    """How much the two candidate pairs of ends may differ in distance."""
 
     def __post_init__(self) -> None:
         require(
             self.dashes >= 2 and self.distractor_dashes >= 1 and self.distractors >= 0,
             f"dashes must be at least 2, got {self.dashes}; try 14",
         )
-        reach = self.dash + self.gap
-        require(
-            self.clearance > self.gap and self.size >= 2 * reach,
-            f"clearance must exceed gap = {self.gap} and size two dashes, got {self.clearance} and {self.size}; "
-            "a path could not be told from its neighbours",
-        )
+        require(self.size >= 2 * (DASH + GAP), f"size must be at least two dashes, got {self.size}; try 32")
 
     def draw(self, seed: int, index: int) -> tuple[NDArray[np.uint8], int]:
-        """Image `index` of the set `seed`: grey levels (size, size) and its label, the same for ever."""
+        """Draw image `index` of the set `seed`: grey levels (size, size) and its label."""
         scene = self.scene(seed, index)
         return self.render(scene), scene.label
 
     def scene(self, seed: int, index: int) -> Scene:
-        """The geometry of image `index`."""
+        """Draw the geometry of image `index`."""
         random = np.random.Generator(np.random.Philox(key=np.array([seed, 0], np.uint64), counter=[0, 0, 0, index]))
         for _ in range(SCENES):
-            paths: list[Points] = []
-            for _ in range(2):
-                path = self._path(paths, self.dashes, random)
-                if path is None:
-                    break
-                paths.append(path)
+            paths = self._add_paths([], 2, self.dashes, random)
             pairs = self._pairs(paths) if len(paths) == 2 else None
             if pairs is None:
                 continue
-            for _ in range(self.distractors):
-                path = self._path(paths, self.distractor_dashes, random)
-                if path is None:
-                    break
-                paths.append(path)
+            paths = self._add_paths(paths, self.distractors, self.distractor_dashes, random)
             if len(paths) == 2 + self.distractors:
                 label = int(random.integers(2))
                 return Scene(paths, pairs[label], label)
@@ -286,59 +268,69 @@ class Pathfinder:
         )
 
     def _pairs(self, paths: list[Points]) -> tuple[Points, Points] | None:
-        """Two ends on different paths and two on the same, as far apart from each other; None where there are none."""
+        """Return two ends on different paths and two on the same, as far apart from each other, if there are such."""
         (a, b), (c, d) = ((path[0, 0], path[-1, 1]) for path in paths)
         same = [np.stack(pair) for pair in ((a, b), (c, d))]
         different = [np.stack(pair) for pair in ((a, c), (a, d), (b, c), (b, d))]
         spread = np.subtract.outer([_span(pair) for pair in different], [_span(pair) for pair in same])
         i, j = np.unravel_index(np.abs(spread).argmin(), spread.shape)
-        return (different[i], same[j]) if abs(spread[i, j]) <= self.tolerance else None
+        return (different[i], same[j]) if abs(spread[i, j]) <= TOLERANCE else None
 
-    def _path(self, others: list[Points], dashes: int, random: np.random.Generator, tries: int = 20) -> Points | None:
-        """A path of so many dashes that keeps clear of all others and of itself; None where it does not fit."""
+    def _add_paths(self, paths: list[Points], count: int, dashes: int, random: np.random.Generator) -> list[Points]:
+        """Return the paths and up to `count` more; fewer if one does not fit."""
+        paths = [*paths]
+        for _ in range(count):
+            path = self._path(paths, dashes, random)
+            if path is None:
+                break
+            paths.append(path)
+        return paths
+
+    def _path(self, others: list[Points], dashes: int, random: np.random.Generator) -> Points | None:
+        """Draw a path that keeps clear of all others and of itself; None if it does not fit."""
         before = sum(map(len, others))
         taken = np.empty((before + dashes, 3, 2))
-        taken[:before] = _along(np.concatenate(others)) if others else 0.0
-        for _ in range(tries):
+        taken[:before] = _with_middle(np.concatenate(others)) if others else 0.0
+        for _ in range(PATHS):
             tip, heading, bend = random.uniform(1, self.size - 1, 2), random.uniform(0, 2 * math.pi), math.pi
             for made in range(dashes):
                 headings = heading + random.uniform(-bend, bend, DIRECTIONS)
                 ways = np.stack([np.cos(headings), np.sin(headings)], axis=-1)
-                starts = tip + ways * self.gap if made else np.broadcast_to(tip, ways.shape)
-                candidates = _along(np.stack([starts, starts + ways * self.dash], axis=1))
-                # The last dash of one's own path is a gap away, hence the only one that may be near.
+                starts = tip + ways * GAP if made else np.broadcast_to(tip, ways.shape)
+                candidates = _with_middle(np.stack([starts, starts + ways * DASH], axis=1))
+                # Only the last dash of the same path may be near: it is a gap away.
                 free = self._free(candidates, taken[: before + max(0, made - 1)])
                 if not free.any():
                     break
                 first = int(free.argmax())
                 taken[before + made] = candidates[first]
-                tip, heading, bend = candidates[first, 1], headings[first], self.bend
+                tip, heading, bend = candidates[first, 1], headings[first], BEND
             else:
                 return taken[before:, :2]
         return None
 
     def _free(self, candidates: Points, taken: Points) -> NDArray[np.bool_]:
-        """Which dashes (c, 3, 2) lie in the image and clear of all dashes taken (k, 3, 2)."""
+        """Tell which dashes (c, 3, 2) lie in the image and clear of all dashes taken (k, 3, 2)."""
         inside = ((candidates >= 1) & (candidates <= self.size - 1)).all((1, 2))
         x, y = (np.subtract.outer(candidates[..., axis], taken[..., axis].ravel()) for axis in (0, 1))
-        return inside & (x * x + y * y >= self.clearance**2).all((1, 2))
+        return inside & (x * x + y * y >= CLEARANCE**2).all((1, 2))
 
     def render(self, scene: Scene) -> NDArray[np.uint8]:
-        """Grey levels (size, size): a pixel is as bright as the nearest ink covers its centre."""
+        """Compute grey levels (size, size): a pixel is as bright as the nearest ink covers its centre."""
         middle = np.arange(self.size) + 0.5
         pixels = np.stack(np.meshgrid(middle, middle), axis=-1).reshape(-1, 1, 2)
         dashes = np.concatenate(scene.paths)
         start, way = dashes[:, 0], dashes[:, 1] - dashes[:, 0]
-        along = (((pixels - start) * way).sum(-1) / self.dash**2).clip(0, 1)
+        along = (((pixels - start) * way).sum(-1) / DASH**2).clip(0, 1)
         from_dash = np.linalg.norm(pixels - start - along[..., None] * way, axis=-1).min(1)
         from_dot = np.linalg.norm(pixels - scene.dots, axis=-1).min(1)
-        ink = (self.width / 2 + 0.5 - from_dash).clip(0, 1) * self.contrast
-        dots = (self.dot_radius + 0.5 - from_dot).clip(0, 1)
+        ink = (WIDTH / 2 + 0.5 - from_dash).clip(0, 1) * CONTRAST
+        dots = (DOT + 0.5 - from_dot).clip(0, 1)
         return (np.maximum(ink, dots) * (LEVELS - 1)).round().astype(np.uint8).reshape(self.size, self.size)
 
 
-def _along(dashes: Points) -> Points:
-    """Both ends and the middle of dashes: (k, 2, 2) → (k, 3, 2)."""
+def _with_middle(dashes: Points) -> Points:
+    """Append the middle of dashes to their ends: (k, 2, 2) → (k, 3, 2)."""
     return np.concatenate([dashes, dashes.mean(1, keepdims=True)], axis=1)
 
 

@@ -110,12 +110,10 @@ def check_vocabulary(size: int) -> None:
 def train_bpe(texts: Iterable[str], vocab_size: int, out_path: str | os.PathLike[str] | None = None) -> TextTokenizer:
     """Train a byte-level BPE; the end token has id 0. Small texts may give fewer tokens than asked for.
 
-    Every digit is a token of its own, as in LLaMA: a model then copies a number digit by digit instead of learning
-    thousands of rare ones.
+    Every digit is a token of its own, as in LLaMA: a model then copies numbers digit by digit.
 
-    Args:
-        texts: training text only, never held-out documents. Not read for a vocabulary of 257: bytes without merges.
-        out_path: a folder to save it in.
+    `texts` should hold no held-out documents. A vocabulary of 257 is bytes without merges. Save it in the folder
+    `out_path`, if given.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
