@@ -1,6 +1,5 @@
 """GGUF files, written here with the gguf package, are read as transformers reads them."""
 
-import math
 import re
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, SmolLM3Config, S
 
 from farspan.checkpoints.sources import PARTS
 from farspan.convert import from_pretrained
-from farspan.ops import Linear, YaRN
+from farspan.ops import Linear
 from tests.checkpoints.sources import SHAPE, random_model, tokens
 from tests.command_line import called
 
@@ -137,18 +136,7 @@ def test_llama3_frequencies_are_recognised_and_others_raise(tmp_path: Path) -> N
         ({"rope.scaling.type": "none", "rope.scaling.factor": 4.0}, None),
         ({"rope.scaling.factor": 4.0}, Linear(4.0)),
         ({"rope.scale_linear": 4.0}, Linear(4.0)),
-        ({"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}, YaRN(4.0, 16, temperature=0.1 * math.log(4) + 1)),
-        (
-            {
-                "rope.scaling.type": "yarn",
-                "rope.scaling.factor": 4.0,
-                "rope.scaling.original_context_length": 8,
-                "rope.scaling.yarn_beta_fast": 16.0,
-                "rope.scaling.yarn_beta_slow": 2.0,
-                "rope.scaling.attn_factor": 0.5,
-            },
-            YaRN(4.0, 8, 16.0, 2.0, 0.5 * (0.1 * math.log(4) + 1)),
-        ),
+        ({"rope.scaling.type": "yarn", "rope.scaling.factor": 1.0}, None),
     ],
     ids=str,
 )
@@ -160,8 +148,9 @@ def test_a_scaling_method_is_read_completely(fields: dict[str, Any], method: obj
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"rope.scaling.alpha": 50.0}, r"llama.rope.scaling.alpha must be absent, got 50.0"),
-        ({"rope.scaling.factor": 4.0, "rope.scaling.attn_factor": 0.5}, "attn_factor must be 1 without yarn, got 0.5"),
+        ({"rope.scaling.alpha": 50.0}, r"scaling.\* must be none or linear, .*, got {'alpha': 50.0}; convert the safe"),
+        ({"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}, "got {'type': 'yarn', 'factor': 4.0}; convert the"),
+        ({"rope.scaling.type": "longrope"}, "got {'type': 'longrope'}; convert the"),
         ({"attention.scale": 0.5}, r"llama.attention.scale must be .* = 0.353553, got 0.5"),
     ],
     ids=str,
@@ -175,11 +164,9 @@ def test_scaling_that_has_no_counterpart(fields: dict[str, Any], message: str, t
 @pytest.mark.parametrize(
     ("changes", "fields", "message"),
     [
-        ({"num_key_value_heads": 0}, {}, "num_key_value_heads must be at least 1 .*, got 0; correct that field"),
-        ({"num_attention_heads": 0}, {}, "num_attention_heads must be at least 1, got 0"),
-        ({"rope_parameters": {"rope_theta": 0.5}}, {}, "rope_parameters.rope_theta must be a number above 1, got 0.5"),
-        ({}, {"rope.scale_linear": -4.0}, "rope_parameters.factor must be a number above 0, got -4.0"),
-        ({}, {"rope.scaling.type": "longrope"}, "rope_type'. must be one of .*, got 'longrope'; checkp"),
+        ({"num_key_value_heads": 0}, {}, "num_key_value_heads must be 1 … 4096, got 0"),
+        ({"rope_parameters": {"rope_theta": 0.5}}, {}, "base must be greater than 1, got 0.5"),
+        ({}, {"rope.scale_linear": -4.0}, "scaling factor must be at least 1, got -4.0"),
         ({}, {"attention.sliding_window": "wide"}, "must be a valid mistral configuration"),  # a window makes it one
     ],
     ids=str,
@@ -212,7 +199,7 @@ def test_broken_files(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"general.architecture of .* must be one of 'llama', .*, got 'gpt2'"):
         from_pretrained(path)
     write(path, model, "llama", extra={"blk.0.odd.weight": torch.ones(3)})
-    with pytest.raises(ValueError, match=r"tensor 'blk.0.odd.weight' .* has no place"):
+    with pytest.raises(ValueError, match=r"tensor 'blk.0.odd.weight' .* is unknown to"):
         from_pretrained(path)
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_block_count(2)
@@ -220,7 +207,7 @@ def test_broken_files(tmp_path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(ValueError, match=r"must give llama.embedding_length as a number, got none"):
+    with pytest.raises(ValueError, match=r"must give llama.embedding_length as a number of at least 1, got None"):
         from_pretrained(path)
 
 

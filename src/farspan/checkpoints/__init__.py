@@ -4,7 +4,6 @@ from farspan.checkpoints.calibrate import CalibrationConfig, CalibrationReport, 
 from farspan.checkpoints.configuration import config_of, read_config, write_config
 from farspan.checkpoints.convert import (
     Conversion,
-    clear_out,
     convert_folder,
     fingerprint,
     from_pretrained,
@@ -29,7 +28,6 @@ __all__ = [
     "Target",
     "attention_reach",
     "calibrate",
-    "clear_out",
     "config_of",
     "convert_folder",
     "export_as",
