@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 
 from farspan_cli.app import app, fail, making
-from farspan_cli.convert import DTYPES
+from farspan_cli.convert import Dtype, torch_dtype
 from farspan_cli.progress import show_progress
 
 
@@ -35,7 +35,7 @@ def export(
         str | None,
         typer.Option(help="OWNER/NAME of the original. Default: what MODEL was converted from."),
     ] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16. Default: the source's.")] = None,
+    dtype: Dtype = None,
 ) -> None:
     """Write weights, tokenizer, the model's source for `trust_remote_code`, and a card with what was measured.
 
@@ -45,17 +45,13 @@ def export(
 
     Then: `hf upload OWNER/NAME hub/mine`
     """
-    import torch
-
     from farspan.checkpoints import export_as, export_folder
 
-    if dtype is not None and dtype not in DTYPES:
-        fail(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}; choose one of these")
+    weights, console, lost = torch_dtype(dtype), Console(), list[str]()
     if as_ is not None and (results or name or license or base_model):
         fail(
             "--results, --name, --license and --base-model are for the card, which --as does not write; leave them out"
         )
-    weights, console, lost = getattr(torch, dtype) if dtype else None, Console(), list[str]()
     with making(out):
         with show_progress(console) as show:
             if as_ is not None:

@@ -2,8 +2,6 @@
 
 import json
 import os
-import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ from farspan.checkpoints import attention_reach, read_note, stream, write_config
 from farspan.checkpoints.convert import save
 from farspan.convert import Target, convert_folder, from_pretrained
 from tests.checkpoints.sources import CASES, saved, tokens, with_tokenizer
-from tests.command_line import called, farspan, started
+from tests.command_line import called, farspan
 
 HYBRIDS = ["hybrid-rope", "hybrid-coca-exact", "hybrid-coca-polar", "hybrid-pope"]
 
@@ -288,25 +286,6 @@ def test_a_full_disk_leaves_nothing(out: str, tmp_path: Path) -> None:
     assert "free some space" in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
-
-
-def test_a_killed_process_leaves_no_model_and_the_next_one_cleans_up(tmp_path: Path) -> None:
-    saved(tmp_path / "source")
-    slow = (
-        "import time, farspan.checkpoints.convert as c, farspan.modeling_farspan as m\n"
-        "write = m.FarspanForCausalLM.save_pretrained\n"
-        "def slowly(*a, **b):\n    write(*a, **b)\n    time.sleep(60)\nm.FarspanForCausalLM.save_pretrained = slowly"
-    )
-    with started("convert", tmp_path / "source", "--out", tmp_path / "out", before=slow) as running:
-        deadline = time.monotonic() + 120
-        while not (tmp_path / "out.part" / "model.safetensors").exists():
-            assert running.process.is_alive()
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        os.kill(running.process.pid, signal.SIGKILL)
-    assert not (tmp_path / "out").exists()
-    convert_folder(tmp_path / "source", tmp_path / "out")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
 
 
 def test_only_a_new_or_empty_folder_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

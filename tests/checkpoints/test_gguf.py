@@ -51,7 +51,9 @@ def write(
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_rope_dimension_count(width)
     for name, value in fields.items():
-        add = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}[type(value)]
+        add = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}[
+            type(value)
+        ]
         add(f"{arch}.{name}", value)
     inverse = {ours: theirs for theirs, ours in PARTS.items()}
     for name, parameter in model.named_parameters():

@@ -320,10 +320,13 @@ class GgufFile(Source):
         }
 
     def _unpack(self, name: str, tensor: Any) -> Tensor:
+        import numpy as np
         from gguf.quants import dequantize
 
         try:
-            return torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy())
+            with np.errstate(all="ignore"):  # damaged scales: :func:`load` raises for what is not finite
+                unpacked = dequantize(tensor.data, tensor.tensor_type)
+            return torch.from_numpy(unpacked.copy())
         except NotImplementedError as error:
             raise ValueError(
                 f"tensor {name!r} in {str(self.path)!r} is packed as {tensor.tensor_type.name}, which gguf cannot "
