@@ -166,8 +166,6 @@ def test_bad_sources_raise_one_line(case: str, tmp_path: Path) -> None:
         ({"attention": "coca-exat"}, "did you mean 'coca-exact'"),
         ({"attention": ["rope", "rope"]}, "one entry for each of the 3 layers, got 2"),
         ({"attention": "alibi"}, "got 'alibi'; train a model with it instead"),
-        ({"attention": "cosformer"}, "got 'cosformer'; train a model with it instead"),
-        ({"attention": "linear-coca"}, "got 'linear-coca'; train a model with it instead"),
         ({"attention": "hybrid-cosformer"}, "got 'hybrid-cosformer'; train a model with it"),
         ({"attention": "hybrid-rop", "window": 8}, "did you mean 'hybrid-rope'"),
         ({"attention": "hybrid-rope", "window": 17}, "window must be 1 … 16, the training length, got 17"),
@@ -178,7 +176,6 @@ def test_bad_sources_raise_one_line(case: str, tmp_path: Path) -> None:
         ({"attention": "hybrid-rope", "window": 8, "global_layers": "all"}, "must be 'auto' or a list"),
         ({"attention": "hybrid-rope", "global_layers": [1], "global_every": 2}, "give global_every or global_layers"),
         ({"attention": ["rope"] * 3, "window": 8}, "need attention, the name of a hybrid"),
-        ({"attention": None, "window": 8}, "need attention, the name of a hybrid"),
     ],
     ids=str,
 )
@@ -217,21 +214,18 @@ def test_a_hybrid_of_a_checkpoint_with_windows_or_without_positions(tmp_path: Pa
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("model", "which does not exist; check the path"),
+        ("owner/model", "which does not exist; check the path, .*: hf download .*owner/model --local-dir model"),
         ("model.pt", "got the pickle .*model.pt', which could run code when opened"),
         ("model.txt", "checkpoint must be a folder or a .gguf file"),
         ("model.gguf", "is not a complete GGUF file|needs the package gguf"),
     ],
 )
-def test_files_of_other_kinds(name: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_other_kinds(name: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / name
     if path.suffix:
         path.write_bytes(pickle.dumps({"weight": 1}))
     with pytest.raises(ValueError, match=message):
         from_pretrained(path)
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match="downloaded first: hf download HuggingFaceTB/SmolLM2-135M --local-dir Smol"):
-        from_pretrained("HuggingFaceTB/SmolLM2-135M")
 
 
 def test_numbers_too_large_for_the_wanted_dtype(tmp_path: Path) -> None:
@@ -269,22 +263,20 @@ def test_a_broken_tokenizer_is_named_by_every_command(name: str, text: str, mess
 def test_a_tokenizer_larger_than_the_vocabulary(tmp_path: Path) -> None:
     source = with_tokenizer(tmp_path / "source")
     saved(source, "llama")  # 64 tokens
-    for command in ("convert", source, "--out", tmp_path / "out"), ("generate", source, "a"):
+    out = ("--out", tmp_path / "out")
+    for command in ("convert", source, *out), ("export", source, *out), ("generate", source, "a"):
         status, _, err = called(*command)
         assert (status, err.count("\n")) == (2, 1)
         assert "must have at most the model's vocab_size = 64 tokens, got 257" in err
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    "case", ["architecture", "missing tensor", "pickle", "truncated", "NaN", "a shard that climbs"]
-)
+@pytest.mark.parametrize("case", ["architecture", "missing tensor", "pickle", "truncated", "a shard that climbs"])
 def test_the_command_line_says_it_in_one_line_and_leaves_nothing(case: str, tmp_path: Path) -> None:
     source = tmp_path / "in" / "source"
     saved(source)
     BAD[case][0](source)
     status, _, err = called("convert", source, "--attention", "rope", "--out", tmp_path / "out")
-    assert status == 2
+    assert (status, err.count("\n")) == (2, 1)
     assert re.search(BAD[case][1], err)
-    assert len(err.strip().splitlines()) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["in"]

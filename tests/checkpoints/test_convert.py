@@ -23,6 +23,17 @@ def specs(folder: Path) -> list[tuple[str, int | None, bool]]:
     return [(s.name, s.window, s.rotary) for s in from_pretrained(folder, None).config.attention_specs]
 
 
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A model with its tokenizer, beside a.txt to calibrate on."""
+    (tmp_path / "a.txt").write_text("some words in a row, and then others. " * 40)
+    return with_tokenizer(tmp_path / "source")
+
+
+def calibrating(folder: Path) -> list[Any]:
+    return ["--calibrate", folder / "a.txt", "--calibrate-tokens", 1024, "--calibrate-steps", 1]
+
+
 # Hybrids
 
 
@@ -93,12 +104,10 @@ def test_auto_takes_the_layers_that_reach_furthest_and_notes_it(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("text", [False, True], ids=["the library's sources", "a text"])
-def test_auto_from_the_command_line_and_in_python(text: bool, tmp_path: Path) -> None:
-    source, ours = with_tokenizer(tmp_path / "source"), tmp_path / "ours"
-    (tmp_path / "a.txt").write_text("some words in a row, and then others. " * 40)
+def test_auto_from_the_command_line_and_in_python(text: bool, source: Path, tmp_path: Path) -> None:
+    ours = tmp_path / "ours"
     options: list[Any] = ["--attention", "hybrid-coca-exact", "--window", 4, "--global-layers", "auto"]
-    options += ["--global-every", 3]
-    options += ["--calibrate", tmp_path / "a.txt", "--calibrate-tokens", 1024, "--calibrate-steps", 1] if text else []
+    options += ["--global-every", 3, *(calibrating(tmp_path) if text else [])]
     status, out, err = called("convert", source, *options, "--out", ours)
     assert status == 0, err
     note = json.loads((ours / "conversion.json").read_text())
@@ -115,22 +124,16 @@ def test_auto_from_the_command_line_and_in_python(text: bool, tmp_path: Path) ->
         assert [s.window is None for s in model.config.attention_specs].index(True) == chosen
 
 
-def test_named_global_layers_and_calibration_from_the_command_line(tmp_path: Path) -> None:
-    source, ours = with_tokenizer(tmp_path / "source"), tmp_path / "ours"
-    (tmp_path / "a.txt").write_text("some words in a row, and then others. " * 40)
-    options = ("--calibrate", tmp_path / "a.txt", "--calibrate-tokens", 1024, "--calibrate-steps", 1)
-    options += ("--window", 8, "--global-layers", "0,2")
-    status, out, err = called("convert", source, "--attention", "hybrid-rope", *options, "--out", ours)
+def test_named_global_layers_and_calibration_from_the_command_line(source: Path, tmp_path: Path) -> None:
+    ours, options = tmp_path / "ours", ("--attention", "hybrid-rope", "--window", 8, "--global-layers")
+    status, out, err = called("convert", source, *calibrating(tmp_path), *options, "0,2", "--out", ours)
     assert status == 0, err
     assert specs(ours) == [("rope", None, False), ("rope", 8, True), ("rope", None, False)]
     assert [row["layer"] for row in json.loads((ours / "calibration.json").read_text())["rows"]] == [0, 2]
     assert "global layers: 0, 2" in out
     before, after = (from_pretrained(p, None).model.layers[1].self_attn.q_proj.weight for p in (source, ours))
     assert torch.equal(before, after)
-    assert called("generate", ours, "some words", "--max-new-tokens", 12)[0] == 0
-    status, _, err = called(
-        "convert", source, "--attention", "hybrid-rope", "--global-layers", "a", "--out", tmp_path / "x"
-    )
+    status, _, err = called("convert", source, *options, "a", "--out", tmp_path / "x")
     assert (status, err.count("\n")) == (2, 1)
     assert "--global-layers must be auto or layer numbers separated by commas, got 'a'" in err
 
@@ -138,31 +141,26 @@ def test_named_global_layers_and_calibration_from_the_command_line(tmp_path: Pat
 # The command
 
 
-def test_convert_and_generate_from_the_command_line(tmp_path: Path) -> None:
-    source = with_tokenizer(tmp_path / "source")
-    status, out, err = called(
-        "convert", source, "--attention", "coca-slack,rope,coca-exact", "--out", tmp_path / "ours"
+def test_convert_and_generate_from_the_command_line(source: Path, tmp_path: Path) -> None:
+    layers, ours = ["coca-slack", "rope", "coca-exact"], tmp_path / "ours"
+    status, out, err = called("convert", source, "--attention", ",".join(layers), "--out", ours)
+    assert status == 0, err
+    assert f"written: {ours}" in out.replace("\n", "")
+    assert err == (
+        "farspan: 2 layers start from copied weights and do not yet compute what the original did: "
+        "convert with --calibrate TEXT, or train them with farspan finetune\n"
     )
+    assert json.loads((ours / "config.json").read_text())["architectures"] == ["FarspanForCausalLM"]
+    assert [name for name, *_ in specs(ours)] == layers
+    assert AutoTokenizer.from_pretrained(ours)("ab").input_ids == [98, 99]
+    status, out, err = called("generate", ours, "hello", "--max-new-tokens", 8)
     assert status == 0, err
-    assert f"written: {tmp_path / 'ours'}" in out.replace("\n", "")
-    assert err.startswith("farspan: 2 layers start from copied weights and do not yet compute what the original did: ")
-    assert "--calibrate TEXT" in err
-    assert "farspan finetune" in err
-    assert len(err.splitlines()) == 1
-    assert json.loads((tmp_path / "ours" / "config.json").read_text())["architectures"] == ["FarspanForCausalLM"]
-    assert [name for name, *_ in specs(tmp_path / "ours")] == ["coca-slack", "rope", "coca-exact"]
-    assert AutoTokenizer.from_pretrained(tmp_path / "ours")("ab").input_ids == [98, 99]
-    status, out, err = called("generate", tmp_path / "ours", "hello", "--max-new-tokens", 8)
-    assert status == 0, err
-    assert out == "".join(stream(tmp_path / "ours", "hello", max_new_tokens=8)) + "\n"
+    assert out == "".join(stream(ours, "hello", max_new_tokens=8)) + "\n"
 
 
-def test_calibration_leaves_its_report(tmp_path: Path) -> None:
-    source = with_tokenizer(tmp_path / "source")
-    (tmp_path / "a.txt").write_text("some words in a row, and then others. " * 40)
-    options = ("--calibrate", tmp_path / "a.txt", "--calibrate-tokens", 1024, "--calibrate-steps", 1)
-    options += ("--calibrate-length", 9)
-    status, out, err = called("convert", source, "--attention", "coca-exact", *options, "--out", tmp_path / "ours")
+def test_calibration_leaves_its_report(source: Path, tmp_path: Path) -> None:
+    options = (*calibrating(tmp_path), "--calibrate-length", 9, "--out", tmp_path / "ours")
+    status, out, err = called("convert", source, "--attention", "coca-exact", *options)
     assert status == 0, err
     report = json.loads((tmp_path / "ours" / "calibration.json").read_text())
     assert (report["schema"], report["kind"]) == (2, "calibration")
@@ -174,15 +172,13 @@ def test_calibration_leaves_its_report(tmp_path: Path) -> None:
     assert "copied" not in err
 
 
-def test_what_cannot_be_calibrated(tmp_path: Path) -> None:
-    source = with_tokenizer(tmp_path / "source")
+def test_what_cannot_be_calibrated(source: Path, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("short")
     for options, message in (
         (("--attention", "coca-exact"), "text must give at least two sequences of 16 tokens, got 0"),
         ((), "--calibrate needs --attention, the one to fit"),
     ):
-        command = ("convert", source, *options, "--calibrate", tmp_path / "a.txt", "--out", tmp_path / "out")
-        status, _, err = called(*command)
+        status, _, err = called("convert", source, *options, *calibrating(tmp_path), "--out", tmp_path / "out")
         assert status == 2
         assert message in err
     with pytest.raises(ValueError, match=r"text needs attention, the one to fit, got a\.txt without; give for example"):
@@ -193,25 +189,21 @@ def test_what_cannot_be_calibrated(tmp_path: Path) -> None:
 @pytest.mark.parametrize("existed", [False, True], ids=["new", "empty"])
 @pytest.mark.parametrize("command", ["convert", "export"])
 def test_ctrl_c_says_whether_the_folder_is_complete(
-    command: str, existed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: str, existed: bool, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source, out = with_tokenizer(tmp_path / "source"), tmp_path / "out"
+    out = tmp_path / "out"
     if existed:
         out.mkdir()
+    for write, said in ((False, "give the same command again"), (True, f"{out} is complete")):
 
-    def press(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
+        def pressed(*arguments: Any, write: bool = write, **options: Any) -> None:
+            if write:
+                save(*arguments, **options)
+            raise KeyboardInterrupt
 
-    def save_and_press(*arguments: Any, **options: Any) -> None:
-        save(*arguments, **options)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(f"farspan.checkpoints.{command}.save", press)
-    status, _, err = called(command, source, "--out", out)
-    assert (status, err) == (130, "interrupted; give the same command again\n")
-    monkeypatch.setattr(f"farspan.checkpoints.{command}.save", save_and_press)
-    status, _, err = called(command, source, "--out", out)
-    assert (status, err) == (130, f"interrupted; {out} is complete\n")
+        monkeypatch.setattr(f"farspan.checkpoints.{command}.save", pressed)
+        status, _, err = called(command, source, "--out", out)
+        assert (status, err) == (130, f"interrupted; {said}\n")
     assert from_pretrained(out).config.vocab_size == 257
     status, _, err = called(command, source, "--out", out)
     assert (status, "must be a new folder" in err) == (2, True)

@@ -45,7 +45,8 @@ def write(
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
+    if "attention.head_count_kv" not in fields:
+        writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_key_length(width)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
@@ -148,40 +149,26 @@ def test_a_scaling_method_is_read_completely(fields: dict[str, Any], method: obj
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("base", "fields", "message"),
     [
-        ({"rope.scaling.alpha": 50.0}, r"scaling.\* must be none or linear, .*, got {'alpha': 50.0}; convert the safe"),
-        ({"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}, "got {'type': 'yarn', 'factor': 4.0}; convert the"),
-        ({"rope.scaling.type": "longrope"}, "got {'type': 'longrope'}; convert the"),
-        ({"attention.scale": 0.5}, r"llama.attention.scale must be .* = 0.353553, got 0.5"),
-    ],
-    ids=str,
-)
-def test_scaling_that_has_no_counterpart(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
-    write(tmp_path / "m.gguf", random_model("llama"), "llama", **fields)
-    with pytest.raises(ValueError, match=message):
-        from_pretrained(tmp_path / "m.gguf")
-
-
-@pytest.mark.parametrize(
-    ("changes", "fields", "message"),
-    [
-        ({"num_key_value_heads": 0}, {}, "num_key_value_heads must be 1 … 4096, got 0"),
-        ({"rope_parameters": {"rope_theta": 0.5}}, {}, "base must be greater than 1, got 0.5"),
-        ({}, {"rope.scale_linear": -4.0}, "scaling factor must be at least 1, got -4.0"),
-        ({}, {"attention.sliding_window": "wide"}, "must be a valid mistral configuration"),  # a window makes it one
+        (1e3, {"attention.head_count_kv": 0}, "num_key_value_heads must be 1 … 4096, got 0"),
+        (0.5, {}, "base must be greater than 1, got 0.5"),
+        (1e3, {"rope.scale_linear": -4.0}, "scaling factor must be at least 1, got -4.0"),
+        (1e3, {"attention.sliding_window": "wide"}, "must be a valid mistral configuration"),  # a window makes it one
+        (1e3, {"attention.scale": 0.5}, r"llama.attention.scale must be .* = 0.353553, got 0.5"),
+        (1e3, {"rope.scaling.alpha": 50.0}, r"scaling.\* must be none or linear, .*, got {'alpha': 50.0}; convert the"),
+        (1e3, {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}, "got {'type': 'yarn', 'factor': 4.0}; conv"),
+        (1e3, {"rope.scaling.type": "longrope"}, "got {'type': 'longrope'}; convert the"),
     ],
     ids=str,
 )
 def test_wrong_fields_are_named_as_the_metadatas(
-    changes: dict[str, Any], fields: dict[str, Any], message: str, tmp_path: Path
+    base: float, fields: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     model = random_model("llama")
-    model.config.head_dim = 8  # else the writer divides by the number of heads
-    for name, value in changes.items():
-        setattr(model.config, name, value)
+    model.config.rope_parameters = {"rope_theta": base}
     write(tmp_path / "m.gguf", model, "llama", **fields)
-    with pytest.raises(ValueError, match=f"^the GGUF metadata.*{message}") as caught:
+    with pytest.raises(ValueError, match=f"^the GGUF metadata: .*{message}|^the GGUF metadata {message}") as caught:
         from_pretrained(tmp_path / "m.gguf")
     assert "\n" not in str(caught.value)
 
@@ -221,12 +208,3 @@ def test_a_file_without_a_tokenizer_raises_before_any_work(tmp_path: Path, monke
     assert re.search(r"m.gguf' must hold its tokenizer \(the field tokenizer.ggml.tokens\), got none; export", err)
     assert len(err.splitlines()) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["m.gguf"]
-
-
-def test_numbers_that_are_not_finite(tmp_path: Path) -> None:
-    model = random_model("llama")
-    with torch.no_grad():
-        model.model.layers[1].self_attn.k_proj.weight[3, 4] = torch.inf
-    write(tmp_path / "m.gguf", model, "llama")
-    with pytest.raises(ValueError, match=r"tensor 'model.layers.1.self_attn.k_proj.weight' in '.*m.gguf' must hold"):
-        from_pretrained(tmp_path / "m.gguf")

@@ -99,15 +99,9 @@ def test_the_snippet_of_the_card_runs_as_it_stands_and_asks_nothing(tmp_path: Pa
     assert called("export", tmp_path / "model", "--name", "owner/toy", "--out", out)[0] == 0
     snippet = (out / "README.md").read_text().split("```python\n")[1].split("```")[0]
     blocked = "import sys\nsys.modules['farspan'] = None\n" + snippet
-    environment = {**os.environ, "HF_HOME": str(tmp_path / "home")}
-    done = subprocess.run(
-        [sys.executable, "-c", blocked],
-        cwd=tmp_path,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-    )
+    options: dict[str, Any] = {"cwd": tmp_path, "env": {**os.environ, "HF_HOME": str(tmp_path / "home")}}
+    options |= {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
+    done = subprocess.run([sys.executable, "-c", blocked], **options)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("Once upon a time")
     assert "[y/N]" not in done.stdout
@@ -178,9 +172,7 @@ def test_a_card_without_results_says_so(trained: Path, tmp_path: Path) -> None:
         ([None], "which is none"),
     ],
 )
-def test_results_that_cannot_be_right_are_refused(
-    files: list[Any], message: str, trained: Path, tmp_path: Path
-) -> None:
+def test_results_that_cannot_be_right_raise(files: list[Any], message: str, trained: Path, tmp_path: Path) -> None:
     paths = [tmp_path / f"{i}.json" for i, _ in enumerate(files)]
     for path, rows in zip(paths, files, strict=True):
         if rows is not None:

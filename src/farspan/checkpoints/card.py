@@ -121,11 +121,12 @@ def attention_text(specs: Sequence[AttentionSpec]) -> str:
 def cache_text(model: FarspanForCausalLM) -> str:
     """Return the size of the cache at the training length, measured with one token per layer."""
     config, length = model.config, model.config.train_length
+    width = (config.num_key_value_heads or 0) * (config.head_dim or 0)
     cache = model(torch.zeros(1, 1, dtype=torch.long, device=model.device), use_cache=True).past_key_values
     held = full = 0
     for spec, layer in zip(config.attention_specs, cache.layers, strict=True):
         held += layer.nbytes * (1 if spec.linear else min(length, spec.window or length))
-        full += 2 * config.num_key_value_heads * config.head_dim * model.dtype.itemsize * length
+        full += 2 * width * model.dtype.itemsize * length
     return f"{held / 2**20:,.2f} MiB for {length:,} tokens, {held / full:.0%} of full RoPE attention's"
 
 

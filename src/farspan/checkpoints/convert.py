@@ -67,13 +67,13 @@ def load(
         model.lm_head.weight = model.model.embed_tokens.weight
     model.config.dtype = dtype
     if source.generation is not None:
-        model.generation_config = _generation(source)
+        model.generation_config = _generation(source.generation, source.path)
     return model.eval()
 
 
-def _generation(source: Source) -> GenerationConfig:
+def _generation(raw: dict[str, Any], path: Path) -> GenerationConfig:
     try:
-        settings = GenerationConfig.from_dict(source.generation)
+        settings = GenerationConfig.from_dict(raw)
         for key in ("eos_token_id", "bos_token_id", "pad_token_id"):
             held = getattr(settings, key)
             tokens = held if isinstance(held, list) else [held]
@@ -83,7 +83,7 @@ def _generation(source: Source) -> GenerationConfig:
             )
     except (ValueError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"generation_config.json of {str(source.path)!r} is not valid ({error}); correct or remove it"
+            f"generation_config.json of {str(path)!r} is not valid ({error}); correct or remove it"
         ) from error
     return settings
 

@@ -80,7 +80,8 @@ def open_source(path: Path) -> Source:
     """Open a folder with config.json and safetensors, or a .gguf file, or a folder with one."""
     require(
         path.exists(),
-        f"checkpoint must be a folder or a .gguf file, got {str(path)!r}, which does not exist; {_where_from(path)}",
+        f"checkpoint must be a folder or a .gguf file, got {str(path)!r}, which does not exist; check the path, or "
+        f"download a model of the hub first: hf download {path} --local-dir {path.name}",
     )
     if path.is_dir():
         found = sorted(path.glob("*.gguf"))
@@ -97,13 +98,6 @@ def open_source(path: Path) -> Source:
         f"checkpoint must be a folder or a .gguf file, got {str(path)!r}; give the model's folder",
     )
     return GgufFile(path)
-
-
-def _where_from(path: Path) -> str:
-    """Return what to do about a path that does not exist: it may be the name of a model on the hub."""
-    if len(path.parts) == 2 and not path.is_absolute() and not path.suffix and not path.parent.exists():
-        return f"a model of the Hugging Face hub must be downloaded first: hf download {path} --local-dir {path.name}"
-    return "check the path"
 
 
 def _no_pickle(path: Path) -> None:
@@ -359,7 +353,7 @@ def _parse_gguf(path: Path) -> tuple[dict[str, Any], list[Any]]:
     except ModuleNotFoundError as error:
         raise ValueError(f"a .gguf checkpoint needs the package {error.name}; pip install 'farspan[gguf]'") from error
 
-    class Reader(GGUFReader):  # type: ignore[misc]
+    class Reader(GGUFReader):
         def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
             found = super()._get(offset, dtype, count, override_order)
             require(len(found) == count, f"it ends before byte {offset}")  # else a damaged length is a loop without end
