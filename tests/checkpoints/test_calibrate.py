@@ -117,17 +117,12 @@ def test_the_report_is_true_of_the_model_that_is_returned() -> None:
     assert report.layers[0].stream_error == pytest.approx(felt, rel=1e-4)
 
 
-def test_layers_left_rope_are_untouched_and_need_no_fit() -> None:
-    model, ids = teacher_model(), torch.randint(0, 512, (6, 24))
+def test_layers_left_rope_are_untouched_and_dtypes_stay() -> None:
+    model, ids = teacher_model().to(torch.bfloat16), torch.randint(0, 512, (6, 24))
     before = model.model.layers[0].self_attn
     report = calibrate(model, ["rope", "coca-slack"], ids, CalibrationConfig(steps=2))
     assert model.model.layers[0].self_attn is before
     assert [one.layer for one in report.layers] == [1]
-
-
-def test_a_bfloat16_model_stays_one() -> None:
-    model, ids = teacher_model().to(torch.bfloat16), torch.randint(0, 512, (4, 16))
-    calibrate(model, "coca-exact", ids, CalibrationConfig(steps=2))
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert model(ids).logits.isfinite().all()
 
@@ -137,7 +132,6 @@ def test_some_windows_are_held_out_and_some_fitted_whatever_their_number(windows
     model, ids = teacher_model(), torch.randint(0, 12, (windows, 16))
     report = calibrate(model, "coca-exact", ids, CalibrationConfig(steps=2, **options))
     assert [one.layer for one in report.layers] == [0, 1]
-    assert {s.name for s in model.config.attention_specs} == {"coca-exact"}
 
 
 def test_a_descent_that_diverges_is_not_kept() -> None:
@@ -236,8 +230,6 @@ def test_numbers_beyond_the_dtype_raise() -> None:
 def test_a_temporary_folder_without_space_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A real write fails: for a moment this process may not make files of more than 4 kB."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    x = mapped((3, 4), torch.float32).copy_(torch.arange(12.0).view(3, 4))
-    assert x.sum() == 66
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
     try:

@@ -84,9 +84,7 @@ def far_and_near() -> FarspanForCausalLM:
             layer = block.self_attn
             for name in ("q_proj", "k_proj"):
                 layer.get_submodule(name).weight.zero_()
-                layer.get_submodule(name).bias.fill_(
-                    0.0 if index % 2 else 3.0
-                )  # RoPE of equal vectors prefers near keys
+                layer.get_submodule(name).bias.fill_(0.0 if index % 2 else 3.0)  # RoPE of equal vectors: near keys
     return model
 
 
@@ -244,8 +242,8 @@ def test_what_another_family_cannot_hold(changes: dict, to: str, message: str) -
 def test_a_folder_of_version_0_1_still_loads(tmp_path: Path) -> None:
     """Collinear global layers, which conversions no longer make, and a note without layers."""
     saved(tmp_path)
-    local, everywhere = {"kind": "coca", "window": 8}, {"kind": "coca", "rotary": False}
-    model, ids = from_pretrained(tmp_path, [local, everywhere, "rope"]), tokens()
+    layers = [{"kind": "coca", "window": 8}, {"kind": "coca", "rotary": False}, "rope"]
+    model, ids = from_pretrained(tmp_path, layers), tokens()
     model.config.attention[1] |= {"form": "exact", "window": None}
     model.save_pretrained(tmp_path / "old")
     (tmp_path / "old" / "conversion.json").write_text('{"schema": 1, "source": "/models/llama"}')

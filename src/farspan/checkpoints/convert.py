@@ -183,18 +183,18 @@ def new_folder(out: Path) -> Iterator[None]:
 
     The lock lies beside the folder, which appears complete or not at all.
     """
-    place = out.resolve()
-    require(place != Path.cwd(), "out must be a new folder, got the current one; name another")
+    path = out.resolve()
+    require(path != Path.cwd(), "out must be a new folder, got the current one; name another")
     check_folder(out)
-    name, missing = f".{place.name}.lock", [folder for folder in place.parents if not folder.exists()]
+    name, missing = f".{path.name}.lock", [folder for folder in path.parents if not folder.exists()]
     with ExitStack() as held:
         for folder in reversed(missing):  # removed again, the innermost first, unless something is written there
             held.callback(_remove_empty, folder)
         try:
-            held.enter_context(lock(place.parent, name=name))
+            held.enter_context(lock(path.parent, name=name))
         except ValueError:
             raise ValueError(f"another process writes {str(out)!r}; wait for it or choose another folder") from None
-        held.callback((place.parent / name).unlink, missing_ok=True)
+        held.callback((path.parent / name).unlink, missing_ok=True)
         check_folder(out)  # again: another process may have finished it in between
         yield
 
