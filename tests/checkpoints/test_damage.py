@@ -84,6 +84,18 @@ def test_a_flipped_bit_raises_one_line_or_gives_finite_weights(kind: str, tmp_pa
     assert outcomes.total() == 20
 
 
+def test_a_damaged_length_of_a_list_is_no_endless_loop(tmp_path: Path) -> None:
+    made = pytest.importorskip("tests.checkpoints.test_gguf")
+    made.write(tmp_path / "m.gguf", random_model("llama"), "llama", **{"a.list": [1, 2, 3]})
+    data = bytearray((tmp_path / "m.gguf").read_bytes())
+    length = data.index(b"llama.a.list") + len("llama.a.list") + 8  # after the types of the field and its items
+    data[length + 5] = 1  # 3 + 2^40 items
+    data += bytes(-(len(data) - length) % 4)  # whole items up to the end, where gguf would read empty ones for ever
+    (tmp_path / "m.gguf").write_bytes(data)
+    with at_most(10), pytest.raises(ValueError, match=r"m.gguf' is not a complete GGUF file \(it ends before byte"):
+        from_pretrained(tmp_path / "m.gguf")
+
+
 # Killed processes
 
 WRITES = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.chmod")
