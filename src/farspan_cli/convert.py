@@ -1,8 +1,8 @@
-"""`farspan convert` and `farspan generate`: checkpoints of other families, in and out, and their text."""
+"""`farspan convert`, `farspan export` and `farspan generate`: checkpoints in, out, and their text."""
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -15,6 +15,16 @@ if TYPE_CHECKING:
     from farspan.checkpoints import CalibrationReport
 
 DTYPES = ("float32", "bfloat16", "float16")
+Dtype = Annotated[str | None, typer.Option("--dtype", help="float32, bfloat16 or float16. Default: the source's.")]
+
+
+def torch_dtype(name: str | None) -> Any:
+    """Return torch's dtype of that name; None for None."""
+    import torch
+
+    if name is not None and name not in DTYPES:
+        fail(f"--dtype must be one of {', '.join(DTYPES)}, got {name!r}; choose one of these")
+    return getattr(torch, name) if name else None
 
 
 @app.command()
@@ -32,12 +42,8 @@ def convert(
         ),
     ] = None,
     to: Annotated[str | None, typer.Option(help="Write for transformers instead: llama, mistral, qwen2 …")] = None,
-    window: Annotated[
-        int | None, typer.Option(help="Of a hybrid: keys that a window layer sees. Default: 512.", min=1)
-    ] = None,
-    global_every: Annotated[
-        int | None, typer.Option(help="Of a hybrid: layers per global layer. Default: 4.", min=1)
-    ] = None,
+    window: Annotated[int | None, typer.Option(help="Keys in a window layer of a hybrid. Default: 512.", min=1)] = None,
+    global_every: Annotated[int | None, typer.Option(help="Layers per global layer. Default: 4.", min=1)] = None,
     global_layers: Annotated[
         str | None,
         typer.Option(
@@ -60,7 +66,7 @@ def convert(
         int, typer.Option(help="Tokens per sequence; longer ones fit farther keys, and cost their square.", min=2)
     ] = 512,
     calibrate_steps: Annotated[int, typer.Option(help="Adam steps per layer; 0 = the closed form.", min=0)] = 100,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16. Default: the source's.")] = None,
+    dtype: Dtype = None,
 ) -> None:
     """Convert a LLaMA, Mistral, Qwen2, Qwen3 or SmolLM checkpoint to a farspan model, or back.
 
@@ -76,12 +82,10 @@ def convert(
 
     from farspan.checkpoints import CalibrationConfig, convert_folder
 
-    if dtype is not None and dtype not in DTYPES:
-        fail(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}; choose one of these")
+    weights, console = torch_dtype(dtype), Console()
     if calibrate and attention is None:
         fail(f"--calibrate needs --attention, the one to fit, got {calibrate[0]} without; add --attention coca-exact")
     layers = global_layers if global_layers in (None, "auto") else _layers(str(global_layers))
-    console = Console()
     with making(out):
         with show_progress(console) as show:
             done = convert_folder(
@@ -96,16 +100,15 @@ def convert(
                 window=window,
                 global_every=global_every,
                 global_layers=layers,
-                dtype=getattr(torch, dtype) if dtype else None,
+                dtype=weights,
                 device="cuda" if calibrate and torch.cuda.is_available() else "cpu",
                 progress=show,
             )
         if done.report is not None:
             _show(console, done.report)
         if done.global_layers:
-            reach = [f" (reach {done.reach[layer]:.0f})" if done.reach else "" for layer in done.global_layers]
-            words = ", ".join(f"{layer}{more}" for layer, more in zip(done.global_layers, reach, strict=True))
-            console.print(f"global layers: {words}")
+            reach = {layer: f" (reach {done.reach[layer]:.0f})" if done.reach else "" for layer in done.global_layers}
+            console.print("global layers: " + ", ".join(f"{layer}{more}" for layer, more in reach.items()))
         console.print(f"written: {out}")
         if done.copied:
             print(
@@ -131,6 +134,58 @@ def _show(console: Console, report: "CalibrationReport") -> None:
         table.add_row(str(row.layer), row.attention, *(f"{x:.3f}" for x in numbers), f"{row.stream_error:.4f}")
     console.print(table)
     console.print(f"calibrated on {report.tokens:,} tokens in {report.seconds:.0f} s")
+
+
+@app.command()
+def export(
+    model: Annotated[
+        Path,
+        typer.Argument(
+            help="A farspan folder, or anything `farspan convert` reads, with its tokenizer.", show_default=False
+        ),
+    ],
+    out: Annotated[Path, typer.Option(help="Folder to upload; new or empty.", show_default=False)],
+    as_: Annotated[
+        str | None,
+        typer.Option("--as", help="Write a plain folder of this family, without custom code: smollm3 for hybrid-rope."),
+    ] = None,
+    results: Annotated[
+        list[Path] | None,
+        typer.Option(help="A file of `farspan eval` ppl, passkey, pairs or bits; may be repeated."),
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="OWNER/NAME on the hub. Default: the folder's name.")] = None,
+    license: Annotated[str | None, typer.Option(help="For example apache-2.0.")] = None,
+    base_model: Annotated[
+        str | None,
+        typer.Option(help="OWNER/NAME of the original. Default: what MODEL was converted from."),
+    ] = None,
+    dtype: Dtype = None,
+) -> None:
+    """Write weights, tokenizer, the model's source for `trust_remote_code`, and a card with what was measured.
+
+    Example: `farspan export runs/mine/model --results ppl.json --results passkey.json --out hub/mine`
+
+    Example: `farspan export models/local --as smollm3 --out hub/plain`
+
+    Then: `hf upload OWNER/NAME hub/mine`
+    """
+    from farspan.checkpoints import export_as, export_folder
+
+    weights, console, lost = torch_dtype(dtype), Console(), list[str]()
+    if as_ is not None and (results or name or license or base_model):
+        fail(
+            "--results, --name, --license and --base-model are for the card, which --as does not write; leave them out"
+        )
+    with making(out):
+        with show_progress(console) as show:
+            if as_ is not None:
+                lost = export_as(model, out, as_, dtype=weights, progress=show)
+            else:
+                card = {"name": name, "license": license, "base_model": base_model}
+                export_folder(model, out, results=results or (), dtype=weights, progress=show, **card)
+        console.print(f"written: {out}")
+    for sentence in lost:
+        print(f"farspan: {sentence}", file=sys.stderr)
 
 
 @app.command()

@@ -44,6 +44,7 @@ def lose_shard(folder: Path) -> None:
 
 def swap_shards(folder: Path) -> None:
     saved(folder, max_shard_size="8KB")
+    (folder / "model.safetensors").unlink()
     first, second = sorted(folder.glob("model-*.safetensors"))[:2]
     first.write_bytes(second.read_bytes())
 
@@ -54,7 +55,11 @@ def only_pickle(folder: Path) -> None:
 
 
 def index(weight_map: object) -> Callable[[Path], None]:
-    return lambda folder: (folder / INDEX).write_text(json.dumps({"weight_map": weight_map})) and None
+    def spoil(folder: Path) -> None:
+        (folder / "model.safetensors").unlink(missing_ok=True)
+        (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+
+    return spoil
 
 
 def climbing(folder: Path) -> None:
@@ -73,7 +78,7 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing tensor": (tensors(lambda t: t.pop(UP)), f"tensor '{UP}' is missing from"),
     "extra tensor": (
         tensors(lambda t: t.update({"model.layers.1.self_attn.sinks": torch.ones(4)})),
-        "tensor 'model.layers.1.self_attn.sinks' .* has no place in a llama model of 3 layers",
+        "tensor 'model.layers.1.self_attn.sinks' .* is unknown to a llama model of 3 layers",
     ),
     "adapter": (
         tensors(lambda t: t.update({"model.layers.0.self_attn.q_proj.lora_A.weight": torch.ones(4, 4)})),
@@ -98,16 +103,15 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "empty file": (lambda f: (f / "model.safetensors").write_bytes(b""), "is not a complete safetensors file"),
     "lost shard": (lose_shard, "names the shard 'model-00002-of-.*', which is missing"),
-    "another shard": (swap_shards, "tensor '.*' is missing from '.*model-00001.*', where .*index.json says it is"),
+    "another shard": (swap_shards, "tensor '.*' is missing from "),
     "a shard that climbs": (climbing, r"must name files beside it, got '\.\./elsewhere/x.safetensors'; do not trust"),
     "an absolute shard": (index({UP: "/etc/hostname"}), "must name files beside it, got '/etc/hostname'"),
     "no weight map": (
         lambda f: (f / "model.safetensors").rename(f / INDEX).write_text("{}"),
         "weight_map of .*index.json' must name a file for each tensor; download it again",
     ),
-    "weight map as a list": (index([]), "weight_map of .* must name a file for each tensor"),
     "a shard as a number": (index({"a": 3}), "weight_map of .* must name a file for each tensor"),
-    "pickle": (only_pickle, "got only 'pytorch_model.bin' in .*, a pickle that could run code"),
+    "pickle": (only_pickle, "got the pickle '.*pytorch_model.bin', which could run code"),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "checkpoint must have model.safetensors or"),
     "no configuration": (lambda f: (f / "config.json").unlink(), "checkpoint must have a config.json"),
     "broken configuration": (lambda f: (f / "config.json").write_text("{"), "config.json' is not JSON"),
@@ -124,13 +128,13 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "partial rotation": (rope(partial_rotary_factor=0.5), "partial_rotary_factor must be 1, got 0.5"),
     "rope as text": (config(rope_parameters="x"), "rope_parameters must be an object .*, got 'x'"),
-    "factor as text": (rope(rope_type="linear", factor="four"), "rope_parameters.factor must be a number above 0, got"),
-    "negative base": (rope(rope_theta=-1), "rope_parameters.rope_theta must be a number above 1, got -1; correct"),
-    "negative base in an older file": (config(("rope_parameters",), rope_theta=-1.0), "s rope_theta must be .* -1.0"),
+    "factor as text": (rope(rope_type="linear", factor="four"), "config.json: .* must be real number, not str"),
+    "negative base": (config(("rope_parameters",), rope_theta=-1.0), "config.json: base must be greater .*, got -1.0"),
     "activation": (config(hidden_act="slu"), "hidden_act must be one of .*, got 'slu'; did you mean"),
-    "no layers": (config(num_hidden_layers=0), "s num_hidden_layers must be at least 1 .*, got 0"),
-    "huge vocabulary": (config(vocab_size=10**11), "s vocab_size must be .* below 2.31, got 100000000000"),
-    "epsilon": (config(rms_norm_eps=-1.0), "s rms_norm_eps must be a number between 0 and 1, got -1.0"),
+    "no layers": (config(num_hidden_layers=0), "config.json: num_hidden_layers must be 1 … 4096, got 0"),
+    "billions of layers": (config(num_hidden_layers=2**31), "num_hidden_layers must be at most 4096, got 2147483648"),
+    "huge vocabulary": (config(vocab_size=10**11), "config.json: vocab_size must be 1 … 16777216, got 100000000000"),
+    "epsilon": (config(rms_norm_eps=-1.0), "config.json: rms_norm_eps must be .*, got -1.0"),
     "dtype": (config(dtype="x"), "must be a valid llama configuration"),
     "half a width": (config(head_dim=1.5), "must be a valid llama configuration"),
     "text for a number": (config(hidden_size="wide"), "must be a valid llama configuration"),
@@ -139,17 +143,9 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: (f / "generation_config.json").write_text('{"watermarking_config": 3}'),
         "generation_config.json of .* is not valid .*; correct or remove it",
     ),
-    "flag of generate": (
-        lambda f: (f / "generation_config.json").write_text('{"output_hidden_states": [[]]}'),
-        r"output_hidden_states in .*generation_config.json' must be true or false, got \[\[\]\]; correct it",
-    ),
-    "a number that JSON does not have": (
-        lambda f: (f / "generation_config.json").write_text('{"top_p": Infinity}'),
-        r"generation_config.json' is not JSON \(Infinity is no number\); download or save it again",
-    ),
     "end token": (
         lambda f: (f / "generation_config.json").write_text('{"eos_token_id": "a"}'),
-        "eos_token_id in .*generation_config.json' must be a token id or a list of them, got 'a'",
+        "generation_config.json of .*eos_token_id must be a token id or a list of them, got 'a'",
     ),
 }
 
@@ -170,8 +166,6 @@ def test_bad_sources_raise_one_line(case: str, tmp_path: Path) -> None:
         ({"attention": "coca-exat"}, "did you mean 'coca-exact'"),
         ({"attention": ["rope", "rope"]}, "one entry for each of the 3 layers, got 2"),
         ({"attention": "alibi"}, "got 'alibi'; train a model with it instead"),
-        ({"attention": "cosformer"}, "got 'cosformer'; train a model with it instead"),
-        ({"attention": "linear-coca"}, "got 'linear-coca'; train a model with it instead"),
         ({"attention": "hybrid-cosformer"}, "got 'hybrid-cosformer'; train a model with it"),
         ({"attention": "hybrid-rop", "window": 8}, "did you mean 'hybrid-rope'"),
         ({"attention": "hybrid-rope", "window": 17}, "window must be 1 … 16, the training length, got 17"),
@@ -182,7 +176,6 @@ def test_bad_sources_raise_one_line(case: str, tmp_path: Path) -> None:
         ({"attention": "hybrid-rope", "window": 8, "global_layers": "all"}, "must be 'auto' or a list"),
         ({"attention": "hybrid-rope", "global_layers": [1], "global_every": 2}, "give global_every or global_layers"),
         ({"attention": ["rope"] * 3, "window": 8}, "need attention, the name of a hybrid"),
-        ({"attention": None, "window": 8}, "need attention, the name of a hybrid"),
     ],
     ids=str,
 )
@@ -221,21 +214,18 @@ def test_a_hybrid_of_a_checkpoint_with_windows_or_without_positions(tmp_path: Pa
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("model", "which does not exist; check the path"),
+        ("owner/model", "which does not exist; check the path, .*: hf download .*owner/model --local-dir model"),
         ("model.pt", "got the pickle .*model.pt', which could run code when opened"),
         ("model.txt", "checkpoint must be a folder or a .gguf file"),
         ("model.gguf", "is not a complete GGUF file|needs the package gguf"),
     ],
 )
-def test_files_of_other_kinds(name: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_other_kinds(name: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / name
     if path.suffix:
         path.write_bytes(pickle.dumps({"weight": 1}))
     with pytest.raises(ValueError, match=message):
         from_pretrained(path)
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match="downloaded first: hf download HuggingFaceTB/SmolLM2-135M --local-dir Smol"):
-        from_pretrained("HuggingFaceTB/SmolLM2-135M")
 
 
 def test_numbers_too_large_for_the_wanted_dtype(tmp_path: Path) -> None:
@@ -247,7 +237,6 @@ def test_numbers_too_large_for_the_wanted_dtype(tmp_path: Path) -> None:
 
 
 TOKENIZERS = [
-    ("tokenizer.json", "{", "tokenizer.json' is not JSON .*; download or save it again"),
     ("tokenizer.json", '{"version": "1.0"}', "tokenizer.json' is not a tokenizer .*; download or save it again"),
     ("tokenizer_config.json", "[]", "tokenizer_config.json' must hold a JSON object"),
     ("tokenizer_config.json", '{"eos_token": 5}', "eos_token in .*tokenizer_config.json' must be text, got 5"),
@@ -274,22 +263,20 @@ def test_a_broken_tokenizer_is_named_by_every_command(name: str, text: str, mess
 def test_a_tokenizer_larger_than_the_vocabulary(tmp_path: Path) -> None:
     source = with_tokenizer(tmp_path / "source")
     saved(source, "llama")  # 64 tokens
-    for command in ("convert", source, "--out", tmp_path / "out"), ("generate", source, "a"):
+    out = ("--out", tmp_path / "out")
+    for command in ("convert", source, *out), ("export", source, *out), ("generate", source, "a"):
         status, _, err = called(*command)
         assert (status, err.count("\n")) == (2, 1)
         assert "must have at most the model's vocab_size = 64 tokens, got 257" in err
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    "case", ["architecture", "missing tensor", "pickle", "truncated", "NaN", "a shard that climbs"]
-)
+@pytest.mark.parametrize("case", ["architecture", "missing tensor", "pickle", "truncated", "a shard that climbs"])
 def test_the_command_line_says_it_in_one_line_and_leaves_nothing(case: str, tmp_path: Path) -> None:
     source = tmp_path / "in" / "source"
     saved(source)
     BAD[case][0](source)
     status, _, err = called("convert", source, "--attention", "rope", "--out", tmp_path / "out")
-    assert status == 2
+    assert (status, err.count("\n")) == (2, 1)
     assert re.search(BAD[case][1], err)
-    assert len(err.strip().splitlines()) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["in"]

@@ -117,17 +117,12 @@ def test_the_report_is_true_of_the_model_that_is_returned() -> None:
     assert report.layers[0].stream_error == pytest.approx(felt, rel=1e-4)
 
 
-def test_layers_left_rope_are_untouched_and_need_no_fit() -> None:
-    model, ids = teacher_model(), torch.randint(0, 512, (6, 24))
+def test_layers_left_rope_are_untouched_and_dtypes_stay() -> None:
+    model, ids = teacher_model().to(torch.bfloat16), torch.randint(0, 512, (6, 24))
     before = model.model.layers[0].self_attn
     report = calibrate(model, ["rope", "coca-slack"], ids, CalibrationConfig(steps=2))
     assert model.model.layers[0].self_attn is before
     assert [one.layer for one in report.layers] == [1]
-
-
-def test_a_bfloat16_model_stays_one() -> None:
-    model, ids = teacher_model().to(torch.bfloat16), torch.randint(0, 512, (4, 16))
-    calibrate(model, "coca-exact", ids, CalibrationConfig(steps=2))
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert model(ids).logits.isfinite().all()
 
@@ -137,7 +132,6 @@ def test_some_windows_are_held_out_and_some_fitted_whatever_their_number(windows
     model, ids = teacher_model(), torch.randint(0, 12, (windows, 16))
     report = calibrate(model, "coca-exact", ids, CalibrationConfig(steps=2, **options))
     assert [one.layer for one in report.layers] == [0, 1]
-    assert {s.name for s in model.config.attention_specs} == {"coca-exact"}
 
 
 def test_a_descent_that_diverges_is_not_kept() -> None:
@@ -160,7 +154,10 @@ def test_from_pretrained_calibrates(tmp_path: Path) -> None:
     ("ids", "message"),
     [
         (torch.zeros(3, dtype=torch.long), "ids must be whole numbers of shape"),
-        (torch.zeros(4, 65, dtype=torch.long), "at most 64 tokens per sequence, the training length, got 65"),
+        (
+            torch.zeros(4, 65, dtype=torch.long),
+            "at most 64 tokens per sequence, the training length or a new window, got 65",
+        ),
         (torch.full((4, 8), 512), "ids must lie below vocab_size = 512, got 512"),
     ],
 )
@@ -184,7 +181,7 @@ def test_hybrids_are_fitted_as_far_as_they_see(attention: str) -> None:
     assert {name.split(".")[4] for name in moved} == {"q_proj", "k_proj"}
     if kind == "rope":  # a window layer keeps its weights
         assert {name for name in before if name.startswith("model.layers.0.")} <= set(kept)
-    with pytest.raises(ValueError, match="at most 23 tokens per sequence, what a new layer sees, got 24"):
+    with pytest.raises(ValueError, match=r"at most 23 tokens per sequence, .* got 24"):
         calibrate(teacher_model(), Target(attention, 23, 2), ids)
 
 
@@ -233,8 +230,6 @@ def test_numbers_beyond_the_dtype_raise() -> None:
 def test_a_temporary_folder_without_space_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A real write fails: for a moment this process may not make files of more than 4 kB."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    x = mapped((3, 4), torch.float32).copy_(torch.arange(12.0).view(3, 4))
-    assert x.sum() == 66
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
     try:

@@ -2,8 +2,6 @@
 
 import json
 import os
-import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +14,24 @@ from farspan.checkpoints import attention_reach, read_note, stream, write_config
 from farspan.checkpoints.convert import save
 from farspan.convert import Target, convert_folder, from_pretrained
 from tests.checkpoints.sources import CASES, saved, tokens, with_tokenizer
-from tests.command_line import called, farspan, started
+from tests.command_line import called, farspan
 
 HYBRIDS = ["hybrid-rope", "hybrid-coca-exact", "hybrid-coca-polar", "hybrid-pope"]
 
 
 def specs(folder: Path) -> list[tuple[str, int | None, bool]]:
     return [(s.name, s.window, s.rotary) for s in from_pretrained(folder, None).config.attention_specs]
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A model with its tokenizer, beside a.txt to calibrate on."""
+    (tmp_path / "a.txt").write_text("some words in a row, and then others. " * 40)
+    return with_tokenizer(tmp_path / "source")
+
+
+def calibrating(folder: Path) -> list[Any]:
+    return ["--calibrate", folder / "a.txt", "--calibrate-tokens", 1024, "--calibrate-steps", 1]
 
 
 # Hybrids
@@ -75,9 +84,7 @@ def far_and_near() -> FarspanForCausalLM:
             layer = block.self_attn
             for name in ("q_proj", "k_proj"):
                 layer.get_submodule(name).weight.zero_()
-                layer.get_submodule(name).bias.fill_(
-                    0.0 if index % 2 else 3.0
-                )  # RoPE of equal vectors prefers near keys
+                layer.get_submodule(name).bias.fill_(0.0 if index % 2 else 3.0)  # RoPE of equal vectors: near keys
     return model
 
 
@@ -95,12 +102,10 @@ def test_auto_takes_the_layers_that_reach_furthest_and_notes_it(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("text", [False, True], ids=["the library's sources", "a text"])
-def test_auto_from_the_command_line_and_in_python(text: bool, tmp_path: Path) -> None:
-    source, ours = with_tokenizer(tmp_path / "source"), tmp_path / "ours"
-    (tmp_path / "a.txt").write_text("some words in a row, and then others. " * 40)
+def test_auto_from_the_command_line_and_in_python(text: bool, source: Path, tmp_path: Path) -> None:
+    ours = tmp_path / "ours"
     options: list[Any] = ["--attention", "hybrid-coca-exact", "--window", 4, "--global-layers", "auto"]
-    options += ["--global-every", 3]
-    options += ["--calibrate", tmp_path / "a.txt", "--calibrate-tokens", 1024, "--calibrate-steps", 1] if text else []
+    options += ["--global-every", 3, *(calibrating(tmp_path) if text else [])]
     status, out, err = called("convert", source, *options, "--out", ours)
     assert status == 0, err
     note = json.loads((ours / "conversion.json").read_text())
@@ -117,22 +122,16 @@ def test_auto_from_the_command_line_and_in_python(text: bool, tmp_path: Path) ->
         assert [s.window is None for s in model.config.attention_specs].index(True) == chosen
 
 
-def test_named_global_layers_and_calibration_from_the_command_line(tmp_path: Path) -> None:
-    source, ours = with_tokenizer(tmp_path / "source"), tmp_path / "ours"
-    (tmp_path / "a.txt").write_text("some words in a row, and then others. " * 40)
-    options = ("--calibrate", tmp_path / "a.txt", "--calibrate-tokens", 1024, "--calibrate-steps", 1)
-    options += ("--window", 8, "--global-layers", "0,2")
-    status, out, err = called("convert", source, "--attention", "hybrid-rope", *options, "--out", ours)
+def test_named_global_layers_and_calibration_from_the_command_line(source: Path, tmp_path: Path) -> None:
+    ours, options = tmp_path / "ours", ("--attention", "hybrid-rope", "--window", 8, "--global-layers")
+    status, out, err = called("convert", source, *calibrating(tmp_path), *options, "0,2", "--out", ours)
     assert status == 0, err
     assert specs(ours) == [("rope", None, False), ("rope", 8, True), ("rope", None, False)]
     assert [row["layer"] for row in json.loads((ours / "calibration.json").read_text())["rows"]] == [0, 2]
     assert "global layers: 0, 2" in out
     before, after = (from_pretrained(p, None).model.layers[1].self_attn.q_proj.weight for p in (source, ours))
     assert torch.equal(before, after)
-    assert called("generate", ours, "some words", "--max-new-tokens", 12)[0] == 0
-    status, _, err = called(
-        "convert", source, "--attention", "hybrid-rope", "--global-layers", "a", "--out", tmp_path / "x"
-    )
+    status, _, err = called("convert", source, *options, "a", "--out", tmp_path / "x")
     assert (status, err.count("\n")) == (2, 1)
     assert "--global-layers must be auto or layer numbers separated by commas, got 'a'" in err
 
@@ -140,31 +139,26 @@ def test_named_global_layers_and_calibration_from_the_command_line(tmp_path: Pat
 # The command
 
 
-def test_convert_and_generate_from_the_command_line(tmp_path: Path) -> None:
-    source = with_tokenizer(tmp_path / "source")
-    status, out, err = called(
-        "convert", source, "--attention", "coca-slack,rope,coca-exact", "--out", tmp_path / "ours"
+def test_convert_and_generate_from_the_command_line(source: Path, tmp_path: Path) -> None:
+    layers, ours = ["coca-slack", "rope", "coca-exact"], tmp_path / "ours"
+    status, out, err = called("convert", source, "--attention", ",".join(layers), "--out", ours)
+    assert status == 0, err
+    assert f"written: {ours}" in out.replace("\n", "")
+    assert err == (
+        "farspan: 2 layers start from copied weights and do not yet compute what the original did: "
+        "convert with --calibrate TEXT, or train them with farspan finetune\n"
     )
+    assert json.loads((ours / "config.json").read_text())["architectures"] == ["FarspanForCausalLM"]
+    assert [name for name, *_ in specs(ours)] == layers
+    assert AutoTokenizer.from_pretrained(ours)("ab").input_ids == [98, 99]
+    status, out, err = called("generate", ours, "hello", "--max-new-tokens", 8)
     assert status == 0, err
-    assert f"written: {tmp_path / 'ours'}" in out.replace("\n", "")
-    assert err.startswith("farspan: 2 layers start from copied weights and do not yet compute what the original did: ")
-    assert "--calibrate TEXT" in err
-    assert "farspan finetune" in err
-    assert len(err.splitlines()) == 1
-    assert json.loads((tmp_path / "ours" / "config.json").read_text())["architectures"] == ["FarspanForCausalLM"]
-    assert [name for name, *_ in specs(tmp_path / "ours")] == ["coca-slack", "rope", "coca-exact"]
-    assert AutoTokenizer.from_pretrained(tmp_path / "ours")("ab").input_ids == [98, 99]
-    status, out, err = called("generate", tmp_path / "ours", "hello", "--max-new-tokens", 8)
-    assert status == 0, err
-    assert out == "".join(stream(tmp_path / "ours", "hello", max_new_tokens=8)) + "\n"
+    assert out == "".join(stream(ours, "hello", max_new_tokens=8)) + "\n"
 
 
-def test_calibration_leaves_its_report(tmp_path: Path) -> None:
-    source = with_tokenizer(tmp_path / "source")
-    (tmp_path / "a.txt").write_text("some words in a row, and then others. " * 40)
-    options = ("--calibrate", tmp_path / "a.txt", "--calibrate-tokens", 1024, "--calibrate-steps", 1)
-    options += ("--calibrate-length", 9)
-    status, out, err = called("convert", source, "--attention", "coca-exact", *options, "--out", tmp_path / "ours")
+def test_calibration_leaves_its_report(source: Path, tmp_path: Path) -> None:
+    options = (*calibrating(tmp_path), "--calibrate-length", 9, "--out", tmp_path / "ours")
+    status, out, err = called("convert", source, "--attention", "coca-exact", *options)
     assert status == 0, err
     report = json.loads((tmp_path / "ours" / "calibration.json").read_text())
     assert (report["schema"], report["kind"]) == (2, "calibration")
@@ -176,15 +170,13 @@ def test_calibration_leaves_its_report(tmp_path: Path) -> None:
     assert "copied" not in err
 
 
-def test_what_cannot_be_calibrated(tmp_path: Path) -> None:
-    source = with_tokenizer(tmp_path / "source")
+def test_what_cannot_be_calibrated(source: Path, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("short")
     for options, message in (
         (("--attention", "coca-exact"), "text must give at least two sequences of 16 tokens, got 0"),
         ((), "--calibrate needs --attention, the one to fit"),
     ):
-        command = ("convert", source, *options, "--calibrate", tmp_path / "a.txt", "--out", tmp_path / "out")
-        status, _, err = called(*command)
+        status, _, err = called("convert", source, *options, *calibrating(tmp_path), "--out", tmp_path / "out")
         assert status == 2
         assert message in err
     with pytest.raises(ValueError, match=r"text needs attention, the one to fit, got a\.txt without; give for example"):
@@ -195,25 +187,21 @@ def test_what_cannot_be_calibrated(tmp_path: Path) -> None:
 @pytest.mark.parametrize("existed", [False, True], ids=["new", "empty"])
 @pytest.mark.parametrize("command", ["convert", "export"])
 def test_ctrl_c_says_whether_the_folder_is_complete(
-    command: str, existed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: str, existed: bool, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source, out = with_tokenizer(tmp_path / "source"), tmp_path / "out"
+    out = tmp_path / "out"
     if existed:
         out.mkdir()
+    for write, said in ((False, "give the same command again"), (True, f"{out} is complete")):
 
-    def press(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
+        def pressed(*arguments: Any, write: bool = write, **options: Any) -> None:
+            if write:
+                save(*arguments, **options)
+            raise KeyboardInterrupt
 
-    def save_and_press(*arguments: Any, **options: Any) -> None:
-        save(*arguments, **options)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(f"farspan.checkpoints.{command}.save", press)
-    status, _, err = called(command, source, "--out", out)
-    assert (status, err) == (130, "interrupted; give the same command again\n")
-    monkeypatch.setattr(f"farspan.checkpoints.{command}.save", save_and_press)
-    status, _, err = called(command, source, "--out", out)
-    assert (status, err) == (130, f"interrupted; {out} is complete\n")
+        monkeypatch.setattr(f"farspan.checkpoints.{command}.save", pressed)
+        status, _, err = called(command, source, "--out", out)
+        assert (status, err) == (130, f"interrupted; {said}\n")
     assert from_pretrained(out).config.vocab_size == 257
     status, _, err = called(command, source, "--out", out)
     assert (status, "must be a new folder" in err) == (2, True)
@@ -254,8 +242,8 @@ def test_what_another_family_cannot_hold(changes: dict, to: str, message: str) -
 def test_a_folder_of_version_0_1_still_loads(tmp_path: Path) -> None:
     """Collinear global layers, which conversions no longer make, and a note without layers."""
     saved(tmp_path)
-    local, everywhere = {"kind": "coca", "window": 8}, {"kind": "coca", "rotary": False}
-    model, ids = from_pretrained(tmp_path, [local, everywhere, "rope"]), tokens()
+    layers = [{"kind": "coca", "window": 8}, {"kind": "coca", "rotary": False}, "rope"]
+    model, ids = from_pretrained(tmp_path, layers), tokens()
     model.config.attention[1] |= {"form": "exact", "window": None}
     model.save_pretrained(tmp_path / "old")
     (tmp_path / "old" / "conversion.json").write_text('{"schema": 1, "source": "/models/llama"}')
@@ -288,25 +276,6 @@ def test_a_full_disk_leaves_nothing(out: str, tmp_path: Path) -> None:
     assert "free some space" in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
-
-
-def test_a_killed_process_leaves_no_model_and_the_next_one_cleans_up(tmp_path: Path) -> None:
-    saved(tmp_path / "source")
-    slow = (
-        "import time, farspan.checkpoints.convert as c, farspan.modeling_farspan as m\n"
-        "write = m.FarspanForCausalLM.save_pretrained\n"
-        "def slowly(*a, **b):\n    write(*a, **b)\n    time.sleep(60)\nm.FarspanForCausalLM.save_pretrained = slowly"
-    )
-    with started("convert", tmp_path / "source", "--out", tmp_path / "out", before=slow) as running:
-        deadline = time.monotonic() + 120
-        while not (tmp_path / "out.part" / "model.safetensors").exists():
-            assert running.process.is_alive()
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        os.kill(running.process.pid, signal.SIGKILL)
-    assert not (tmp_path / "out").exists()
-    convert_folder(tmp_path / "source", tmp_path / "out")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
 
 
 def test_only_a_new_or_empty_folder_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

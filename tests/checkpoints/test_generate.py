@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
@@ -80,12 +81,16 @@ def test_bad_arguments(options: tuple[object, ...], message: str, tmp_path: Path
     assert message in err
 
 
-def test_a_model_without_its_tokenizer(tmp_path: Path) -> None:
-    source = with_tokenizer(tmp_path)
+@pytest.mark.parametrize("command", [("generate", "a"), ("export", "--out", "hub")], ids=str)
+def test_a_model_without_its_tokenizer(command: tuple[str, str], tmp_path: Path, monkeypatch: Any) -> None:
+    source = with_tokenizer(tmp_path / "source")
     (source / "tokenizer.json").unlink()
     (source / "tokenizer_config.json").unlink()
-    with pytest.raises(ValueError, match="must come with its tokenizer"):
-        list(stream(source, "a"))
+    monkeypatch.chdir(tmp_path)
+    status, _, err = called(command[0], source, *command[1:])
+    assert (status, err.count("\n")) == (2, 1)
+    assert "must come with its tokenizer" in err
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
 def test_settings_of_generate_come_along(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """GGUF files, written here with the gguf package, are read as transformers reads them."""
 
-import math
 import re
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, SmolLM3Config, S
 
 from farspan.checkpoints.sources import PARTS
 from farspan.convert import from_pretrained
-from farspan.ops import Linear, YaRN
+from farspan.ops import Linear
 from tests.checkpoints.sources import SHAPE, random_model, tokens
 from tests.command_line import called
 
@@ -46,13 +45,16 @@ def write(
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
+    if "attention.head_count_kv" not in fields:
+        writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_key_length(width)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_rope_dimension_count(width)
     for name, value in fields.items():
-        add = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}[type(value)]
+        add = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}[
+            type(value)
+        ]
         add(f"{arch}.{name}", value)
     inverse = {ours: theirs for theirs, ours in PARTS.items()}
     for name, parameter in model.named_parameters():
@@ -137,18 +139,7 @@ def test_llama3_frequencies_are_recognised_and_others_raise(tmp_path: Path) -> N
         ({"rope.scaling.type": "none", "rope.scaling.factor": 4.0}, None),
         ({"rope.scaling.factor": 4.0}, Linear(4.0)),
         ({"rope.scale_linear": 4.0}, Linear(4.0)),
-        ({"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}, YaRN(4.0, 16, temperature=0.1 * math.log(4) + 1)),
-        (
-            {
-                "rope.scaling.type": "yarn",
-                "rope.scaling.factor": 4.0,
-                "rope.scaling.original_context_length": 8,
-                "rope.scaling.yarn_beta_fast": 16.0,
-                "rope.scaling.yarn_beta_slow": 2.0,
-                "rope.scaling.attn_factor": 0.5,
-            },
-            YaRN(4.0, 8, 16.0, 2.0, 0.5 * (0.1 * math.log(4) + 1)),
-        ),
+        ({"rope.scaling.type": "yarn", "rope.scaling.factor": 1.0}, None),
     ],
     ids=str,
 )
@@ -158,41 +149,26 @@ def test_a_scaling_method_is_read_completely(fields: dict[str, Any], method: obj
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("base", "fields", "message"),
     [
-        ({"rope.scaling.alpha": 50.0}, r"llama.rope.scaling.alpha must be absent, got 50.0"),
-        ({"rope.scaling.factor": 4.0, "rope.scaling.attn_factor": 0.5}, "attn_factor must be 1 without yarn, got 0.5"),
-        ({"attention.scale": 0.5}, r"llama.attention.scale must be .* = 0.353553, got 0.5"),
-    ],
-    ids=str,
-)
-def test_scaling_that_has_no_counterpart(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
-    write(tmp_path / "m.gguf", random_model("llama"), "llama", **fields)
-    with pytest.raises(ValueError, match=message):
-        from_pretrained(tmp_path / "m.gguf")
-
-
-@pytest.mark.parametrize(
-    ("changes", "fields", "message"),
-    [
-        ({"num_key_value_heads": 0}, {}, "num_key_value_heads must be at least 1 .*, got 0; correct that field"),
-        ({"num_attention_heads": 0}, {}, "num_attention_heads must be at least 1, got 0"),
-        ({"rope_parameters": {"rope_theta": 0.5}}, {}, "rope_parameters.rope_theta must be a number above 1, got 0.5"),
-        ({}, {"rope.scale_linear": -4.0}, "rope_parameters.factor must be a number above 0, got -4.0"),
-        ({}, {"rope.scaling.type": "longrope"}, "rope_type'. must be one of .*, got 'longrope'; checkp"),
-        ({}, {"attention.sliding_window": "wide"}, "must be a valid mistral configuration"),  # a window makes it one
+        (1e3, {"attention.head_count_kv": 0}, "num_key_value_heads must be 1 … 4096, got 0"),
+        (0.5, {}, "base must be greater than 1, got 0.5"),
+        (1e3, {"rope.scale_linear": -4.0}, "scaling factor must be at least 1, got -4.0"),
+        (1e3, {"attention.sliding_window": "wide"}, "must be a valid mistral configuration"),  # a window makes it one
+        (1e3, {"attention.scale": 0.5}, r"llama.attention.scale must be .* = 0.353553, got 0.5"),
+        (1e3, {"rope.scaling.alpha": 50.0}, r"scaling.\* must be none or linear, .*, got {'alpha': 50.0}; convert the"),
+        (1e3, {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}, "got {'type': 'yarn', 'factor': 4.0}; conv"),
+        (1e3, {"rope.scaling.type": "longrope"}, "got {'type': 'longrope'}; convert the"),
     ],
     ids=str,
 )
 def test_wrong_fields_are_named_as_the_metadatas(
-    changes: dict[str, Any], fields: dict[str, Any], message: str, tmp_path: Path
+    base: float, fields: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     model = random_model("llama")
-    model.config.head_dim = 8  # else the writer divides by the number of heads
-    for name, value in changes.items():
-        setattr(model.config, name, value)
+    model.config.rope_parameters = {"rope_theta": base}
     write(tmp_path / "m.gguf", model, "llama", **fields)
-    with pytest.raises(ValueError, match=f"^the GGUF metadata.*{message}") as caught:
+    with pytest.raises(ValueError, match=f"^the GGUF metadata: .*{message}|^the GGUF metadata {message}") as caught:
         from_pretrained(tmp_path / "m.gguf")
     assert "\n" not in str(caught.value)
 
@@ -212,7 +188,7 @@ def test_broken_files(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"general.architecture of .* must be one of 'llama', .*, got 'gpt2'"):
         from_pretrained(path)
     write(path, model, "llama", extra={"blk.0.odd.weight": torch.ones(3)})
-    with pytest.raises(ValueError, match=r"tensor 'blk.0.odd.weight' .* has no place"):
+    with pytest.raises(ValueError, match=r"tensor 'blk.0.odd.weight' .* is unknown to"):
         from_pretrained(path)
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_block_count(2)
@@ -220,7 +196,7 @@ def test_broken_files(tmp_path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(ValueError, match=r"must give llama.embedding_length as a number, got none"):
+    with pytest.raises(ValueError, match=r"must give llama.embedding_length as a number of at least 1, got None"):
         from_pretrained(path)
 
 
@@ -232,12 +208,3 @@ def test_a_file_without_a_tokenizer_raises_before_any_work(tmp_path: Path, monke
     assert re.search(r"m.gguf' must hold its tokenizer \(the field tokenizer.ggml.tokens\), got none; export", err)
     assert len(err.splitlines()) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["m.gguf"]
-
-
-def test_numbers_that_are_not_finite(tmp_path: Path) -> None:
-    model = random_model("llama")
-    with torch.no_grad():
-        model.model.layers[1].self_attn.k_proj.weight[3, 4] = torch.inf
-    write(tmp_path / "m.gguf", model, "llama")
-    with pytest.raises(ValueError, match=r"tensor 'model.layers.1.self_attn.k_proj.weight' in '.*m.gguf' must hold"):
-        from_pretrained(tmp_path / "m.gguf")

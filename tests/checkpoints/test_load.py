@@ -1,12 +1,15 @@
 """A converted model computes what its source computes."""
 
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from farspan import FarspanForCausalLM
+from farspan.checkpoints.sources import Folder
 from farspan.convert import from_pretrained
 from tests.checkpoints.sources import CASES, edit_config, saved, tokens
 
@@ -44,8 +47,6 @@ def test_configurations_of_transformers_4_are_read(case: str, tmp_path: Path) ->
 
 
 def test_a_stored_copy_of_a_tied_head_and_old_frequencies_are_passed_over(tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
     source, ids = saved(tmp_path, "llama tied"), tokens()
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
@@ -61,10 +62,8 @@ def test_a_stored_copy_of_a_tied_head_and_old_frequencies_are_passed_over(tmp_pa
 def test_greedy_text_is_the_sources(tmp_path: Path) -> None:
     source, prompt = saved(tmp_path, "mistral"), tokens(7)
     options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": 63}
-    mask = torch.ones_like(prompt)
-    expected = source.generate(prompt, attention_mask=mask, **options)
-    found = from_pretrained(tmp_path).generate(prompt, attention_mask=mask, **options)
-    assert torch.equal(expected, found)
+    options |= {"attention_mask": torch.ones_like(prompt)}
+    assert torch.equal(source.generate(prompt, **options), from_pretrained(tmp_path).generate(prompt, **options))
 
 
 @pytest.mark.parametrize("form", ["exact", "slack", "strict"])
@@ -103,10 +102,6 @@ def test_layers_may_differ(tmp_path: Path) -> None:
 
 def test_tensors_pass_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside the model there is never more than the tensor being read."""
-    import weakref
-
-    from farspan.checkpoints.sources import Folder
-
     saved(tmp_path, "qwen3")
     alive: list[weakref.ref[torch.Tensor]] = []
     original = Folder.read

@@ -8,7 +8,7 @@ import torch
 
 from farspan import FarspanConfig, FarspanForCausalLM
 from farspan.checkpoints import CalibrationConfig, calibrate, replace_attention
-from farspan.checkpoints.calibrate import Streams
+from farspan.checkpoints.calibrate import Inputs, Streams
 from farspan.layers import AttentionSpec
 from tests.processes import in_fresh_process
 
@@ -68,7 +68,7 @@ def test_streams_are_the_models_hidden_states_on_both_sides(device: str) -> None
         original = layers[1].self_attn
         streams.advance(layers[1], original, replace_attention(model, 1, AttentionSpec("coca", "exact")))
         after = model(ids, output_hidden_states=True).hidden_states
-    inputs = streams.inputs(layers[2], slice(1, 4))
+    inputs = Inputs(streams, layers[2], slice(1, 4))
     assert len(inputs) == 2
     norm = layers[2].input_layernorm
     for i, stream in enumerate((before[2], after[2])):

@@ -32,18 +32,8 @@ def exported(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     first = result(parent / "ppl.json", rows, command="farspan eval ppl `x`")
     second = result(parent / "ntk.json", [perplexity(1024, 18.75, "ntk-4")])
     third = result(parent / "keys.json", [passkey(512, 7)])
-    options = [
-        "--results",
-        first,
-        "--results",
-        second,
-        "--results",
-        third,
-        "--name",
-        "owner/toy",
-        "--license",
-        "apache-2.0",
-    ]
+    options = [part for file in (first, second, third) for part in ("--results", file)]
+    options += ["--name", "owner/toy", "--license", "apache-2.0"]
     status, out, err = called("export", trained, "--out", parent / "hub", *options)
     assert status == 0, err
     assert "written: " in out

@@ -17,7 +17,6 @@ from farspan.checkpoints.export import ALWAYS_THERE, flat_source, rewrite
 from farspan.convert import from_pretrained
 from farspan.data import load_tokenizer
 from tests.command_line import called
-from tests.models.small import make
 
 WITHOUT_FARSPAN = """
 import sys
@@ -102,31 +101,9 @@ def test_imports_are_rewritten_and_nothing_else(before: str, after: str, needed:
     compile(text, "rewritten", "exec")
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [("import farspan.ops", "name what it uses")],
-)
-def test_imports_that_cannot_be_flat(text: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        rewrite(text)
-
-
-def test_a_tokenizer_with_more_tokens_than_the_model(tmp_path: Path) -> None:
-    make(dtype=torch.float32, vocab_size=256).save_pretrained(tmp_path / "model")
-    load_tokenizer("bytes").save(tmp_path / "model")
-    status, _, err = called("export", tmp_path / "model", "--out", tmp_path / "hub")
-    assert status == 2
-    assert "must have at most the model's vocab_size = 256 tokens, got 257; add" in err
-    assert err.count("\n") == 1
-    assert not (tmp_path / "hub").exists()
-
-
-def test_a_model_without_its_tokenizer(tmp_path: Path) -> None:
-    make(dtype=torch.float32).save_pretrained(tmp_path / "model")
-    status, _, err = called("export", tmp_path / "model", "--out", tmp_path / "hub")
-    assert status == 2
-    assert "must come with its tokenizer" in err
-    assert not (tmp_path / "hub").exists()
+def test_imports_that_cannot_be_flat() -> None:
+    with pytest.raises(ValueError, match="name what it uses"):
+        rewrite("import farspan.ops")
 
 
 # Plain folders of another family

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from farspan import FarspanForCausalLM
 from farspan.checkpoints import convert_folder, fingerprint, open_source
 from farspan.data import load_tokenizer
 from tests.command_line import called
@@ -27,10 +28,10 @@ def test_results_of_another_model_raise_and_those_of_another_scaling_do_not(tmp_
     (tmp_path / "text.txt").write_text("words and words " * 20)
     for name in ("mine", "moved", "slack"):
         load_tokenizer("bytes").save(tmp_path / name)
-        for law in ([], ["--scaling", "dynamic_ntk-4+log"]):
+        for scaling in ([], ["--scaling", "dynamic_ntk-4+log"]):
             measured = ("eval", "ppl", tmp_path / name, "--text", tmp_path / "text.txt", "--lengths", 64)
-            out = tmp_path / f"{name}{len(law)}.json"
-            assert called(*measured, "--text-tokens", 128, *law, "--out", out)[0] == 0
+            out = tmp_path / f"{name}{len(scaling)}.json"
+            assert called(*measured, "--text-tokens", 128, *scaling, "--out", out)[0] == 0
     for name in ("moved", "slack"):
         status, _, err = called(
             "export", tmp_path / "mine", "--results", tmp_path / f"{name}0.json", "--out", tmp_path / "x"
@@ -46,46 +47,35 @@ def test_results_of_another_model_raise_and_those_of_another_scaling_do_not(tmp_
     assert card.count("they were written in another dtype") == 2
 
 
+def digest(model: FarspanForCausalLM, folder: Path, **options: Any) -> str:
+    model.save_pretrained(folder, **options)
+    return fingerprint(open_source(folder))
+
+
 @pytest.mark.parametrize("case", ["shards", "llama", "bfloat16"])
 def test_a_fingerprint_is_that_of_the_numbers_and_not_of_the_file(case: str, tmp_path: Path) -> None:
     lengths = {"train_length": 64, "max_position_embeddings": 64}
     model = make("rope", dtype=torch.float32, num_hidden_layers=2, vocab_size=257, **lengths)
     if case == "bfloat16":
         model.to(torch.bfloat16).float()
-    model.save_pretrained(tmp_path / "model")
+    first, copy = digest(model, tmp_path / "model"), tmp_path / "copy"
     if case == "shards":
-        model.save_pretrained(tmp_path / "copy", max_shard_size="20KB")
-    else:
-        convert_folder(
-            tmp_path / "model",
-            tmp_path / "copy",
-            to="llama" if case == "llama" else None,
-            dtype=torch.bfloat16 if case == "bfloat16" else None,
-        )
-    first, second = (fingerprint(open_source(tmp_path / name)) for name in ("model", "copy"))
-    assert first == second
+        assert digest(model, copy, max_shard_size="20KB") == first
+        return
+    options = {"to": "llama"} if case == "llama" else {"dtype": torch.bfloat16}
+    convert_folder(tmp_path / "model", copy, **options)
+    assert fingerprint(open_source(copy)) == first
 
 
 @pytest.mark.parametrize("change", [0.0, 0.5], ids=["equal", "another"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_an_equal_head_is_a_tied_one_however_it_is_stored(dtype: torch.dtype, change: float, tmp_path: Path) -> None:
     tied = make("rope", dtype=torch.float32, tie_word_embeddings=True).to(torch.bfloat16).float()
-    tied.save_pretrained(tmp_path / "tied")
     apart = make("rope", dtype=torch.float32, tie_word_embeddings=False)
     apart.load_state_dict(tied.state_dict())
     apart.lm_head.weight.data[-1, -1] += change
     apart.lm_head.to(dtype)
-    apart.save_pretrained(tmp_path / "apart")
-    one, other = (open_source(tmp_path / name) for name in ("tied", "apart"))
-    assert ("lm_head.weight" in one.shapes, "lm_head.weight" in other.shapes) == (False, True)
-    assert (fingerprint(one) == fingerprint(other)) == (change == 0)
-
-
-def test_a_fingerprint_does_not_ask_how_a_folder_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make("rope", dtype=torch.float32).save_pretrained(tmp_path)
-    named = fingerprint(open_source(tmp_path))
-    monkeypatch.chdir(tmp_path)
-    assert fingerprint(open_source(Path("."))) == named
+    assert (digest(tied, tmp_path / "tied") == digest(apart, tmp_path / "apart")) == (change == 0)
 
 
 @pytest.mark.parametrize(
@@ -100,11 +90,9 @@ def test_a_fingerprint_does_not_ask_how_a_folder_is_called(tmp_path: Path, monke
 def test_a_fingerprint_tells_apart_what_computes_something_else(
     change: dict[str, Any], same: bool, tmp_path: Path
 ) -> None:
-    law = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
-    model = make("rope", dtype=torch.float32, rms_norm_eps=1e-6, rope_parameters=law)
-    model.save_pretrained(tmp_path / "one")
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+    model = make("rope", dtype=torch.float32, rms_norm_eps=1e-6, rope_parameters=rope)
+    first = digest(model, tmp_path / "one")
     for name, value in change.items():
         setattr(model.config, name, value)
-    model.save_pretrained(tmp_path / "other")
-    first, second = (fingerprint(open_source(tmp_path / name)) for name in ("one", "other"))
-    assert (first == second) == same
+    assert (digest(model, tmp_path / "other") == first) == same

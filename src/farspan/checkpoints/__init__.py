@@ -1,10 +1,9 @@
-"""Checkpoints: read LLaMA-family ones, give them another attention, write, export and run them."""
+"""Read LLaMA-family checkpoints, replace their attention, write, export and run them."""
 
-from farspan.checkpoints.calibrate import CalibrationConfig, CalibrationReport, Errors, LayerReport, calibrate
-from farspan.checkpoints.configuration import config_of, read_config, write_config
+from farspan.checkpoints.calibrate import CalibrationConfig, CalibrationReport, calibrate
+from farspan.checkpoints.configuration import config_of, write_config
 from farspan.checkpoints.convert import (
     Conversion,
-    clear_out,
     convert_folder,
     fingerprint,
     from_pretrained,
@@ -23,13 +22,10 @@ __all__ = [
     "CalibrationConfig",
     "CalibrationReport",
     "Conversion",
-    "Errors",
-    "LayerReport",
     "Source",
     "Target",
     "attention_reach",
     "calibrate",
-    "clear_out",
     "config_of",
     "convert_folder",
     "export_as",
@@ -39,7 +35,6 @@ __all__ = [
     "give_attention",
     "load",
     "open_source",
-    "read_config",
     "read_note",
     "replace_attention",
     "save",

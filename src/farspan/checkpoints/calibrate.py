@@ -20,7 +20,8 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass
-from tempfile import NamedTemporaryFile, gettempdir
+from mmap import mmap
+from tempfile import TemporaryFile, gettempdir
 from typing import Any
 
 import torch
@@ -46,11 +47,11 @@ class CalibrationConfig:
     """How to fit.
 
     Args:
-        steps: of Adam per layer; 0 keeps the closed form.
-        lr: its learning rate, warmed up over a tenth of the steps and lowered to zero.
+        steps: steps of Adam per layer; 0 keeps the closed form.
+        lr: learning rate, warmed up over a tenth of the steps and lowered to zero.
         batch: sequences per step.
         held_out: share of the sequences, at least one, that nothing is fitted on. The report is about them, and they
-            decide whether a layer keeps its descent or what it started from.
+            decide whether a layer keeps its descent.
     """
 
     steps: int = 100
@@ -79,7 +80,7 @@ class Errors:
 
 @dataclass(frozen=True)
 class LayerReport:
-    """What one layer became, and its errors on held-out sequences: weights copied, in closed form, and fitted."""
+    """The new attention of a layer and its errors on held-out sequences: weights copied, in closed form, fitted."""
 
     layer: int
     attention: str
@@ -93,7 +94,7 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class CalibrationReport:
-    """All fitted layers, and what it took."""
+    """All fitted layers, the tokens they were fitted on, and the time it took."""
 
     layers: tuple[LayerReport, ...]
     tokens: int
@@ -125,10 +126,18 @@ def calibrate(
     (4, 'coca-exact')
     """
     config, began = config or CalibrationConfig(), time.monotonic()
-    _check_ids(model, ids)
+    require(
+        ids.ndim == 2 and len(ids) >= 2 and not ids.is_floating_point(),
+        f"ids must be whole numbers of shape (sequences ≥ 2, length), got {ids.dtype} {tuple(ids.shape)}; cut the text",
+    )
+    top = model.config.vocab_size
+    require(
+        int(ids.min()) >= 0 and int(ids.max()) < top,
+        f"ids must lie below vocab_size = {top}, got {int(ids.max())}; use the model's own tokenizer",
+    )
     old = model.config.attention_specs
     specs = (attention if isinstance(attention, Target) else Target(attention)).specs(model.config)
-    fitted = _layers_to_fit(specs, old, ids.shape[1])
+    fitted = _layers_to_fit(specs, old, ids.shape[1], model.config.train_length)
     held = min(max(1, round(len(ids) * config.held_out)), len(ids) - 1)
     streams, reports = Streams(model, ids, config.batch), list[LayerReport]()
     for index, (block, spec) in enumerate(zip(model.model.layers, specs, strict=True)):
@@ -148,37 +157,23 @@ def needs_fit(new: AttentionSpec, old: AttentionSpec) -> bool:
     return new.name != old.name or new.rotary != old.rotary
 
 
-def _layers_to_fit(new: Sequence[AttentionSpec], old: Sequence[AttentionSpec], length: int) -> list[int]:
+def _layers_to_fit(
+    new: Sequence[AttentionSpec], old: Sequence[AttentionSpec], length: int, train_length: int
+) -> list[int]:
     changed = [index for index in range(len(new)) if new[index] != old[index]]
     fitted = [i for i in changed if needs_fit(new[i], old[i])]
     require(
         bool(fitted),
         f"calibration needs layers of another kind to fit, got {sorted({spec.name for spec in new})}; leave it out",
     )
-    windows = [(new[index].window, old[index].window) for index in changed]
-    narrowest = min((window for window, before in windows if window and window != before), default=length)
+    windows = [new[index].window for index in changed if new[index].window != old[index].window]
+    most = min([train_length, *filter(None, windows)])
     require(
-        length <= narrowest,
-        f"ids must have at most {narrowest} tokens per sequence, what a new layer sees, got {length}; cut shorter",
-    )
-    return fitted
-
-
-def _check_ids(model: FarspanForCausalLM, ids: Tensor) -> None:
-    config = model.config
-    require(
-        ids.ndim == 2 and len(ids) >= 2 and not ids.is_floating_point(),
-        f"ids must be whole numbers of shape (sequences ≥ 2, length), got {ids.dtype} {tuple(ids.shape)}; cut the text",
-    )
-    require(
-        ids.shape[1] <= config.train_length,
-        f"ids must have at most {config.train_length} tokens per sequence, the training length, got {ids.shape[1]}; "
+        length <= most,
+        f"ids must have at most {most} tokens per sequence, the training length or a new window, got {length}; "
         "cut shorter",
     )
-    require(
-        int(ids.max()) < config.vocab_size and int(ids.min()) >= 0,
-        f"ids must lie below vocab_size = {config.vocab_size}, got {int(ids.max())}; use the model's own tokenizer",
-    )
+    return fitted
 
 
 def _fit_layer(
@@ -192,7 +187,7 @@ def _fit_layer(
 ) -> LayerReport:
     """Fit a new layer in float32, and report its errors on the held-out sequences."""
     began, teacher, work = time.monotonic(), deepcopy(original).float(), deepcopy(student).float()
-    train, test = streams.inputs(block, slice(-held)), streams.inputs(block, slice(-held, None))
+    train, test = (Inputs(streams, block, part) for part in (slice(-held), slice(-held, None)))
     copied = closed = measure(work, teacher, test)
     if work.spec.kind == "coca" and not work.spec.polar:
         start_closed_form(work, teacher, train)
@@ -238,7 +233,7 @@ class Rows:
 
 
 def attention_rows(layer: Attention, x: Tensor) -> Rows:
-    """Compute all attention rows of a layer for x (b, n, hidden). N×N: for sequences of some hundred tokens."""
+    """Compute all attention rows of a layer for x (b, n, hidden), n × n each: for sequences of some hundred tokens."""
     q, k, v = layer.project(x)
     n = x.shape[1]
     mask = make_mask(n, n, len(x), x.device, causal=layer.causal, window=layer.spec.window)
@@ -250,7 +245,7 @@ def attention_rows(layer: Attention, x: Tensor) -> Rows:
 
 
 def divergence(teacher: Rows, student: Rows) -> Tensor:
-    """Compute the mean over rows of KL(teacher ‖ student); keys that neither may see count nothing."""
+    """Compute the mean over rows of KL(teacher ‖ student); masked keys count nothing."""
     hidden = teacher.log_weights.isneginf()
     difference = (teacher.log_weights - student.log_weights).masked_fill(hidden, 0)
     return (teacher.log_weights.exp() * difference).sum(-1).mean()
@@ -308,7 +303,7 @@ def moments(teacher_q: Tensor, student_q: Tensor, form: str, groups: int) -> lis
 
 
 def closed_form(sums: Sequence[Tensor]) -> Tensor:
-    """Return (groups, 2, d/2): what each member of a key's pair counts for in t."""
+    """Return (groups, 2, d/2): the coefficient in t of each member of a key's pair."""
     first, second, power = sums
     return torch.stack((first, second), dim=1) / power.clamp(min=1e-30)[:, None]
 
@@ -339,20 +334,19 @@ def descend(student: Attention, teacher: Attention, batches: Batches, *, steps: 
 
 
 def mapped(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Make a CPU tensor whose memory is a nameless file in the temporary folder: the system frees it when we end.
+    """Make a CPU tensor whose memory is a nameless file in the temporary folder.
 
     >>> x = mapped((2, 3), torch.bfloat16).fill_(1)
     >>> float(x.sum())
     6.0
     """
-    numbers = torch.Size(shape).numel()
-    size = numbers * dtype.itemsize
-    with NamedTemporaryFile(prefix="farspan-", suffix=".hidden") as file:
+    size = torch.Size(shape).numel() * dtype.itemsize
+    with TemporaryFile() as file:
         try:
             if hasattr(os, "posix_fallocate"):  # a full disk is an error here, and would be a crash at a later write
                 os.posix_fallocate(file.fileno(), 0, size)
             else:
-                os.truncate(file.fileno(), size)
+                file.truncate(size)
         except OSError as error:
             if error.errno not in DISK_FULL:
                 raise
@@ -360,47 +354,43 @@ def mapped(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
                 f"calibration needs {size / 2**20:,.0f} MiB for hidden states in {gettempdir()!r} ({error.strerror}); "
                 "calibrate on fewer tokens, or name a folder with more space in TMPDIR"
             ) from error
-        return torch.from_file(file.name, shared=True, size=numbers, dtype=dtype).view(*shape)
+        return torch.frombuffer(mmap(file.fileno(), size), dtype=dtype).view(*shape)
 
 
 class Streams:
-    """What the original gives each layer, and what the new model gives it: (sequences, length, hidden) each.
+    """The input of each layer in the original and in the new model: (sequences, length, hidden) each.
 
-    In the model's dtype, once as long as both agree. They lie in temporary files, from where they pass through memory
+    In the model's dtype, and one tensor as long as both agree. They lie in temporary files, from which they are read
     `batch` sequences at a time.
     """
 
     def __init__(self, model: FarspanForCausalLM, ids: Tensor, batch: int) -> None:
         embed = model.model.embed_tokens
-        self._batch, self._device = batch, model.device
-        self._teacher = self._student = mapped((*ids.shape, embed.embedding_dim), model.dtype)
+        self.batch, self.device = batch, model.device
+        self.teacher = self.student = mapped((*ids.shape, embed.embedding_dim), model.dtype)
         with torch.no_grad():
-            for place, rows in zip(self._teacher.split(batch), ids.split(batch), strict=True):
-                place.copy_(embed(rows.to(self._device)))
-
-    def inputs(self, block: FarspanBlock, part: slice) -> "Inputs":
-        """Return what the attention of a block gets, for some of the sequences."""
-        return Inputs(block, self._teacher[part], self._student[part], self._batch, self._device)
+            for hidden, rows in zip(self.teacher.split(batch), ids.split(batch), strict=True):
+                hidden.copy_(embed(rows.to(self.device)))
 
     def original(self, part: slice) -> Iterator[Tensor]:
         """Yield the original's stream in float32, batch by batch."""
-        for hidden in self._teacher[part].split(self._batch):
-            yield hidden.to(self._device).float()
+        for hidden in self.teacher[part].split(self.batch):
+            yield hidden.to(self.device).float()
 
     @torch.no_grad()
     def advance(self, block: FarspanBlock, teacher: Attention, student: Attention) -> None:
         """Send both through a block, each with its own attention; once, as long as they agree."""
-        parted = self._student is self._teacher and student is not teacher
+        parted = self.student is self.teacher and student is not teacher
         if parted:
-            self._student = mapped(self._teacher.shape, self._teacher.dtype)
-        step = self._batch if self._device.type == "cpu" else max(self._batch, PASS // self._teacher.shape[1])
-        for start in range(0, len(self._teacher), step):
+            self.student = mapped(self.teacher.shape, self.teacher.dtype)
+        step = self.batch if self.device.type == "cpu" else max(self.batch, PASS // self.teacher.shape[1])
+        for start in range(0, len(self.teacher), step):
             part = slice(start, start + step)
-            theirs = self._teacher[part].to(self._device)
-            if self._student is not self._teacher:
-                ours = theirs if parted else self._student[part].to(self._device)
-                self._student[part] = _run(block, student, ours)
-            self._teacher[part] = _run(block, teacher, theirs)
+            theirs = self.teacher[part].to(self.device)
+            if self.student is not self.teacher:
+                ours = theirs if parted else self.student[part].to(self.device)
+                self.student[part] = _run(block, student, ours)
+            self.teacher[part] = _run(block, teacher, theirs)
 
 
 def _run(block: FarspanBlock, attention: Attention, h: Tensor) -> Tensor:
@@ -409,21 +399,21 @@ def _run(block: FarspanBlock, attention: Attention, h: Tensor) -> Tensor:
 
 
 class Inputs(Sequence[tuple[Tensor, Tensor]]):
-    """Normed inputs of teacher and student in float32, each batch made when it is asked for."""
+    """Inputs of a block's attention in the original and the new model, in float32, each batch made when it is read."""
 
-    def __init__(self, block: FarspanBlock, teacher: Tensor, student: Tensor, batch: int, device: torch.device) -> None:
-        self._norm, self._device = block.input_layernorm, device
-        self._teacher, self._student = teacher.split(batch), student.split(batch)
-        self._agree = teacher.data_ptr() == student.data_ptr()
+    def __init__(self, streams: Streams, block: FarspanBlock, part: slice) -> None:
+        self._block, self._streams = block, streams
+        self._teacher, self._student = (x[part].split(streams.batch) for x in (streams.teacher, streams.student))
 
     def __len__(self) -> int:
         return len(self._teacher)
 
     def __getitem__(self, index: Any) -> Any:
         theirs = self._normed(self._teacher[index])
-        return theirs, theirs if self._agree else self._normed(self._student[index])
+        agree = self._streams.student is self._streams.teacher
+        return theirs, theirs if agree else self._normed(self._student[index])
 
     @torch.no_grad()
     def _normed(self, hidden: Tensor) -> Tensor:
-        normed: Tensor = self._norm(hidden.to(self._device)).float()
+        normed: Tensor = self._block.input_layernorm(hidden.to(self._streams.device)).float()
         return normed

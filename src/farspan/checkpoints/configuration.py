@@ -6,17 +6,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from huggingface_hub.errors import StrictDataclassError
-from transformers.activations import ACT2FN
-
-from farspan.configuration_farspan import FarspanConfig
+from farspan.configuration_farspan import LIMITS, FarspanConfig
 from farspan.errors import require, unknown
 from farspan.layers import AttentionSpec
 
 if TYPE_CHECKING:
     from farspan.checkpoints.sources import Source
 
-SIZES = (
+SAME = (
     "vocab_size",
     "hidden_size",
     "intermediate_size",
@@ -24,9 +21,6 @@ SIZES = (
     "num_attention_heads",
     "num_key_value_heads",
     "max_position_embeddings",
-)
-SAME = (
-    *SIZES,
     "hidden_act",
     "rms_norm_eps",
     "initializer_range",
@@ -38,27 +32,6 @@ SAME = (
 """Fields with one name and one meaning on both sides."""
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
 """Scaling methods of transformers that have a counterpart in farspan.ops.rotary."""
-ROPE_NUMBERS = (
-    "rope_theta",
-    "factor",
-    "original_max_position_embeddings",
-    "attention_factor",
-    "beta_fast",
-    "beta_slow",
-    "low_freq_factor",
-    "high_freq_factor",
-)
-MALFORMED = (
-    StrictDataclassError,
-    TypeError,
-    KeyError,
-    AttributeError,
-    IndexError,
-    ZeroDivisionError,
-    RuntimeError,
-    OverflowError,
-)
-"""What transformers and torch raise for fields of a wrong type or size."""
 
 
 @dataclass(frozen=True)
@@ -85,14 +58,20 @@ FAMILIES = {
         "SmolLM3ForCausalLM", "attention_bias", "attention_bias", "mlp_bias", windows="layers", nope="no_rope_layers"
     ),
 }
+BIASES = ("qkv_bias", "out_bias", "mlp_bias")
 
 
 @contextmanager
 def valid_config(raw: dict[str, Any], where: str) -> Iterator[None]:
-    """Raise what goes wrong inside as one line about the configuration `raw`, which stands in `where`."""
+    """Raise any failure inside as one line about the configuration `raw`, read in `where`.
+
+    transformers and torch raise exceptions of many types for fields of a wrong type or size.
+    """
     try:
         yield
-    except MALFORMED as error:
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+    except Exception as error:
         kind, reason = raw.get("model_type"), f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise ValueError(f"{where} must be a valid {kind} configuration ({reason}); correct that field") from error
 
@@ -110,22 +89,27 @@ def read_config(raw: dict[str, Any], where: str = "config.json") -> FarspanConfi
     >>> config.attention_specs[0], config.rotary().base
     (AttentionSpec(kind='rope', form=None, window=8, rotary=True), 1000000.0)
     """
-    kind, ours = raw.get("model_type"), FarspanConfig.model_type
+    kind, ours, remedy = raw.get("model_type"), FarspanConfig.model_type, "checkpoints of other {} cannot be converted"
     if not isinstance(kind, str) or kind not in (*FAMILIES, ours):
-        remedy = "checkpoints of other families cannot be converted"
-        raise unknown(f"{where}'s model_type", kind, [*FAMILIES, ours], remedy)
+        raise unknown(f"{where}'s model_type", kind, [*FAMILIES, ours], remedy.format("families"))
     quantised = raw.get("quantization_config")
+    method = quantised.get("quant_method", quantised) if isinstance(quantised, dict) else quantised
     require(
         not quantised,
-        f"{where}'s quantization_config must be absent, got {_method(quantised)!r}; convert the unquantised checkpoint",
+        f"{where}'s quantization_config must be absent, got {method!r}; convert the unquantised checkpoint",
     )
-    _check_numbers(raw, where)
-    _check_rope(raw, where, foreign=kind != ours)
     with valid_config(raw, where):
-        config = FarspanConfig.from_dict(raw) if kind == ours else _translate(raw, kind)
-    if config.hidden_act not in ACT2FN:
-        raise unknown(f"{where}'s hidden_act", config.hidden_act, ACT2FN)
-    return config
+        if kind == ours:
+            return FarspanConfig.from_dict(raw)
+        layers, most = raw.get("num_hidden_layers", 1), LIMITS["num_hidden_layers"][1]
+        require(layers <= most, f"num_hidden_layers must be at most {most}, got {layers}")  # lists are made of it
+        for field in ("rope_parameters", "rope_scaling"):  # transformers would warn about other methods and go on
+            rope = raw.get(field) or {}
+            require(isinstance(rope, dict), f"{field} must be an object or null, got {rope!r}; correct that field")
+            method = rope.get("rope_type", rope.get("type", "default"))
+            if method not in ROPE_TYPES:
+                raise unknown(f"{field}['rope_type']", method, ROPE_TYPES, remedy.format("scaling methods"))
+        return _translate(raw, kind)
 
 
 def _translate(raw: dict[str, Any], kind: str) -> FarspanConfig:
@@ -134,7 +118,7 @@ def _translate(raw: dict[str, Any], kind: str) -> FarspanConfig:
     family, source = FAMILIES[kind], CONFIG_MAPPING[kind].from_dict(raw)
     rope = _rope(source)
     fields: dict[str, Any] = {name: getattr(source, name) for name in SAME}
-    for bias in ("qkv_bias", "out_bias", "mlp_bias"):
+    for bias in BIASES:
         rule = getattr(family, bias)
         fields[bias] = rule if isinstance(rule, bool) else bool(getattr(source, rule, False))
     return FarspanConfig(
@@ -145,47 +129,6 @@ def _translate(raw: dict[str, Any], kind: str) -> FarspanConfig:
         train_length=rope.get("original_max_position_embeddings") or source.max_position_embeddings,
         qk_norm=family.qk_norm,
     )
-
-
-def _method(quantised: Any) -> Any:
-    return quantised.get("quant_method", quantised) if isinstance(quantised, dict) else quantised
-
-
-def _check_numbers(raw: dict[str, Any], where: str) -> None:
-    """Check sizes by the names of their fields, before transformers and torch stumble over the values."""
-    for field in (*SIZES, "head_dim"):
-        size = raw.get(field)
-        require(
-            not isinstance(size, int) or 1 <= size < 2**31,
-            f"{where}'s {field} must be at least 1 and below 2^31, got {size!r}; correct that field",
-        )
-    epsilon = raw.get("rms_norm_eps", 1e-6)
-    require(
-        isinstance(epsilon, int | float) and 0 < epsilon < 1,
-        f"{where}'s rms_norm_eps must be a number between 0 and 1, got {epsilon!r}; correct that field",
-    )
-
-
-def _check_rope(raw: dict[str, Any], where: str, *, foreign: bool) -> None:
-    """Check `rope_parameters`, or what older files have in its stead."""
-    held = {"": {"rope_theta": raw.get("rope_theta")}}
-    for field in ("rope_parameters", "rope_scaling"):
-        rope = {} if raw.get(field) is None else raw[field]
-        require(
-            isinstance(rope, dict), f"{where}'s {field} must be an object or null, got {rope!r}; correct that field"
-        )
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        if foreign and kind not in ROPE_TYPES:  # transformers would warn and go on
-            remedy = "checkpoints with other scaling methods cannot be converted"
-            raise unknown(f"{where}'s {field}['rope_type']", kind, ROPE_TYPES, remedy)
-        held[f"{field}."] = rope
-    for prefix, rope in held.items():
-        for field in ROPE_NUMBERS:
-            number, least = rope.get(field), 1 if field == "rope_theta" else 0
-            require(
-                number is None or (type(number) in (int, float) and least < number < math.inf),
-                f"{where}'s {prefix}{field} must be a number above {least}, got {number!r}; correct that field",
-            )
 
 
 def _rope(source: Any) -> dict[str, Any]:
@@ -227,44 +170,6 @@ def write_config(config: FarspanConfig, to: str, *, without: Collection[str] = (
     if to not in FAMILIES:
         raise unknown("family", to, FAMILIES)
     family = FAMILIES[to]
-    raw: dict[str, Any] = {"model_type": to, "architectures": [family.architecture]}
-    raw |= {name: getattr(config, name) for name in SAME} | {"head_dim": config.head_dim}
-    raw["rope_parameters"] = _foreign_rope(config)
-    for ours in ("qkv_bias", "out_bias", "mlp_bias"):
-        rule = getattr(family, ours)
-        if isinstance(rule, str):
-            raw[rule] = getattr(config, ours)
-    if family.windows is not None:
-        raw["sliding_window"] = config.sliding_window
-    if family.windows == "layers":
-        raw |= {"use_sliding_window": config.sliding_window is not None, "layer_types": config.layer_types}
-    if family.nope is not None:
-        raw[family.nope] = [int(spec.rotary) for spec in config.attention_specs]
-    back = read_config(raw)
-    for field in ("qkv_bias", "out_bias", "mlp_bias", "qk_norm", "causal", "attention", "rotary", "log_length"):
-        theirs, mine = _meaning(back, field), _meaning(config, field)
-        require(
-            mine == theirs or field in without,
-            f"a {to} model cannot have this model's {field} ({mine}; it would have {theirs}); "
-            "choose another family, or keep the farspan folder",
-        )
-    return raw
-
-
-def _meaning(config: FarspanConfig, field: str) -> Any:
-    """Return a field's value so that equal values compute alike."""
-    if field == "rotary":
-        return config.rotary()
-    if field == "attention":
-        words = [
-            spec.name + (f" window {spec.window}" if spec.window else "") + ("" if spec.rotary else " without rotation")
-            for spec in config.attention_specs
-        ]
-        return words[0] if len(set(words)) == 1 else ", ".join(words)
-    return getattr(config, field)
-
-
-def _foreign_rope(config: FarspanConfig) -> dict[str, Any]:
     rope = dict(config.rope_parameters or {"rope_type": "default", "rope_theta": 10_000.0})
     kind = rope.setdefault("rope_type", "default")
     per_query = rope.pop("mode", "per_query") == "per_query" and kind == "dynamic"
@@ -273,4 +178,31 @@ def _foreign_rope(config: FarspanConfig) -> dict[str, Any]:
         f"rope_parameters must be of a type that transformers has, got {kind!r}"
         f"{' in mode per_query' if per_query else ''}; set_rope_parameters(rope_type='default') first",
     )
-    return rope
+    raw: dict[str, Any] = {"model_type": to, "architectures": [family.architecture]}
+    raw |= {name: getattr(config, name) for name in SAME} | {"head_dim": config.head_dim, "rope_parameters": rope}
+    raw |= {rule: getattr(config, ours) for ours in BIASES if isinstance(rule := getattr(family, ours), str)}
+    if family.windows is not None:
+        raw["sliding_window"] = config.sliding_window
+    if family.windows == "layers":
+        raw |= {"use_sliding_window": config.sliding_window is not None, "layer_types": config.layer_types}
+    if family.nope is not None:
+        raw[family.nope] = [int(spec.rotary) for spec in config.attention_specs]
+    mine, theirs = _meaning(config), _meaning(read_config(raw))
+    for field in mine:
+        require(
+            mine[field] == theirs[field] or field in without,
+            f"a {to} model cannot have this model's {field} ({mine[field]}; it would have {theirs[field]}); "
+            "choose another family, or keep the farspan folder",
+        )
+    return raw
+
+
+def _meaning(config: FarspanConfig) -> dict[str, Any]:
+    """Return the fields that a family may not have, so that equal values compute alike."""
+    layers = [
+        spec.name + (f" window {spec.window}" if spec.window else "") + ("" if spec.rotary else " without rotation")
+        for spec in config.attention_specs
+    ]
+    fields = {field: getattr(config, field) for field in (*BIASES, "qk_norm", "causal", "log_length")}
+    attention = layers[0] if len(set(layers)) == 1 else ", ".join(layers)
+    return {**fields, "attention": attention, "rotary": config.rotary()}

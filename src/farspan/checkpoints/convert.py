@@ -3,12 +3,12 @@
 import json
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import islice
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from farspan.configuration_farspan import FarspanConfig
 from farspan.errors import require
 from farspan.modeling_farspan import FarspanForCausalLM
 from farspan.results import write_result
-from farspan.utils import Progress, atomic_path, check_folder, silent
+from farspan.utils import Progress, atomic_path, check_folder, lock, silent
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 CALIBRATION_TOKENS = 262_144
@@ -67,13 +67,25 @@ def load(
         model.lm_head.weight = model.model.embed_tokens.weight
     model.config.dtype = dtype
     if source.generation is not None:
-        try:
-            model.generation_config = GenerationConfig.from_dict(source.generation)
-        except (ValueError, TypeError, AttributeError) as error:
-            raise ValueError(
-                f"generation_config.json of {str(source.path)!r} is not valid ({error}); correct or remove it"
-            ) from error
+        model.generation_config = _generation(source.generation, source.path)
     return model.eval()
+
+
+def _generation(raw: dict[str, Any], path: Path) -> GenerationConfig:
+    try:
+        settings = GenerationConfig.from_dict(raw)
+        for key in ("eos_token_id", "bos_token_id", "pad_token_id"):
+            held = getattr(settings, key)
+            tokens = held if isinstance(held, list) else [held]
+            require(
+                held is None or all(type(token) is int and token >= 0 for token in tokens),
+                f"{key} must be a token id or a list of them, got {held!r}",
+            )
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"generation_config.json of {str(path)!r} is not valid ({error}); correct or remove it"
+        ) from error
+    return settings
 
 
 def _empty_model(source: Source) -> FarspanForCausalLM:
@@ -91,12 +103,6 @@ def _check_tensors(source: Source, model: FarspanForCausalLM) -> list[str]:
         raise ValueError(f"checkpoint must be a plain model, got {path!r} with LoRA weights ({adapter!r}); {remedy}")
     tied = model.config.tie_word_embeddings
     wanted = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
-    if tied and HEAD in source.shapes:
-        require(
-            _equal(source.read(HEAD), source.read(EMBEDDING)),
-            f"tensor {HEAD!r} must equal {EMBEDDING!r} where tie_word_embeddings is true; "
-            "set tie_word_embeddings to false in config.json",
-        )
     read = [name for name in wanted if name != HEAD or not tied]
     for name in read:
         require(
@@ -111,14 +117,22 @@ def _check_tensors(source: Source, model: FarspanForCausalLM) -> list[str]:
     for name in source.shapes:
         require(
             name in wanted or name.endswith(".rotary_emb.inv_freq"),  # older exporters stored frequencies
-            f"tensor {name!r} in {path!r} has no place in a {source.config.get('model_type')} model of "
+            f"tensor {name!r} in {path!r} is unknown to a {source.config.get('model_type')} model of "
             f"{model.config.num_hidden_layers} layers; check num_hidden_layers, biases and model_type",
         )
+    require(
+        not tied or _head_is_embedding(source),
+        f"tensor {HEAD!r} must equal {EMBEDDING!r} where tie_word_embeddings is true; "
+        "set tie_word_embeddings to false in config.json",
+    )
     return read
 
 
-def _equal(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and torch.equal(one.float(), other.float())
+def _head_is_embedding(source: Source) -> bool:
+    if HEAD not in source.shapes:
+        return True
+    head, embedding = source.read(HEAD), source.read(EMBEDDING)
+    return head.shape == embedding.shape and torch.equal(head.float(), embedding.float())
 
 
 COUNTS = (
@@ -145,7 +159,7 @@ def fingerprint(source: Source) -> str:
     """
     model, plain = _empty_model(source), FarspanConfig()
     config, names = model.config, _check_tensors(source, model)
-    if HEAD in names and _equal(source.read(HEAD), source.read(EMBEDDING)):
+    if HEAD in names and _head_is_embedding(source):
         names.remove(HEAD)
     # Only what differs from the defaults, so that a new field changes no older digest.
     meaning: dict[str, Any] = {n: getattr(config, n) for n in COUNTS if getattr(config, n) != getattr(plain, n)}
@@ -163,10 +177,31 @@ def fingerprint(source: Source) -> str:
 # Writing
 
 
-def clear_out(out: Path) -> None:
-    """Raise unless `out` can become the folder of a model: it is new or empty, and not the current folder."""
-    require(out.resolve() != Path.cwd(), "out must be a new folder, got the current one; name another")
+@contextmanager
+def new_folder(out: Path) -> Iterator[None]:
+    """Hold `out` for this process, to write a model there. Raise unless it is new or empty, and nobody else's.
+
+    The lock lies beside the folder, which appears complete or not at all.
+    """
+    path = out.resolve()
+    require(path != Path.cwd(), "out must be a new folder, got the current one; name another")
     check_folder(out)
+    name, missing = f".{path.name}.lock", [folder for folder in path.parents if not folder.exists()]
+    with ExitStack() as held:
+        for folder in reversed(missing):  # removed again, the innermost first, unless something is written there
+            held.callback(_remove_empty, folder)
+        try:
+            held.enter_context(lock(path.parent, name=name))
+        except ValueError:
+            raise ValueError(f"another process writes {str(out)!r}; wait for it or choose another folder") from None
+        held.callback((path.parent / name).unlink, missing_ok=True)
+        check_folder(out)  # again: another process may have finished it in between
+        yield
+
+
+def _remove_empty(folder: Path) -> None:
+    with suppress(OSError):
+        folder.rmdir()
 
 
 def save(model: FarspanForCausalLM, out: Path, carry: Callable[[Path], None], *, config: Any = None) -> None:
@@ -176,7 +211,6 @@ def save(model: FarspanForCausalLM, out: Path, carry: Callable[[Path], None], *,
         carry: puts tokenizer, notes, a card or source into the folder that it is given.
         config: the config.json of another family, in place of ours.
     """
-    clear_out(out)
     with atomic_path(out.resolve()) as folder:
         try:
             with quiet():
@@ -195,13 +229,7 @@ def save(model: FarspanForCausalLM, out: Path, carry: Callable[[Path], None], *,
 
 
 def write_note(folder: Path, source: Path, **more: Any) -> None:
-    """Record in a model's folder where its original is.
-
-    >>> with TemporaryDirectory() as folder:
-    ...     write_note(Path(folder), Path("/models/llama"))
-    ...     print(read_note(Path(folder)).name)
-    llama
-    """
+    """Record in a model's folder where its original is."""
     note = {"schema": 1, "source": str(source.absolute()), **more}
     (folder / NOTE).write_text(json.dumps(note, indent=1) + "\n", encoding="utf-8")
 
@@ -258,18 +286,13 @@ def from_pretrained(
         dtype: of the weights; None keeps the source's (float32 for GGUF).
         device: of the weights, and so where layers are fitted.
 
-    >>> from transformers import LlamaConfig, LlamaForCausalLM
-    >>> sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
-    >>> llama = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2))
-    >>> with TemporaryDirectory() as folder:
-    ...     llama.save_pretrained(folder)
-    ...     model = from_pretrained(folder, attention="coca-exact")
-    >>> [spec.name for spec in model.config.attention_specs]
-    ['coca-exact']
+    ::
+
+        model = farspan.convert.from_pretrained("SmolLM2-135M", attention="coca-exact")
     """
     target, source = Target(attention, window, global_every, global_layers), open_source(Path(path))
-    target.specs(config_of(source))  # raises for what cannot be, before any work
-    ids = _reach_ids(source, target, ()) if target.global_layers == AUTO else None
+    target.specs(config_of(source))  # raises for an impossible target, before any work
+    ids = _reach_ids(source, target, ())
     model = load(source, dtype=dtype, device=device, progress=progress)
     give_attention(model, target, calibration, calibration_config, reach_ids=ids, progress=progress)
     return model
@@ -330,27 +353,27 @@ def convert_folder(
         text: sources as `farspan data` takes them. `tokens` of it, in sequences of `length` (at most the training
             length, and a layer's window), calibrate; "auto" is measured on it, too.
     """
-    clear_out(Path(out))
     require(
         not text or attention is not None,
         f"text needs attention, the one to fit, got {', '.join(text)} without; give for example attention='coca-exact'",
     )
-    target, opened = Target(attention, window, global_every, global_layers), open_source(Path(source))
-    config = config_of(opened)
-    specs = target.specs(config)
-    config.attention, config.log_length = [spec.to_dict() for spec in specs], config.log_length or target.hybrid
-    raw = None if to is None else write_config(config, to)  # raises for what it would lose, before any work
-    with TemporaryDirectory() as carried:
-        opened.carry(Path(carried))  # first, so that a broken tokenizer is found before any work
+    out = Path(out)
+    with new_folder(out):
+        target, opened = Target(attention, window, global_every, global_layers), open_source(Path(source))
+        config = config_of(opened)
+        specs = target.specs(config)
+        config.attention, config.log_length = [spec.to_dict() for spec in specs], config.log_length or target.hybrid
+        raw = None if to is None else write_config(config, to)  # raises for what it would lose, before any work
+        carried = opened.carried()  # first, so that a broken tokenizer is found before any work
         length = min(length, config.train_length, *(spec.window or length for spec in specs))
         ids = sequences(opened, text, max(2, tokens // length), length) if text else None
-        reach_ids = _reach_ids(opened, target, text) if target.global_layers == AUTO else None
+        reach_ids = _reach_ids(opened, target, text)
         model = load(opened, dtype=dtype, device=device, progress=progress)
         done = give_attention(model, target, ids, calibration_config, reach_ids=reach_ids, progress=progress)
 
         def carry(folder: Path) -> None:
-            for file in Path(carried).iterdir():
-                (folder / file.name).write_bytes(file.read_bytes())  # with the rights of the umask
+            for name, content in carried.items():
+                (folder / name).write_bytes(content)
             if attention is not None and to is None:
                 layers = {"global_layers": done.global_layers} if done.global_layers else {}
                 reach = {"reach": done.reach, "reach_measured_on": list(text) or [REACH_TEXT]} if done.reach else {}
@@ -359,11 +382,14 @@ def convert_folder(
                 rows, on = done.report.rows(), str(model.device)
                 write_result(folder / "calibration.json", rows, device=on, seed=0, kind="calibration")
 
-        save(model, Path(out), carry, config=raw)
+        save(model, out, carry, config=raw)
     return done
 
 
-def _reach_ids(source: Source, target: Target, text: Sequence[str]) -> Tensor:
+def _reach_ids(source: Source, target: Target, text: Sequence[str]) -> Tensor | None:
+    """Return sequences to choose global layers on, if the target asks for it."""
+    if target.global_layers != AUTO:
+        return None
     length = min(config_of(source).train_length, REACH_WINDOWS * target.keys)
     return sequences(source, text or (REACH_TEXT,), REACH_SEQUENCES, length)
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from farspan.checkpoints.configuration import config_of, write_config
-from farspan.checkpoints.convert import clear_out, fingerprint, load, read_note, save
+from farspan.checkpoints.convert import fingerprint, load, new_folder, read_note, save
 from farspan.checkpoints.sources import Source, open_source, tokenizer_of
 from farspan.configuration_farspan import FarspanConfig
 from farspan.errors import require
@@ -69,29 +69,31 @@ def export_folder(
 
         farspan.checkpoints.export_folder("runs/mine/model", "hub/mine", results=["ppl.json", "passkey.json"])
     """
-    from farspan.checkpoints.card import Card, render
+    from farspan.checkpoints.card import render
     from farspan.report.results import collect_files
 
     out = Path(out)
-    clear_out(out)
-    name = name or out.resolve().name
-    run = collect_files([Path(path) for path in results], name)
-    opened = open_source(Path(source))
-    tokenizer_of(opened)  # raises before any work is done
-    _check_results(run, opened)
-    model = load(opened, dtype=dtype, progress=progress)
-    model.config.auto_map = dict(AUTO_MAP)
-    original = base_model or _original(opened)
-    on_hub = base_model or (original if original and "/" in original else None)
-    card = render(Card(name, model, run, license, on_hub, original, rounded=model.dtype != opened.dtype))
+    with new_folder(out):
+        name = name or out.resolve().name
+        run = collect_files([Path(path) for path in results], name)
+        opened = open_source(Path(source))
+        tokenizer_of(opened)  # raises before any work is done
+        _check_results(run, opened)
+        model = load(opened, dtype=dtype, progress=progress)
+        model.config.auto_map = dict(AUTO_MAP)
+        original = base_model or _original(opened)
+        if base_model is None and original and "/" in original:
+            base_model = original
+        rounded = model.dtype != opened.dtype
+        card = render(name, model, run, license=license, base_model=base_model, original=original, rounded=rounded)
 
-    def carry(folder: Path) -> None:
-        opened.carry(folder)
-        kinds = {spec.kind for spec in model.config.attention_specs}
-        for file, text in {**flat_source(kinds), "README.md": card}.items():
-            (folder / file).write_text(text, encoding="utf-8")
+        def carry(folder: Path) -> None:
+            opened.carry(folder)
+            kinds = {spec.kind for spec in model.config.attention_specs}
+            for file, text in {**flat_source(kinds), "README.md": card}.items():
+                (folder / file).write_text(text, encoding="utf-8")
 
-    save(model, out, carry)
+        save(model, out, carry)
 
 
 def export_as(
@@ -107,56 +109,49 @@ def export_as(
     The logits are the same, except for what is returned: one sentence for each thing that the family does not have.
     Raise for a model that does not map.
     """
-    out = Path(out)
-    clear_out(out)
-    opened = open_source(Path(source))
-    config = config_of(opened)
-    windows = {spec.window for spec in config.attention_specs} - {None}
-    require(
-        len(windows) <= 1,
-        f"a {family} model has one window size, got {sorted(windows, key=str)}; keep the farspan folder",
-    )
-    lost = []
-    if config.log_length:
-        lost.append(
-            f"log_length is lost: past {config.train_length:,} tokens the scores of global layers no longer grow with "
-            "the logarithm of the length, and logits differ"
+    with new_folder(Path(out)):
+        opened, lost = open_source(Path(source)), []
+        config = config_of(opened)
+        windows = {spec.window for spec in config.attention_specs} - {None}
+        require(
+            len(windows) <= 1,
+            f"a {family} model has one window size, got {sorted(windows, key=str)}; keep the farspan folder",
         )
-    raw = write_config(config, family, without=("log_length",))
-    tokenizer_of(opened)
-    model = load(opened, dtype=dtype, progress=progress)
-    save(model, out, opened.carry, config=raw)
+        if config.log_length:
+            lost.append(
+                f"log_length is lost: past {config.train_length:,} tokens the scores of global layers no longer grow "
+                "with the logarithm of the length, and logits differ"
+            )
+        raw = write_config(config, family, without=("log_length",))
+        tokenizer_of(opened)
+        save(load(opened, dtype=dtype, progress=progress), Path(out), opened.carry, config=raw)
     return lost
 
 
 def _check_results(run: Any, source: Source) -> None:
-    """Raise for results of another model. Results that do not say of which model they are pass; the card says so."""
-    told = [result for result in run.sources if result.model is not None]
-    own = fingerprint(source) if told else None
-    for result in told:
+    """Raise for results of another model. Results that do not name their model pass; the card says so."""
+    named = [result for result in run.sources if result.model_fingerprint is not None]
+    own = fingerprint(source) if named else None
+    for result in named:
         require(
-            result.model == own,
+            result.model_fingerprint == own,
             f"results must be about {str(source.path)!r}, got {result.file!r} of another model "
             f"({result.command}); measure this one with farspan eval, or leave the file out",
         )
 
 
 def _original(source: Source) -> str | None:
-    """Return the name of what a source was converted from, or is converted from now."""
+    """Return the name of what a source was converted from, or is converted from now.
+
+    That is "owner/name" for a folder in the hub's cache, and elsewhere the name of the file or folder.
+    """
     found = read_note(source.path) if source.path.is_dir() else None
     if found is None and source.config.get("model_type") != FarspanConfig.model_type:
         found = source.path.absolute()
-    return None if found is None else original_name(found)
-
-
-def original_name(path: Path) -> str:
-    """Return what to call a checkpoint at a path: "owner/name" in the hub's cache, elsewhere its file or folder.
-
-    >>> original_name(Path("hub/models--owner--some-model/snapshots/0a1b")), original_name(Path("in/smol.gguf"))
-    ('owner/some-model', 'smol.gguf')
-    """
-    cached = next((part for part in path.parts if part.startswith("models--")), None)
-    return cached.removeprefix("models--").replace("--", "/", 1) if cached else path.name
+    if found is None:
+        return None
+    cached = next((part for part in found.parts if part.startswith("models--")), None)
+    return cached.removeprefix("models--").replace("--", "/", 1) if cached else found.name
 
 
 def flat_source(kinds: Collection[str] = ()) -> dict[str, str]:
@@ -172,7 +167,9 @@ def flat_source(kinds: Collection[str] = ()) -> dict[str, str]:
     while waiting:
         module = waiting.pop()
         if flat_name(module) not in texts:
-            texts[flat_name(module)], needed = rewrite(_path(module).read_text(encoding="utf-8"), left_out)
+            path = ROOT.joinpath(*module.split(".")[1:])
+            path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+            texts[flat_name(module)], needed = rewrite(path.read_text(encoding="utf-8"), left_out)
             waiting += needed
     # The configuration is loaded through the entry, too: a model that is saved again must name it.
     texts[ENTRY] += "\nFarspanConfig.__module__ = __name__\n"
@@ -204,31 +201,22 @@ def rewrite(text: str, left_out: Collection[str] = ()) -> tuple[str, list[str]]:
         modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
         ours = modules[0].partition(".")[0] == "farspan"
         if ours and not modules[0].startswith("farspan.ops.triton") and modules[0] not in left_out:
-            found, statement = _relative(node, statement)
-            needed += found
+            module, statement = _relative(node, statement)
+            needed.append(module)
         elif any(module.partition(".")[0] not in ALWAYS_THERE for module in modules):
-            statement = _guarded(statement, before)
+            # transformers rejects a model whose other imports are missing, used or not, unless they may fail.
+            statement = f"try:\n{before}    {statement}\n{before}except ImportError:\n{before}    raise"
         lines[first : last + 1] = [before + statement + after]
     return "".join(lines), needed
 
 
-def _relative(node: ast.Import | ast.ImportFrom, statement: str) -> tuple[list[str], str]:
-    """Return the modules that an import of farspan needs, and the statement that finds them in the same folder."""
+def _relative(node: ast.Import | ast.ImportFrom, statement: str) -> tuple[str, str]:
+    """Return the module that an import of farspan needs, and the statement that finds it in the same folder."""
     if isinstance(node, ast.Import) or node.module is None:
         raise ValueError(f"an exported module must say `from farspan.… import …`, got {statement!r}; name what it uses")
     if node.module == "farspan":  # `from farspan import modeling_farspan`
         (alias,) = node.names
         module = f"farspan.{alias.name}"
-        return [module], f"from . import {flat_name(module)}"
+        return module, f"from . import {flat_name(module)}"
     pattern = rf"from\s+{re.escape(node.module)}\b"
-    return [node.module], re.sub(pattern, f"from .{flat_name(node.module)}", statement, count=1)
-
-
-def _guarded(statement: str, indent: str) -> str:
-    """Return an import that may fail: transformers rejects a model whose other imports are missing, used or not."""
-    return f"try:\n{indent}    {statement}\n{indent}except ImportError:\n{indent}    raise"
-
-
-def _path(module: str) -> Path:
-    place = ROOT.joinpath(*module.split(".")[1:])
-    return place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
+    return node.module, re.sub(pattern, f"from .{flat_name(node.module)}", statement, count=1)

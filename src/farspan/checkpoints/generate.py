@@ -7,13 +7,11 @@ from threading import Thread
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import TextIteratorStreamer
 
 from farspan.checkpoints.convert import load
 from farspan.checkpoints.sources import open_source, tokenizer_of
 from farspan.errors import require
-from farspan.modeling_farspan import FarspanForCausalLM
 
 COLDEST, HOTTEST = 1e-3, 1e3
 
@@ -45,11 +43,10 @@ def stream(
         raise ValueError(f"prompt must be valid Unicode, got {prompt!r} ({error.reason}); remove it") from error
     source = open_source(Path(path))
     tokenizer = tokenizer_of(source)
-    ids = _ids(tokenizer, prompt, chat)
-    require(ids.shape[1] > 0, "prompt must have at least one token, got an empty text; write a word")
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    ids = torch.tensor([_ids(tokenizer, prompt, chat)], dtype=torch.long, device=device)
+    require(ids.shape[1] > 0, "prompt must have at least one token, got an empty text; write a word")
     model = load(source, device=device)
-    ids = ids.to(device)
     streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     settings: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     if temperature > 0:
@@ -57,7 +54,9 @@ def stream(
         settings = {"do_sample": True, "temperature": temperature}
     settings |= {"attention_mask": torch.ones_like(ids), "max_new_tokens": max_new_tokens}
     settings["pad_token_id"] = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    settings["eos_token_id"] = _ends(model, tokenizer)
+    known = model.generation_config.eos_token_id
+    ends = {*(known if isinstance(known, list) else [known]), tokenizer.eos_token_id} - {None}
+    settings["eos_token_id"] = sorted(ends) or None
     failure: list[BaseException] = []
 
     def work() -> None:
@@ -75,24 +74,16 @@ def stream(
         raise failure[0]
 
 
-def _ids(tokenizer: Any, prompt: str, chat: bool) -> Tensor:
+def _ids(tokenizer: Any, prompt: str, chat: bool) -> list[int]:
     if not chat:
-        return torch.tensor([tokenizer(prompt).input_ids], dtype=torch.long)
+        return list(tokenizer(prompt).input_ids)
     require(
         tokenizer.chat_template is not None,
         "--chat needs a tokenizer with a chat template, got one without; leave --chat out",
     )
     messages = [{"role": "user", "content": prompt}]
     try:
-        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    except Exception as error:  # a template is a program of someone else's
+        return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
+    except Exception as error:  # a template is a program
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         raise ValueError(f"the model's chat template fails ({reason}); leave --chat out, or correct it") from error
-    return torch.tensor([ids], dtype=torch.long)
-
-
-def _ends(model: FarspanForCausalLM, tokenizer: Any) -> list[int] | None:
-    """Return every token that ends a text: those of the model's generation settings, and the tokenizer's."""
-    known = model.generation_config.eos_token_id
-    ends = {*(known if isinstance(known, list) else [known]), tokenizer.eos_token_id} - {None}
-    return sorted(ends) or None

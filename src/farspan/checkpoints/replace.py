@@ -18,7 +18,7 @@ from farspan.utils import Progress, silent
 Entry = str | Mapping[str, Any] | AttentionSpec
 AttentionArgument = Entry | Sequence[Entry] | None
 KINDS = ("rope", "coca", "pope")
-"""What a RoPE layer can become and keep its weights."""
+"""Kinds that can start from the weights of a RoPE layer."""
 WINDOW, GLOBAL_EVERY = 512, 4
 AUTO = "auto"
 QUERIES = 256
@@ -31,11 +31,11 @@ class Target:
 
     Args:
         attention: None keeps the layers. A name ("rope", "coca-exact", "coca-slack", "coca-strict", "coca-polar",
-            "pope") keeps each layer's window and rotation; a mapping or a list with one entry per layer says all
-            itself. A hybrid ("hybrid-rope", "hybrid-coca-exact", "hybrid-coca-polar", "hybrid-pope") has window layers
-            of that kind and global layers without positions.
-        window, global_every: of a hybrid, the keys that a window layer sees (512), and the layers per global one (4).
-            With one of them "rope" means "hybrid-rope", and so on.
+            "pope") keeps each layer's window and rotation; a mapping, or a list with one entry per layer, sets them.
+            A hybrid ("hybrid-rope", "hybrid-coca-exact", "hybrid-coca-polar", "hybrid-pope") has window layers of that
+            kind and global layers without positions.
+        window, global_every: of a hybrid, the keys in a window (512), and the layers per global layer (4). With one of
+            them "rope" means "hybrid-rope", and so on.
         global_layers: the global layers by number, in place of `global_every`, or "auto": as many as `global_every`
             gives, those whose attention reaches furthest (:func:`attention_reach`).
 
@@ -71,19 +71,16 @@ class Target:
 
     @property
     def hybrid(self) -> bool:
-        """Whether the layers become windows and global ones without positions."""
+        """Whether the target is a layout of window layers and global layers."""
         return isinstance(self.attention, str) and self.attention.startswith("hybrid")
 
     @property
     def keys(self) -> int:
-        """The keys that a window layer of a hybrid sees."""
+        """The window of a hybrid."""
         return WINDOW if self.window is None else self.window
 
     def specs(self, config: FarspanConfig) -> tuple[AttentionSpec, ...]:
-        """Return one spec per layer for a model of this configuration. "auto" counts as the pattern.
-
-        Raise for what cannot be.
-        """
+        """Return one spec per layer for a model of this configuration; "auto" counts as the pattern."""
         specs = self._hybrid(config) if self.hybrid else _plain(self.attention, config.attention_specs)
         for spec in specs:
             require(

@@ -1,7 +1,8 @@
-"""Read checkpoints, folders of transformers and GGUF files: a configuration, names and shapes, one tensor at a time.
+"""Read checkpoints, safetensors folders and GGUF files: a configuration, names with shapes, one tensor at a time.
 
-transformers' `from_pretrained` is not used. It also follows adapters, explicit file names and pickled checkpoints, and
-initialises what is missing. Only safetensors and GGUF are read here, and every tensor must be known.
+transformers' `from_pretrained` is not used here: it also follows adapters and pickles, and initialises what is missing.
+Its GGUF reader drops tensors, head widths, windows and scaling methods that it does not know without an error. The
+packages safetensors and gguf parse and unpack.
 """
 
 import json
@@ -10,6 +11,7 @@ import os
 import re
 import struct
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,13 +48,13 @@ CARRIED = (
 
 
 class Source(ABC):
-    """A checkpoint on disk. The names of its tensors are those of our model."""
+    """A checkpoint on disk. Its tensors have the names of our model."""
 
     path: Path
     config: dict[str, Any]
     """As in a config.json of transformers."""
     where: str = "config.json"
-    """Where that configuration was read, for errors."""
+    """Where the configuration was read, for errors."""
     shapes: dict[str, tuple[int, ...]]
     """The shape of every tensor."""
     dtype: torch.dtype
@@ -65,20 +67,21 @@ class Source(ABC):
         """Read one tensor, on the CPU."""
 
     @abstractmethod
-    def write_carried(self, folder: Path) -> None:
-        """Write what :meth:`carry` checks."""
+    def carried(self) -> dict[str, bytes]:
+        """Check and return the files that travel unchanged: the tokenizer and the settings of `generate`."""
 
     def carry(self, folder: Path) -> None:
-        """Leave in a folder what travels unchanged: the tokenizer and the settings of `generate`. Check it."""
-        self.write_carried(folder)
-        check_tokenizer(folder, config_of(self).vocab_size, self.path)
+        """Write the carried files to a folder."""
+        for name, content in self.carried().items():
+            (folder / name).write_bytes(content)
 
 
 def open_source(path: Path) -> Source:
     """Open a folder with config.json and safetensors, or a .gguf file, or a folder with one."""
     require(
         path.exists(),
-        f"checkpoint must be a folder or a .gguf file, got {str(path)!r}, which does not exist; {_where_from(path)}",
+        f"checkpoint must be a folder or a .gguf file, got {str(path)!r}, which does not exist; check the path, or "
+        f"download a model of the hub first: hf download {path} --local-dir {path.name}",
     )
     if path.is_dir():
         found = sorted(path.glob("*.gguf"))
@@ -89,11 +92,7 @@ def open_source(path: Path) -> Source:
             f"checkpoint must hold one .gguf file, got {len(found)} in {str(path)!r}; name one of them",
         )
         path = found[0]
-    require(
-        path.suffix not in PICKLES,
-        f"checkpoint must be safetensors or GGUF, got the pickle {str(path)!r}, which could run code when opened; "
-        "save the model again with transformers' save_pretrained",
-    )
+    _no_pickle(path)
     require(
         path.suffix == ".gguf",
         f"checkpoint must be a folder or a .gguf file, got {str(path)!r}; give the model's folder",
@@ -101,11 +100,12 @@ def open_source(path: Path) -> Source:
     return GgufFile(path)
 
 
-def _where_from(path: Path) -> str:
-    """Return what to do about a path that does not exist: it may be the name of a model on the hub."""
-    if len(path.parts) == 2 and not path.is_absolute() and not path.suffix and not path.parent.exists():
-        return f"a model of the Hugging Face hub must be downloaded first: hf download {path} --local-dir {path.name}"
-    return "check the path"
+def _no_pickle(path: Path) -> None:
+    require(
+        path.suffix not in PICKLES,
+        f"checkpoint must be safetensors or GGUF, got the pickle {str(path)!r}, which could run code when opened; "
+        "save the model again with transformers' save_pretrained",
+    )
 
 
 class Folder(Source):
@@ -122,83 +122,69 @@ class Folder(Source):
         self.config = read_json(path / "config.json")
         settings = path / "generation_config.json"
         self.generation = read_json(settings) if settings.is_file() else None
-        _check_generation(self.generation or {}, settings)
-        index, self._where, self.shapes, kinds = self._index(), {}, {}, list[torch.dtype]()
-        for file in sorted({*index.values()}) or [self._only_file()]:
-            with self._open(file) as opened:
+        self.shapes, self._where, kinds = {}, dict[str, Path](), Counter[str]()
+        for file in self._files():
+            with _open(file) as opened:
                 for name in opened.keys():  # noqa: SIM118  (not a dict)
                     piece = opened.get_slice(name)
+                    kind = piece.get_dtype()
                     require(
-                        piece.get_dtype() in DTYPES,
-                        f"tensor {name!r} must hold floating-point numbers, got {piece.get_dtype()}; "
+                        kind in DTYPES,
+                        f"tensor {name!r} must hold floating-point numbers, got {kind}; "
                         "convert the unquantised checkpoint",
                     )
-                    kinds.append(DTYPES[piece.get_dtype()])
-                    if index.get(name, file) == file:
-                        self._where[name], self.shapes[name] = file, tuple(piece.get_shape())
-        for name, file in index.items():
-            require(
-                name in self._where,
-                f"tensor {name!r} is missing from {str(path / file)!r}, where {INDEX} says it is; download both again",
-            )
-        self.dtype = max(kinds, key=kinds.count) if kinds else torch.float32
+                    kinds[kind] += 1
+                    self._where[name], self.shapes[name] = file, tuple(piece.get_shape())
+        self.dtype = DTYPES[kinds.most_common(1)[0][0]] if kinds else torch.float32
 
-    def _index(self) -> dict[str, str]:
-        """Return tensor → shard; empty where there is one file."""
-        file = self.path / INDEX
-        if not file.is_file():
-            return {}
-        index = read_json(file).get("weight_map")
-        if index is None and (self.path / "model.safetensors").is_file():
-            return {}
+    def _files(self) -> list[Path]:
+        """Return the safetensors files: one, or the shards that the index names, which must lie beside it."""
+        single, index = self.path / "model.safetensors", self.path / INDEX
+        if single.is_file():
+            return [single]
+        if not index.is_file():
+            for file in sorted(self.path.iterdir()):
+                _no_pickle(file)
+            raise ValueError(
+                f"checkpoint must have model.safetensors or {INDEX}, got {str(self.path)!r} without either"
+            )
+        named = read_json(index).get("weight_map")
         require(
-            isinstance(index, dict) and bool(index) and all(isinstance(shard, str) for shard in index.values()),
-            f"weight_map of {str(file)!r} must name a file for each tensor; download it again",
+            isinstance(named, dict) and bool(named) and all(isinstance(shard, str) for shard in named.values()),
+            f"weight_map of {str(index)!r} must name a file for each tensor; download it again",
         )
-        assert index is not None
-        for shard in sorted({*index.values()}):
+        shards = sorted({*dict(named or {}).values()})
+        for shard in shards:
             require(
                 Path(shard).name == shard,
-                f"weight_map of {str(file)!r} must name files beside it, got {shard!r}; do not trust this folder",
+                f"weight_map of {str(index)!r} must name files beside it, got {shard!r}; do not trust this folder",
             )
             require(
                 (self.path / shard).is_file(),
                 f"{INDEX} names the shard {shard!r}, which is missing from {str(self.path)!r}; download it again",
             )
-        return dict(index)
-
-    def _only_file(self) -> str:
-        if (self.path / "model.safetensors").is_file():
-            return "model.safetensors"
-        pickles = sorted(file.name for file in self.path.iterdir() if file.suffix in PICKLES)
-        require(
-            not pickles,
-            f"checkpoint must have safetensors, got only {', '.join(pickles[:1])!r} in {str(self.path)!r}, a pickle "
-            "that could run code when opened; save the model again with transformers' save_pretrained",
-        )
-        raise ValueError(f"checkpoint must have model.safetensors or {INDEX}, got {str(self.path)!r} without either")
-
-    def _open(self, file: str) -> Any:
-        try:
-            return safe_open(self.path / file, framework="pt")
-        except (SafetensorError, OSError) as error:
-            raise ValueError(
-                f"{str(self.path / file)!r} is not a complete safetensors file ({error}); download or save it again"
-            ) from error
+        return [self.path / shard for shard in shards]
 
     def read(self, name: str) -> Tensor:
         # Opened for each tensor: what was read stays in memory for as long as its file is mapped.
-        tensor: Tensor = self._open(self._where[name]).get_tensor(name)
+        tensor: Tensor = _open(self._where[name]).get_tensor(name)
         return tensor
 
-    def write_carried(self, folder: Path) -> None:
-        for name in CARRIED:
-            if (self.path / name).is_file():
-                (folder / name).write_bytes((self.path / name).read_bytes())
+    def carried(self) -> dict[str, bytes]:
+        check_tokenizer(self.path, config_of(self).vocab_size)
+        return {name: (self.path / name).read_bytes() for name in CARRIED if (self.path / name).is_file()}
 
 
-# GGUF. The package `gguf` parses and unpacks. transformers can read these files too, but it drops tensors and scaling
-# methods that it does not know without a word, knows no smollm3, and takes twice the time.
+def _open(file: Path) -> Any:
+    try:
+        return safe_open(file, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ValueError(
+            f"{str(file)!r} is not a complete safetensors file ({error}); download or save it again"
+        ) from error
+
+
+# GGUF
 
 PARTS = {
     "attn_norm": "input_layernorm",
@@ -228,21 +214,8 @@ GGUF_CONFIG = {
     "attention.key_length": "head_dim",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "attention.sliding_window": "sliding_window",
-    "vocab_size": "vocab_size",
 }
-GGUF_NEEDED = ("block_count", "embedding_length", "feed_forward_length", "attention.head_count")
-GGUF_SCALING = (
-    "scaling.type",
-    "scaling.factor",
-    "scale_linear",
-    "scaling.original_context_length",
-    "scaling.finetuned",
-    "scaling.attn_factor",
-    "scaling.yarn_attn_factor",
-    "scaling.yarn_beta_fast",
-    "scaling.yarn_beta_slow",
-)
-"""Known fields of a scaling method, after "ARCHITECTURE.rope."."""
+GGUF_SCALING = ("type", "factor", "original_context_length", "finetuned")
 BROKEN = (ValueError, KeyError, IndexError, OSError, OverflowError, TypeError, struct.error, MemoryError)
 """What gguf's reader raises on a file that is cut short or something else."""
 
@@ -254,30 +227,21 @@ class GgufFile(Source):
     dtype = torch.float32
 
     def __init__(self, path: Path) -> None:
-        try:
-            from gguf import GGUFReader
-        except ModuleNotFoundError as error:
-            raise ValueError(
-                f"a .gguf checkpoint needs the package {error.name}; pip install 'farspan[gguf]'"
-            ) from error
         self.path = path
-        try:
-            reader = GGUFReader(path)
-            lists = {name for name, held in reader.fields.items() if held.types and held.types[0].name == "ARRAY"}
-            self._fields = {n: None if n in lists else held.contents() for n, held in reader.fields.items()}
-        except BROKEN as error:
-            raise ValueError(f"{str(path)!r} is not a complete GGUF file ({error}); download it again") from error
+        self._fields, tensors = _parse_gguf(path)
         self._kind = str(self._fields.get("general.architecture"))
         if self._kind not in INTERLEAVED:
             remedy = "checkpoints of other families cannot be converted"
             raise unknown(f"general.architecture of {str(path)!r}", self._kind, INTERLEAVED, remedy)
-        self._tensors = {_our_name(tensor.name): tensor for tensor in reader.tensors}
+        self._tensors = {_our_name(tensor.name): tensor for tensor in tensors}
         self._divisors = self._tensors.pop("rope_freqs.weight", None)
         self.shapes = {name: tuple(int(n) for n in reversed(t.shape)) for name, t in self._tensors.items()}
-        for field in GGUF_NEEDED:
+        for field in ("block_count", "embedding_length", "attention.head_count"):
+            held = self._field(field)
             require(
-                self._field(field) is not None,
-                f"{str(path)!r} must give {self._kind}.{field} as a number, got none; export the file again",
+                isinstance(held, int) and held >= 1,
+                f"{str(path)!r} must give {self._kind}.{field} as a number of at least 1, got {held!r}; "
+                "export the file again",
             )
         with valid_config({"model_type": self._kind}, self.where):
             self.config = self._config()
@@ -287,18 +251,16 @@ class GgufFile(Source):
 
     def _config(self) -> dict[str, Any]:
         config = {ours: self._field(name) for name, ours in GGUF_CONFIG.items() if self._field(name) is not None}
-        for field in ("num_attention_heads", "hidden_size"):
-            require(config[field] >= 1, f"{self.where}'s {field} must be at least 1, got {config[field]}")
         config.setdefault("num_key_value_heads", config["num_attention_heads"])
         width = config.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
-        rotated, scale = self._field("rope.dimension_count", width), float(self._field("attention.scale", 0.0))
+        rotated, scale = self._field("rope.dimension_count", width), self._field("attention.scale", 0.0)
         require(
             rotated == width,
             f"{self._kind}.rope.dimension_count must be the head width {width}, got {rotated}; "
             "models that rotate only part of a head are not supported",
         )
         require(
-            scale == 0 or math.isclose(scale, width**-0.5, rel_tol=1e-5),  # 0 says the usual
+            scale == 0 or math.isclose(scale, width**-0.5, rel_tol=1e-5),  # 0 stands for the default
             f"{self._kind}.attention.scale must be 1/√(head width) = {width**-0.5:.6g}, got {scale:.6g}; "
             "models that scale their scores otherwise are not supported",
         )
@@ -312,48 +274,26 @@ class GgufFile(Source):
             "tie_word_embeddings": "lm_head.weight" not in self.shapes,
             "attention_bias": "model.layers.0.self_attn.q_proj.bias" in self.shapes,
             "mlp_bias": "model.layers.0.mlp.up_proj.bias" in self.shapes,
-            "rope_parameters": self._rope(config),
+            "rope_parameters": self._rope(width),
         }
 
-    def _rope(self, config: dict[str, Any]) -> dict[str, Any]:
-        """Return `rope_parameters`. A factor without a type is linear; a smollm3 file has no more to say."""
-        prefix, base = f"{self._kind}.rope.", float(self._field("rope.freq_base", 10_000.0))
-        rope: dict[str, Any] = {"rope_theta": base, "rope_type": "default"}
-        found: dict[str, Any] = {
-            name[len(prefix) :]: value for name, value in self._fields.items() if name.startswith(f"{prefix}scal")
-        }
-        for name, value in found.items():
-            require(
-                name in GGUF_SCALING,
-                f"{prefix}{name} must be absent, got {value!r}: this scaling is not supported; "
-                "convert the safetensors folder instead",
-            )
-        kind = found.get("scaling.type", "linear")
-        factor = float(found.get("scaling.factor") or found.get("scale_linear") or 1.0)
-        scaled = kind != "none" and (factor != 1 or kind not in ("linear", "yarn"))
-        if self._divisors is not None:
-            require(
-                not scaled, f"{prefix}scaling must be absent beside 'rope_freqs.weight'; convert the safetensors folder"
-            )
-            return rope | self._llama3(base, config["head_dim"])
-        if not scaled:
-            return rope
-        longer = found.get("scaling.attn_factor", 1.0) * found.get("scaling.yarn_attn_factor", 1.0)
+    def _rope(self, width: int) -> dict[str, Any]:
+        """Return `rope_parameters`: no, linear or Llama 3 scaling."""
+        prefix = f"{self._kind}.rope.scaling."
+        found = {n.removeprefix(prefix): value for n, value in self._fields.items() if n.startswith(prefix)}
+        base, kind = self._field("rope.freq_base", 10_000.0), found.get("type", "linear")
+        factor = found.get("factor") or self._field("rope.scale_linear") or 1.0
+        if kind == "none" or (kind == "yarn" and factor == 1):
+            kind, factor = "linear", 1.0
         require(
-            kind == "yarn" or longer == 1,
-            f"{prefix}scaling.attn_factor must be 1 without yarn, got {longer} with {kind}; "
+            kind == "linear" and found.keys() <= {*GGUF_SCALING} and (factor == 1 or self._divisors is None),
+            f"{prefix}* must be none or linear, and none beside 'rope_freqs.weight', got {found}; "
             "convert the safetensors folder instead",
         )
-        trained = found.get("scaling.original_context_length")
-        rope |= {"rope_type": kind, "factor": factor}
-        if kind == "yarn" and factor > 0:
-            trained = trained or config.get("max_position_embeddings")
-            rope |= {
-                "beta_fast": found.get("scaling.yarn_beta_fast", 32.0),
-                "beta_slow": found.get("scaling.yarn_beta_slow", 1.0),
-                "attention_factor": longer * (0.1 * math.log(factor) + 1),
-            }
-        return rope if trained is None else {**rope, "original_max_position_embeddings": trained}
+        rope = {"rope_theta": base, "rope_type": "default"}
+        if self._divisors is not None:
+            return rope | self._llama3(base, width)
+        return rope if factor == 1 else rope | {"rope_type": "linear", "factor": factor}
 
     def _llama3(self, base: float, width: int) -> dict[str, Any]:
         """Return Llama 3.1's method. Its files hold only what divides each frequency: compare with the formula."""
@@ -374,10 +314,13 @@ class GgufFile(Source):
         }
 
     def _unpack(self, name: str, tensor: Any) -> Tensor:
+        import numpy as np
         from gguf.quants import dequantize
 
         try:
-            return torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy())
+            with np.errstate(all="ignore"):  # damaged scales: :func:`load` raises for what is not finite
+                unpacked = dequantize(tensor.data, tensor.tensor_type)
+            return torch.from_numpy(unpacked.copy())
         except NotImplementedError as error:
             raise ValueError(
                 f"tensor {name!r} in {str(self.path)!r} is packed as {tensor.tensor_type.name}, which gguf cannot "
@@ -391,13 +334,37 @@ class GgufFile(Source):
             tensor = pairs.transpose(1, 2).reshape(tensor.shape)
         return tensor
 
-    def write_carried(self, folder: Path) -> None:
+    def carried(self) -> dict[str, bytes]:
         require(
             "tokenizer.ggml.tokens" in self._fields,
             f"{str(self.path)!r} must hold its tokenizer (the field tokenizer.ggml.tokens), got none; "
             "export the file again with its vocabulary",
         )
-        load_auto_tokenizer(self.path.parent, gguf_file=self.path.name).save_pretrained(folder)
+        with TemporaryDirectory() as folder:
+            load_auto_tokenizer(self.path.parent, gguf_file=self.path.name).save_pretrained(folder)
+            check_tokenizer(Path(folder), config_of(self).vocab_size, self.path)
+            return {file.name: file.read_bytes() for file in Path(folder).iterdir()}
+
+
+def _parse_gguf(path: Path) -> tuple[dict[str, Any], list[Any]]:
+    """Return a GGUF file's fields (None for a list) and tensors."""
+    try:
+        from gguf import GGUFReader
+    except ModuleNotFoundError as error:
+        raise ValueError(f"a .gguf checkpoint needs the package {error.name}; pip install 'farspan[gguf]'") from error
+
+    class Reader(GGUFReader):
+        def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
+            found = super()._get(offset, dtype, count, override_order)
+            require(len(found) == count, f"it ends before byte {offset}")  # else a damaged length is a loop without end
+            return found
+
+    try:
+        reader = Reader(path)
+        lists = {name for name, held in reader.fields.items() if held.types and held.types[0].name == "ARRAY"}
+        return {n: None if n in lists else held.contents() for n, held in reader.fields.items()}, reader.tensors
+    except BROKEN as error:
+        raise ValueError(f"{str(path)!r} is not a complete GGUF file ({error}); download it again") from error
 
 
 def _our_name(name: str) -> str:
@@ -418,12 +385,14 @@ def _our_name(name: str) -> str:
 
 def tokenizer_of(source: Source) -> Any:
     """Return transformers' tokenizer of a source."""
+    files = source.carried()
+    require(
+        any("token" in name or name == "vocab.json" for name in files),
+        f"{str(source.path)!r} must come with its tokenizer, got none; add tokenizer.json",
+    )
     with TemporaryDirectory() as folder:
-        source.carry(Path(folder))
-        require(
-            any(Path(folder).glob("*token*")) or (Path(folder) / "vocab.json").is_file(),
-            f"{str(source.path)!r} must come with its tokenizer, got none; add tokenizer.json",
-        )
+        for name, content in files.items():
+            (Path(folder) / name).write_bytes(content)
         return load_auto_tokenizer(Path(folder), source.path)
 
 
@@ -431,22 +400,22 @@ def text_tokenizer(path: str | os.PathLike[str]) -> "TextTokenizer":
     """Return the tokenizer beside a model, or inside its GGUF file, as farspan.data knows tokenizers."""
     from farspan.data import load_tokenizer
 
-    place = Path(path)
-    if (place / "tokenizer.json").is_file():
-        held = place / "config.json"
-        check_tokenizer(place, config_of(open_source(place)).vocab_size if held.is_file() else None)
-        return load_tokenizer(place)
-    with TemporaryDirectory() as folder:
-        open_source(place).carry(Path(folder))
+    folder = Path(path)
+    if (folder / "tokenizer.json").is_file():
+        has_model = (folder / "config.json").is_file()
+        check_tokenizer(folder, config_of(open_source(folder)).vocab_size if has_model else None)
+        return load_tokenizer(folder)
+    with TemporaryDirectory() as carried:
+        open_source(folder).carry(Path(carried))
         require(
-            (Path(folder) / "tokenizer.json").is_file(),
+            (Path(carried) / "tokenizer.json").is_file(),
             f"MODEL must come with tokenizer.json, got {str(path)!r} without; add it to the folder",
         )
-        return load_tokenizer(folder)
+        return load_tokenizer(carried)
 
 
 def load_auto_tokenizer(folder: Path, named: Path | None = None, **options: Any) -> Any:
-    """Call AutoTokenizer without remote code. Raise whatever goes wrong inside as one line about `named`."""
+    """Call AutoTokenizer without remote code. Raise any failure inside as one line about `named`."""
     from transformers import AutoTokenizer
 
     try:
@@ -463,61 +432,35 @@ def check_tokenizer(folder: Path, vocab_size: int | None = None, named: Path | N
     """Raise for broken files of a tokenizer, by their names. A folder without any passes."""
     from tokenizers import Tokenizer
 
-    shown = named if named is not None and named.is_dir() else folder
-    for name in CARRIED:
-        if name.endswith(".json") and (folder / name).is_file():
-            held = read_json(folder / name, shown / name)
-            if name == "generation_config.json":
-                _check_generation(held, shown / name)
-            for key, token in held.items() if name in ("tokenizer_config.json", "special_tokens_map.json") else ():
-                text = token.get("content") if isinstance(token, dict) else token
-                require(
-                    not re.fullmatch("(bos|eos|pad|unk)_token", key) or text is None or isinstance(text, str),
-                    f"{key} in {str(shown / name)!r} must be text, got {token!r}; correct it",
-                )
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        for key, token in (read_json(folder / name) if (folder / name).is_file() else {}).items():
+            text = token.get("content") if isinstance(token, dict) else token
+            require(
+                not re.fullmatch("(bos|eos|pad|unk)_token", key) or text is None or isinstance(text, str),
+                f"{key} in {str(folder / name)!r} must be text, got {token!r}; correct it",
+            )
     file = folder / "tokenizer.json"
-    if file.is_file():
-        try:
-            held = Tokenizer.from_file(str(file)).get_vocab()
-        except Exception as error:  # the library raises plain Exception
-            raise ValueError(
-                f"{str(shown / file.name)!r} is not a tokenizer ({error}); download or save it again"
-            ) from error
-        tokens = max(held.values(), default=-1) + 1
-        require(
-            vocab_size is None or tokens <= vocab_size,
-            f"the tokenizer of {str(named or folder)!r} must have at most the model's vocab_size = {vocab_size} "
-            f"tokens, got {tokens}; add the tokenizer that the model was trained with",
-        )
+    if not file.is_file():
+        return
+    try:
+        vocabulary = Tokenizer.from_file(str(file)).get_vocab()
+    except Exception as error:  # the library raises plain Exception
+        raise ValueError(f"{str(file)!r} is not a tokenizer ({error}); download or save it again") from error
+    tokens = max(vocabulary.values(), default=-1) + 1
+    require(
+        vocab_size is None or tokens <= vocab_size,
+        f"the tokenizer of {str(named or folder)!r} must have at most the model's vocab_size = {vocab_size} "
+        f"tokens, got {tokens}; add the tokenizer that the model was trained with",
+    )
 
 
-def _check_generation(settings: dict[str, Any], file: Path) -> None:
-    """Raise for settings that transformers keeps as they are, and that fail far from where they are read."""
-    for key, held in settings.items():
-        require(
-            not key.startswith("output_") or held is None or isinstance(held, bool),
-            f"{key} in {str(file)!r} must be true or false, got {held!r}; correct it",
-        )
-    for key in ("eos_token_id", "bos_token_id", "pad_token_id"):
-        held = settings.get(key)
-        numbers = held if isinstance(held, list) else [held]
-        require(
-            held is None or all(type(one) is int and one >= 0 for one in numbers),
-            f"{key} in {str(file)!r} must be a token id or a list of them, got {held!r}; correct it",
-        )
-
-
-def _no_number(name: str) -> None:
-    raise ValueError(f"{name} is no number")
-
-
-def read_json(path: Path, shown: Path | None = None) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object, or raise one line about the file."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_number)
+        found = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{str(shown or path)!r} is not JSON ({error}); download or save it again") from error
-    require(isinstance(found, dict), f"{str(shown or path)!r} must hold a JSON object, got {type(found).__name__}")
+        raise ValueError(f"{str(path)!r} is not JSON ({error}); download or save it again") from error
+    require(isinstance(found, dict), f"{str(path)!r} must hold a JSON object, got {type(found).__name__}")
     return dict(found)
 
 

@@ -1,0 +1,168 @@
+"""Flipped bits, killed processes and two processes at once leave no wrong weights, no traceback and no half folder."""
+
+import json
+import os
+import random
+import signal
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from shutil import rmtree
+
+import pytest
+
+from farspan.checkpoints.convert import new_folder
+from farspan.convert import convert_folder, from_pretrained
+from farspan.utils import sha256
+from tests.checkpoints.sources import random_model, saved, with_tokenizer
+from tests.command_line import called, program
+from tests.processes import Started
+
+# Flipped bits
+
+
+@contextmanager
+def at_most(seconds: float) -> Iterator[None]:
+    """Fail where the block hangs."""
+
+    def late(*_: object) -> None:
+        raise AssertionError(f"longer than {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def read_with_flipped_bits(kind: str, folder: Path, count: int, seed: int = 0) -> Counter[str]:
+    """Read a checkpoint `count` times, each with one bit flipped; return how often it was loaded and not."""
+    path = folder / "source"
+    if kind == "gguf":
+        made = pytest.importorskip("tests.checkpoints.test_gguf")
+        path.mkdir()
+        made.write(
+            path / "m.gguf", random_model("llama"), "llama", made.Q8_0, **{"a.list": [1, 2, 3], "words": ["a", "bc"]}
+        )
+    else:
+        saved(path)
+    if kind == "farspan":
+        convert_folder(path, folder / "ours", "coca-exact")
+        path = folder / "ours"
+    shapes = {name: p.shape for name, p in from_pretrained(path, None).named_parameters()}
+    files = [file for file in sorted(path.iterdir()) if file.suffix in (".safetensors", ".gguf", ".json")]
+    drawn, outcomes = random.Random(seed), Counter[str]()
+    for number in range(count):
+        file = drawn.choice(files)
+        intact = file.read_bytes()
+        end = min(len(intact), 4096) if number % 2 else len(intact)  # half of them in the header
+        damaged, place = bytearray(intact), drawn.randrange(end)
+        damaged[place] ^= 1 << drawn.randrange(8)
+        file.write_bytes(damaged)
+        try:
+            with at_most(20):
+                model = from_pretrained(path, None)
+        except (ValueError, OSError):  # what the command line prints as one line
+            outcomes["error"] += 1
+        else:
+            found = {name: p.shape for name, p in model.named_parameters()}
+            assert found == shapes, f"{file.name}, byte {place}"
+            assert all(p.isfinite().all() for p in model.parameters()), f"{file.name}, byte {place}"
+            outcomes["loaded"] += 1
+        file.write_bytes(intact)
+    return outcomes
+
+
+@pytest.mark.parametrize("kind", ["farspan", "safetensors", "gguf"])
+def test_a_flipped_bit_raises_one_line_or_gives_finite_weights(kind: str, tmp_path: Path) -> None:
+    outcomes = read_with_flipped_bits(kind, tmp_path, 20)
+    assert outcomes["error"] > 0
+    assert outcomes.total() == 20
+
+
+def test_a_damaged_length_of_a_list_is_no_endless_loop(tmp_path: Path) -> None:
+    made = pytest.importorskip("tests.checkpoints.test_gguf")
+    made.write(tmp_path / "m.gguf", random_model("llama"), "llama", **{"a.list": [1, 2, 3]})
+    data = bytearray((tmp_path / "m.gguf").read_bytes())
+    length = data.index(b"llama.a.list") + len("llama.a.list") + 8  # after the types of the field and its items
+    data[length + 5] = 1  # 3 + 2^40 items
+    data += bytes(-(len(data) - length) % 4)  # whole items up to the end, where gguf would read empty ones for ever
+    (tmp_path / "m.gguf").write_bytes(data)
+    with at_most(10), pytest.raises(ValueError, match=r"m.gguf' is not a complete GGUF file \(it ends before byte"):
+        from_pretrained(tmp_path / "m.gguf")
+
+
+# Killed processes
+
+WRITES = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.chmod")
+KILL = """
+import os, signal, sys
+seen = 0
+def hook(event, arguments):
+    global seen
+    if event in {writes} and arguments and str(arguments[0]).startswith({folder!r}):
+        if seen == {last}:
+            os.kill(os.getpid(), signal.SIGKILL)
+        seen += 1
+sys.addaudithook(hook)
+"""
+
+
+def kill_again_and_again(command: str, source: Path, folder: Path, every: int, moments: int) -> None:
+    """Kill a command at every n-th of its writes to the folder, then at random moments. Run in a process of its own."""
+    arguments, out = (command, str(source), "--out", str(folder / "out")), folder / "out"
+    drawn, wholes, kills = random.Random(0), [], 0
+    delays = [*[None] * 100, *(drawn.uniform(0, 0.5) for _ in range(moments)), None]
+    at = iter(range(0, 100 * every, every))
+    while delays:
+        delay = delays.pop(0)
+        write = 10**9 if delay is not None or not delays else next(at)  # the last one runs to its end
+        child = os.fork()
+        if child == 0:
+            try:
+                program(KILL.format(writes=WRITES, folder=str(folder), last=write), *arguments)
+            except SystemExit as exit_:
+                os._exit(int(exit_.code or 0))
+        if delay is not None:
+            time.sleep(delay)
+            os.kill(child, signal.SIGKILL)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        assert status in (0, -signal.SIGKILL), status
+        kills += status != 0
+        if out.exists() and any(out.iterdir()):
+            wholes.append({file.name: sha256(file) for file in out.iterdir() if file.name != "conversion.json"})
+            rmtree(out)
+        if status == 0 and delay is None and delays:
+            delays = delays[-moments - 1 :]  # every write has been killed at
+    print(json.dumps({"kills": kills, "wholes": wholes, "left": sorted(path.name for path in folder.iterdir())}))
+
+
+@pytest.mark.parametrize("command", ["convert", "export"])
+def test_a_killed_command_leaves_all_or_nothing_and_the_next_one_cleans_up(command: str, tmp_path: Path) -> None:
+    source, folder = with_tokenizer(tmp_path / "source"), tmp_path / "work"
+    folder.mkdir()
+    with Started(kill_again_and_again, command, source, folder, 4, 2) as running:
+        done = running.wait()
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["kills"] > 5
+    assert all(whole == found["wholes"][-1] for whole in found["wholes"])
+    assert found["left"] == []
+
+
+# Two processes
+
+
+@pytest.mark.parametrize("command", [("convert",), ("export",), ("export", "--as", "llama")], ids=str)
+def test_a_second_process_is_told_that_the_folder_is_taken(command: tuple[str, ...], tmp_path: Path) -> None:
+    source, out = with_tokenizer(tmp_path / "source"), tmp_path / "a" / "out"
+    with new_folder(out):
+        status, _, err = called(command[0], source, *command[1:], "--out", out)
+    assert (status, err) == (2, f"farspan: another process writes '{out}'; wait for it or choose another folder\n")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
+    assert called(command[0], source, *command[1:], "--out", out)[0] == 0
+    assert [path.name for path in out.parent.iterdir()] == ["out"]
