@@ -29,7 +29,7 @@ from farspan.ops import (
     rope_attention_reference,
     softmax,
 )
-from farspan.ops.coca_decode import FOLD_ROWS, TIMED_ROWS, is_decoding_step
+from farspan.ops.coca_decode import TIMED_ROWS
 from farspan.ops.device import why_not_triton
 from farspan.ops.dispatch import TABLES_BY_OP
 from tests.helpers import coca_inputs, softmax_inputs
@@ -90,11 +90,6 @@ def test_explain_checks_the_call() -> None:
         explain(coca_attention, q, t, v, rotary=Rotary(8), windw=3)
     with pytest.raises(TypeError, match=r"missing a required .*argument: 'rotary'"):
         explain(coca_attention, q, t, v)
-
-
-def test_explain_takes_what_the_op_takes() -> None:
-    q, t, v = inputs(5)
-    assert explain(coca_attention, v=v, t=t, q=q, rotary=None) == explain(coca_attention, q, t, v, rotary=None)
 
 
 class Largest(TorchDispatchMode):
@@ -158,14 +153,6 @@ def test_what_explain_names_runs(ran: list[str], backend: str, n: int, gradient:
     assert ran == []
     coca_attention(*given, rotary=rotary, backend=backend)
     assert ran == [choice.name]
-
-
-def test_explain_follows_per_query_frequencies(ran: list[str]) -> None:
-    """Two queries on either side of a doubling are two calls of one query."""
-    given, rotary = inputs(2), Rotary(8, scaling=DynamicNTK(4, 19))
-    choice = explain(coca_attention, *given, rotary=rotary)
-    coca_attention(*given, rotary=rotary)
-    assert set(ran) == {choice.name}
 
 
 @pytest.mark.parametrize(
@@ -327,10 +314,3 @@ def test_without_the_interpreter_a_cpu_raises_with_the_remedy(monkeypatch: pytes
     monkeypatch.setattr(device, "_interpreted", lambda: None)
     with pytest.raises(ValueError, match=r"^backend='triton' needs triton; install farspan\[gpu\]"):
         coca_attention(*inputs(1), rotary=Rotary(8), backend="triton")
-
-
-def test_decoding_is_what_one_tile_of_queries_holds() -> None:
-    assert is_decoding_step(1, FOLD_ROWS)
-    assert is_decoding_step(FOLD_ROWS // 4, 4)
-    assert not is_decoding_step(FOLD_ROWS // 4 + 1, 4)
-    assert not is_decoding_step(1, FOLD_ROWS + 1)

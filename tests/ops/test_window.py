@@ -94,17 +94,6 @@ def test_a_window_reads_memory_in_proportion_to_its_width() -> None:
     assert largest[16 * 1024] <= 17 * largest[1024]
 
 
-def test_explain_names_the_window() -> None:
-    q, k, v = (x.detach() for x in softmax_inputs(150))
-    found = explain(rope_attention, q, k, v, rotary=None, window=70)
-    assert found.then is not None
-    assert found.then.name == "window"
-    assert found.then.skipped["masked_kernel"] == "it is for cuda tensors, got cpu"
-    whole = explain(rope_attention, q, k, v, rotary=None, window=150)
-    assert whole.then is not None
-    assert whole.then.name == "causal"
-
-
 def by_kernel(op: Any, inputs: tuple[Tensor, ...], options: dict[str, Any]) -> list[Tensor]:
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
     out = op(*leaves, **options)
