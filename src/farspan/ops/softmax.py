@@ -26,15 +26,13 @@ from farspan.ops.device import (
     why_not_triton,
 )
 from farspan.ops.dispatch import (
-    TABLES_BY_OP,
     Call,
     Implementation,
     SoftmaxOptions,
     Table,
     check_call,
+    operation,
     reference_twin,
-    run,
-    shows,
 )
 from farspan.ops.masking import AttentionMask
 from farspan.ops.reference import attend, rotations, scores_alibi, scores_nope, scores_rope, visible
@@ -56,10 +54,10 @@ GPU_TIMES = 64
 """A GPU needs larger blocks to be busy, and has the memory; its kernels copy a mask for every row and head."""
 
 
-@shows(SoftmaxOptions)
+@operation(SoftmaxOptions)
 def rope_attention(
     q: Tensor, k: Tensor, v: Tensor, *, rotary: Rotary | None, **options: Unpack[SoftmaxOptions]
-) -> Tensor:
+) -> Call:
     """Compute rotary attention (Eq. 2) from q (b, h, n, d), k (b, g, m, d) and v (b, g, m, dv).
 
     `rotary` rotates q and k by their positions; None takes them as they are: without positions (NoPE), or rotated
@@ -69,7 +67,7 @@ def rope_attention(
     >>> rope_attention(q, k, k, rotary=Rotary(8)).shape
     torch.Size([1, 4, 1, 8])
     """
-    return run(ROPE, check_call(ROPE, q, k, v, rotary=rotary, **options))
+    return check_call(ROPE, q, k, v, rotary=rotary, **options)
 
 
 def _rope_reference(call: Call) -> Tensor:
@@ -89,10 +87,10 @@ def _rope_sdpa(call: Call) -> Tensor:
     return softmax_attention(call, q, k)
 
 
-@shows(SoftmaxOptions)
+@operation(SoftmaxOptions)
 def alibi_attention(
     q: Tensor, k: Tensor, v: Tensor, *, slopes: Tensor | None = None, **options: Unpack[SoftmaxOptions]
-) -> Tensor:
+) -> Call:
     """Compute attention with linear biases (Press et al. 2022): scores q·k - slope·|m-n|, one slope per head.
 
     The bias is built for one block of queries at a time, so memory grows with N, not N². `slopes` (h) defaults to
@@ -102,12 +100,6 @@ def alibi_attention(
     >>> alibi_attention(q, q, q).shape
     torch.Size([1, 2, 5, 8])
     """
-    return run(ALIBI, _check_alibi(ALIBI, q, k, v, slopes=slopes, **options))
-
-
-def _check_alibi(
-    table: Table, q: Tensor, k: Tensor, v: Tensor, *, slopes: Tensor | None = None, **options: Unpack[SoftmaxOptions]
-) -> Call:
     if slopes is None:
         slopes = alibi_slopes(q.shape[1], device=q.device)
     require(
@@ -118,7 +110,7 @@ def _check_alibi(
         require(
             bool((slopes >= 0).all()), f"slopes must be ≥ 0, got {float(slopes.min())}; distance only lowers scores"
         )
-    return check_call(table, q, k, v, slopes=slopes, **options)
+    return check_call(ALIBI, q, k, v, slopes=slopes, **options)
 
 
 def _alibi_reference(call: Call) -> Tensor:
@@ -535,9 +527,7 @@ ROPE = Table(
 ALIBI = Table(
     Implementation("sdpa", _EVERY, _alibi_sdpa, then=DOT_PRODUCT),
     Implementation("reference", ("reference",), _alibi_reference),
-    check=_check_alibi,
 )
-TABLES_BY_OP[rope_attention], TABLES_BY_OP[alibi_attention] = ROPE, ALIBI
 
 rope_attention_reference = reference_twin(rope_attention)
 alibi_attention_reference = reference_twin(alibi_attention)
