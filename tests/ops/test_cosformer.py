@@ -8,8 +8,10 @@ import torch
 
 from farspan.ops import cosformer_attention, cosformer_attention_reference
 from farspan.ops.cosformer import BEYOND
+from farspan.ops.device import why_not_triton
 from tests.helpers import largest_difference, masks, softmax_inputs
 from tests.ops.cosformer import in_pieces
+from tests.ops.kernels import DEVICE
 
 MASKS = [name for name in masks(1, 1) if "window" not in name]
 
@@ -109,15 +111,24 @@ def test_autocast_does_not_reach_the_sums(causal: bool) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
+NEEDS_TRITON = pytest.mark.skipif(why_not_triton(DEVICE) is not None, reason="needs triton (pip install farspan[gpu])")
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("beyond", BEYOND)
+@pytest.mark.parametrize(
+    ("beyond", "backend"),
+    [*((beyond, "auto") for beyond in BEYOND), pytest.param("raise", "triton", marks=NEEDS_TRITON)],
+)
 @pytest.mark.parametrize("size", [1e-3, 100.0])
-def test_dead_queries_and_disjoint_supports_are_finite(dtype: torch.dtype, beyond: str, size: float) -> None:
-    q, k, v = (x.detach().to(dtype) * size for x in softmax_inputs(70, d=8, h=2, g=2))
+def test_dead_queries_and_disjoint_supports_are_finite(
+    dtype: torch.dtype, beyond: str, backend: str, size: float
+) -> None:
+    n, device = (40, DEVICE) if backend == "triton" else (70, "cpu")
+    q, k, v = (x.detach().to(device, dtype) * size for x in softmax_inputs(n, d=8, h=2, g=2))
     q[:, :, ::3] = -q[:, :, ::3].abs()  # nothing after the ReLU
     q[:, 1, :, :4], k[:, 1, :, 4:] = -1, -1  # no feature in common
     inputs = [x.requires_grad_() for x in (q, k, v)]
-    out = cosformer_attention(*inputs, max_length=70, beyond=beyond)
+    out = cosformer_attention(*inputs, max_length=70, beyond=beyond, backend=backend)
     assert out.isfinite().all()
     assert (out[:, :, ::3] == 0).all()
     assert (out[:, 1] == 0).all()

@@ -169,3 +169,16 @@ def test_one_compiled_graph_of_the_kernel_serves_all_lengths() -> None:
         q, k, v = (x.detach().float().to(DEVICE) for x in softmax_inputs(n))
         assert torch.allclose(compiled(q, k, v), attention(q, k, v), atol=1e-5)
     assert len(graphs) == 1
+
+
+def test_one_compiled_graph_serves_rows_of_whole_blocks() -> None:
+    """Padding by nothing keeps the strides of its input, which a traced graph takes for contiguous."""
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return rope_attention(q, k, v, rotary=Rotary(8), window=70)
+
+    torch.compiler.reset()
+    compiled = torch.compile(attention, backend="aot_eager", dynamic=True, fullgraph=True)
+    for n in (280, 283):
+        leaves = softmax_inputs(n, b=3)
+        assert largest_difference(compiled, attention, leaves) <= 1e-12

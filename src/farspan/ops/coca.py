@@ -19,10 +19,7 @@ from farspan.ops.dispatch import (
 )
 from farspan.ops.reference import attend, rotations, scores_coca, scores_nope, scores_polar, visible
 from farspan.ops.rotary import Angles, Rotary
-from farspan.ops.softmax import DOT_PRODUCT, softmax_attention, why_never_by_kernel
-
-WIDEST = 256
-"""Widest head that the feature kernel takes."""
+from farspan.ops.softmax import DOT_PRODUCT, WIDEST, softmax_attention, why_never_by_kernel
 
 
 @operation(SoftmaxOptions)

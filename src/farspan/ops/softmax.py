@@ -47,7 +47,7 @@ WIDEST_WINDOW = 2048
 CHUNK = 2048
 """Queries of all rows in one chunk of a window on a CPU."""
 WIDEST = 256
-"""Widest head that the kernel takes."""
+"""Widest head that the kernels of softmax attention take."""
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 """Kernels take larger scales; with others the queries are scaled."""
 GPU_TIMES = 64
@@ -380,6 +380,8 @@ def _cut(x: Tensor, low: int, blocks: int, rows: int) -> Tensor:
     """Return tokens from `low` on of x (b, tokens, …) in blocks, (b, blocks, rows, …); zeros where there are none."""
     front, end = max(0, -low), low + blocks * rows - x.shape[1]
     x = x[:, max(0, low) :]
+    if torch.compiler.is_compiling():  # padding by nothing keeps strides, which a graph takes for contiguous
+        x = x.contiguous()
     if torch.compiler.is_compiling() or front or end:
         x = F.pad(x, (0, 0) * (x.ndim - 2) + (front, end))  # below 0 it takes away
     return x.unflatten(1, (blocks, rows))
