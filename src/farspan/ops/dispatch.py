@@ -92,12 +92,12 @@ class Call:
 
     def run(self) -> Tensor:
         """Run on the first implementation that can; per-query dynamic NTK runs once per set of frequencies."""
-        mask, call = self.mask, self
+        mask, call, scaling = self.mask, self, None if self.rotary is None else self.rotary.scaling
         assert self.table is not None
         if mask.padding is not None and not mask.is_clean:
             k, v = mask.clean(self.k, self.v)
             call = replace(self, k=k, v=v)
-        if self.rotary is not None and self.rotary.follows_query and self.backend != "reference":
+        if isinstance(scaling, DynamicNTK) and scaling.mode == "per_query" and self.backend != "reference":
             return _run_by_bucket(self.table, call)
         return self.table.choose(call).run(call)
 
