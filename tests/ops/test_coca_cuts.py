@@ -46,17 +46,6 @@ def test_few_queries_have_four_warps_where_the_assembler_is_sound(
     assert choose_cut(9, 64, 128, torch.bfloat16).warps == 2  # as they were checked on a GPU
 
 
-def test_without_an_assembler_nothing_is_asked_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    from triton.backends.nvidia import compiler
-
-    def get_ptxas(arch: int) -> None:
-        raise RuntimeError("Cannot find ptxas")
-
-    monkeypatch.setattr(compiler, "get_ptxas", get_ptxas)
-    monkeypatch.setattr(device, "assembler", device.assembler.__wrapped__)
-    assert choose_cut(4, 64, 128, torch.float32).warps == 2
-
-
 def test_what_a_choice_asks_of_the_machine_is_a_constant_of_a_graph() -> None:
     def choice(x: Tensor) -> Tensor:
         can = device.has_sound_wgmma() + (device.why_not_triton("cuda") is None) + device.has_autocast("cpu")

@@ -172,15 +172,6 @@ def test_far_positions_lose_nothing(form: str, n: int, dtype: torch.dtype, limit
         assert (out - coca_attention_reference(q.double(), t.double(), v.double(), **options)).abs().max() <= limit
 
 
-def test_hidden_keys_may_hold_anything() -> None:
-    q, t, v = inputs(1, 12)
-    alone = coca_attention(q, t[:, :, 4:], v[:, :, 4:], rotary=Rotary(8), positions=4, backend="triton")
-    t[:, :, :4], v[:, :, :4] = torch.nan, torch.nan
-    keep = torch.arange(12, device=DEVICE)[None] >= 4
-    padded = coca_attention(q, t, v, rotary=Rotary(8), padding_mask=keep, backend="triton")
-    assert torch.allclose(padded, alone, atol=1e-6)
-
-
 def test_strided_inputs() -> None:
     q, t, v = inputs(5, 40, d=16)
     want = coca_attention(q, t, v, rotary=Rotary(16), backend="triton")
@@ -198,16 +189,6 @@ def test_float16_does_not_overflow_where_squares_would(size: float) -> None:
     truth = coca_attention_reference(q.double(), t.double(), v.double(), rotary=Rotary(16))
     assert out.isfinite().all()
     assert (out.double() - truth).abs().max() <= 2e-3
-
-
-@pytest.mark.parametrize(("h", "n"), [(2, 1), (4, 2), (4, 17)])
-@pytest.mark.parametrize(("dtype", "form"), [(torch.float32, "exact"), (torch.bfloat16, "slack")], ids=str)
-def test_large_scales_stay_finite(dtype: torch.dtype, form: str, h: int, n: int) -> None:
-    """One query, a few and many: each has a kernel."""
-    q, t, v = (x.to(dtype) for x in inputs(n, 70, h=h, d=16))
-    for backend in ("triton", "sdpa"):
-        out = coca_attention(q * 16, t * 16, v, rotary=Rotary(16), form=form, backend=backend)
-        assert out.isfinite().all()
 
 
 @pytest.mark.parametrize("form", FORMS)

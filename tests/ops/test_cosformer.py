@@ -6,11 +6,12 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from farspan.ops import cosformer_attention, cosformer_attention_reference, explain
+from farspan.ops import cosformer_attention, cosformer_attention_reference
 from farspan.ops.cosformer import BEYOND
-from farspan.ops.masking import make_mask
+from farspan.ops.device import why_not_triton
 from tests.helpers import largest_difference, masks, softmax_inputs
 from tests.ops.cosformer import in_pieces
+from tests.ops.kernels import DEVICE
 
 MASKS = [name for name in masks(1, 1) if "window" not in name]
 
@@ -110,15 +111,24 @@ def test_autocast_does_not_reach_the_sums(causal: bool) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
+NEEDS_TRITON = pytest.mark.skipif(why_not_triton(DEVICE) is not None, reason="needs triton (pip install farspan[gpu])")
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("beyond", BEYOND)
+@pytest.mark.parametrize(
+    ("beyond", "backend"),
+    [*((beyond, "auto") for beyond in BEYOND), pytest.param("raise", "triton", marks=NEEDS_TRITON)],
+)
 @pytest.mark.parametrize("size", [1e-3, 100.0])
-def test_dead_queries_and_disjoint_supports_are_finite(dtype: torch.dtype, beyond: str, size: float) -> None:
-    q, k, v = (x.detach().to(dtype) * size for x in softmax_inputs(70, d=8, h=2, g=2))
+def test_dead_queries_and_disjoint_supports_are_finite(
+    dtype: torch.dtype, beyond: str, backend: str, size: float
+) -> None:
+    n, device = (40, DEVICE) if backend == "triton" else (70, "cpu")
+    q, k, v = (x.detach().to(device, dtype) * size for x in softmax_inputs(n, d=8, h=2, g=2))
     q[:, :, ::3] = -q[:, :, ::3].abs()  # nothing after the ReLU
     q[:, 1, :, :4], k[:, 1, :, 4:] = -1, -1  # no feature in common
     inputs = [x.requires_grad_() for x in (q, k, v)]
-    out = cosformer_attention(*inputs, max_length=70, beyond=beyond)
+    out = cosformer_attention(*inputs, max_length=70, beyond=beyond, backend=backend)
     assert out.isfinite().all()
     assert (out[:, :, ::3] == 0).all()
     assert (out[:, 1] == 0).all()
@@ -172,43 +182,3 @@ def test_it_compiles_without_a_graph_break() -> None:
 def test_bad_calls_raise(options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         cosformer_attention(*softmax_inputs(5), **{"max_length": 8, **options})
-
-
-def test_positions_of_two_rows_for_a_batch_of_three_raise() -> None:
-    positions = torch.arange(5).expand(2, 5), torch.arange(5).expand(3, 5)
-    with pytest.raises(ValueError, match="positions must have 1 or 3 rows, like the batch, got 2"):
-        cosformer_attention(*softmax_inputs(5, b=3), max_length=8, positions=positions)
-
-
-@pytest.mark.parametrize("name", MASKS)
-@pytest.mark.parametrize("shape", [(1, 37), (5, 37), (37, 37)], ids=str)
-def test_a_ready_mask_replaces_its_arguments(name: str, shape: tuple[int, int]) -> None:
-    inputs, options = softmax_inputs(*shape, b=3), masks(3, shape[1])[name]
-    mask = make_mask(*shape, 3, torch.device("cpu"), **options)
-    for backend in ("chunked", "reference"):
-        got, want = (
-            cosformer_attention(*inputs, max_length=40, backend=backend, **given) for given in ({"mask": mask}, options)
-        )
-        assert torch.equal(got, want)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"n": 4, "m": 5}, "mask is for 1 × 4 queries and 5 keys, got 1 × 5 and 5"),
-        ({"n": 5, "m": 5, "window": 3}, "linear attention has no window, got window 3"),
-        ({"n": 5, "m": 5, "documents": torch.tensor([[0, 1, 0, 1, 1]])}, "documents must be adjacent runs"),
-    ],
-)
-def test_bad_masks_raise(options: dict[str, object], message: str) -> None:
-    mask = make_mask(batch=1, device=torch.device("cpu"), **options)
-    with pytest.raises(ValueError, match=message):
-        cosformer_attention(*softmax_inputs(5), max_length=8, mask=mask)
-
-
-def test_explain_names_the_implementation_and_why_not_the_kernels() -> None:
-    inputs = softmax_inputs(5)
-    choice = explain(cosformer_attention, *inputs, max_length=8)
-    assert choice.name == "chunked"
-    assert choice.skipped["triton"] == "it is for cuda tensors, got cpu"
-    assert explain(cosformer_attention, *inputs, max_length=8, backend="reference").name == "reference"

@@ -51,6 +51,7 @@ def _small_blocks() -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("farspan.ops.cosformer_chunked.CHUNK", 16)
         patch.setattr("farspan.ops.softmax._window_rows", lambda *_: 8)
+        patch.setattr("farspan.ops.softmax.CHUNK", 32)
         patch.setattr("farspan.ops.coca_decode.BLOCK_ELEMENTS", 2**8)
         yield
 

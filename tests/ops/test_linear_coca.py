@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from farspan.ops import DynamicNTK, Rotary, YaRN, explain, linear_coca_attention, linear_coca_attention_reference
+from farspan.ops import DynamicNTK, Rotary, YaRN, linear_coca_attention, linear_coca_attention_reference
 from farspan.ops.reference import scores_closed
 from tests.helpers import coca_inputs, largest_difference, masks
 
@@ -60,10 +60,6 @@ def test_frequencies_that_change_raise() -> None:
         linear_coca_attention(*inputs(5), rotary=Rotary(16))
     with pytest.raises(ValueError, match="backend must be one of 'auto', 'chunked', 'reference', got 'triton'"):
         linear_coca_attention(*inputs(5), rotary=Rotary(8), backend="triton")
-
-
-def test_explain_knows_it() -> None:
-    assert explain(linear_coca_attention, *inputs(5), rotary=Rotary(8)).name == "chunked"
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)

@@ -19,6 +19,7 @@ from farspan.ops import (
     dispatch,
     rope_attention,
 )
+from farspan.ops.coca import COCA
 from farspan.ops.masking import make_mask
 from farspan.ops.rotary import Angles, Scaling, cos_sin, fixed_point
 from tests.helpers import coca_inputs, largest_difference
@@ -193,7 +194,7 @@ def test_prefill_runs_one_call_for_each_doubling(monkeypatch: pytest.MonkeyPatch
     choose = dispatch.Table.choose
 
     def spy(table: dispatch.Table, call: dispatch.Call) -> dispatch.Implementation:
-        if table is dispatch.TABLES_BY_OP[coca_attention]:
+        if table is COCA:
             calls.append((call.q.shape[2], call.k.shape[2]))
         return choose(table, call)
 

@@ -60,25 +60,6 @@ def test_a_table_larger_than_the_bound_is_kept_alone() -> None:
     assert tables.nbytes == 40
 
 
-def test_clear_drops_all_tables() -> None:
-    tables = TableCache(limit=100)
-    table = weakref.ref(tables.get("a", lambda: torch.zeros(3)))
-    assert table() is not None
-    tables.clear()
-    assert table() is None
-    assert tables.nbytes == 0
-    assert fill(tables, 40) == [40]
-
-
-def test_a_failed_table_leaves_the_others() -> None:
-    tables = TableCache(limit=100)
-    fill(tables, 40)
-    with pytest.raises(ZeroDivisionError):
-        tables.get("a", lambda: torch.zeros(1 // 0))
-    assert fill(tables, 40) == []
-    assert tables.nbytes == 40
-
-
 def test_many_threads_make_each_table_once_and_keep_the_count() -> None:
     tables, made = TableCache(limit=2**20), []
     start = Barrier(8)

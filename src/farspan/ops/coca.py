@@ -9,28 +9,23 @@ from farspan.errors import require
 from farspan.ops.coca_decode import decode_cpu, decode_triton, why_not_decode_cpu, why_not_decode_triton
 from farspan.ops.device import takes_forward_derivatives, why_not_triton, working_dtype
 from farspan.ops.dispatch import (
-    TABLES_BY_OP,
     Call,
     Implementation,
     SoftmaxOptions,
     Table,
     check_call,
+    operation,
     reference_twin,
-    run,
-    shows,
 )
 from farspan.ops.reference import attend, rotations, scores_coca, scores_nope, scores_polar, visible
 from farspan.ops.rotary import Angles, Rotary
-from farspan.ops.softmax import DOT_PRODUCT, softmax_attention, why_never_by_kernel
-
-WIDEST = 256
-"""Widest head that the feature kernel takes."""
+from farspan.ops.softmax import DOT_PRODUCT, WIDEST, softmax_attention, why_never_by_kernel
 
 
-@shows(SoftmaxOptions)
+@operation(SoftmaxOptions)
 def coca_attention(
     q: Tensor, t: Tensor, v: Tensor, *, rotary: Rotary | None, form: str = "exact", **options: Unpack[SoftmaxOptions]
-) -> Tensor:
+) -> Call:
     """Compute collinear constrained attention: query m sees key n as q_m∘t_n, so their initial angle is zero.
 
     Args:
@@ -59,7 +54,7 @@ def coca_attention(
     >>> coca_attention(q, t, v, rotary=Rotary(8)).shape
     torch.Size([1, 4, 6, 8])
     """
-    return run(COCA, check_call(COCA, q, t, v, rotary=rotary, form=form, **options))
+    return check_call(COCA, q, t, v, rotary=rotary, form=form, **options)
 
 
 def coca_features(
@@ -174,7 +169,6 @@ COCA = Table(
 )
 """decode_triton: half-width kernel, reads t as it is cached. decode_cpu: one query, t times one table of cosines.
 fused: features by a kernel, then SDPA. sdpa: features by torch, then SDPA. reference: the equations."""
-TABLES_BY_OP[coca_attention] = COCA
 
 coca_attention_reference = reference_twin(coca_attention)
 
@@ -184,7 +178,7 @@ coca_attention_reference = reference_twin(coca_attention)
 # head, `coca-polar` d/2.
 
 
-@shows(SoftmaxOptions)
+@operation(SoftmaxOptions)
 def pope_attention(
     q: Tensor,
     k: Tensor,
@@ -193,7 +187,7 @@ def pope_attention(
     rotary: Rotary | None,
     phase: Tensor | None = None,
     **options: Unpack[SoftmaxOptions],
-) -> Tensor:
+) -> Call:
     """Compute polar attention: score(m, n) = Σ_c q_c k_c cos((m-n)θ_c + δ_c).
 
     Its dot-product form is 2r wide, twice as wide as a rotary score of r numbers. That is cheap in windows. Keys are
@@ -215,19 +209,6 @@ def pope_attention(
     >>> pope_attention(q, k, v, rotary=Rotary(16), window=3).shape
     torch.Size([1, 4, 6, 8])
     """
-    return run(POPE, _check_pope(POPE, q, k, v, rotary=rotary, phase=phase, **options))
-
-
-def _check_pope(
-    table: Table,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    rotary: Rotary | None,
-    phase: Tensor | None = None,
-    **options: Unpack[SoftmaxOptions],
-) -> Call:
     if phase is not None:
         require(rotary is not None, "phase needs angles, got rotary=None; leave the phase out")
         wanted = (q.shape[1], q.shape[-1])
@@ -235,7 +216,7 @@ def _check_pope(
             tuple(phase.shape) == wanted,
             lambda: f"phase must have shape {wanted}, one per head and frequency, got {tuple(phase.shape)}",
         )
-    return check_call(table, q, k, v, rotary=rotary, phase=phase, **options)
+    return check_call(POPE, q, k, v, rotary=rotary, phase=phase, **options)
 
 
 def polar_features(x: Tensor, table: Tensor | None, phase: Tensor | None = None) -> Tensor:
@@ -272,9 +253,7 @@ def _polar_reference(call: Call) -> Tensor:
 POPE = Table(
     Implementation("sdpa", ("auto", "sdpa", "triton"), _polar_sdpa, then=DOT_PRODUCT),
     Implementation("reference", ("reference",), _polar_reference),
-    check=_check_pope,
     rotary_width=2,
 )
-TABLES_BY_OP[pope_attention] = POPE
 
 pope_attention_reference = reference_twin(pope_attention)

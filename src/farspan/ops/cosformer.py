@@ -29,7 +29,7 @@ from farspan.ops.device import (
     why_not_triton,
     working_dtype,
 )
-from farspan.ops.dispatch import TABLES_BY_OP, Implementation, Table, mask_of, reference_twin, shows
+from farspan.ops.dispatch import Implementation, Table, mask_of, operation, reference_twin
 from farspan.ops.masking import AttentionMask, MaskOptions, Positions, check_tensors
 from farspan.ops.reference import ACTIVATIONS, MIN_DENOMINATOR, MIN_WEIGHT, cosformer_weights, seen_only, visible, weigh
 
@@ -83,7 +83,7 @@ class LinearOptions(TypedDict, total=False):
     backend: str
 
 
-@shows(LinearOptions)
+@operation(LinearOptions)
 def cosformer_attention(
     q: Tensor,
     k: Tensor,
@@ -94,7 +94,7 @@ def cosformer_attention(
     activation: str = "relu",
     reweight: bool = True,
     **options: Unpack[LinearOptions],
-) -> Any:
+) -> "LinearCall":
     """Compute cosFormer in O(N): weights ReLU(q_i)·ReLU(k_j)·cos(π(i-j)/2M), each row divided by its sum.
 
     `max_length` M is a constant of the model, not the length of the sequence. An output therefore never changes as the
@@ -139,24 +139,6 @@ def cosformer_attention(
     >>> torch.allclose(whole, torch.cat((start, rest), dim=2), atol=1e-6), state.nbytes
     (True, 1176)
     """
-    call = _check_cosformer(
-        COSFORMER, q, k, v, max_length=max_length, beyond=beyond, activation=activation, reweight=reweight, **options
-    )
-    return run_linear(COSFORMER, call)
-
-
-def _check_cosformer(
-    table: Table,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    max_length: int,
-    beyond: str = "raise",
-    activation: str = "relu",
-    reweight: bool = True,
-    **options: Unpack[LinearOptions],
-) -> "LinearCall":
     require(
         isinstance(max_length, int) and max_length >= 1,
         f"max_length must be a whole number ≥ 1, the M of the model, got {max_length!r}; use the length of training",
@@ -179,7 +161,7 @@ def _check_cosformer(
         decay=1.0 / max_length if reweight and beyond == "decay" else 0.0,
         period=4.0 * max_length,
     )
-    call = check_linear_call(table, q, k, v, weighting, **options)
+    call = check_linear_call(COSFORMER, q, k, v, weighting, **options)
     if reweight and beyond == "raise":
         _check_reach(call, max_length)
     return call
@@ -283,11 +265,21 @@ class LinearCall:
     state: LinearState | None
     return_state: bool
     backend: str
+    table: Table
 
     @property
     def streams(self) -> bool:
         """Whether the call takes or returns a state."""
         return self.state is not None or self.return_state
+
+    def run(self) -> Any:
+        """Run on the first implementation that can: the output, or a pair of it and the state after."""
+        mask = self.mask
+        with torch.autocast(self.q.device.type, enabled=False):  # it would round the sums
+            out, state = self.table.choose(self).run(self)
+        if mask.padding is not None and mask.aligned:  # a padded query may be past M, where "raise" has no bound
+            out = out.masked_fill(~mask.padding[:, None, mask.m - mask.n :, None], 0.0)
+        return (out, state) if self.return_state else out
 
 
 def check_linear_call(
@@ -312,7 +304,7 @@ def check_linear_call(
         keys = state.position.long() + 1 + torch.arange(mask.m, device=q.device)  # type: ignore[union-attr]
         mask.first, mask.positions = None, (keys[:, mask.m - mask.n :], keys)
     require(mask.window is None, lambda: f"linear attention has no window, got window {mask.window}; leave it out")
-    call = LinearCall(q, k, v, mask, weighting, state, return_state, backend)
+    call = LinearCall(q, k, v, mask, weighting, state, return_state, backend, table)
     _check_documents(mask)
     if call.streams:
         _check_stream(call)
@@ -408,16 +400,6 @@ def _reach(mask: AttentionMask, state: LinearState | None) -> float:
 
 
 # Implementations
-
-
-def run_linear(table: Table, call: LinearCall) -> Any:
-    """Run a call on the first implementation that can: the output, or a pair of it and the state after."""
-    mask = call.mask
-    with torch.autocast(call.q.device.type, enabled=False):  # it would round the sums
-        out, state = table.choose(call).run(call)
-    if mask.padding is not None and mask.aligned:  # a padded query may be past M, where "raise" has no bound
-        out = out.masked_fill(~mask.padding[:, None, mask.m - mask.n :, None], 0.0)
-    return (out, state) if call.return_state else out
 
 
 def _reference(call: LinearCall) -> tuple[Tensor, None]:
@@ -518,8 +500,7 @@ def _kernel_angles(call: LinearCall) -> Tensor:
 CHUNKED = Implementation("chunked", ("auto", "chunked"), _chunked, _why_not_chunked)
 REFERENCE = Implementation("reference", ("auto", "reference"), _reference, _why_not_reference)
 TRITON = Implementation("triton", ("auto", "triton"), _triton, _why_not_triton, "cuda")
-COSFORMER = Table(TRITON, CHUNKED, REFERENCE, check=_check_cosformer)
+COSFORMER = Table(TRITON, CHUNKED, REFERENCE)
 """triton: the chunks in kernels. chunked: the chunks in torch. reference: all weights."""
-TABLES_BY_OP[cosformer_attention] = COSFORMER
 
 cosformer_attention_reference = reference_twin(cosformer_attention)

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import wraps
-from typing import Any, NamedTuple, ParamSpec, TypeVar, Unpack, get_type_hints
+from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar, Unpack, get_type_hints
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from farspan.ops.rotary import DynamicNTK, Rotary, odd_width
 
 P = ParamSpec("P")
 R = TypeVar("R")
-F = TypeVar("F", bound=Callable[..., Any])
+R_co = TypeVar("R_co", covariant=True)
 
 FORMS = ("exact", "slack")
 """Forms of CoCA."""
@@ -33,13 +33,20 @@ class SoftmaxOptions(MaskOptions, total=False):
     backend: str
 
 
-def shows(options: type[Any]) -> Callable[[F], F]:
-    """Write the names that `**options` of an op stands for into its signature, for `help` and `inspect`.
+class Runs(Protocol[R_co]):
+    """A checked call, which can run."""
 
-    >>> @shows(SoftmaxOptions)
-    ... def op(q: Tensor, **options: Unpack[SoftmaxOptions]) -> None: ...
-    >>> list(inspect.signature(op).parameters)
-    ['q', 'positions', 'causal', 'window', 'padding_mask', 'documents', 'mask', 'scale', 'backend']
+    def run(self) -> R_co: ...
+
+
+OPS: dict[Callable[..., Any], Callable[..., Any]] = {}
+"""Each public op, and the function that checks its arguments and returns its call."""
+
+
+def operation(options: type[Any]) -> Callable[[Callable[P, Runs[R_co]]], Callable[P, R_co]]:
+    """Make an op of a function that checks its arguments: the op runs the call that the function returns.
+
+    The names that `**options` stands for are written into the signature, for `help` and `inspect`.
     """
     keyword = inspect.Parameter.KEYWORD_ONLY
     shared = [
@@ -47,13 +54,18 @@ def shows(options: type[Any]) -> Callable[[F], F]:
         for name, kind in get_type_hints(options).items()
     ]
 
-    def show(op: F) -> F:
-        signature = inspect.signature(op)
+    def make(check: Callable[P, Runs[R_co]]) -> Callable[P, R_co]:
+        @wraps(check)
+        def op(*args: P.args, **kwargs: P.kwargs) -> R_co:
+            return check(*args, **kwargs).run()
+
+        signature = inspect.signature(check)
         own = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
         op.__signature__ = signature.replace(parameters=[*own, *shared])  # type: ignore[attr-defined]
+        OPS[op] = check
         return op
 
-    return show
+    return make
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,11 +83,23 @@ class Call:
     form: str = "exact"
     slopes: Tensor | None = None
     phase: Tensor | None = None
+    table: "Table | None" = None
 
     @property
     def gradient(self) -> bool:
         """Whether autograd will ask for a gradient."""
         return wants_gradient(self.q, self.k, self.v)
+
+    def run(self) -> Tensor:
+        """Run on the first implementation that can; per-query dynamic NTK runs once per set of frequencies."""
+        mask, call, scaling = self.mask, self, None if self.rotary is None else self.rotary.scaling
+        assert self.table is not None
+        if mask.padding is not None and not mask.is_clean:
+            k, v = mask.clean(self.k, self.v)
+            call = replace(self, k=k, v=v)
+        if isinstance(scaling, DynamicNTK) and scaling.mode == "per_query" and self.backend != "reference":
+            return _run_by_bucket(self.table, call)
+        return self.table.choose(call).run(call)
 
 
 class Implementation(NamedTuple):
@@ -96,16 +120,8 @@ class Implementation(NamedTuple):
 class Table:
     """The implementations of one op; the first that can run a call wins."""
 
-    def __init__(
-        self,
-        *entries: Implementation,
-        key_name: str = "k",
-        check: "Callable[..., Any] | None" = None,
-        rotary_width: int = 1,
-    ) -> None:
+    def __init__(self, *entries: Implementation, key_name: str = "k", rotary_width: int = 1) -> None:
         self.entries, self.key_name, self.rotary_width = entries, key_name, rotary_width
-        self.check = check or check_call
-        """Check the op's arguments and return its call."""
         self.backends = tuple(dict.fromkeys(name for entry in entries for name in entry.backends))
 
     def choose(self, call: Any, skipped: dict[str, str] | None = None) -> Implementation:
@@ -161,18 +177,8 @@ def check_call(
             wanted, remedy = f"{2 * width}, twice the width of q", "Rotary(2 * width)"
         raise ValueError(f"rotary must have dim {wanted}, got {rotary.dim}; build {remedy}")
     mask = mask_of(q, k, mask, masking)
-    return Call(q, k, v, mask, width**-0.5 if scale is None else scale, backend, rotary, form, slopes, phase)
-
-
-def run(table: Table, call: Call) -> Tensor:
-    """Run a call on the first implementation that can; per-query dynamic NTK runs once per set of frequencies."""
-    mask, scaling = call.mask, None if call.rotary is None else call.rotary.scaling
-    if mask.padding is not None and not mask.is_clean:
-        k, v = mask.clean(call.k, call.v)
-        call = replace(call, k=k, v=v)
-    if isinstance(scaling, DynamicNTK) and scaling.mode == "per_query" and call.backend != "reference":
-        return _run_by_bucket(table, call)
-    return table.choose(call).run(call)
+    scale = width**-0.5 if scale is None else scale
+    return Call(q, k, v, mask, scale, backend, rotary, form, slopes, phase, table)
 
 
 def mask_of(q: Tensor, k: Tensor, mask: AttentionMask | None, masking: MaskOptions) -> AttentionMask:
@@ -252,9 +258,6 @@ class Choice(NamedTuple):
     """What runs after it, such as SDPA after the features of CoCA."""
 
 
-TABLES_BY_OP: dict[Callable[..., Any], Table] = {}
-
-
 def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Choice:
     """Return which implementation a call would take, and why not the ones before it. Nothing is computed.
 
@@ -263,13 +266,12 @@ def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Choice:
     >>> explain(coca_attention, q, t, v, rotary=Rotary(8)).name
     'decode_cpu'
     """
-    known = ", ".join(sorted(known.__name__ for known in TABLES_BY_OP))
-    require(op in TABLES_BY_OP, f"op must be one of {known}, got {op!r}")
-    table, bound = TABLES_BY_OP[op], inspect.signature(op).bind(*args, **kwargs).arguments
-    call = table.check(table, bound.pop("q"), bound.pop(table.key_name), bound.pop("v"), **bound)
+    known = ", ".join(sorted(known.__name__ for known in OPS))
+    require(op in OPS, f"op must be one of {known}, got {op!r}")
+    call = OPS[op](*args, **kwargs)
     if isinstance(call, Call) and call.rotary is not None and call.rotary.follows_query:
         call = _parts(call)[0][0]  # of per-query dynamic NTK, the first set of frequencies
-    return _explain(table, call)
+    return _explain(call.table, call)
 
 
 def _explain(table: Table, call: Any) -> Choice:

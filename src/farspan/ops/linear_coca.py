@@ -1,7 +1,7 @@
 """Linear CoCA (experimental): exact CoCA's two non-negative factors as weights of a linear attention, not as logits."""
 
 from functools import partial
-from typing import Any, Unpack
+from typing import Unpack
 
 from torch import Tensor
 
@@ -15,18 +15,17 @@ from farspan.ops.cosformer import (
     LinearOptions,
     Weighting,
     check_linear_call,
-    run_linear,
 )
 from farspan.ops.device import TABLES, constant
-from farspan.ops.dispatch import TABLES_BY_OP, Table, reference_twin, shows
+from farspan.ops.dispatch import Table, operation, reference_twin
 from farspan.ops.reference import linear_coca_weights
 from farspan.ops.rotary import Rotary, odd_width
 
 
-@shows(LinearOptions)
+@operation(LinearOptions)
 def linear_coca_attention(
     q: Tensor, t: Tensor, v: Tensor, *, rotary: Rotary | None, **options: Unpack[LinearOptions]
-) -> Any:
+) -> LinearCall:
     """Compute exact CoCA without the softmax: weights Σ_j ‖q_j‖² t_j cos(Δθ_j) over Σ_j ‖q_j‖² t_j. Experimental.
 
     This is a cosFormer with one frequency per pair. Fast pairs become negative within a few tokens, so the denominator
@@ -47,12 +46,6 @@ def linear_coca_attention(
     >>> linear_coca_attention(q, t, v, rotary=Rotary(8)).shape
     torch.Size([1, 4, 6, 8])
     """
-    return run_linear(LINEAR_COCA, _check_linear_coca(LINEAR_COCA, q, t, v, rotary=rotary, **options))
-
-
-def _check_linear_coca(
-    table: Table, q: Tensor, t: Tensor, v: Tensor, *, rotary: Rotary | None, **options: Unpack[LinearOptions]
-) -> LinearCall:
     width, theta = q.shape[-1], None
     require(width % 2 == 0, lambda: odd_width(width))
     if rotary is not None:
@@ -74,7 +67,7 @@ def _check_linear_coca(
         query_map=_squares,
         key_map=lambda t: t,
     )
-    return check_linear_call(table, q, t, v, weighting, **options)
+    return check_linear_call(LINEAR_COCA, q, t, v, weighting, **options)
 
 
 @constant  # torch.compile cannot write out a dataclass
@@ -88,7 +81,6 @@ def _squares(q: Tensor) -> Tensor:
     return a * a + b * b
 
 
-LINEAR_COCA = Table(CHUNKED, REFERENCE, key_name="t", check=_check_linear_coca)  # the kernels are for one frequency
-TABLES_BY_OP[linear_coca_attention] = LINEAR_COCA
+LINEAR_COCA = Table(CHUNKED, REFERENCE, key_name="t")  # the kernels are for one frequency
 
 linear_coca_attention_reference = reference_twin(linear_coca_attention)

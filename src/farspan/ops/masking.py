@@ -248,13 +248,12 @@ def make_mask(
             raise ValueError(f"positions must stay within ±{LIMIT}, got {first} … {first + m - 1}; split the sequence")
         return AttentionMask(n, m, device, causal, window, first, padding=padding_mask, documents=documents)
     if isinstance(positions, tuple):
-        query, key = _rows(positions[0], "positions[0]", batch), _rows(positions[1], "positions[1]", batch)
-        _check_length(query, n, "positions[0]", "queries")
+        query = _rows("positions[0]", positions[0], batch, n, "queries")
+        key = _rows("positions[1]", positions[1], batch, m, "keys")
         _check_values(query, None)
     else:
-        key = _rows(positions, "positions", batch)
+        key = _rows("positions", positions, batch, m, "keys")
         query = key[:, m - n :]
-    _check_length(key, m, "positions[1]" if pair else "positions", "keys")
     _check_values(key, documents)
     return AttentionMask(n, m, device, causal, window, None, (query, key), not pair, padding_mask, documents)
 
@@ -301,7 +300,7 @@ def _check_rows(name: str, mask: Tensor, shape: tuple[int, int], *, boolean: boo
     )
 
 
-def _rows(positions: Tensor, name: str, batch: int) -> Tensor:
+def _rows(name: str, positions: Tensor, batch: int, length: int, what: str) -> Tensor:
     require(
         isinstance(positions, Tensor),
         lambda: f"{name} must be None, an int, a tensor or a pair of tensors, got {positions!r}",
@@ -316,14 +315,11 @@ def _rows(positions: Tensor, name: str, batch: int) -> Tensor:
         rows.shape[0] in (1, batch),
         lambda: f"positions must have 1 or {batch} rows, like the batch, got {rows.shape[0]}",
     )
-    return rows
-
-
-def _check_length(positions: Tensor, length: int, name: str, what: str) -> None:
     require(
-        positions.shape[-1] == length,
-        lambda: f"{name} must give one position to each of the {length} {what}, got shape {tuple(positions.shape)}",
+        rows.shape[1] == length,
+        lambda: f"{name} must give one position to each of the {length} {what}, got shape {tuple(rows.shape)}",
     )
+    return rows
 
 
 def _check_values(positions: Tensor, documents: Tensor | None) -> None:

@@ -6,7 +6,6 @@ float32 angle is wrong by 0.004 radians.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -286,20 +285,20 @@ class Angles:
     @property
     def frequencies(self) -> Tensor:
         """θ_j in float64: (d/2), or (b, d/2)."""
-        return self._kept("frequencies", lambda: self.rotary.frequencies(self.length, self.device))
+        if isinstance(self.length, Tensor):  # each row has its own
+            return self.rotary.frequencies(self.length, self.device)
+        name = ("frequencies", self.rotary, self.length, self.device)
+        return TABLES.get(name, lambda: self.rotary.frequencies(self.length, self.device))
 
     @property
     def steps(self) -> Tensor:
         """θ_j as int64 fractions of a full circle, (1|b, d/2); see :func:`fixed_point`."""
-        if self._steps is None:
-            self._steps = self._kept("steps", lambda: fixed_point(self.frequencies))
+        if self._steps is None and isinstance(self.length, Tensor):
+            self._steps = fixed_point(self.frequencies)
+        elif self._steps is None:
+            name = ("steps", self.rotary, self.length, self.device)
+            self._steps = TABLES.get(name, lambda: fixed_point(self.frequencies))
         return self._steps
-
-    def _kept(self, name: str, make: Callable[[], Tensor]) -> Tensor:
-        """Return a table that later forward passes reuse, unless each row has its own frequencies."""
-        if isinstance(self.length, Tensor):
-            return make()
-        return TABLES.get((name, self.rotary, self.length, self.device), make)
 
     def key(self, dtype: torch.dtype) -> Tensor:
         """Return cosines and sines of the keys, (b|1, 1, m, 2, d/2), in the working dtype of `dtype`."""

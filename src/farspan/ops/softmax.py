@@ -1,15 +1,17 @@
 """Softmax attention in dot-product form: RoPE, NoPE, ALiBi, and what CoCA shares with them.
 
 Unmasked and causal calls are one scaled_dot_product_attention. On a GPU a Triton kernel runs the others. Elsewhere
-windows are one call for all blocks of queries, and other masks one call per block: memory is O(N) in each case.
+windows run many blocks of queries in each call, and other masks one: memory is O(N) in each case.
 """
 
+from collections.abc import Iterator
 from functools import partial
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from farspan.errors import require
@@ -24,15 +26,13 @@ from farspan.ops.device import (
     why_not_triton,
 )
 from farspan.ops.dispatch import (
-    TABLES_BY_OP,
     Call,
     Implementation,
     SoftmaxOptions,
     Table,
     check_call,
+    operation,
     reference_twin,
-    run,
-    shows,
 )
 from farspan.ops.masking import AttentionMask
 from farspan.ops.reference import attend, rotations, scores_alibi, scores_nope, scores_rope, visible
@@ -43,19 +43,21 @@ CUDNN = (torch.bfloat16, torch.float16)
 MASK_ELEMENTS = 2**23
 """Upper bound on the elements of one block's mask on a CPU (32 MiB in float32)."""
 WIDEST_WINDOW = 2048
-"""Widest window whose blocks run at once: each key is copied for every block of queries that may see it."""
+"""Widest window that runs many blocks at once: each key is read by every block of queries that may see it."""
+CHUNK = 2048
+"""Queries of all rows in one chunk of a window on a CPU."""
 WIDEST = 256
-"""Widest head that the kernel takes."""
+"""Widest head that the kernels of softmax attention take."""
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 """Kernels take larger scales; with others the queries are scaled."""
 GPU_TIMES = 64
 """A GPU needs larger blocks to be busy, and has the memory; its kernels copy a mask for every row and head."""
 
 
-@shows(SoftmaxOptions)
+@operation(SoftmaxOptions)
 def rope_attention(
     q: Tensor, k: Tensor, v: Tensor, *, rotary: Rotary | None, **options: Unpack[SoftmaxOptions]
-) -> Tensor:
+) -> Call:
     """Compute rotary attention (Eq. 2) from q (b, h, n, d), k (b, g, m, d) and v (b, g, m, dv).
 
     `rotary` rotates q and k by their positions; None takes them as they are: without positions (NoPE), or rotated
@@ -65,7 +67,7 @@ def rope_attention(
     >>> rope_attention(q, k, k, rotary=Rotary(8)).shape
     torch.Size([1, 4, 1, 8])
     """
-    return run(ROPE, check_call(ROPE, q, k, v, rotary=rotary, **options))
+    return check_call(ROPE, q, k, v, rotary=rotary, **options)
 
 
 def _rope_reference(call: Call) -> Tensor:
@@ -85,10 +87,10 @@ def _rope_sdpa(call: Call) -> Tensor:
     return softmax_attention(call, q, k)
 
 
-@shows(SoftmaxOptions)
+@operation(SoftmaxOptions)
 def alibi_attention(
     q: Tensor, k: Tensor, v: Tensor, *, slopes: Tensor | None = None, **options: Unpack[SoftmaxOptions]
-) -> Tensor:
+) -> Call:
     """Compute attention with linear biases (Press et al. 2022): scores q·k - slope·|m-n|, one slope per head.
 
     The bias is built for one block of queries at a time, so memory grows with N, not N². `slopes` (h) defaults to
@@ -98,12 +100,6 @@ def alibi_attention(
     >>> alibi_attention(q, q, q).shape
     torch.Size([1, 2, 5, 8])
     """
-    return run(ALIBI, _check_alibi(ALIBI, q, k, v, slopes=slopes, **options))
-
-
-def _check_alibi(
-    table: Table, q: Tensor, k: Tensor, v: Tensor, *, slopes: Tensor | None = None, **options: Unpack[SoftmaxOptions]
-) -> Call:
     if slopes is None:
         slopes = alibi_slopes(q.shape[1], device=q.device)
     require(
@@ -114,7 +110,7 @@ def _check_alibi(
         require(
             bool((slopes >= 0).all()), f"slopes must be ≥ 0, got {float(slopes.min())}; distance only lowers scores"
         )
-    return check_call(table, q, k, v, slopes=slopes, **options)
+    return check_call(ALIBI, q, k, v, slopes=slopes, **options)
 
 
 def _alibi_reference(call: Call) -> Tensor:
@@ -152,7 +148,7 @@ def softmax_attention(call: Call, q: Tensor, k: Tensor) -> Tensor:
         # The CPU kernel finds its maximum before it applies the scale, in float32.
         q, scale = q * scale, 1.0
     entry = DOT_PRODUCT.choose(call)
-    if q.shape[-1] != width and entry is not MASKED_KERNEL:
+    if q.shape[-1] != width and entry not in (MASKED_KERNEL, WINDOW):
         q, k, v = _equal_width(q, k, v)
     out = entry.run(q, k, v, call.mask, scale, call.slopes)
     return out if out.shape[-1] == width else out[..., :width]
@@ -225,50 +221,138 @@ def _window(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float, 
 
         queries  | 0 | 1 | 2 | 3 |      block 2 reads  | 1 | 2 |
         keys     | 0 | 1 | 2 | 3 |      block 3 reads      | 2 | 3 |
-
-    Where nothing but the window hides keys, blocks share one mask, and those without a full window behind them are a
-    call of their own.
     """
+    if _takes_chunks(q, slopes):
+        q, k, v = (x.to(product_dtype(x)) for x in (q, k, v))
+        return WindowAttention.apply(q, k, v, mask, scale, slopes)
     assert mask.window is not None
-    rows = _window_rows(mask.window, q.shape[0])
-    reach = -(-(mask.window - 1) // rows) * rows
-    alike = mask.is_plain and mask.causal and (slopes is None or mask.positions is None)
-    start = 0
-    if alike and mask.offset < reach and not torch.compiler.is_compiling():
-        start = min(mask.n, reach - mask.offset)
-        first = _block(q, k, v, mask, 0, start, scale, slopes)
-        if start == mask.n:
-            return first
-    at, count, ahead = mask.offset + start, -(-(mask.n - start) // rows), 0 if mask.causal else reach
-    near = (at - reach, 1 + (reach + ahead) // rows, count, rows)
-    query = _cut(q.transpose(1, 2), start, count, rows)
-    key, value = _near(k.transpose(1, 2), *near), _near(v.transpose(1, 2), *near)
+    rows = _window_rows(mask.window)
+    (query, key, value), bias, blind = _window_blocks(*_equal_width(q, k, v), mask, slopes, 0, -(-mask.n // rows), rows)
+    out = _sdpa(query, key, value, scale, bias)[..., : v.shape[-1]]
+    out = out if blind is None else out.masked_fill(blind, 0.0)
+    return _tokens(out, q.shape[0])[:, : mask.n].transpose(1, 2)
+
+
+def _takes_chunks(q: Tensor, slopes: Tensor | None) -> bool:
+    transformed = takes_forward_derivatives() or torch._C._are_functorch_transforms_active()
+    return q.is_cpu and not (transformed or is_traced() or (slopes is not None and slopes.requires_grad))
+
+
+class WindowAttention(torch.autograd.Function):
+    """Run the blocks of a window in chunks that fit into a processor's cache, by the kernel that SDPA takes there.
+
+    Neighbours read the same keys. Under autograd each of those keys would have a copy and a gradient for each block.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float, slopes: Tensor | None
+    ) -> Tensor:
+        out, sums = q.new_empty(q.shape[0], mask.n, q.shape[1], v.shape[-1]).transpose(1, 2), []
+        wide = _equal_width(q, k, v)
+        for chunk in _chunks(mask, q.shape[0]):
+            blocks, bias, blind = _window_blocks(*wide, mask, slopes, *chunk)
+            found, total = FLASH(*blocks, attn_mask=bias, scale=scale)
+            _put_blocks(out, found if blind is None else found.masked_fill(blind, 0.0), chunk[0])
+            sums.append(total)
+        ctx.rest = mask, scale, slopes
+        ctx.save_for_backward(q, k, v, out, *sums)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        (q, k, v, out, *sums), (mask, scale, slopes) = ctx.saved_tensors, ctx.rest
+        dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        wide = _equal_width(q, k, v)
+        gap = (0, wide[2].shape[-1] - v.shape[-1])
+        for (start, count, rows), total in zip(_chunks(mask, q.shape[0]), sums, strict=True):
+            blocks, bias, blind = _window_blocks(*wide, mask, slopes, start, count, rows)
+            up, mean = (F.pad(_own(x, start, count, rows), gap) for x in (gradient, out))
+            if blind is not None:
+                up = up.masked_fill(blind, 0.0)
+            changes = FLASH_BACKWARD(up, *blocks, mean, total, 0.0, False, attn_mask=bias, scale=scale)
+            _put_blocks(dq, changes[0], start)
+            low = mask.offset + start - _reach(mask, rows)
+            for target, change in ((dk, changes[1]), (dv, changes[2])):
+                for i in range(0, change.shape[2], rows):  # each block of keys was read by several blocks of queries
+                    _put_blocks(target, change[:, :, i : i + rows], low + i, add=True)
+        return dq, dk, dv, None, None, None
+
+
+FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def _chunks(mask: AttentionMask, batch: int) -> Iterator[tuple[int, int, int]]:
+    """Yield first query, blocks, and rows per block of each chunk."""
+    assert mask.window is not None
+    rows = _window_rows(mask.window)
+    most = max(1, CHUNK // (batch * rows))
+    for start in range(0, mask.n, most * rows):
+        yield start, min(most, -(-(mask.n - start) // rows)), rows
+
+
+def _window_rows(window: int) -> int:
+    """Return the queries per block: small blocks read fewer hidden keys, large ones fewer keys twice."""
+    return min(max(window, 64), 128)
+
+
+def _reach(mask: AttentionMask, rows: int) -> int:
+    """Return how many keys before a block are read with it."""
+    assert mask.window is not None
+    return -(-(mask.window - 1) // rows) * rows
+
+
+def _window_blocks(
+    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, slopes: Tensor | None, start: int, count: int, rows: int
+) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor, Tensor | None]:
+    """Return blocks (b·count, ·, ·, ·) of q, k and v, their bias, and which queries see nothing."""
+    assert mask.window is not None
+    reach = _reach(mask, rows)
+    ahead = 0 if mask.causal else reach
+    near = (mask.offset + start - reach, 1 + (reach + ahead) // rows, count, rows)
+    key, value = (_near(x.transpose(1, 2), *near).flatten(0, 1).transpose(1, 2) for x in (k, v))
     distance = torch.arange(reach, reach + rows, device=q.device)[:, None] - torch.arange(
         reach + rows + ahead, device=q.device
     )
-    seen = (distance < mask.window) & (distance >= 0 if mask.causal else distance > -mask.window)
+    seen = ((distance < mask.window) & (distance >= 0 if mask.causal else distance > -mask.window))[None]
+    alike = mask.is_plain and mask.causal and near[0] >= 0 and (slopes is None or mask.positions is None)
     blind = None
-    if not (alike and at >= reach):
+    if not alike:
         real = torch.ones(1, mask.m, dtype=torch.bool, device=q.device) if mask.padding is None else mask.padding
         seen = seen & _near(real.expand(q.shape[0], -1), *near)[:, :, None]
         if mask.documents is not None:
-            seen = seen & (_cut(mask.documents, at, count, rows)[..., None] == _near(mask.documents, *near)[:, :, None])
+            own = _cut(mask.documents, mask.offset + start, count, rows)
+            seen = seen & (own[..., None] == _near(mask.documents, *near)[:, :, None])
+        seen = seen.flatten(0, 1)
         blind = ~seen.any(dim=-1, keepdim=True)
-        seen = (seen | blind).flatten(0, 1)  # see :func:`_visible`
-    seen = seen[..., None, :, :]
+        seen, blind = seen | blind, blind[:, None]  # see :func:`_visible`
+    bias = torch.zeros((), dtype=q.dtype, device=q.device)
     if slopes is not None:
         if mask.positions is not None:
             own, others = _cut(mask.positions[0], start, count, rows), _near(mask.positions[1], *near)
             distance = (own[..., None] - others[:, :, None]).expand(q.shape[0], -1, -1, -1).flatten(0, 1)
         bias = distance.abs().to(q.dtype)[..., None, :, :] * -slopes.to(q.dtype)[:, None, None]
-        seen = torch.where(seen, bias, -torch.inf)
-    query, key, value = (x.flatten(0, 1).transpose(1, 2) for x in (query, key, value))
-    out = _sdpa(query, key, value, scale, seen if seen.ndim == 4 else seen[None])
-    out = out.transpose(1, 2).unflatten(0, (q.shape[0], count))
-    if blind is not None:
-        out = out.masked_fill(blind[..., None], 0.0)
-    out = out.flatten(1, 2)[:, : mask.n - start].transpose(1, 2)
-    return out if start == 0 else torch.cat((first, out), dim=2)
+    return (_own(q, start, count, rows), key, value), torch.where(seen[:, None], bias, -torch.inf), blind
+
+
+def _own(x: Tensor, start: int, count: int, rows: int) -> Tensor:
+    """Return blocks of x (b, h, n, ·), (b·count, h, rows, ·)."""
+    return _cut(x.transpose(1, 2), start, count, rows).flatten(0, 1).transpose(1, 2)
+
+
+def _tokens(blocks: Tensor, batch: int) -> Tensor:
+    """Join blocks (b·count, h, rows, ·) to (b, count·rows, h, ·)."""
+    return blocks.transpose(1, 2).unflatten(0, (batch, -1)).flatten(1, 2)
+
+
+def _put_blocks(x: Tensor, blocks: Tensor, low: int, *, add: bool = False) -> None:
+    """Write or add blocks (b·count, h, rows, ·) to tokens from `low` on of x (b, h, n, ·), as far as there are any."""
+    begin, end = max(0, low), min(x.shape[2], low + blocks.shape[0] * blocks.shape[2] // x.shape[0])
+    if begin < end:
+        part = _tokens(blocks, x.shape[0])[:, begin - low : end - low, :, : x.shape[-1]].transpose(1, 2)
+        x[:, :, begin:end].add_(part) if add else x[:, :, begin:end].copy_(part)
 
 
 def _why_not_window(call: Call) -> str | None:
@@ -283,25 +367,21 @@ def _why_not_window(call: Call) -> str | None:
         return "one query is one block"
     if torch.compiler.is_compiling():
         return None
-    rows = _window_rows(mask.window, call.q.shape[0])
-    if mask.n <= 2 * rows:
+    if mask.n <= 2 * _window_rows(mask.window):
         return "there are few queries"
-    if not mask.is_plain:
+    if not (mask.is_plain or _takes_chunks(call.q, call.slopes)):
         copies = call.q.shape[0] * (1 if call.slopes is None else call.q.shape[1])
-        if copies * mask.n * (mask.window + rows) > 4 * MASK_ELEMENTS:
+        if copies * mask.n * (mask.window + 128) > 4 * MASK_ELEMENTS:
             return "the masks of all blocks at once would take too much memory"
     return None
-
-
-def _window_rows(window: int, batch: int) -> int:
-    """Return the queries per block. Small blocks read fewer hidden keys, but copy more keys if there are many rows."""
-    return min(max(window, 64), 128 if batch == 1 else 512)
 
 
 def _cut(x: Tensor, low: int, blocks: int, rows: int) -> Tensor:
     """Return tokens from `low` on of x (b, tokens, …) in blocks, (b, blocks, rows, …); zeros where there are none."""
     front, end = max(0, -low), low + blocks * rows - x.shape[1]
     x = x[:, max(0, low) :]
+    if torch.compiler.is_compiling():  # padding by nothing keeps strides, which a graph takes for contiguous
+        x = x.contiguous()
     if torch.compiler.is_compiling() or front or end:
         x = F.pad(x, (0, 0) * (x.ndim - 2) + (front, end))  # below 0 it takes away
     return x.unflatten(1, (blocks, rows))
@@ -432,14 +512,15 @@ def _repeat(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 _EVERY = ("auto", "sdpa", "triton")
 MASKED_KERNEL = Implementation("masked_kernel", ("auto", "triton"), _masked_kernel, _why_not_masked_kernel, "cuda")
+WINDOW = Implementation("window", _EVERY, _window, _why_not_window)
 DOT_PRODUCT = Table(
     Implementation("unmasked", _EVERY, _unmasked, _why_not_unmasked),
     Implementation("causal", _EVERY, _causal, _why_not_causal),
     MASKED_KERNEL,
-    Implementation("window", _EVERY, _window, _why_not_window),
+    WINDOW,
     Implementation("blocked", _EVERY, _blocked),
 )
-"""unmasked, causal: one SDPA call. masked_kernel: one Triton kernel. window: one SDPA call for all blocks of queries.
+"""unmasked, causal: one SDPA call. masked_kernel: one Triton kernel. window: one SDPA call for many blocks of queries.
 blocked: one SDPA call per block of queries."""
 ROPE = Table(
     Implementation("sdpa", _EVERY, _rope_sdpa, then=DOT_PRODUCT),
@@ -448,9 +529,7 @@ ROPE = Table(
 ALIBI = Table(
     Implementation("sdpa", _EVERY, _alibi_sdpa, then=DOT_PRODUCT),
     Implementation("reference", ("reference",), _alibi_reference),
-    check=_check_alibi,
 )
-TABLES_BY_OP[rope_attention], TABLES_BY_OP[alibi_attention] = ROPE, ALIBI
 
 rope_attention_reference = reference_twin(rope_attention)
 alibi_attention_reference = reference_twin(alibi_attention)
