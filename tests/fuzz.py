@@ -100,9 +100,10 @@ def make_inputs(folder: Path) -> None:
         "optimizer = { steps = 2, peak_lr = 1e-3, accumulation = 1 }\n"
     )
     (folder / "tiny.toml").write_text(
-        'variants = ["rope"]\ncorpus = { train = { "text.jsonl" = 1.0 }, held_out = ["text.jsonl"] }\n'
-        'training = { preset = "tiny", length = 16, batch_size = 4, steps = 2, options = { num_hidden_layers = 1 } }\n'
+        'models = { rope = {} }\ncorpus = { train = { "text.jsonl" = 1.0 }, held_out = ["text.jsonl"] }\n'
         'evaluation = { scalings = ["none"], perplexity_lengths = [16], stride = 16, texts = 1, text_tokens = 64 }\n'
+        '[training]\nmodel = { preset = "tiny", options = { num_hidden_layers = 1 } }\n'
+        "data = { length = 16, batch_size = 4 }\noptimizer = { steps = 2, accumulation = 1 }\n"
     )
     row: dict[str, Any] = {
         "variant": "rope",

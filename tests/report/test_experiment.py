@@ -35,7 +35,7 @@ def test_the_papers_numbers_are_the_papers() -> None:
     [
         ("caption =", "captoin =", "'captoin'; did you mean 'caption'"),
         ("label =", "lable =", "'lable'; did you mean 'label'"),
-        ('"dynamic_ntk-4"', '"ntk-4"', "rows.0.scaling must be 'none', 'dynamic_ntk-2', 'dynamic_ntk-4'"),
+        ('"dynamic_ntk-4"', '"ntk-4"', "rows[0].scaling must be 'none', 'dynamic_ntk-2', 'dynamic_ntk-4'"),
         ('"perplexity"', '"ppl"', "kind must be 'perplexity', 'passkey'"),
         ('"OOM"', '"oom"', "got 'oom'"),
         (', "OOM"', "", "paper must have one value for each of the 2 columns, got 1"),

@@ -5,12 +5,12 @@ import re
 from pathlib import Path
 from typing import Any
 
-from farspan import evaluation
 from farspan.evaluation import conditions
 from farspan.experiments import load_all
 from farspan.report import measured
 from farspan.report.results import collect, scaling_of
 from farspan.report.tables import Cell, Line, Table, perplexity_text, scaling_name, to_latex, to_markdown
+from farspan.utils import wilson
 from tests.report.fabricate import (
     fabricate,
     passkey_row,
@@ -49,7 +49,7 @@ def test_accuracy_is_counted_over_all_cases_with_its_wilson_interval(tmp_path: P
     write(tmp_path, "train-a", [train_row("rope", 0)])
     run = collect(tmp_path)
     (table,) = measured.experiment_tables(run, EXPERIMENTS["table2"])
-    low, high = evaluation.wilson(12, 20)
+    low, high = wilson(12, 20)
     assert table.lines[0].cells[1] == Cell("0.60", f"95% {low:.2f}–{high:.2f}; seeds 0.40–0.80")
     assert table.lines[0].counts == "2 seeds, 20 cases"
     for ends, expected in (((0, 512), (1.0, 12)), ((512, math.inf), (0.0, 8))):

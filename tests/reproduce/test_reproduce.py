@@ -318,7 +318,7 @@ def test_texts_that_are_too_short_are_noticed_before_they_are_tokenized(toml: Pa
         ("[measures.full]\ncase = 3\n[models.rope]\nmeasures = 'full'", "key measures.full.case must be one of"),
         (ROPE + '[evaluation]\nscalings = ["ntk4"]', "evaluation.scalings must be own, none, ntk-F.* got 'ntk4'"),
         (ROPE + "[evaluation]\nretrieval_tasks = ['cew']", "retrieval_tasks must be one of .* did you mean 'cwe'"),
-        (ROPE + "[evaluation]\nperplexity_lengths = [-64]", "perplexity_lengths.0 must be greater than or .* got -64"),
+        (ROPE + "[evaluation]\nperplexity_lengths = [-64]", "perplexity_lengths.0. must be greater than or .* got -64"),
         (ROPE + "[evaluation]\nperplexity_lengths = [99999]", "text_tokens must be at least the longest window 99999"),
         (ROPE + "[evaluation]\nlong = [4]\nlong_cases = [1, 2]", "long_cases must have a number for each limit"),
         (ROPE + "[training]\noptimizer = { steps = -2 }", "training.optimizer.steps must be greater than .* got -2"),
