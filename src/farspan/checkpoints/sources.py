@@ -454,10 +454,14 @@ def check_tokenizer(folder: Path, vocab_size: int | None = None, named: Path | N
     )
 
 
+def _not_finite(name: str) -> None:
+    raise ValueError(f"{name} is not a number of JSON")
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object, or raise one line about the file."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"), parse_constant=_not_finite)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{str(path)!r} is not JSON ({error}); download or save it again") from error
     require(isinstance(found, dict), f"{str(path)!r} must hold a JSON object, got {type(found).__name__}")
