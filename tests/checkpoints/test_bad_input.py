@@ -115,6 +115,10 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "checkpoint must have model.safetensors or"),
     "no configuration": (lambda f: (f / "config.json").unlink(), "checkpoint must have a config.json"),
     "broken configuration": (lambda f: (f / "config.json").write_text("{"), "config.json' is not JSON"),
+    "infinite setting": (
+        lambda f: (f / "generation_config.json").write_text('{"temperature": Infinity}'),
+        r"generation_config.json' is not JSON \(Infinity is not a number of JSON\)",
+    ),
     "deep configuration": (lambda f: (f / "config.json").write_text("[" * 10**5), "config.json' is not JSON"),
     "configuration of another kind": (lambda f: (f / "config.json").write_text("[]"), "must hold a JSON object"),
     "rope type": (rope(rope_type="longrope"), r"rope_parameters\['rope_type'\] must be .* got 'longrope'; checkpoints"),

@@ -172,7 +172,11 @@ class Folder(Source):
 
     def carried(self) -> dict[str, bytes]:
         check_tokenizer(self.path, config_of(self).vocab_size)
-        return {name: (self.path / name).read_bytes() for name in CARRIED if (self.path / name).is_file()}
+        files = [self.path / name for name in CARRIED if (self.path / name).is_file()]
+        for file in files:
+            if file.suffix == ".json":
+                read_json(file)
+        return {file.name: file.read_bytes() for file in files}
 
 
 def _open(file: Path) -> Any:
