@@ -8,6 +8,15 @@ from farspan_cli import analyze, bench, convert, data, evaluate, experiments, fi
 from farspan_cli.app import main
 
 __all__ = [
-    "analyze", "bench", "convert", "data", "evaluate", "experiments", "export", "finetune", "main", "start", "tasks",
+    "analyze",
+    "bench",
+    "convert",
+    "data",
+    "evaluate",
+    "experiments",
+    "finetune",
+    "main",
+    "start",
+    "tasks",
     "train",
-]  # fmt: skip
+]

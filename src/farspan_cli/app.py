@@ -18,7 +18,17 @@ class InterruptedByUserError(Exception):
     """Ctrl-C, with what the command says about where it stopped."""
 
 
+ORDER = [
+    *("demo", "doctor", "data", "train", "eval", "report", "convert", "finetune", "generate", "export"),
+    *("reproduce", "analyze", "bench", "launch-path", "tasks-path"),
+]
+"""Commands as `farspan --help` lists them: in the order in which a user meets them."""
+
+
 class _Commands(TyperGroup):
+    def list_commands(self, ctx: Any) -> list[str]:
+        return sorted(super().list_commands(ctx), key=ORDER.index)
+
     def invoke(self, ctx: Any) -> Any:
         """Run a command; typer itself would end it with status 130 and without a word."""
         try:
