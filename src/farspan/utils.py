@@ -224,6 +224,8 @@ def parse(cls: type[Settings], values: Mapping[str, Any], prefix: str = "") -> S
     _forbid_unknown(cls, ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, arbitrary_types_allowed=True))
     try:
         return TypeAdapter(cls).validate_json(json.dumps(_finite(values, prefix)))
+    except RecursionError:
+        raise ValueError(f"{prefix or 'configuration '}nests too deep to be read; correct it") from None
     except ValidationError as error:
         # A misspelt key is missing too: name what was written.
         errors = sorted(error.errors(include_url=False), key=lambda one: one["type"] == "missing")

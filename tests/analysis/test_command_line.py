@@ -56,7 +56,7 @@ def test_a_mixed_model_has_its_page_and_a_second_one_needs_a_label(
 def test_numbers_come_with_their_provenance(out: Path) -> None:
     data = json.loads((out / "results" / "analysis-rope.json").read_text())
     assert (data["schema"], data["kind"]) == (2, "analysis")
-    assert data["rows"][0]["laws"] == ["none", "linear", "ntk", "dynamic_ntk", "yarn"]
+    assert data["rows"][0]["scalings"] == ["none", "linear", "ntk", "dynamic_ntk", "yarn"]
     assert data["command"].startswith("farspan analyze")
     kinds = {row["kind"] for row in data["rows"]}
     assert kinds == {"model", "census", "borders", "curve", "drift", "loss", "study"}

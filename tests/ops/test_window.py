@@ -1,5 +1,6 @@
 """Windows, and the kernel for masked attention, equal the definition: every mask, hostile shapes, gradients."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -182,3 +183,13 @@ def test_one_compiled_graph_serves_rows_of_whole_blocks() -> None:
     for n in (280, 283):
         leaves = softmax_inputs(n, b=3)
         assert largest_difference(compiled, attention, leaves) <= 1e-12
+
+
+@pytest.mark.parametrize("n", [300, 4096])
+@pytest.mark.parametrize(
+    "layout", [lambda x: x.mT.contiguous().mT, lambda x: torch.stack((x, -x), -1).flatten(-2)[..., ::2]]
+)
+def test_layout_of_memory_does_not_matter(n: int, layout: Callable[[Tensor], Tensor]) -> None:
+    q, k, v = torch.randn(3, 1, 2, n, 16, dtype=torch.float64).unbind()
+    out = rope_attention(*map(layout, (q, k, v)), rotary=None, window=64)
+    torch.testing.assert_close(out, rope_attention(q, k, v, rotary=None, window=64), atol=1e-12, rtol=0)

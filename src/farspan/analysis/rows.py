@@ -143,12 +143,12 @@ def rows(found: Analysis, label: str) -> list[dict[str, Any]]:
             {"kind": "slack", "layer": layer, "queries": slack.queries, "shift": slack.shift, **slack.per_head()}
         )
     for (method, length, layer), drift in found.drift.items():
-        where = {"law": method, "length": length, "layer": layer, "queries": drift.queries}
+        where = {"scaling": method, "length": length, "layer": layer, "queries": drift.queries}
         made.append({"kind": "drift", **where, **drift.per_head(), **drift.per_layer()})
     for (method, length), (nll, tokens) in found.losses.items():
         if method != "control":
             losses = {"loss": nll / tokens, "control": found.losses["control", length][0] / tokens}
-            made.append({"kind": "loss", "law": method, "length": length, **losses, "tokens": tokens})
+            made.append({"kind": "loss", "scaling": method, "length": length, **losses, "tokens": tokens})
     return [plain(row) for row in made]
 
 
@@ -165,7 +165,7 @@ def _model_row(found: Analysis, label: str) -> dict[str, Any]:
         "layers": sorted({layer for layer, _ in found.census}),
         "heads": census.heads,
         "pairs": found.theta.shape[1],
-        "laws": list(settings.scalings),
+        "scalings": list(settings.scalings),
         "factor": settings.factor,
         "lengths": found.lengths,
         "theta": found.theta,
@@ -211,6 +211,6 @@ def _border_rows(found: Analysis) -> list[dict[str, Any]]:
         for i, border in enumerate(BORDERS):
             means = {"inside": inside[i], "past": total[i] - inside[i], "ever_inside": ever[i]}
             made.append(
-                {"kind": "borders", "law": method, "border": border, **means, "first_past": ever_far[i] - ever[i]}
+                {"kind": "borders", "scaling": method, "border": border, **means, "first_past": ever_far[i] - ever[i]}
             )
     return made

@@ -81,6 +81,8 @@ def _generation(raw: dict[str, Any], path: Path) -> GenerationConfig:
                 held is None or all(type(token) is int and token >= 0 for token in tokens),
                 f"{key} must be a token id or a list of them, got {held!r}",
             )
+        for key in (key for key in raw if key.startswith("output_")):
+            require(isinstance(raw[key], bool | None), f"{key} must be true or false, got {raw[key]!r}")
     except (ValueError, TypeError, AttributeError) as error:
         raise ValueError(
             f"generation_config.json of {str(path)!r} is not valid ({error}); correct or remove it"

@@ -139,19 +139,20 @@ class _Job:
         with lock(self.out):
             if manifest := self.finished():  # by another process, while this one hashed its sources
                 return manifest
-            state = self._continued()
+            state, begun = self._continued(), (self.out / STATE).is_file()
             try:
-                if not (self.out / STATE).is_file():
+                if not begun:
                     write_json(self.out / STATE, state)
                 trained = self._tokenizer(tokenizer)
                 return self._finish(trained, self._tokenize(trained, state, workers))
             except (ValueError, OSError) as error:
-                if not (self.out / STATE).is_file() or "splits" not in read_settings(self.out / STATE):
+                saved = (self.out / STATE).is_file() and "splits" in read_settings(self.out / STATE)
+                if not saved and (isinstance(error, ValueError) or not begun):
                     for path in [*self.out.iterdir()]:
                         remove(path)
                     for folder in missing:
                         folder.rmdir()
-                elif isinstance(error, ValueError):
+                elif isinstance(error, ValueError):  # so tokens were saved
                     raise ValueError(f"{error}. The same command then continues; tokens so far are kept") from error
                 raise
 
@@ -164,7 +165,9 @@ class _Job:
         if "splits" in state and before != self.plan and before | {"sources": self.plan["sources"]} == self.plan:
             # A source may be corrected or extended, if it still begins with the documents that were read. If the
             # tokenizer was trained on the sources, it would be another one now.
-            trained, read = self.plan["tokenizer"].startswith("bpe-"), _position(state)
+            # A vocabulary of 257 holds the bytes alone, and none is trained.
+            trained = self.plan["tokenizer"].startswith("bpe-") and self.plan["tokenizer"] != "bpe-257"
+            read = _position(state)
             if not trained and any(position == read for position, _ in self._documents(Position())):
                 return state
         check_unchanged(before, self.plan, "folder")

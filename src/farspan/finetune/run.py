@@ -11,7 +11,7 @@ from shutil import copytree, ignore_patterns
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_model
 from torch import nn
 
 from farspan.checkpoints import Source, config_of, load, open_source, read_note, save, text_tokenizer, write_note
@@ -289,7 +289,7 @@ def resumed(path: Path, stage: Stage, teacher: FarspanConfig | None = None) -> F
     if not stage.lora.r:
         return freeze(load(open_source(path), dtype=torch.float32), stage, teacher)
     model = prepared(FarspanForCausalLM(FarspanConfig.from_pretrained(path)), stage, teacher)
-    model.load_state_dict(load_file(path / "model.safetensors"), strict=not model.config.tie_word_embeddings)
+    load_model(model, path / "model.safetensors")
     return model
 
 

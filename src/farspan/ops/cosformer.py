@@ -83,7 +83,7 @@ class LinearOptions(TypedDict, total=False):
     backend: str
 
 
-@operation(LinearOptions)
+@operation(LinearOptions, Tensor | tuple[Tensor, LinearState])
 def cosformer_attention(
     q: Tensor,
     k: Tensor,

@@ -43,10 +43,10 @@ OPS: dict[Callable[..., Any], Callable[..., Any]] = {}
 """Each public op, and the function that checks its arguments and returns its call."""
 
 
-def operation(options: type[Any]) -> Callable[[Callable[P, Runs[R_co]]], Callable[P, R_co]]:
+def operation(options: type[Any], returns: Any = Tensor) -> Callable[[Callable[P, Runs[R_co]]], Callable[P, R_co]]:
     """Make an op of a function that checks its arguments: the op runs the call that the function returns.
 
-    The names that `**options` stands for are written into the signature, for `help` and `inspect`.
+    The names that `**options` stands for, and what the call `returns`, are written into the signature.
     """
     keyword = inspect.Parameter.KEYWORD_ONLY
     shared = [
@@ -61,7 +61,10 @@ def operation(options: type[Any]) -> Callable[[Callable[P, Runs[R_co]]], Callabl
 
         signature = inspect.signature(check)
         own = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
-        op.__signature__ = signature.replace(parameters=[*own, *shared])  # type: ignore[attr-defined]
+        op.__signature__ = signature.replace(  # type: ignore[attr-defined]
+            parameters=[*own, *shared], return_annotation=returns
+        )
+        op.__annotations__ = {**check.__annotations__, "return": returns}
         OPS[op] = check
         return op
 

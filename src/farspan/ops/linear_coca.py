@@ -13,6 +13,7 @@ from farspan.ops.cosformer import (
     REFERENCE,
     LinearCall,
     LinearOptions,
+    LinearState,
     Weighting,
     check_linear_call,
 )
@@ -22,7 +23,7 @@ from farspan.ops.reference import linear_coca_weights
 from farspan.ops.rotary import Rotary, odd_width
 
 
-@operation(LinearOptions)
+@operation(LinearOptions, Tensor | tuple[Tensor, LinearState])
 def linear_coca_attention(
     q: Tensor, t: Tensor, v: Tensor, *, rotary: Rotary | None, **options: Unpack[LinearOptions]
 ) -> LinearCall:

@@ -41,11 +41,11 @@ from farspan.ops.rotary import Rotary
 CUDNN = (torch.bfloat16, torch.float16)
 """Dtypes whose gradients cuDNN may compute."""
 MASK_ELEMENTS = 2**23
-"""Upper bound on the elements of one block's mask on a CPU (32 MiB in float32)."""
+"""Upper bound on the elements of a mask on a CPU (32 MiB in float32): of one block, or of one chunk of a window."""
 WIDEST_WINDOW = 2048
 """Widest window that runs many blocks at once: each key is read by every block of queries that may see it."""
 CHUNK = 2048
-"""Queries of all rows in one chunk of a window on a CPU."""
+"""Queries of all rows in one chunk of a window on a CPU, about; each row has at least one block."""
 WIDEST = 256
 """Widest head that the kernels of softmax attention take."""
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
@@ -224,6 +224,7 @@ def _window(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float, 
     """
     if _takes_chunks(q, slopes):
         q, k, v = (x.to(product_dtype(x)) for x in (q, k, v))
+        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))  # the kernel does not ask
         return WindowAttention.apply(q, k, v, mask, scale, slopes)
     assert mask.window is not None
     rows = _window_rows(mask.window)
@@ -239,7 +240,7 @@ def _takes_chunks(q: Tensor, slopes: Tensor | None) -> bool:
 
 
 class WindowAttention(torch.autograd.Function):
-    """Run the blocks of a window in chunks that fit into a processor's cache, by the kernel that SDPA takes there.
+    """Run the blocks of a window in small chunks, by the kernel that SDPA takes on a CPU.
 
     Neighbours read the same keys. Under autograd each of those keys would have a copy and a gradient for each block.
     """
@@ -250,7 +251,7 @@ class WindowAttention(torch.autograd.Function):
     ) -> Tensor:
         out, sums = q.new_empty(q.shape[0], mask.n, q.shape[1], v.shape[-1]).transpose(1, 2), []
         wide = _equal_width(q, k, v)
-        for chunk in _chunks(mask, q.shape[0]):
+        for chunk in _chunks(mask, q, slopes):
             blocks, bias, blind = _window_blocks(*wide, mask, slopes, *chunk)
             found, total = FLASH(*blocks, attn_mask=bias, scale=scale)
             _put_blocks(out, found if blind is None else found.masked_fill(blind, 0.0), chunk[0])
@@ -266,7 +267,7 @@ class WindowAttention(torch.autograd.Function):
         dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
         wide = _equal_width(q, k, v)
         gap = (0, wide[2].shape[-1] - v.shape[-1])
-        for (start, count, rows), total in zip(_chunks(mask, q.shape[0]), sums, strict=True):
+        for (start, count, rows), total in zip(_chunks(mask, q, slopes), sums, strict=True):
             blocks, bias, blind = _window_blocks(*wide, mask, slopes, start, count, rows)
             up, mean = (F.pad(_own(x, start, count, rows), gap) for x in (gradient, out))
             if blind is not None:
@@ -284,11 +285,12 @@ FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-def _chunks(mask: AttentionMask, batch: int) -> Iterator[tuple[int, int, int]]:
+def _chunks(mask: AttentionMask, q: Tensor, slopes: Tensor | None) -> Iterator[tuple[int, int, int]]:
     """Yield first query, blocks, and rows per block of each chunk."""
     assert mask.window is not None
     rows = _window_rows(mask.window)
-    most = max(1, CHUNK // (batch * rows))
+    masks = q.shape[0] * (1 if slopes is None else q.shape[1]) * rows * (mask.window + rows)
+    most = max(1, min(CHUNK // (q.shape[0] * rows), MASK_ELEMENTS // masks))
     for start in range(0, mask.n, most * rows):
         yield start, min(most, -(-(mask.n - start) // rows)), rows
 
@@ -369,10 +371,11 @@ def _why_not_window(call: Call) -> str | None:
         return None
     if mask.n <= 2 * _window_rows(mask.window):
         return "there are few queries"
-    if not (mask.is_plain or _takes_chunks(call.q, call.slopes)):
+    if not mask.is_plain:
         copies = call.q.shape[0] * (1 if call.slopes is None else call.q.shape[1])
-        if copies * mask.n * (mask.window + 128) > 4 * MASK_ELEMENTS:
-            return "the masks of all blocks at once would take too much memory"
+        queries = _window_rows(mask.window) if _takes_chunks(call.q, call.slopes) else mask.n
+        if copies * queries * (mask.window + 128) > 4 * MASK_ELEMENTS:
+            return "the masks of many blocks at once would take too much memory"
     return None
 
 

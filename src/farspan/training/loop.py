@@ -311,6 +311,8 @@ class _Run:
                         "lower optimizer.peak_lr or use run.precision = 'fp32'"
                     )
             self.last_loss = losses[-1]
+        if self.status is not None and self.status.step == self.step:
+            return self.status
         now, (first, began) = time.perf_counter(), self.clock
         tokens = (self.step - first) * self.job.batch_size * self.job.tokens_per_row
         speed = tokens / max(now - began, 1e-9)
