@@ -157,7 +157,7 @@ def files(folder: Path) -> dict[str, Any]:
     """Read all files below a folder, without times, locks and TensorBoard's events, whose names are times."""
     found: dict[str, Any] = {}
     for path in sorted(folder.rglob("*")):
-        if "tensorboard" not in path.parts and path.name != ".lock":
+        if "tensorboard" not in path.parts and not path.name.endswith(".lock"):
             content: Any = b"" if path.is_dir() else path.read_bytes()
             found[str(path.relative_to(folder))] = timeless(json.loads(content)) if path.suffix == ".json" else content
     return found

@@ -148,9 +148,10 @@ COUNTS = (
     "cosformer_activation",
     "causal",
     "train_length",
+    "polar_activation",
+    "kv_shift",
 )
-"""Fields of a configuration that change what the same tensors compute, beside those that :func:`fingerprint` adds.
-`log_length` is not among them: each row of a result says whether it was on."""
+"""Fields of a configuration that change what the same tensors compute, beside those that :func:`fingerprint` adds."""
 
 
 def fingerprint(source: Source) -> str:
@@ -167,6 +168,8 @@ def fingerprint(source: Source) -> str:
     meaning: dict[str, Any] = {n: getattr(config, n) for n in COUNTS if getattr(config, n) != getattr(plain, n)}
     meaning["attention"] = [[spec.name, spec.window, spec.rotary] for spec in config.attention_specs]
     meaning |= {"base": config.rotary().base, "law": repr(config.rotary().scaling)}
+    if config.log_length == "step":  # each row of a result says whether a temperature was on; this is another one
+        meaning["log_length"] = "step"
     meaning["epsilon"] = float(torch.tensor(config.rms_norm_eps))  # GGUF files keep it in float32
     digest = sha256(json.dumps(meaning, sort_keys=True).encode())
     for name in sorted(names):
