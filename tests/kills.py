@@ -158,8 +158,10 @@ def files(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for path in sorted(folder.rglob("*")):
         if "tensorboard" not in path.parts and not path.name.endswith(".lock"):
-            content: Any = b"" if path.is_dir() else path.read_bytes()
-            found[str(path.relative_to(folder))] = timeless(json.loads(content)) if path.suffix == ".json" else content
+            shown = path.is_dir() or "report" in path.parts  # a page shows times
+            content: Any = b"" if shown else path.read_bytes()
+            is_json = path.suffix == ".json" and content
+            found[str(path.relative_to(folder))] = timeless(json.loads(content)) if is_json else content
     return found
 
 

@@ -118,7 +118,8 @@ class AttentionSpec:
         if isinstance(value, AttentionSpec):
             return value
         if isinstance(value, str):
-            require_choice("attention", value, NAMES)
+            if value not in NAMES:
+                raise unknown("attention", value, NAMES if value in HYBRIDS else [*NAMES, *HYBRIDS])
             if value in KINDS:
                 return cls(value)
             kind, _, form = value.partition("-")

@@ -307,6 +307,9 @@ def differences(before: Any, now: Any, name: str = "") -> Iterator[tuple[str, An
     if isinstance(before, dict) and isinstance(now, dict):
         for key in [*before, *(key for key in now if key not in before)]:
             yield from differences(before.get(key), now.get(key), f"{name}.{key}" if name else key)
+    elif isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
+        for i, (old, new) in enumerate(zip(before, now, strict=True)):
+            yield from differences(old, new, f"{name}[{i}]")
     elif before != now:
         yield name, before, now
 

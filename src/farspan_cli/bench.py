@@ -114,10 +114,15 @@ def bench_layer(
 
 @bench.command("decode")
 def bench_decode(
-    preset: Preset = "350m",
-    contexts: Annotated[str, typer.Option(help="Tokens in the cache, separated by commas.")] = "512,8192,32768",
+    preset: Annotated[str | None, typer.Option(help="Model of the layouts.", show_default="350m; cpu: tiny")] = None,
+    contexts: Annotated[
+        str | None,
+        typer.Option(help="Tokens in the cache, by commas.", show_default="512,8192,32768; cpu: 512,2048"),
+    ] = None,
     batch: Annotated[str, typer.Option(help="Sequences at once, separated by commas.")] = "1,8",
-    prompts: Annotated[str, typer.Option(help="Tokens of prompts to read, or none.")] = "32768,131072",
+    prompts: Annotated[
+        str | None, typer.Option(help="Tokens of prompts to read, or none.", show_default="32768,131072; cpu: 2048")
+    ] = None,
     layouts: Annotated[str, typer.Option(help="What to compare with rope, by commas.")] = "rope,coca-exact",
     window: Annotated[int | None, typer.Option(help="Window of hybrid layouts.", min=1, max=LONGEST)] = None,
     global_every: GlobalEvery = None,
@@ -138,8 +143,10 @@ def bench_decode(
     Example: `farspan bench decode --layouts hybrid-rope,hybrid-pope --window 128 --device cuda --out results/d.json`
     """
     check_device(device)
-    given, batches = numbers(contexts, "--contexts"), numbers(batch, "--batch", "1,8")
-    reads = [] if prompts == "none" else numbers(prompts, "--prompts")
+    usual = ("350m", "512,8192,32768", "32768,131072") if device == "cuda" else ("tiny", "512,2048", "2048")
+    preset = preset or usual[0]
+    given, batches = numbers(contexts or usual[1], "--contexts"), numbers(batch, "--batch", "1,8")
+    reads = [] if prompts == "none" else numbers(prompts or usual[2], "--prompts")
     if quick:
         given, reads = [max(given)], sorted(reads)[:1]
     from farspan.bench import decode

@@ -27,8 +27,8 @@ Scaling = Annotated[
     ),
 ]
 Ntk = Annotated[float | None, typer.Option(help="Old name of --scaling dynamic_ntk-F.", min=1)]
-Yarn = Annotated[float | None, typer.Option(help="Old name of --scaling yarn-F.", min=1)]
-LogLength = Annotated[bool, typer.Option("--log-length", help="Old name of +log behind a scaling.")]
+Yarn = Annotated[float | None, typer.Option(help="Old name of --scaling yarn-F.", min=1, hidden=True)]
+LogLength = Annotated[bool, typer.Option("--log-length", help="Old name of +log behind a scaling.", hidden=True)]
 Out = Annotated[Path | None, typer.Option(help="Write the result as JSON.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace an existing result.")]
 Text = Annotated[list[str], typer.Option(help="Long documents, as `farspan data` takes them; short ones are skipped.")]

@@ -218,7 +218,7 @@ def test_a_hybrid_of_a_checkpoint_with_windows_or_without_positions(tmp_path: Pa
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("owner/model", "which does not exist; check the path, .*: hf download .*owner/model --local-dir model"),
+        ("owner/model", "which does not exist; check the path"),
         ("model.pt", "got the pickle .*model.pt', which could run code when opened"),
         ("model.txt", "checkpoint must be a folder or a .gguf file"),
         ("model.gguf", "is not a complete GGUF file|needs the package gguf"),
@@ -284,3 +284,9 @@ def test_the_command_line_says_it_in_one_line_and_leaves_nothing(case: str, tmp_
     assert (status, err.count("\n")) == (2, 1)
     assert re.search(BAD[case][1], err)
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+def test_a_name_of_the_hub_says_how_to_download_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="download it first: hf download owner/model --local-dir model"):
+        open_source(Path("owner/model"))

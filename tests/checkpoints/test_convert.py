@@ -66,7 +66,7 @@ def test_a_hybrid_has_windows_and_plain_global_layers_and_can_be_saved(
 def test_window_layers_of_hybrid_rope_keep_their_weights_and_logits_within_the_window(tmp_path: Path) -> None:
     """With the last layer global, the layers below give the source's hidden states for the first `window` tokens."""
     source, ids = saved(tmp_path), tokens(16)
-    model = from_pretrained(tmp_path, "rope", window=8, global_layers=[2])  # "rope" means "hybrid-rope" here
+    model = from_pretrained(tmp_path, "hybrid-rope", window=8, global_layers=[2])
     for name, parameter in source.named_parameters():
         assert torch.equal(model.get_parameter(name), parameter)
     with torch.no_grad():

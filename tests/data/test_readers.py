@@ -112,7 +112,7 @@ BAD = {
     "list.json": (b"[1, 2]\n", r"list\.json:1 must be one JSON object per line, got '\[1, 2\]"),
     "latin.jsonl": (f"{GOOD}\n".encode() + b'{"text": "\xe9"}', r"latin\.jsonl:2 must be UTF-8 .* offset 27"),
     "half.jsonl": (b'{"text": "a\\ud800"}\n', r"half\.jsonl:1 must be valid Unicode, .*character 1; repair"),
-    "field.jsonl": (b'{"texts": "a"}\n', r"field\.jsonl:1: field must be one of 'texts', got 'text'; did you mean"),
+    "field.jsonl": (b'{"texts": "a"}\n', r"field\.jsonl:1: field must be one of 'texts', got 'text'; name the one"),
     "number.jsonl": (b'{"text": 3}\n', r"number\.jsonl:1: field 'text' must hold text, got 3; choose"),
     "not.parquet": (b"PAR1 no", r"not\.parquet must be a complete \.parquet file"),
     "what.xyz": (b"a", r"known ending, got '.*what\.xyz'; give a file \.txt"),
@@ -142,7 +142,7 @@ def test_missing_files_empty_directories_and_wrong_columns_raise(tmp_path: Path)
     with pytest.raises(ValueError, match="must hold text files"):
         read(tmp_path)
     pq.write_table(pa.table({"body": ["a"], "n": [1]}), tmp_path / "a.parquet")
-    with pytest.raises(ValueError, match=r"a\.parquet: field must be one of 'body', 'n', got 'bodi'; did you mean"):
+    with pytest.raises(ValueError, match=r"a\.parquet: field must be one of 'body', 'n', got 'bodi'; name the one"):
         read(tmp_path / "a.parquet", "bodi")
     with pytest.raises(ValueError, match=r"a\.parquet:1: field 'n' must hold text, got 1"):
         read(tmp_path / "a.parquet", "n")

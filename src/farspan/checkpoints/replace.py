@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from farspan.configuration_farspan import FarspanConfig
-from farspan.errors import require
-from farspan.layers import HYBRIDS, Attention, AttentionSpec, hybrid
+from farspan.errors import require, require_choice
+from farspan.layers import HYBRIDS, NAMES, Attention, AttentionSpec, hybrid
 from farspan.modeling_farspan import FarspanForCausalLM, make_attention
 from farspan.ops.masking import make_mask
 from farspan.ops.reference import repeat_heads
@@ -34,8 +34,7 @@ class Target:
             "pope") keeps each layer's window and rotation; a mapping, or a list with one entry per layer, sets them.
             A hybrid ("hybrid-rope", "hybrid-coca-exact", "hybrid-coca-polar", "hybrid-pope") has window layers of that
             kind and global layers without positions.
-        window, global_every: of a hybrid, the keys in a window (512), and the layers per global layer (4). With one of
-            them "rope" means "hybrid-rope", and so on.
+        window, global_every: of a hybrid, the keys in a window (512), and the layers per global layer (4).
         global_layers: the global layers by number, in place of `global_every`, or "auto": as many as `global_every`
             gives, those whose attention reaches furthest (:func:`attention_reach`).
 
@@ -53,13 +52,13 @@ class Target:
         named = isinstance(self.attention, str)
         options = (self.window, self.global_every, self.global_layers)
         given = any(option is not None for option in options)
+        if named:
+            require_choice("attention", self.attention, [*NAMES, *HYBRIDS])
         require(
-            named or not given,
+            self.hybrid or not given,
             "window, global_every and global_layers need attention, the name of a hybrid, "
             f"got {self.attention!r}; give for example 'hybrid-rope'",
         )
-        if named and given and not str(self.attention).startswith("hybrid"):
-            object.__setattr__(self, "attention", f"hybrid-{self.attention}")
         require(
             self.global_every is None or self.global_layers in (None, AUTO),
             f"give global_every or global_layers, got {self.global_every} and {self.global_layers}",

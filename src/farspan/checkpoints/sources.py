@@ -78,10 +78,12 @@ class Source(ABC):
 
 def open_source(path: Path) -> Source:
     """Open a folder with config.json and safetensors, or a .gguf file, or a folder with one."""
+    # OWNER/NAME, where no such folder exists, is a model of the hub.
+    of_hub = len(path.parts) == 2 and not (path.is_absolute() or path.suffix or path.parent.exists())
     require(
         path.exists(),
-        f"checkpoint must be a folder or a .gguf file, got {str(path)!r}, which does not exist; check the path, or "
-        f"download a model of the hub first: hf download {path} --local-dir {path.name}",
+        f"checkpoint must be a folder or a .gguf file, got {str(path)!r}, which does not exist; "
+        + (f"download it first: hf download {path} --local-dir {path.name}" if of_hub else "check the path"),
     )
     if path.is_dir():
         found = sorted(path.glob("*.gguf"))

@@ -22,6 +22,7 @@ COMPRESSED = (".gz", ".xz", ".zst")
 NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 FORMATS = "a file .txt .md .rst .py .jsonl (or these .gz .xz .zst) .parquet, a directory, 'stdlib' or 'hf:NAME'"
 BLOCK = 2**16
+FIELD = "name the one that holds the text with --field"
 
 
 class Document(NamedTuple):
@@ -176,7 +177,7 @@ def _parquet(path: Path, name: str, field: str) -> Texts:
         with parquet.ParquetFile(path) as file:
             columns, total, size = file.schema_arrow.names, file.metadata.num_rows, path.stat().st_size
             if field not in columns:
-                raise ValueError(f"{name}: {unknown('field', field, columns)}")
+                raise ValueError(f"{name}: {unknown('field', field, columns, FIELD)}")
             for batch in file.iter_batches(batch_size=64, columns=[field]):
                 for value in batch.column(0).to_pylist():
                     row += 1
@@ -203,7 +204,7 @@ def _hub(name: str, field: str) -> Iterator[tuple[str, str]]:
 
 def _field(record: Any, where: str, field: str) -> str:
     if field not in record:
-        raise ValueError(f"{where}: {unknown('field', field, record)}")
+        raise ValueError(f"{where}: {unknown('field', field, record, FIELD)}")
     value = record[field]
     if not isinstance(value, str):
         raise ValueError(f"{where}: field {field!r} must hold text, got {value!r:.40}; choose another field")
