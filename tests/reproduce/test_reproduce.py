@@ -235,6 +235,18 @@ def test_shipped_presets_plan_what_is_needed_first(name: str, tmp_path: Path) ->
     assert not any("ntk" in step.name and step.name.split()[1].startswith(fixed) for step in steps)
 
 
+def test_shares_of_interpolation_differ_in_steps_and_not_in_batches() -> None:
+    preset = Preset.load("pi")
+    for name in (name for name, model in preset.models.items() if model.start):
+        (stage,) = preset.recipe(name).stages
+        rows, steps = {"4k": (4, 4096), "8k": (2, 8192)}, {"5": 305, "10": 610}
+        _, kind, length, share = name.rsplit("-", 3)
+        assert (stage.batch_size, stage.length) == rows[length]
+        assert stage.train_length == stage.length
+        assert stage.optimizer.steps == steps[share]
+        assert bool(stage.rope_parameters) == (kind == "pi")
+
+
 def test_cheap_steps_come_before_other_seeds_and_long_windows_last(tmp_path: Path) -> None:
     steps = [step.name for step in plan(Preset.load("hybrid"), tmp_path)]
     first = steps.index("train rope seed 1")
