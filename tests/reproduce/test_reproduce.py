@@ -235,6 +235,23 @@ def test_shipped_presets_plan_what_is_needed_first(name: str, tmp_path: Path) ->
     assert not any("ntk" in step.name and step.name.split()[1].startswith(fixed) for step in steps)
 
 
+@pytest.mark.usefixtures("no_page")
+def test_the_published_cosformer_is_measured_inside_its_training_length(toml: Path, tmp_path: Path) -> None:
+    """Past it "raise" raises: window and truncation control stay inside."""
+    small = Preset.load(toml)
+    preset = replace(Preset.load("cosformer-lm"), corpus=small.corpus, training=small.training)
+    lengths = {name: preset.measured(name).perplexity_lengths for name in preset.models}
+    assert lengths["cosformer"] == [Preset.load("gpu").base_config.data.length]
+    assert lengths["cosformer-decay"][-1] == 32_768
+    evaluation = replace(small.evaluation, scalings=["none"], long=[], passkey_lengths=[], position_tokens=0)
+    measures = {"inside": {"perplexity_lengths": [16]}}
+    preset = replace(preset, evaluation=evaluation, measures=measures)
+    assert not reproduce(preset, tmp_path, only=["cosformer", "ppl"]).failed
+    for seed in (0, 1):
+        rows = json.loads((tmp_path / "results" / f"ppl-cosformer-s{seed}-none.json").read_text())["rows"]
+        assert [(row["length"], row["mode"]) for row in rows] == [(16, "sliding"), (16, "truncated")]
+
+
 def test_shares_of_interpolation_differ_in_steps_and_not_in_batches() -> None:
     preset = Preset.load("pi")
     for name in (name for name, model in preset.models.items() if model.start):
