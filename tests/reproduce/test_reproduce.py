@@ -236,6 +236,16 @@ def test_shipped_presets_plan_what_is_needed_first(name: str, tmp_path: Path) ->
 
 
 @pytest.mark.usefixtures("no_page")
+def test_a_fine_tuned_model_says_what_its_base_was_shown(toml: Path, tmp_path: Path) -> None:
+    preset = Preset.load(toml)
+    training = {**preset.training, "data": {"length": 256, "batch_size": 1, "passkey_share": 0.04}}
+    models = {"rope": preset.models["rope"], "longer": replace(preset.models["longer"], length=512, tokens=1024)}
+    assert not reproduce(replace(preset, training=training, models=models), tmp_path, only=["finetune"]).failed
+    row = json.loads((tmp_path / "results" / "train-longer-s0.json").read_text())["rows"][0]
+    assert (row["passkey_share"], row["retrieval_share"]) == (0.04, 0.0)
+
+
+@pytest.mark.usefixtures("no_page")
 def test_the_published_cosformer_is_measured_inside_its_training_length(toml: Path, tmp_path: Path) -> None:
     """Past it "raise" raises: window and truncation control stay inside."""
     small = Preset.load(toml)
