@@ -353,7 +353,12 @@ def test_texts_that_are_too_short_are_noticed_before_they_are_tokenized(toml: Pa
         ("[models.x]\nattention = 'hybrid'\noptions = { window = 0 }", "window must be .*got 0"),
         ("[models.rope]\noptions = { windo = 3 }", "options of preset '350m' must be a model's fields, got 'windo'"),
         ("[models.'a/b']", "names of models must be letters, digits, - and _, got 'a/b'"),
-        ("[models.rope]\nmeasures = 'ful'\n[measures.full]", "measures must be one of '', 'full', got 'ful'"),
+        (
+            "[models.rope]\nmeasures = 'ful'\n[measures.full]",
+            "models.rope.measures must be one of 'full', got 'ful'; did",
+        ),
+        ("[models.rope]\nmeasures = 'full'", r"models.rope.measures must be left out without .*, got 'full'; add that"),
+        ("[models.rope]\nscalings = ['ntk4']", r"models.rope.scalings must be own, none, ntk-F.* got 'ntk4'"),
         ("[measures.full]\ncase = 3\n[models.rope]\nmeasures = 'full'", "key measures.full.case must be one of"),
         (ROPE + '[evaluation]\nscalings = ["ntk4"]', "evaluation.scalings must be own, none, ntk-F.* got 'ntk4'"),
         (ROPE + "[evaluation]\nretrieval_tasks = ['cew']", "retrieval_tasks must be one of .* did you mean 'cwe'"),
