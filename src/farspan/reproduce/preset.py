@@ -125,7 +125,7 @@ class Model:
     window: Natural = 0
     """Of a conversion: the keys that each layer sees; 0 = as the checkpoint has it."""
     global_every: Natural = 0
-    """Of a conversion: make every so manieth layer global and position-free; 0 = none."""
+    """Of a conversion: one layer in so many becomes global and position-free; 0 = none."""
     recipe: str = "paper"
     """Of fine-tuning."""
     tokens: Natural = 0
