@@ -262,6 +262,11 @@ def test_the_published_cosformer_is_measured_inside_its_training_length(toml: Pa
         assert [(row["length"], row["mode"]) for row in rows] == [(16, "sliding"), (16, "truncated")]
 
 
+def test_the_short_demo_of_layouts_has_checkpoints_on_the_way() -> None:
+    config = Preset.load("hybrid-cpu").base_config
+    assert config.run.checkpoint_every < config.optimizer.steps
+
+
 def test_shares_of_interpolation_differ_in_steps_and_not_in_batches() -> None:
     preset = Preset.load("pi")
     for name in (name for name, model in preset.models.items() if model.start):
