@@ -79,6 +79,38 @@ def test_stretching_follows_the_rows_and_compounds(
         assert plain.config.rope_parameters["original_max_position_embeddings"] == 32
 
 
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("linear", {"attention": "hybrid-rope", "window": 8, "global_every": 2}),
+        ("linear", {"attention": "rope", "log_length": "learned"}),
+        ("", {"attention": "hybrid-rope", "window": 8, "global_every": 2}),
+        ("", {"attention": "pope", "log_length": True}),
+        ("", {"attention": "coca-exact", "rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}),
+        ("", {"attention": "cosformer", "cosformer_beyond": "decay"}),
+    ],
+    ids=lambda case: case if isinstance(case, str) else case["attention"],
+)
+def test_a_longer_training_length_survives_saving(kind: str, options: dict, tmp_path: Path) -> None:
+    """What is trained is what is saved: temperature, angles and cosFormer's M follow the new length."""
+    FarspanForCausalLM(FarspanConfig.preset("tiny", train_length=16, **options)).save_pretrained(tmp_path / "before")
+    stage = {"train_length": 64, "length": 64, "rope_parameters": {"rope_type": kind} if kind else {}}
+    trained = begun(tmp_path / "before", recipe(stage).stages[0]).eval()
+    trained.save_pretrained(tmp_path / "after")
+    ids = torch.randint(1, 257, (2, 150), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        before, now, reloaded = (
+            model(ids).logits
+            for model in (
+                FarspanForCausalLM.from_pretrained(tmp_path / "before").eval(),
+                trained,
+                FarspanForCausalLM.from_pretrained(tmp_path / "after").eval(),
+            )
+        )
+    assert torch.equal(now, reloaded)
+    assert not torch.equal(now, before)
+
+
 def test_dynamic_scaling_measures_against_the_stages_own_training_length(folders: tuple[Path, Path, str]) -> None:
     stage = recipe({"train_length": 16, "length": 64, "rope_parameters": {"rope_type": "dynamic", "factor": 4.0}})
     assert begun(folders[1], stage.stages[0]).config.rotary().scaling.train_length == 16

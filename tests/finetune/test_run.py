@@ -9,7 +9,7 @@ import torch
 
 from farspan import FarspanForCausalLM
 from farspan.checkpoints import read_note
-from farspan.convert import from_pretrained
+from farspan.convert import convert_folder, from_pretrained
 from farspan.finetune import Distillation, Recipe, finetune
 from farspan.finetune.run import begun, merge_lora, resumed
 from farspan.training.config import RunSection
@@ -171,6 +171,24 @@ def test_a_stage_goes_on_where_it_stopped(stage: dict, folders: tuple[Path, Path
         finetune(coca, {source: 1.0}, stages, tmp_path / "cut", run=often)
     finetune(coca, {source: 1.0}, stages, tmp_path / "cut", run=often)
     assert losses(tmp_path / "cut" / "stage-1-s0") == losses(tmp_path / "whole" / "stage-1-s0")
+
+
+def test_a_hybrid_given_a_longer_training_length_goes_on_where_it_stopped(
+    folders: tuple[Path, Path, str], tmp_path: Path
+) -> None:
+    """Its temperature follows the length, in a new model as in one from a checkpoint."""
+    original, _, source = folders
+    hybrid = tmp_path / "hybrid"
+    convert_folder(original, hybrid, "hybrid-rope", window=8, global_every=2)
+    stages = recipe({"length": 64, "train_length": 64, "rope_parameters": {"rope_type": "linear"}})
+    often = RunSection(checkpoint_every=3)
+    whole = finetune(hybrid, {source: 1.0}, stages, tmp_path / "whole", run=often)
+    with cut_at(5), pytest.raises(PowerCutError):
+        finetune(hybrid, {source: 1.0}, stages, tmp_path / "cut", run=often)
+    cut = finetune(hybrid, {source: 1.0}, stages, tmp_path / "cut", run=often)
+    assert losses(tmp_path / "cut" / "stage-1-s0") == losses(tmp_path / "whole" / "stage-1-s0")
+    ours, theirs = weights(cut), weights(whole)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
 def test_merging_nothing_changes_nothing(folders: tuple[Path, Path, str]) -> None:

@@ -25,7 +25,8 @@ def folder(tmp_path: Path) -> Path:
     """The original with 8,192 positions, a model distilled with 2,048, one that the table does not know, and more."""
     long = "distill-long-4-long"
     models = [model_row("original", "rope", 0, 8192), model_row(long, "coca-exact", 3, 2048)]
-    models += [model_row(name, "coca-exact", 1, 2048, seconds=None) for name in ("mine", "unmeasured")]
+    taught = {"passkey_share": 0.0, "retrieval_share": 0.05}
+    models += [model_row(name, "coca-exact", 1, 2048, seconds=None, **taught) for name in ("mine", "unmeasured")]
     write(tmp_path, "models", [*models, model_row("a", "rope", 0, 2048, window=512)])
     ppl = [ppl_row("original", 0, "none", n, x) for n, x in ((2048, 30.0), (8192, 29.0), (32768, 400.0))]
     ppl += [ppl_row(long, 0, "none", n, x) for n, x in ((2048, 31.5), (8192, 34.0), (32768, 40.0))]
@@ -50,7 +51,7 @@ def test_each_scaling_stands_above_the_papers_and_dynamic_ntk_changes_nothing_in
     folder: Path,
 ) -> None:
     """Windows, their ratio, context cut, passkeys, pairs, bits, tokens, minutes; what was not measured is left out."""
-    table, caches = study_tables(collect(folder))
+    table, caches, stages = study_tables(collect(folder))
     assert table.columns[2] == "ppl at 32,768"
     skills = ("—", "—", "0.750", "1.182", "0", "—")
     none = ("—",) * 4
@@ -65,6 +66,7 @@ def test_each_scaling_stands_above_the_papers_and_dynamic_ntk_changes_nothing_in
     ]
     shares = {line.label: line.cells[-1].text for line in caches.lines}
     assert shares == {"Original": "1.0000", "a": "0.2500", "mine": "0.7500"}  # the original's layers see everything
+    assert shown(stages)[:2] == [(LONG, "", "3", "—", "—"), ("mine", "", "1", "0.0%", "5.0%")]
 
 
 def test_a_study_has_a_page_of_its_own(folder: Path) -> None:

@@ -91,7 +91,10 @@ def test_every_table_is_well_formed_in_markdown_and_latex(tmp_path: Path) -> Non
     assert [table.name for table in made["table3"]] == ["table3-perplexity", "table3-passkey"]
     assert [table.name for table in made["figure4"]] == ["figure4-near", "figure4-far"]
     assert made["figure5"][0].columns == ("0–512", "512–2,048", "2,048–8,192", "> 8,192")
-    tables = [measured.control_table(run), measured.training_table(run), *measured.measured_tables(run)]
+    training = measured.training_table(run)
+    assert training
+    assert shown(training)[0][-2:] == ("5.0%", "12.0%")
+    tables = [measured.control_table(run), training, *measured.measured_tables(run)]
     tables += [table for each in made.values() for table in each]
     for table in filter(None, tables):
         rows = [row for row in to_markdown(table).splitlines() if row.startswith("|")]

@@ -235,6 +235,50 @@ def test_shipped_presets_plan_what_is_needed_first(name: str, tmp_path: Path) ->
     assert not any("ntk" in step.name and step.name.split()[1].startswith(fixed) for step in steps)
 
 
+@pytest.mark.usefixtures("no_page")
+def test_a_fine_tuned_model_says_what_its_base_was_shown(toml: Path, tmp_path: Path) -> None:
+    preset = Preset.load(toml)
+    training = {**preset.training, "data": {"length": 256, "batch_size": 1, "passkey_share": 0.04}}
+    models = {"rope": preset.models["rope"], "longer": replace(preset.models["longer"], length=512, tokens=1024)}
+    assert not reproduce(replace(preset, training=training, models=models), tmp_path, only=["finetune"]).failed
+    row = json.loads((tmp_path / "results" / "train-longer-s0.json").read_text())["rows"][0]
+    assert (row["passkey_share"], row["retrieval_share"]) == (0.04, 0.0)
+
+
+@pytest.mark.usefixtures("no_page")
+def test_the_published_cosformer_is_measured_inside_its_training_length(toml: Path, tmp_path: Path) -> None:
+    """Past it "raise" raises: window and truncation control stay inside."""
+    small = Preset.load(toml)
+    preset = replace(Preset.load("cosformer-lm"), corpus=small.corpus, training=small.training)
+    lengths = {name: preset.measured(name).perplexity_lengths for name in preset.models}
+    assert lengths["cosformer"] == [Preset.load("gpu").base_config.data.length]
+    assert lengths["cosformer-decay"][-1] == 32_768
+    evaluation = replace(small.evaluation, scalings=["none"], long=[], passkey_lengths=[], position_tokens=0)
+    measures = {"inside": {"perplexity_lengths": [16]}}
+    preset = replace(preset, evaluation=evaluation, measures=measures)
+    assert not reproduce(preset, tmp_path, only=["cosformer", "ppl"]).failed
+    for seed in (0, 1):
+        rows = json.loads((tmp_path / "results" / f"ppl-cosformer-s{seed}-none.json").read_text())["rows"]
+        assert [(row["length"], row["mode"]) for row in rows] == [(16, "sliding"), (16, "truncated")]
+
+
+def test_the_short_demo_of_layouts_has_checkpoints_on_the_way() -> None:
+    config = Preset.load("hybrid-cpu").base_config
+    assert config.run.checkpoint_every < config.optimizer.steps
+
+
+def test_shares_of_interpolation_differ_in_steps_and_not_in_batches() -> None:
+    preset = Preset.load("pi")
+    for name in (name for name, model in preset.models.items() if model.start):
+        (stage,) = preset.recipe(name).stages
+        rows, steps = {"4k": (4, 4096), "8k": (2, 8192)}, {"5": 305, "10": 610}
+        _, kind, length, share = name.rsplit("-", 3)
+        assert (stage.batch_size, stage.length) == rows[length]
+        assert stage.train_length == stage.length
+        assert stage.optimizer.steps == steps[share]
+        assert bool(stage.rope_parameters) == (kind == "pi")
+
+
 def test_cheap_steps_come_before_other_seeds_and_long_windows_last(tmp_path: Path) -> None:
     steps = [step.name for step in plan(Preset.load("hybrid"), tmp_path)]
     first = steps.index("train rope seed 1")
@@ -314,7 +358,12 @@ def test_texts_that_are_too_short_are_noticed_before_they_are_tokenized(toml: Pa
         ("[models.x]\nattention = 'hybrid'\noptions = { window = 0 }", "window must be .*got 0"),
         ("[models.rope]\noptions = { windo = 3 }", "options of preset '350m' must be a model's fields, got 'windo'"),
         ("[models.'a/b']", "names of models must be letters, digits, - and _, got 'a/b'"),
-        ("[models.rope]\nmeasures = 'ful'\n[measures.full]", "measures must be one of '', 'full', got 'ful'"),
+        (
+            "[models.rope]\nmeasures = 'ful'\n[measures.full]",
+            "models.rope.measures must be one of 'full', got 'ful'; did",
+        ),
+        ("[models.rope]\nmeasures = 'full'", r"models.rope.measures must be left out without .*, got 'full'; add that"),
+        ("[models.rope]\nscalings = ['ntk4']", r"models.rope.scalings must be own, none, ntk-F.* got 'ntk4'"),
         ("[measures.full]\ncase = 3\n[models.rope]\nmeasures = 'full'", "key measures.full.case must be one of"),
         (ROPE + '[evaluation]\nscalings = ["ntk4"]', "evaluation.scalings must be own, none, ntk-F.* got 'ntk4'"),
         (ROPE + "[evaluation]\nretrieval_tasks = ['cew']", "retrieval_tasks must be one of .* did you mean 'cwe'"),

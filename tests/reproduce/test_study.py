@@ -64,6 +64,19 @@ def test_a_folder_belongs_to_its_recipes_and_not_to_their_names(tmp_path: Path) 
         reproduce(Preset.load(toml), tmp_path / "out")
 
 
+@pytest.mark.usefixtures("no_page")
+def test_a_model_says_what_rows_showed_it_in_any_stage(tmp_path: Path) -> None:
+    """Also in one before the last."""
+    toml = made(tmp_path)
+    first, rest = (tmp_path / "distill.toml").read_text().split("train_length = 16", 1)
+    first = first.replace("length = 16", "length = 800\nretrieval_share = 0.05")
+    (tmp_path / "distill.toml").write_text(f"{first}train_length = 16{rest}")
+    assert not reproduce(Preset.load(toml), tmp_path / "out", only=["finetune", "distill"]).failed
+    shares = ("passkey_share", "retrieval_share")
+    found = [[rows(tmp_path / "out", f"model-{name}")[0][x] for x in shares] for name in ("calibrated", "distill")]
+    assert found == [[0.0, 0.0], [0.0, 0.05]]
+
+
 def test_a_scaling_of_its_own_is_dropped_where_none_is_asked_for(whole: Path) -> None:
     assert rows(whole, "model-distill-long")[0]["own_scaling"] == "dynamic_ntk-4"
     plain, own = (rows(whole, f"ppl-distill-long-{name}-from-64") for name in ("none", "dynamic_ntk-4"))

@@ -22,6 +22,7 @@ from farspan.errors import require
 from farspan.evaluation import scaling_name
 from farspan.finetune.objectives import ATTENTION_OUTPUT, Distillation, check_teacher, new_layers
 from farspan.finetune.recipe import Lora, Recipe, Stage
+from farspan.layers import CosformerAttention
 from farspan.modeling_farspan import FarspanForCausalLM
 from farspan.ops import Linear, YaRN
 from farspan.results import write_result
@@ -339,6 +340,13 @@ def give_lengths(model: FarspanForCausalLM, stage: Stage) -> None:
     config.max_position_embeddings = max(config.max_position_embeddings, longest)
     if rope:
         model.set_rope_parameters(**rope)
+    # The layers must measure against what is saved, or a reloaded model is another function.
+    model.share_rotary(config.rotary())
+    if config.log_length:
+        model.set_log_length(config.log_length)
+    for layer in model.modules():
+        if isinstance(layer, CosformerAttention):
+            layer.max_length = config.cosformer_max_length or config.train_length
 
 
 def freeze(model: FarspanForCausalLM, stage: Stage, teacher: FarspanConfig | None = None) -> FarspanForCausalLM:

@@ -139,9 +139,9 @@ def chart(
     axes.xaxis.set_minor_locator(NullLocator())
     if mark is not None:
         axes.axvline(mark, color=FAINT, linewidth=1.2, linestyle=":")
-        place, offset = (mark, 1.0 if at == "top" else 0.0), (3, -2 if at == "top" else 8)
+        point, offset = (mark, 1.0 if at == "top" else 0.0), (3, -2 if at == "top" else 8)
         how: Any = {"xycoords": axes.get_xaxis_transform(), "textcoords": "offset points", "rotation": 90, "va": at}
-        axes.annotate("training length", place, offset, fontsize=8, color=FAINT, **how)
+        axes.annotate("training length", point, offset, fontsize=8, color=FAINT, **how)
     then(axes)
     return finish(canvas, name, group, caption, legend)
 

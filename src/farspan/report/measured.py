@@ -38,8 +38,9 @@ TASKS = {
 TRAINING = (
     "seed {seed}; parameters {parameters:,}; tokens {tokens:,}; steps {steps:,}; length {length:,}; "
     "final loss {final_loss:.3f}; minutes {minutes:,.1f}; tokens/s {tokens_per_second:,.0f}; MFU {mfu:.1%}; "
-    "passkey share {passkey_share:.1%}"
+    "passkey share {passkey_share:.1%}; retrieval share {retrieval_share:.1%}"
 )
+STAGES = "stages {stages}; passkey share {passkey_share:.1%}; retrieval share {retrieval_share:.1%}"
 TASK_TRAINING = (
     "seeds {seeds}; parameters {parameters:,}; length {length:,}; pre-training steps {pretraining_steps:,}; "
     "steps {steps:,}; minutes {minutes:,.1f}; tokens/s {speed.value:,.0f}; GB {memory.value:.1f}"
@@ -241,7 +242,7 @@ def task_training_table(run: Run) -> Table | None:
 
 
 def study_tables(run: Run) -> list[Table]:
-    """Compare the models of a study: a line per scaling, then the paper's; and their caches."""
+    """Compare the models of a study: a line per scaling, then the paper's; their caches, and what they were shown."""
     made = {model.model: model for model in run.of("model")}
     if not made:
         return []
@@ -265,7 +266,10 @@ def study_tables(run: Run) -> list[Table]:
                 entries.append((label, f"paper, {scaling_name(row.scaling)}", _paper_values(row, len(windows))))
     table = grid(experiment.name, experiment.title, heads, entries, caption=experiment.caption, heading="Model")
     caches = _cache_table(run, f"{experiment.name}-cache", [(labels[name], made[name]) for name in order])
-    return [found for found in (table, caches) if found]
+    rows = [(labels[name], "", made[name]) for name in order if made[name].stages]
+    caption = "Largest share of the rows of any stage that show passkeys, or retrieval tasks, with their answers."
+    stages = listing(f"{experiment.name}-stages", "Fine-tuning", STAGES, rows, caption=caption, heading="Model")
+    return [found for found in (table, caches, stages) if found]
 
 
 def _model_values(run: Run, model: Record, windows: list[int], prompts: list[int]) -> list[tuple[str, list[Value]]]:

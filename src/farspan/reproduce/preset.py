@@ -125,7 +125,7 @@ class Model:
     window: Natural = 0
     """Of a conversion: the keys that each layer sees; 0 = as the checkpoint has it."""
     global_every: Natural = 0
-    """Of a conversion: make every so manieth layer global and position-free; 0 = none."""
+    """Of a conversion: one layer in so many becomes global and position-free; 0 = none."""
     recipe: str = "paper"
     """Of fine-tuning."""
     tokens: Natural = 0
@@ -273,7 +273,12 @@ class Preset:
     def measured(self, name: str) -> Evaluation:
         """Return what is measured of a model."""
         model = self.models[name]
-        require_choice("measures", model.measures, ("", *self.measures))
+        if model.measures:
+            where, got = f"models.{name}.measures", f"got {model.measures!r}"
+            require(bool(self.measures), f"{where} must be left out without [measures.NAME], {got}; add that table")
+            require_choice(where, model.measures, self.measures)
+        for scaling in model.scalings:
+            check_scaling(scaling, f"models.{name}.scalings")
         values = {**asdict(self.evaluation), **self.measures.get(model.measures, {})}
         values |= {"scalings": model.scalings} if model.scalings else {}
         return parse(Evaluation, values, f"measures.{model.measures}.")

@@ -3,7 +3,8 @@
 import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -104,9 +105,8 @@ class Work:
         run = self.folder / "runs" / f"{name}-s{seed}"
         train(config, run, progress=progress)
         steps, data = config.optimizer.steps, config.data
-        shares = {"passkey_share": data.passkey_share, "retrieval_share": data.retrieval_share}
         tokens = steps * data.batch_size * data.length
-        self._write_training(result, run, name, seed, steps=steps, tokens=tokens, **shares)
+        self._write_training(result, run, name, seed, steps=steps, tokens=tokens, **_shares(asdict(data)))
 
     def convert(self, name: str, result: Path, progress: Progress) -> None:
         """Convert the checkpoint."""
@@ -126,7 +126,7 @@ class Work:
             progress=progress,
         )
         took = {"tokens": tokens, "seconds": time.perf_counter() - began, "calibrated": tokens > 0}
-        self._write_model(result, name, stages=0, passkey_share=0.0, **took)
+        self._write_model(result, name, stages=0, **took, **_shares())
 
     def finetune(self, name: str, result: Path, progress: Progress) -> None:
         """Fine-tune a model with its recipe."""
@@ -145,13 +145,12 @@ class Work:
         known = _rows(self.made(before))[0]
         took = [known, *_rows(out / "recipe.json")]
         tokens, seconds = (sum(one[what] for one in took) for what in ("tokens", "seconds"))
+        shares = _shares(*took)
         if preset.models[preset.origin(name)].start:
-            share = max(stage.passkey_share for stage in stages)
             number = known["stages"] + len(stages)
-            self._write_model(result, name, stages=number, tokens=tokens, seconds=seconds, passkey_share=share)
+            self._write_model(result, name, stages=number, tokens=tokens, seconds=seconds, **shares)
         else:
             steps = known["steps"] + sum(stage.optimizer.steps for stage in stages)
-            shares = {"passkey_share": last.passkey_share, "retrieval_share": last.retrieval_share}
             run = out / f"stage-{len(stages)}-{last.name}"
             self._write_training(result, run, name, 0, steps=steps, tokens=tokens, **shares)
 
@@ -291,6 +290,12 @@ class Work:
 def _rows(path: Path) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["rows"]
     return rows
+
+
+def _shares(*trainings: Mapping[str, Any]) -> dict[str, float]:
+    """Return the largest shares of rows that showed passkeys, and retrieval tasks, in any of these trainings."""
+    names = ("passkey_share", "retrieval_share")
+    return {name: max((training.get(name, 0.0) for training in trainings), default=0.0) for name in names}
 
 
 def training_facts(run: Path, model: Path) -> dict[str, Any]:
