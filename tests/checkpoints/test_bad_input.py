@@ -289,4 +289,4 @@ def test_the_command_line_says_it_in_one_line_and_leaves_nothing(case: str, tmp_
 def test_a_name_of_the_hub_says_how_to_download_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match="download it first: hf download owner/model --local-dir model"):
-        open_source(Path("owner/model"))
+        from_pretrained(Path("owner/model"))

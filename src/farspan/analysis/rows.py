@@ -21,7 +21,7 @@ from farspan.data.sources import needs
 from farspan.errors import require
 from farspan.modeling_farspan import FarspanForCausalLM
 from farspan.results import check_out, write_result
-from farspan.utils import Progress, read_settings, silent
+from farspan.utils import Progress, check_folder, read_settings, silent
 
 LONGEST = 32_768
 """Tokens read of a text unless more are asked for."""
@@ -61,6 +61,8 @@ def analyze_checkpoint(
         re.fullmatch(r"[\w.-]{1,100}", label) is not None,
         f"label must be up to 100 letters, digits, dots or dashes, got {label!r}; it names a file",
     )
+    if not (out / "results").is_dir():
+        check_folder(out, what="of results")
     path = out / "results" / f"analysis-{label}.json"
     check_out(path, force)
     reader = text_tokenizer(model) if tokenizer is None else load_tokenizer(tokenizer)
