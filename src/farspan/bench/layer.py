@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from farspan.bench import Row, Steps, Table, notes, show, table
-from farspan.bench.checks import PASSES, Candidate, compare, definition
+from farspan.bench.checks import PASSES, SMALL, Blocks, Candidate, checked_queries, compare, definition, smaller
 from farspan.bench.timing import Timed, best, ratio, spread
 from farspan.errors import require
 from farspan.layers import Attention, AttentionSpec
@@ -41,6 +41,8 @@ PEERS = ("rope, window, flex", "rope, window, flash-attn", "coca-slack, publishe
 RoPE and CoCA are timed on each of SDPA's kernels by name as well, so that no ratio hangs on which one SDPA picks."""
 SCORES = 2**31
 """The most N×N scores for which the published formulation is run."""
+PLANTED = 8
+"""How much larger the inputs on both sides of a window's edge are: 8 of a random v stand out among 2,048."""
 GROUPS = (1, 2, 4, 8)
 ALLOWED_GRAPHS = 128
 """torch.compile gives up after eight versions of one function. Here each candidate is one, with and without grad."""
@@ -202,13 +204,13 @@ def make_candidate(
     layer = make(shape.hidden, shape.h, **options).to(x.device, x.dtype)
     compiled = partial(torch.compile, backend=compiler, dynamic=False) if compiler else lambda run, **_: run
 
-    def twin(dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
+    def twin(dtype: torch.dtype, blocks: Blocks) -> tuple[Tensor, list[Tensor]]:
         one = Attention(shape.hidden, shape.h, **options).to(x.device, dtype)
         one.load_state_dict(layer.state_dict())
-        inputs = [part[-1:].detach().to(dtype).requires_grad_() for part in leaves.values()]
+        inputs = [part.detach().to(dtype).requires_grad_() for part in leaves.values()]
         if alone:
-            return definition(one, *inputs).transpose(1, 2), inputs
-        out = definition(one, *one.project(inputs[0])).transpose(1, 2).flatten(2)
+            return definition(one, *inputs, blocks), inputs
+        out = definition(one, *one.project(inputs[0]), blocks).flatten(1)
         return one.o_proj(out), [inputs[0], *one.parameters()]
 
     if alone:
@@ -269,15 +271,30 @@ def time_shape(
     reasons = {name: why_not(name, shape, device, compiler is not None) for name in names}
     missing = {name: why for name, why in reasons.items() if why is not None}
     x = torch.randn(shape.b, shape.n, shape.hidden, device=device).to(dtype)
+    plant(x, window)
     how: dict[str, Any] = {"alone": alone, "window": window, "compiler": compiler}
     torch.compiler.reset()
     with torch._dynamo.config.patch(recompile_limit=ALLOWED_GRAPHS):
         made = {name: make_candidate(name, shape, x, **how) for name in names if name not in missing}
         like = x.view(shape.b, shape.n, shape.h, shape.d) if alone else x
-        checks, found = compare(made, like, passes, missing=missing, repeats=repeats, device=device)
+        how["window"] = window and min(window, SMALL // 3)
+        small = []
+        for sizes in smaller(shape.b, shape.n):
+            few, y = shape._replace(**sizes), x[: sizes["b"], : sizes["n"]].contiguous()
+            small.append({name: make_candidate(name, few, y, **how) for name in made})
+        options: dict[str, Any] = {"repeats": repeats, "device": device, "small": small, "window": window}
+        checks, found = compare(made, like, passes, missing=missing, **options)
     row: Row = {"kind": "op" if alone else "layer" if window is None else "window layer", "passes": passes}
     row |= {"compiler": compiler or "none", "dtype": str(dtype), "window": window}
     return [*checks, row | report(shape, found) | {"missing": missing}]
+
+
+def plant(x: Tensor, window: int | None) -> None:
+    """Enlarge the first key in the window of each checked query and the last before it: an error by one key shows."""
+    queries = [(rows.start, i.start) for rows, i in checked_queries(*x.shape[:2], window)]
+    seen = [(row, i - window) for row, i in queries if window is not None and i >= window]
+    for row, i in {(row, i + more) for row, i in seen for more in (0, 1)}:
+        x[row, i] *= PLANTED
 
 
 def report(shape: Shape, found: Timed) -> Row:
