@@ -41,8 +41,8 @@ PEERS = ("rope, window, flex", "rope, window, flash-attn", "coca-slack, publishe
 RoPE and CoCA are timed on each of SDPA's kernels by name as well, so that no ratio hangs on which one SDPA picks."""
 SCORES = 2**31
 """The most N×N scores for which the published formulation is run."""
-PLANTED = 8
-"""How much larger the inputs on both sides of a window's edge are: 8 of a random v stand out among 2,048."""
+PLANTED = 16
+"""How much larger values on both sides of a window's edge are: one of them stands out among 2,048 others."""
 GROUPS = (1, 2, 4, 8)
 ALLOWED_GRAPHS = 128
 """torch.compile gives up after eight versions of one function. Here each candidate is one, with and without grad."""
@@ -190,6 +190,17 @@ def why_not(name: str, shape: Shape, device: str, compiled: bool) -> str | None:
     return why if applies else None
 
 
+def plant(v: Tensor, window: int | None) -> None:
+    """Enlarge values (b, n, …) at the first key in the window of each checked query, and at the last key before it.
+
+    An error by one key shows then. Larger keys would show it too, but turn rounding into large errors.
+    """
+    if window is not None:
+        first = {(rows.start, i.start - window) for rows, i in checked_queries(v.shape[0], v.shape[1], window)}
+        for row, i in {(row, i + more) for row, i in first for more in (0, 1) if i >= 0}:
+            v[row, i] *= PLANTED
+
+
 def make_candidate(
     name: str, shape: Shape, x: Tensor, *, alone: bool, window: int | None, compiler: str | None
 ) -> Candidate:
@@ -214,7 +225,10 @@ def make_candidate(
         return one.o_proj(out), [inputs[0], *one.parameters()]
 
     if alone:
-        leaves = {c: part.detach().requires_grad_() for c, part in zip("qkv", layer.project(x), strict=True)}
+        leaves = {c: part.detach() for c, part in zip("qkv", layer.project(x), strict=True)}
+        plant(leaves["v"].transpose(1, 2), window)
+        for leaf in leaves.values():
+            leaf.requires_grad_()
         attend = compiled(core)
         run: Callable[[], Tensor] = lambda: attend(layer, *leaves.values()).transpose(1, 2)  # noqa: E731
     else:
@@ -271,7 +285,6 @@ def time_shape(
     reasons = {name: why_not(name, shape, device, compiler is not None) for name in names}
     missing = {name: why for name, why in reasons.items() if why is not None}
     x = torch.randn(shape.b, shape.n, shape.hidden, device=device).to(dtype)
-    plant(x, window)
     how: dict[str, Any] = {"alone": alone, "window": window, "compiler": compiler}
     torch.compiler.reset()
     with torch._dynamo.config.patch(recompile_limit=ALLOWED_GRAPHS):
@@ -287,14 +300,6 @@ def time_shape(
     row: Row = {"kind": "op" if alone else "layer" if window is None else "window layer", "passes": passes}
     row |= {"compiler": compiler or "none", "dtype": str(dtype), "window": window}
     return [*checks, row | report(shape, found) | {"missing": missing}]
-
-
-def plant(x: Tensor, window: int | None) -> None:
-    """Enlarge the first key in the window of each checked query and the last before it: an error by one key shows."""
-    queries = [(rows.start, i.start) for rows, i in checked_queries(*x.shape[:2], window)]
-    seen = [(row, i - window) for row, i in queries if window is not None and i >= window]
-    for row, i in {(row, i + more) for row, i in seen for more in (0, 1)}:
-        x[row, i] *= PLANTED
 
 
 def report(shape: Shape, found: Timed) -> Row:
