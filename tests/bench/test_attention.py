@@ -94,7 +94,7 @@ def test_the_definition_is_the_op_at_the_checked_queries(spec: Any) -> None:
     q, k, v = one.project(torch.randn(2, 20, 32, dtype=torch.float64))
     for blocks in (checks.checked_queries(2, 20), [(slice(1, 2), slice(i, i + 1)) for i in (0, 7, 19)]):
         want = checks.pick(layer.own(one, q, k, v).transpose(1, 2), blocks)
-        assert (definition(one, q, k, v, blocks) - want).abs().max() <= 1e-10
+        assert (definition(one, blocks, q, k, v) - want).abs().max() <= 1e-10
 
 
 @pytest.mark.parametrize("alone", [True, False])

@@ -231,7 +231,7 @@ def pick(x: Tensor, blocks: Blocks) -> Tensor:
     return torch.cat([x[block].flatten(0, 1) for block in blocks])
 
 
-def by_blocks(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, blocks: Blocks) -> Tensor:
+def by_blocks(attend: Callable[..., Tensor], blocks: Blocks, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Attend from the queries of each block to all keys up to its end, (b, n, h, d) → (queries, h, d).
 
     The N×d numbers per query are computed again in the backward pass, so that those of one block exist at a time.
@@ -240,11 +240,11 @@ def by_blocks(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, bl
     return torch.cat([checkpoint(attend, *call, use_reentrant=False).flatten(0, 1) for call in calls])
 
 
-def definition(layer: Attention, q: Tensor, k: Tensor, v: Tensor, blocks: Blocks) -> Tensor:
+def definition(layer: Attention, blocks: Blocks, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Compute a layer's attention by its equations: q, k and v (b, h, n, d) → (queries, h, d).
 
     >>> inputs = (torch.ones(1, 2, 5, 8) for _ in range(3))
-    >>> definition(Attention(16, 2, "rope"), *inputs, checked_queries(1, 5)).shape
+    >>> definition(Attention(16, 2, "rope"), checked_queries(1, 5), *inputs).shape
     torch.Size([5, 2, 8])
     """
     options: dict[str, Any] = {"window": layer.spec.window, "backend": "reference"}
@@ -257,7 +257,7 @@ def definition(layer: Attention, q: Tensor, k: Tensor, v: Tensor, blocks: Blocks
     else:
         op = partial(coca_attention, rotary=layer.rotary, form=layer.form)
     attend = by_heads(partial(op, **options))
-    return by_blocks(attend, q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), blocks)
+    return by_blocks(attend, blocks, q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
 
 
 def by_heads(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:

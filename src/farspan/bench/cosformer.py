@@ -82,7 +82,7 @@ def make_candidates(
         attend = by_heads(partial(cosformer_attention, max_length=max_length, backend="reference"))
         if dtype != torch.float64:
             attend = partial(plain_attention, waves=angles(max_length, inputs[0]))
-        return by_blocks(attend, *inputs, blocks), inputs
+        return by_blocks(attend, blocks, *inputs), inputs
 
     made = {}
     for name, op in ops.items():
@@ -169,7 +169,12 @@ def time_kernels(shape: Shape, passes: str, *, repeats: int, device: str, seed: 
     peer, missing = flash_linear_attention(device)
     if peer is not None:
         waves = angles(shape.n, torch.empty(0, dtype=torch.bfloat16, device=device))
-        ops["fla"] = lambda q, k, v: peer(*(features(x, [wave[: x.shape[1]] for wave in waves]) for x in (q, k)), v)
+
+        def fla(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            seen = [wave[: q.shape[1]] for wave in waves]
+            return peer(features(q, seen), features(k, seen), v)
+
+        ops["fla"] = fla
     make = partial(make_candidates, ops=ops, dtype=torch.bfloat16, device=device, max_length=shape.n)
     made, small = make(shape), [make(shape._replace(**few)) for few in smaller(shape.b, shape.n)]
     v, backward = made[OURS].leaves["v"], passes != PASSES[0]

@@ -220,8 +220,8 @@ def make_candidate(
         one.load_state_dict(layer.state_dict())
         inputs = [part.detach().to(dtype).requires_grad_() for part in leaves.values()]
         if alone:
-            return definition(one, *inputs, blocks), inputs
-        out = definition(one, *one.project(inputs[0]), blocks).flatten(1)
+            return definition(one, blocks, *inputs), inputs
+        out = definition(one, blocks, *one.project(inputs[0])).flatten(1)
         return one.o_proj(out), [inputs[0], *one.parameters()]
 
     if alone:
