@@ -1,5 +1,6 @@
 """Ops and layers take every step at toy size, and give no figures when a candidate computes something else."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -83,16 +84,17 @@ def test_candidates_compute_their_definition(g: int, window: int | None) -> None
     for name in set(layer.FULL if window is None else layer.WINDOWS) - others:
         made = make_candidate(name, shape, x, alone=False, window=window, compiler=None)
         assert made.twin is not None
-        got = made.run()[-1:, checks.checked_tokens(33)]
-        assert (got - made.twin(torch.float64)[0]).abs().max() <= 1e-5, name
+        blocks = [(slice(0, 2), slice(0, 33)), (slice(1, 2), slice(7, 9))]
+        assert (checks.pick(made.run(), blocks) - made.twin(torch.float64, blocks)[0]).abs().max() <= 1e-5, name
 
 
 @pytest.mark.parametrize("spec", ["alibi", "rope", "coca-slack", AttentionSpec("pope", window=4)])
-def test_the_definition_is_the_op_at_the_checked_tokens(spec: Any) -> None:
+def test_the_definition_is_the_op_at_the_checked_queries(spec: Any) -> None:
     one = Attention(32, 2, spec).double()
-    q, k, v = one.project(torch.randn(1, 20, 32, dtype=torch.float64))
-    out = layer.own(one, q, k, v)[:, :, checks.checked_tokens(20)]
-    assert (definition(one, q, k, v) - out).abs().max() <= 1e-10
+    q, k, v = one.project(torch.randn(2, 20, 32, dtype=torch.float64))
+    for blocks in (checks.checked_queries(2, 20), [(slice(1, 2), slice(i, i + 1)) for i in (0, 7, 19)]):
+        want = checks.pick(layer.own(one, q, k, v).transpose(1, 2), blocks)
+        assert (definition(one, blocks, q, k, v) - want).abs().max() <= 1e-10
 
 
 @pytest.mark.parametrize("alone", [True, False])
@@ -117,12 +119,55 @@ def test_no_figures_when_a_candidate_is_wrong(
             layer.time_shape((name, "rope"), TOY, passes, **options)
 
 
-def test_no_figures_of_a_window_that_is_one_key_wider(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("more", [-1, 1])
+@pytest.mark.parametrize(("window", "dtype"), [(32, torch.float32), (2048, torch.bfloat16)])
+def test_no_figures_of_a_window_that_is_one_key_off(
+    monkeypatch: pytest.MonkeyPatch, window: int, dtype: torch.dtype, more: int
+) -> None:
+    """Nor of another library's, within its wider limit: that candidate is missing. The small check has it right."""
     right = layer.make_mask
-    monkeypatch.setattr(layer, "make_mask", lambda *x, window=None: right(*x, window=window and window + 1))
+    off = lambda *x, window=None: right(*x, window=window and window + more * (window in (32, 2048)))  # noqa: E731
+    monkeypatch.setattr(layer, "make_mask", off)
+    shape, options = Shape(1, 300 if window == 32 else 2200, 64, 2, 2), {"alone": True, "dtype": dtype, **ONCE}
     for passes in PASSES:
         with pytest.raises(ResultsDifferError, match=r"rope, window, (output|d .), is wrong"):
-            layer.time_shape(layer.WINDOWS, Shape(1, 300, 64, 2, 2), passes, alone=True, window=32, **ONCE)
+            layer.time_shape(("rope", "rope, window"), shape, passes, window=window, **options)
+    monkeypatch.setitem(layer.CORES, "flash-attn", lambda *inputs: layer.own(*inputs))
+    monkeypatch.setattr(layer, "why_not", lambda *_: None)
+    names = ("rope", "rope, window, flash-attn")
+    row = layer.time_shape(names, shape, PASSES[0], window=window, **options)[-1]
+    assert "flash-attn, output, is wrong by" in row["missing"][names[1]]
+    assert set(row["milliseconds"]) == {"rope"}
+
+
+@pytest.mark.parametrize("n", [100, 1024])
+def test_no_figures_when_one_query_is_wrong(monkeypatch: pytest.MonkeyPatch, n: int) -> None:
+    """Any query of a small shape; of a large one those at edges, in any of its sequences."""
+    attend = Attention.attend
+
+    def off(self: Attention, q: torch.Tensor, *inputs: Any) -> torch.Tensor:
+        out = attend(self, q, *inputs)
+        out[0, :, 37 if n == 100 else out.shape[2] // 2 - 1] *= 1 if n != out.shape[2] else 1.1
+        return out
+
+    monkeypatch.setattr(Attention, "attend", off)
+    with pytest.raises(ResultsDifferError, match="rope, output, is wrong"):
+        layer.time_shape(("rope",), Shape(2, n, 64, 2, 2), PASSES[0], alone=True, **ONCE)
+
+
+def test_another_librarys_candidate_without_memory_for_its_check_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    made = make_candidate("rope, flash", TOY, torch.randn(2, 100, 64), alone=True, window=None, compiler=None)
+    missing: dict[str, str] = {}
+    like = torch.empty(2, 100, 4, 16)
+    for ours in (False, True):
+        candidates = {"rope": made._replace(ours=True), "flash": made._replace(twin=full, ours=ours)}
+        with pytest.raises(RuntimeError, match="out of memory") if ours else nullcontext():
+            rows, found = checks.compare(candidates, like, PASSES[1], missing=missing, repeats=1, device="cpu")
+            assert missing == {"flash": "OutOfMemoryError: CUDA out of memory."}
+            assert [row["attention"] for row in rows] == ["rope"] == list(found.seconds)
 
 
 def test_the_half_width_kernel_beside_rope_and_no_figures_when_it_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

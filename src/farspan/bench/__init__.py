@@ -47,7 +47,7 @@ def notes(rows: list[Row]) -> list[Table | str]:
     if checks:
         row = max(checks, key=lambda row: row["error"] / row["allowed"])
         what = row.get("attention", row["kind"])
-        errors = f"{row['error']:.1e} of the largest number (allowed: {row['allowed']:.1e})"
+        errors = f"relative error {row['error']:.1e} (allowed: {row['allowed']:.1e})"
         found.append(f"{len(checks)} checks passed; nearest to its limit: {what}, {errors}")
     return found
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from farspan.bench import Row, Steps, Table, notes, show, table
-from farspan.bench.checks import PASSES, Candidate, checked_tokens, compare
+from farspan.bench.checks import PASSES, Blocks, Candidate, by_blocks, by_heads, compare, smaller
 from farspan.bench.timing import ratio, spread
 from farspan.ops import cosformer_attention
 
@@ -67,7 +67,9 @@ def kernel_steps(todo: Sequence[Shape], *, repeats: int, device: str, seed: int)
     ]
 
 
-def make_candidates(shape: Shape, ops: dict[str, Attention], dtype: torch.dtype, device: str) -> dict[str, Candidate]:
+def make_candidates(
+    shape: Shape, ops: dict[str, Attention], dtype: torch.dtype, device: str, max_length: int
+) -> dict[str, Candidate]:
     """Make candidates on the same random inputs. Those named "softmax" are another function, which is not checked."""
     leaves = {name: torch.randn(shape.b, shape.n, shape.h, shape.d, device=device).to(dtype) for name in "qkv"}
     for name in "qk":
@@ -75,24 +77,18 @@ def make_candidates(shape: Shape, ops: dict[str, Attention], dtype: torch.dtype,
     for leaf in leaves.values():
         leaf.requires_grad_()
 
-    def twin(dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
-        inputs = [x[-1:].detach().to(dtype).requires_grad_() for x in leaves.values()]
-        exact = by_heads(partial(cosformer_attention, max_length=shape.n, backend="reference"))
-        attend = exact if dtype == torch.float64 else partial(plain_attention, waves=angles(shape.n, inputs[0]))
-        q, k, v = inputs
-        found = [attend(q[:, [i]], k[:, : i + 1], v[:, : i + 1]) for i in checked_tokens(shape.n)]
-        return torch.cat(found, dim=1), inputs
+    def twin(dtype: torch.dtype, blocks: Blocks) -> tuple[Tensor, list[Tensor]]:
+        inputs = [x.detach().to(dtype).requires_grad_() for x in leaves.values()]
+        attend = by_heads(partial(cosformer_attention, max_length=max_length, backend="reference"))
+        if dtype != torch.float64:
+            attend = partial(plain_attention, waves=angles(max_length, inputs[0]))
+        return by_blocks(attend, blocks, *inputs), inputs
 
     made = {}
     for name, op in ops.items():
         run, known = partial(op, *leaves.values()), None if "softmax" in name else twin
         made[name] = Candidate(run, leaves, known, ours=name not in PEERS)
     return made
-
-
-def by_heads(attend: Attention) -> Attention:
-    """Take attention of (b, h, n, d) to :data:`Attention`."""
-    return lambda q, k, v: attend(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
 
 
 def angles(n: int, like: Tensor) -> Sequence[Tensor]:
@@ -107,9 +103,10 @@ def features(x: Tensor, waves: Sequence[Tensor]) -> Tensor:
 
 
 def plain_attention(q: Tensor, k: Tensor, v: Tensor, *, waves: Sequence[Tensor]) -> Tensor:
-    """Compute what anyone would write of the last query, (b, 1, h, d), all in the inputs' dtype."""
+    """Compute what anyone would write of the last queries, all in the inputs' dtype."""
     seen = [wave[: k.shape[1]] for wave in waves]
     weights = features(q, seen).transpose(1, 2) @ features(k, seen).transpose(1, 2).mT
+    weights = weights.tril(k.shape[1] - q.shape[1])
     total = weights.sum(-1, keepdim=True).clamp(min=1e-3)
     return (weights @ v.transpose(1, 2) / total).transpose(1, 2)
 
@@ -126,19 +123,21 @@ def time_length(names: Sequence[str], length: int, passes: str, *, repeats: int,
         "published": partial(published_cosformer, max_length=length),
     }
     ops = {name: by_heads(ops[name]) for name in names}
-    made = make_candidates(Shape(1, 8, length, 64), ops, torch.float32, device)
-    like = made["cosformer"].leaves["v"]
-    checks, (seconds, peaks, _) = compare(made, like, passes, missing={}, repeats=repeats, device=device)
+    shape, missing = Shape(1, 8, length, 64), dict[str, str]()
+    made = make_candidates(shape, ops, torch.float32, device, length)
+    small = [make_candidates(shape._replace(**few), ops, torch.float32, device, length) for few in smaller(1, length)]
+    how: dict[str, Any] = {"missing": missing, "repeats": repeats, "device": device, "small": small}
+    checks, (seconds, peaks, _) = compare(made, made["cosformer"].leaves["v"], passes, **how)
     ours, peak = seconds["cosformer"], peaks["cosformer"]
     label: Row = {"passes": passes, "length": length, "heads": 8, "head_dim": 64}
     rows = []
     if passes == PASSES[0]:
         median = spread(ours)["median"]
         rows.append(label | {"kind": "length", "seconds": ours, "median": median, "peak_bytes": peak})
-    for name in names[1:]:
+    for name in (name for name in names[1:] if name in seconds):
         row = label | {"kind": name, "seconds": seconds[name], "speedup": ratio(seconds[name], ours)["median"]}
         rows.append(row | {"memory_ratio": peaks[name] / max(1, peak)})
-    return [*checks, *rows]
+    return [*checks, *rows, *([label | {"kind": "missing", "missing": missing}] if missing else [])]
 
 
 def published_cosformer(q: Tensor, k: Tensor, v: Tensor, max_length: int) -> Tensor:
@@ -170,10 +169,17 @@ def time_kernels(shape: Shape, passes: str, *, repeats: int, device: str, seed: 
     peer, missing = flash_linear_attention(device)
     if peer is not None:
         waves = angles(shape.n, torch.empty(0, dtype=torch.bfloat16, device=device))
-        ops["fla"] = lambda q, k, v: peer(features(q, waves), features(k, waves), v)
-    made, backward = make_candidates(shape, ops, torch.bfloat16, device), passes != PASSES[0]
-    v = made[OURS].leaves["v"]
+
+        def fla(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            seen = [wave[: q.shape[1]] for wave in waves]
+            return peer(features(q, seen), features(k, seen), v)
+
+        ops["fla"] = fla
+    make = partial(make_candidates, ops=ops, dtype=torch.bfloat16, device=device, max_length=shape.n)
+    made, small = make(shape), [make(shape._replace(**few)) for few in smaller(shape.b, shape.n)]
+    v, backward = made[OURS].leaves["v"], passes != PASSES[0]
     how: dict[str, Any] = {"missing": missing, "repeats": repeats, "device": device, "graph": not backward}
+    how["small"] = small
     checks, (seconds, peaks, _) = compare(made, v, passes, **how)
     held, least = v.nbytes * (4 if backward else 3), (8 if backward else 4) * v.nbytes
     row: Row = {"kind": "linear", "passes": passes, **shape._asdict(), "state_bytes": state_bytes(made[OURS], shape.n)}

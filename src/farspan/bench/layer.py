@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from farspan.bench import Row, Steps, Table, notes, show, table
-from farspan.bench.checks import PASSES, Candidate, compare, definition
+from farspan.bench.checks import PASSES, SMALL, Blocks, Candidate, checked_queries, compare, definition, smaller
 from farspan.bench.timing import Timed, best, ratio, spread
 from farspan.errors import require
 from farspan.layers import Attention, AttentionSpec
@@ -41,6 +41,8 @@ PEERS = ("rope, window, flex", "rope, window, flash-attn", "coca-slack, publishe
 RoPE and CoCA are timed on each of SDPA's kernels by name as well, so that no ratio hangs on which one SDPA picks."""
 SCORES = 2**31
 """The most N×N scores for which the published formulation is run."""
+PLANTED = 16
+"""How much larger values on both sides of a window's edge are: one of them stands out among 2,048 others."""
 GROUPS = (1, 2, 4, 8)
 ALLOWED_GRAPHS = 128
 """torch.compile gives up after eight versions of one function. Here each candidate is one, with and without grad."""
@@ -188,6 +190,17 @@ def why_not(name: str, shape: Shape, device: str, compiled: bool) -> str | None:
     return why if applies else None
 
 
+def plant(v: Tensor, window: int | None) -> None:
+    """Enlarge values (b, n, …) at the first key in the window of each checked query, and at the last key before it.
+
+    An error by one key shows then. Larger keys would show it too, but turn rounding into large errors.
+    """
+    if window is not None:
+        first = {(rows.start, i.start - window) for rows, i in checked_queries(v.shape[0], v.shape[1], window)}
+        for row, i in {(row, i + more) for row, i in first for more in (0, 1) if i >= 0}:
+            v[row, i] *= PLANTED
+
+
 def make_candidate(
     name: str, shape: Shape, x: Tensor, *, alone: bool, window: int | None, compiler: str | None
 ) -> Candidate:
@@ -202,17 +215,20 @@ def make_candidate(
     layer = make(shape.hidden, shape.h, **options).to(x.device, x.dtype)
     compiled = partial(torch.compile, backend=compiler, dynamic=False) if compiler else lambda run, **_: run
 
-    def twin(dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
+    def twin(dtype: torch.dtype, blocks: Blocks) -> tuple[Tensor, list[Tensor]]:
         one = Attention(shape.hidden, shape.h, **options).to(x.device, dtype)
         one.load_state_dict(layer.state_dict())
-        inputs = [part[-1:].detach().to(dtype).requires_grad_() for part in leaves.values()]
+        inputs = [part.detach().to(dtype).requires_grad_() for part in leaves.values()]
         if alone:
-            return definition(one, *inputs).transpose(1, 2), inputs
-        out = definition(one, *one.project(inputs[0])).transpose(1, 2).flatten(2)
+            return definition(one, blocks, *inputs), inputs
+        out = definition(one, blocks, *one.project(inputs[0])).flatten(1)
         return one.o_proj(out), [inputs[0], *one.parameters()]
 
     if alone:
-        leaves = {c: part.detach().requires_grad_() for c, part in zip("qkv", layer.project(x), strict=True)}
+        leaves = {c: part.detach() for c, part in zip("qkv", layer.project(x), strict=True)}
+        plant(leaves["v"].transpose(1, 2), window)
+        for leaf in leaves.values():
+            leaf.requires_grad_()
         attend = compiled(core)
         run: Callable[[], Tensor] = lambda: attend(layer, *leaves.values()).transpose(1, 2)  # noqa: E731
     else:
@@ -274,7 +290,13 @@ def time_shape(
     with torch._dynamo.config.patch(recompile_limit=ALLOWED_GRAPHS):
         made = {name: make_candidate(name, shape, x, **how) for name in names if name not in missing}
         like = x.view(shape.b, shape.n, shape.h, shape.d) if alone else x
-        checks, found = compare(made, like, passes, missing=missing, repeats=repeats, device=device)
+        how["window"] = window and min(window, SMALL // 3)
+        small = []
+        for sizes in smaller(shape.b, shape.n):
+            few, y = shape._replace(**sizes), x[: sizes["b"], : sizes["n"]].contiguous()
+            small.append({name: make_candidate(name, few, y, **how) for name in made})
+        options: dict[str, Any] = {"repeats": repeats, "device": device, "small": small, "window": window}
+        checks, found = compare(made, like, passes, missing=missing, **options)
     row: Row = {"kind": "op" if alone else "layer" if window is None else "window layer", "passes": passes}
     row |= {"compiler": compiler or "none", "dtype": str(dtype), "window": window}
     return [*checks, row | report(shape, found) | {"missing": missing}]
