@@ -167,6 +167,7 @@ def fingerprint(source: Source) -> str:
     # Only what differs from the defaults, so that a new field changes no older digest.
     meaning: dict[str, Any] = {n: getattr(config, n) for n in COUNTS if getattr(config, n) != getattr(plain, n)}
     meaning["attention"] = [[spec.name, spec.window, spec.rotary] for spec in config.attention_specs]
+    # "law" is the scaling: a key of recorded digests.
     meaning |= {"base": config.rotary().base, "law": repr(config.rotary().scaling)}
     if config.log_length == "step":  # each row of a result says whether a temperature was on; this is another one
         meaning["log_length"] = "step"
