@@ -63,6 +63,12 @@ def test_windows_beside_full_rope(alone: bool) -> None:
     assert all(0 < row["error"] <= row["allowed"] for row in errors)
 
 
+def test_gradients_that_are_zero_are_judged_by_the_others() -> None:
+    """A query that sees only itself has a score without a gradient; rounding must not look like an infinite error."""
+    rows = take(attention.window_steps([32], 1, **ONCE))
+    assert max(row["error"] for row in rows if row["kind"] == "check") < 1e-5
+
+
 @pytest.mark.parametrize("eager", [False, True])
 def test_every_step_of_a_layer(monkeypatch: pytest.MonkeyPatch, eager: bool) -> None:
     only = ("coca-exact", "rope, flash", "rope, cudnn", "rope", "rope, flex", "coca-exact, plain")

@@ -34,6 +34,8 @@ WIDER = {torch.float32: torch.float64, torch.bfloat16: torch.float32}
 in float64, and without one the scores of a long prompt do not fit into memory."""
 
 
+NOTHING = 1e-6
+"""Below this share of the largest gradient, a gradient is zero: that of the only score of a softmax, for example."""
 EVERY = 2**19
 """The most scores per head, b·n², for which every query is checked."""
 SMALL = 300
@@ -56,13 +58,18 @@ def far(got: Tensor, want: Tensor) -> float:
     return difference / largest if largest else math.inf if difference else 0.0
 
 
-def apart(got: Tensor, want: Tensor) -> float:
+def apart(got: Tensor, want: Tensor, largest: float = 0.0) -> float:
     """Return the root mean square of the differences, relative to that of the numbers wanted.
+
+    Numbers that only rounding keeps from zero, next to the `largest` norm, are judged by that norm.
 
     >>> apart(torch.tensor([3.0, 5.0]), torch.tensor([3.0, 4.0]))
     0.2
+    >>> apart(torch.tensor([0.25]), torch.tensor([0.0]), largest=4e6)
+    6.25e-08
     """
     difference, size = float((got - want).norm()), float(want.norm())
+    size = largest if size < NOTHING * largest else size
     return difference / size if size else math.inf if difference else 0.0
 
 
@@ -217,13 +224,9 @@ def check_pass(name: str, candidate: Candidate, backward: bool, window: int | No
         found.append([want.detach(), *wanted])
     limit = None if candidate.ours else LOOSE[out.dtype]
     names = ["output", *(f"d {leaf}" for leaf in candidate.leaves)]
-    parts = zip(names, *found, strict=False)
-    return worst(
-        [
-            check(f"{name}, {what},", x, a, b, limit=limit, error_of=farthest if what == "output" else apart)
-            for what, x, a, b in parts
-        ]
-    )
+    by_norm = partial(apart, largest=max((float(x.norm()) for x in found[1][1:]), default=0.0))
+    parts = zip(names, [farthest] + [by_norm] * len(names), *found, strict=False)
+    return worst([check(f"{name}, {what},", x, a, b, limit=limit, error_of=of) for what, of, x, a, b in parts])
 
 
 def pick(x: Tensor, blocks: Blocks) -> Tensor:
