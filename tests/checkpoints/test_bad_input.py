@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from farspan.checkpoints.sources import open_source
 from farspan.convert import convert_folder, from_pretrained
 from tests.checkpoints.sources import edit_config, saved, with_tokenizer
 from tests.command_line import called
@@ -162,6 +163,15 @@ def test_bad_sources_raise_one_line(case: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message) as caught:
         from_pretrained(tmp_path / "source")
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("case", ["settings of generate", "end token"])
+def test_settings_of_generate_are_checked_before_weights_are_read(case: str, tmp_path: Path) -> None:
+    """A fine-tuning opens its model, and then writes its first file."""
+    saved(tmp_path)
+    BAD[case][0](tmp_path)
+    with pytest.raises(ValueError, match=BAD[case][1]):
+        open_source(tmp_path)
 
 
 @pytest.mark.parametrize(

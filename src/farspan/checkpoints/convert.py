@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import GenerationConfig
 
 from farspan.checkpoints.calibrate import CalibrationConfig, CalibrationReport, calibrate, needs_fit
 from farspan.checkpoints.configuration import config_of, valid_config, write_config
@@ -67,27 +66,8 @@ def load(
         model.lm_head.weight = model.model.embed_tokens.weight
     model.config.dtype = dtype
     if source.generation is not None:
-        model.generation_config = _generation(source.generation, source.path)
+        model.generation_config = source.generation
     return model.eval()
-
-
-def _generation(raw: dict[str, Any], path: Path) -> GenerationConfig:
-    try:
-        settings = GenerationConfig.from_dict(raw)
-        for key in ("eos_token_id", "bos_token_id", "pad_token_id"):
-            held = getattr(settings, key)
-            tokens = held if isinstance(held, list) else [held]
-            require(
-                held is None or all(type(token) is int and token >= 0 for token in tokens),
-                f"{key} must be a token id or a list of them, got {held!r}",
-            )
-        for key in (key for key in raw if key.startswith("output_")):
-            require(isinstance(raw[key], bool | None), f"{key} must be true or false, got {raw[key]!r}")
-    except (ValueError, TypeError, AttributeError) as error:
-        raise ValueError(
-            f"generation_config.json of {str(path)!r} is not valid ({error}); correct or remove it"
-        ) from error
-    return settings
 
 
 def _empty_model(source: Source) -> FarspanForCausalLM:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from transformers import GenerationConfig
 from transformers.utils import logging as transformers_logging
 
 from farspan.checkpoints.configuration import config_of, valid_config
@@ -59,8 +60,8 @@ class Source(ABC):
     """The shape of every tensor."""
     dtype: torch.dtype
     """The dtype of most tensors; float32 where they are packed."""
-    generation: dict[str, Any] | None = None
-    """As in generation_config.json, where there is one."""
+    generation: GenerationConfig | None = None
+    """What generation_config.json says, where there is one."""
 
     @abstractmethod
     def read(self, name: str) -> Tensor:
@@ -123,7 +124,7 @@ class Folder(Source):
         )
         self.config = read_json(path / "config.json")
         settings = path / "generation_config.json"
-        self.generation = read_json(settings) if settings.is_file() else None
+        self.generation = _generation(read_json(settings), path) if settings.is_file() else None
         self.shapes, self._where, kinds = {}, dict[str, Path](), Counter[str]()
         for file in self._files():
             with _open(file) as opened:
@@ -188,6 +189,25 @@ def _open(file: Path) -> Any:
         raise ValueError(
             f"{str(file)!r} is not a complete safetensors file ({error}); download or save it again"
         ) from error
+
+
+def _generation(raw: dict[str, Any], path: Path) -> GenerationConfig:
+    try:
+        settings = GenerationConfig.from_dict(raw)
+        for key in ("eos_token_id", "bos_token_id", "pad_token_id"):
+            held = getattr(settings, key)
+            tokens = held if isinstance(held, list) else [held]
+            require(
+                held is None or all(type(token) is int and token >= 0 for token in tokens),
+                f"{key} must be a token id or a list of them, got {held!r}",
+            )
+        for key in (key for key in raw if key.startswith("output_")):
+            require(isinstance(raw[key], bool | None), f"{key} must be true or false, got {raw[key]!r}")
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"generation_config.json of {str(path)!r} is not valid ({error}); correct or remove it"
+        ) from error
+    return settings
 
 
 # GGUF
