@@ -88,18 +88,19 @@ def test_one_graph_makes_features_of_every_length() -> None:
         mask = make_mask(q.shape[2], t.shape[2], q.shape[0], q.device, positions=at)
         return kernel_features(q, t, mask.angles(Rotary(16)), "slack")
 
-    compiled = torch.compile(features, fullgraph=True, dynamic=True, backend=graphs)
+    compiled, first = torch.compile(features, fullgraph=True, dynamic=True, backend=graphs), 0
     for b, n in ((3, 9), (5, 40), (3, 17)):  # no two sizes alike at first, or one symbol would stand for both
         q, t, _ = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs(n, b=b, h=4, g=2, d=16))
         at = torch.arange(n, device=DEVICE).expand(b, n).contiguous()
         leaves = (q.requires_grad_(), t.requires_grad_())
         got, want = compiled(*leaves, at), features(*leaves, at)
+        first = first or graphs.frame_count  # torch 2.11 starts the first graph twice
         weights = [torch.randn_like(x) for x in want]
         gradients = [torch.autograd.grad(out, leaves, weights) for out in (got, want)]
         for a, c in zip((*got, *gradients[0]), (*want, *gradients[1]), strict=True):
             assert a.stride() == c.stride()
             assert torch.allclose(a, c, atol=1e-6)
-    assert graphs.frame_count == 1
+    assert graphs.frame_count == first
 
 
 @pytest.mark.parametrize("name", ["fused", "sdpa"])
@@ -112,13 +113,14 @@ def test_one_graph_attends_whatever_the_sizes(name: str, request: pytest.Fixture
     def attend(q: Tensor, t: Tensor, v: Tensor) -> Tensor:
         return coca_attention(q, t, v, rotary=Rotary(16), form="slack")
 
-    compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend=graphs)
+    compiled, first = torch.compile(attend, fullgraph=True, dynamic=True, backend=graphs), 0
     for n in (20, 33):
         leaves = [x.requires_grad_() for x in inputs(n, b=3, h=4, g=2, d=16)]
         found = [out.sum() for out in (compiled(*leaves), attend(*leaves))]
+        first = first or graphs.frame_count
         gradients = [torch.autograd.grad(out, leaves) for out in found]
         assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(*gradients, strict=True))
-    assert graphs.frame_count == 1
+    assert graphs.frame_count == first
 
 
 def test_torch_compile_looks_into_the_op() -> None:

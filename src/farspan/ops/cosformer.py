@@ -9,7 +9,7 @@ Since cos ω(i-j) = cos ωi·cos ωj + sin ωi·sin ωj, one to three features p
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypedDict, Unpack
@@ -57,7 +57,7 @@ class LinearState(NamedTuple):
     """The position of the newest key, padding included, (b|1, 1): the next call continues at position + 1."""
     first: Tensor
     """The position of the first key that is not padding, (b|1, 1); infinite if there is none."""
-    weighting: str
+    weighting: Hashable
     """The name of the weighting that made the sums; no other can continue them."""
 
     @property
@@ -200,7 +200,7 @@ COSINE, ONE = Curve(0, 1), Curve(1, 0)
 class Weighting:
     """κ of numerator and denominator, and the maps from queries and keys to features a, t ≥ 0."""
 
-    name: str
+    name: Hashable
     """Everything that a state depends on."""
     definition: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
     """(q, k, distances) → all weights of numerator and denominator, for the reference."""
@@ -339,7 +339,7 @@ def _check_stream(call: LinearCall) -> None:
         return
     require(
         state.weighting == call.weighting.name,
-        f"state was made by {state.weighting!r} and cannot continue as {call.weighting.name!r}; start without a state",
+        lambda: f"state was made by {state.weighting} and cannot continue as {call.weighting.name}; start without one",
     )
     held, new = (*state.numerator.shape[:2], state.numerator.shape[3]), (*call.k.shape[:2], call.v.shape[3])
     require(

@@ -17,7 +17,7 @@ from farspan.ops.cosformer import (
     Weighting,
     check_linear_call,
 )
-from farspan.ops.device import TABLES, constant
+from farspan.ops.device import TABLES
 from farspan.ops.dispatch import Table, operation, reference_twin
 from farspan.ops.reference import linear_coca_weights
 from farspan.ops.rotary import Rotary, odd_width
@@ -60,7 +60,7 @@ def linear_coca_attention(
         )
         theta = TABLES.get(("frequencies", rotary, None, q.device), lambda: rotary.frequencies(device=q.device))
     weighting = Weighting(
-        name=_name(rotary),
+        name=("linear coca", rotary),
         definition=partial(linear_coca_weights, theta=theta),
         frequency=0.0 if theta is None else theta,
         numerator=ONE if theta is None else COSINE,
@@ -69,11 +69,6 @@ def linear_coca_attention(
         key_map=lambda t: t,
     )
     return check_linear_call(LINEAR_COCA, q, t, v, weighting, **options)
-
-
-@constant  # torch.compile cannot write out a dataclass
-def _name(rotary: Rotary | None) -> str:
-    return f"linear coca, {rotary}"
 
 
 def _squares(q: Tensor) -> Tensor:

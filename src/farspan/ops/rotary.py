@@ -230,7 +230,7 @@ class Rotary:
 
     def __post_init__(self) -> None:
         require(self.dim >= 2 and self.dim % 2 == 0, lambda: odd_width(self.dim))
-        require(self.base > 1, f"base must be greater than 1, got {self.base}; the paper uses 10000")
+        require(self.base > 1, lambda: f"base must be greater than 1, got {self.base}; the paper uses 10000")
 
     @property
     def is_dynamic(self) -> bool:
