@@ -1,4 +1,4 @@
-"""A model at inference: greedy tokens after a context, eager and in a CUDA graph, and reading a prompt."""
+"""A model at inference: greedy tokens after a context, eager, in a CUDA graph and compiled, and reading a prompt."""
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -50,8 +50,9 @@ def steps(
     """Decode after each context in each batch and mode, then read prompts of random tokens, one sequence in chunks.
 
     Weights are bfloat16 on a GPU and float32 elsewhere. Mode "eager" has a growing cache and plain calls, as `generate`
-    does. Mode "graph", on a GPU, has a static cache and a CUDA graph of the step. SDPA reads every slot of a static
-    cache, with a mask, so no mode is RoPE's best everywhere: "best" takes each model's best mode.
+    does. Mode "graph", on a GPU, has a static cache and a CUDA graph of the step. Mode "compiled" has such a graph of
+    the compiled step, as `generate` with a static cache. SDPA reads every slot of a static cache, with a mask, so no
+    mode is RoPE's best everywhere: "best" takes each model's best mode.
 
     Args:
         layouts: what is compared; "rope" comes first in any case.
@@ -78,7 +79,7 @@ def steps(
         for batch in batches:
             rows: list[Row] = []
             eager: dict[str, Any] = {}
-            for mode in ("eager", "graph") if device == "cuda" else ("eager",):
+            for mode in ("eager", "graph", "compiled") if device == "cuda" else ("eager",):
                 work = partial(one_mode, mode, context, batch, rows, eager)
                 found.append((f"{mode}, {batch} × {context:,} tokens", work))
             found.append((f"best, {batch} × {context:,} tokens", partial(best_modes, rows)))
@@ -116,7 +117,7 @@ def decode(
     """Return one row of figures for each model, or one row that tells why there are none.
 
     Args:
-        eager: takes the logits of mode "eager" and their error, which mode "graph" is compared with.
+        eager: takes the logits of mode "eager" and their error, which the other modes are compared with.
     """
     label: Row = {"mode": mode, "context": context, "batch": batch}
     spare = CHECKED + AT_ONCE * max(repeats, 3) + 8
@@ -171,6 +172,7 @@ class Decoder:
     ) -> None:
         weight = model.lm_head.weight
         self.model, self.mode, self.context, self.batch, self.seed = model, mode, context, batch, seed
+        self.run = torch.compile(model, fullgraph=True, dynamic=False) if mode == "compiled" else model
         slots = None if mode == "eager" else -(-(context + spare) // 128) * 128
         self.cache = FarspanCache(model.config, max_length=slots)
         self.rewind()
@@ -196,18 +198,18 @@ class Decoder:
     def plain_step(self) -> None:
         """Decode by the calls that a graph captures."""
         with nullcontext() if self.order is None else sdpa_kernel(ORDERS[self.order], set_priority=True):
-            self.logits.copy_(self.model(self.token, past_key_values=self.cache).logits[:, -1])
+            self.logits.copy_(self.run(self.token, past_key_values=self.cache).logits[:, -1])
             self.token.copy_(self.logits.argmax(dim=-1, keepdim=True))
 
     def settle(self, device: str) -> None:
-        """Take the faster order of SDPA's kernels on a GPU, and capture the step in mode "graph".
+        """Take the faster order of SDPA's kernels on a GPU, and capture the step unless the mode is "eager".
 
         Times here only choose; none is reported.
         """
         tried: dict[str | None, tuple[float, Callable[[], Any] | None]] = {}
         for order in ORDERS if device == "cuda" else (None,):
             self.order, self.replay = order, None
-            self.replay = captured(self.plain_step) if self.mode == "graph" and device == "cuda" else None
+            self.replay = captured(self.plain_step) if self.mode != "eager" and device == "cuda" else None
             tried[order] = min(in_turn({"": self.several}, repeats=3, device=device)[""]), self.replay
             self.rewind()
         self.order = min(tried, key=lambda order: tried[order][0])
