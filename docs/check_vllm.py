@@ -201,7 +201,7 @@ def main() -> None:
     wrong = [row["model"] for row in rows if row["equal"] != row["prompts"]] + far
     if wrong:
         raise SystemExit(f"vLLM and generate disagree: {', '.join(wrong)}")
-    write_result(args.out, rows, device="cpu", seed=0)
+    write_result(args.out, rows, device="cpu", seed=0, kind="vllm")
 
 
 if __name__ == "__main__":
