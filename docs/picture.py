@@ -16,7 +16,7 @@ MODELS = {
     "rope": ("RoPE", "none", "#d1495b"),
     "rope+ntk": ("RoPE, dynamic NTK", "dynamic_ntk-4", "#edae49"),
     "hybrid-rope": ("hybrid-rope", "none+log", "#66a182"),
-    "hybrid-pope": ("hybrid", "none+log", "#00798c"),
+    "hybrid-pope": ("hybrid-pope", "none+log", "#00798c"),
 }
 """Label, scaling and colour."""
 TRAIN_LENGTH = 512
