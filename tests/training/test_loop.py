@@ -186,8 +186,8 @@ def test_ctrl_c_while_the_last_checkpoint_is_saved_stops_too(whole: Path, source
     """Or the next stage of a recipe would begin."""
     save = loop._Run.save
 
-    def press(self: loop._Run, now: loop.Status) -> None:
-        save(self, now)
+    def press(self: loop._Run) -> None:
+        save(self)
         if self.step == 12:
             os.kill(os.getpid(), signal.SIGINT)
 

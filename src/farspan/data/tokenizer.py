@@ -3,8 +3,9 @@
 import hashlib
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from copy import deepcopy
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -75,9 +76,6 @@ class TextTokenizer:
         config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, "clean_up_tokenization_spaces": False}
         write_json(Path(folder) / "tokenizer_config.json", config)
         write_text(Path(folder) / "tokenizer.json", self._json)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _from_json, (self._json, self.end)
 
 
 def cut(text: str) -> Iterator[str]:
@@ -153,12 +151,6 @@ def _bytes_backend() -> "Tokenizer":
     return backend
 
 
-def _from_json(text: str, end: int) -> TextTokenizer:
-    from tokenizers import Tokenizer
-
-    return TextTokenizer(Tokenizer.from_str(text), end)
-
-
 def load_tokenizer(name_or_path: str | os.PathLike[str]) -> TextTokenizer:
     """Load "bytes", a tokenizer.json or a folder that has one, else OWNER/NAME from the Hugging Face hub.
 
@@ -208,4 +200,4 @@ def _from_transformers(name: str) -> TextTokenizer:
     if backend is None:
         raise ValueError(f"tokenizer must be a fast one, got {name!r} without tokenizer.json; choose another")
     require(tokenizer.eos_token_id is not None, f"tokenizer must have an eos_token, got {name!r}; choose another")
-    return _from_json(backend.to_str(), tokenizer.eos_token_id)
+    return TextTokenizer(deepcopy(backend), tokenizer.eos_token_id)

@@ -103,7 +103,6 @@ def write(
     weights: dict[str, Tensor],
     moments: dict[str, Any],
     state: dict[str, Any],
-    *,
     write_model: Callable[[Path, dict[str, Tensor]], None],
     keep: int,
 ) -> None:
@@ -116,7 +115,8 @@ def write(
         with atomic_path(path) as part:
             part.mkdir()
             write_model(part, weights)
-            save_file(_flatten(moments), part / "optimizer.safetensors")
+            tensors = {f"{name}/{kind}": x for name, entry in moments["state"].items() for kind, x in entry.items()}
+            save_file({name: x.contiguous() for name, x in tensors.items()}, part / "optimizer.safetensors")
             trainer = part / "trainer.json"
             trainer.write_text(json.dumps({"step": step, "groups": moments["param_groups"], **state}, indent=1))
             for file in part.iterdir():
@@ -132,22 +132,10 @@ def write(
 def load_optimizer(path: Path, network: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """Restore the optimizer's state; return trainer.json."""
     state: dict[str, Any] = json.loads((path / "trainer.json").read_text())
-    moments = _unflatten(load_file(path / "optimizer.safetensors"), state.pop("groups"))
+    found: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in load_file(path / "optimizer.safetensors").items():
+        name, _, kind = key.rpartition("/")
+        found.setdefault(name, {})[kind] = tensor
+    moments = {"state": found, "param_groups": state.pop("groups")}
     set_optimizer_state_dict(network, optimizer, moments, options=FULL)
     return state
-
-
-def _flatten(moments: dict[str, Any]) -> dict[str, Tensor]:
-    return {
-        f"{name}/{kind}": tensor.contiguous()
-        for name, entry in moments["state"].items()
-        for kind, tensor in entry.items()
-    }
-
-
-def _unflatten(tensors: dict[str, Tensor], groups: list[dict[str, Any]]) -> dict[str, Any]:
-    state: dict[str, dict[str, Tensor]] = {}
-    for key, tensor in tensors.items():
-        name, _, kind = key.rpartition("/")
-        state.setdefault(name, {})[kind] = tensor
-    return {"state": state, "param_groups": groups}

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from farspan.configuration_farspan import FarspanConfig
 from farspan.data import Batches, Shards, TextTokenizer, load_tokenizer
-from farspan.data.batches import PasskeyDocument
+from farspan.data.batches import MakeRow
 from farspan.data.passkey import check_row, training_row
 from farspan.data.retrieval import TRAINED, retrieval_row
 from farspan.data.shards import read_manifest
@@ -84,7 +84,7 @@ def pretraining_job(config: TrainConfig) -> Job:
 
 def text_batches(data: DataSection, tokenizer: TextTokenizer, seed: int) -> Batches:
     """Return random windows of the section's token folders, with passkey or retrieval rows mixed in."""
-    make_row: PasskeyDocument = partial(training_row, tokenizer)
+    make_row: MakeRow = partial(training_row, tokenizer)
     if data.passkey_share:
         check_row(tokenizer, data.length, "data.length")
     elif data.retrieval_share:
