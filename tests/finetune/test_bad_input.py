@@ -21,6 +21,19 @@ TEACHER = {"objective": {"logit-kl": 1.0}}
             {"rope_parameters": {"rope_type": "linear"}},
             "rope_parameters of stage s1 need a factor > 1, got 0.5 for length 16 and a model trained at 32",
         ),
+        (
+            {"rope_parameters": {"rope_type": "lin"}},
+            "rope_parameters of stage s1: .* must be one of 'default', .* got 'lin'",
+        ),
+        ({"rope_parameters": {"rope_type": "ntk", "factor": "x"}}, "rope_parameters of stage s1: .* number, not str"),
+        (
+            {"rope_parameters": {"rope_type": "dynamic"}},
+            "rope_parameters of stage s1: .*Missing required keys .*'factor'",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "ntk", "factor": 0.5}},
+            "rope_parameters of stage s1: .* at least 1, got 0.5",
+        ),
         ({"passkey_share": 0.02}, "length of stage s1 must be at least 246 tokens .* got 16; use longer rows"),
         ({"lora": {"r": 2, "target_modules": ["k_proj"]}}, "lora.target_modules must be linear layers .*got 'k_proj'"),
         ({"lora": {"r": 2, "target_modules": ["lm_head"]}}, "lora.target_modules must be .*got 'lm_head'"),

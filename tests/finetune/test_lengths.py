@@ -1,6 +1,5 @@
 """Scalings, training lengths and reaches that stages give a model: kept, stretched, compounded, or wrong."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -46,19 +45,6 @@ def test_a_factor_follows_from_what_positions_reach() -> None:
     model = FarspanForCausalLM(FarspanConfig.preset("tiny", train_length=16))
     give_lengths(model, FAR)
     assert law_of(model.config) == "yarn-4"
-
-
-def test_a_run_from_before_there_was_a_reach_is_the_same_run(folders: tuple[Path, Path, str], tmp_path: Path) -> None:
-    _, coca, source = folders
-    near, far = recipe({}), recipe({"reach": 2})
-    finetune(coca, {source: 1.0}, near, tmp_path / "near")
-    settings = json.loads((tmp_path / "near" / "stage-1-s0" / "model" / "trainer.json").read_text())["config"]
-    assert "reach" not in settings["stage"]
-    with pytest.raises(ValueError, match=r"began with stage.reach = None, got 2"):
-        finetune(coca, {source: 1.0}, far, tmp_path / "near")
-    finetune(coca, {source: 1.0}, far, tmp_path / "far")
-    with pytest.raises(ValueError, match=r"began with stage.reach = 2, got None"):
-        finetune(coca, {source: 1.0}, near, tmp_path / "far")
 
 
 @pytest.mark.parametrize("kind", ["linear", "yarn"])

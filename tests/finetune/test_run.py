@@ -126,7 +126,7 @@ def test_a_finished_recipe_is_not_repeated_and_progress_counts_the_tokens_of_all
 
 def test_a_folder_holds_one_recipe(whole: Path, folders: tuple[Path, Path, str]) -> None:
     _, coca, source = folders
-    more = Recipe(DISTIL.description, (*DISTIL.stages, recipe({"name": "more"}).stages[0]))
+    more = Recipe((*DISTIL.stages, recipe({"name": "more"}).stages[0]))
     for other, message in (
         (
             DISTIL.capped(12),
@@ -135,7 +135,7 @@ def test_a_folder_holds_one_recipe(whole: Path, folders: tuple[Path, Path, str])
         (DISTIL.scaled(2 * DISTIL.tokens), r"began with stage.optimizer.steps = 8, got 16; keep it"),
         (DISTIL.scaled(round(0.43 * DISTIL.tokens)), r"began with stage.batch_size = 4, got 1; stage.optimizer.steps"),
         (more, r"this fine-tuning began with stages = .*, got .*stage-4-more"),
-        (Recipe("", DISTIL.stages[:2]), r"this fine-tuning began with stages = .*stage-3-s2'\], got"),
+        (Recipe(DISTIL.stages[:2]), r"this fine-tuning began with stages = .*stage-3-s2'\], got"),
         (replace(DISTIL, log_length=True), r"this fine-tuning began with log_length = False, got True; keep it"),
     ):
         with pytest.raises(ValueError, match=message):

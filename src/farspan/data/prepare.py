@@ -17,7 +17,7 @@ from farspan.data.shards import MANIFEST, SCHEMA, ShardWriter, read_manifest, to
 from farspan.data.sources import Source, resolve
 from farspan.data.tokenizer import TextTokenizer, check_vocabulary, load_tokenizer, train_bpe
 from farspan.errors import require
-from farspan.utils import Progress, check_folder, check_unchanged, lock, read_settings, remove, silent, write_json
+from farspan.utils import LOCK, Progress, check_folder, check_unchanged, lock, read_settings, remove, silent, write_json
 
 SPLITS = ("train", "valid")
 STATE = ".unfinished.json"
@@ -85,12 +85,12 @@ def prepare(
         "valid_share": valid_share,
         "shard_tokens": shard_tokens,
     }
+
     def show(done: int, phase: str) -> None:
         progress(done, total, phase, phase=phase)
 
     if manifest := _finished(out, plan):
         return manifest
-    missing = [folder for folder in (out, *out.parents) if not folder.exists()]
     with lock(out):
         if manifest := _finished(out, plan):  # by another process, while this one hashed its sources
             return manifest
@@ -113,10 +113,8 @@ def prepare(
             return _write(out, state, tokenizer, rows, show)
         except ValueError:
             if "splits" not in read_settings(out / STATE):
-                for path in [*out.iterdir()]:
+                for path in {*out.iterdir()} - {out / LOCK}:
                     remove(path)
-                for folder in missing:
-                    folder.rmdir()
             raise
 
 
@@ -176,7 +174,9 @@ def _chunks(documents: Iterator[tuple[Position, str]]) -> Iterator[tuple[Positio
 def encode(texts: list[str], tokenizer: TextTokenizer, valid_share: float) -> Rows:
     """Tokenize documents, each followed by the end token."""
     dtype = token_dtype(tokenizer.vocab_size)
-    return [(split_of(text, valid_share), np.append(tokenizer.ids(text), tokenizer.end).astype(dtype)) for text in texts]
+    return [
+        (split_of(text, valid_share), np.append(tokenizer.ids(text), tokenizer.end).astype(dtype)) for text in texts
+    ]
 
 
 def _in_threads(

@@ -6,7 +6,7 @@ uint16 or uint32, every document followed by the end token) and train-00000.idx 
 
 import os
 from contextlib import suppress
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -78,11 +78,10 @@ class Shards:
                 + (" or a larger valid_share" if split == "valid" else " or a smaller valid_share"),
             )
             self._tokens = [self._open(shard, "file", self._dtype, verify) for shard in shards]
-            self._starts = [self._open(shard, "index", START, verify) for shard in shards]
+            self._index = [self._open(shard, "index", START, verify) for shard in shards]
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{self.path / MANIFEST} is damaged ({error!r}); {REMEDY}") from error
         self._token_ends = np.cumsum([len(tokens) for tokens in self._tokens])
-        self._document_ends = np.cumsum([len(starts) for starts in self._starts])
 
     def _verify_tokenizer(self) -> None:
         file = self.path / "tokenizer.json"
@@ -108,16 +107,32 @@ class Shards:
         """Number of tokens, end tokens included."""
         return int(self._token_ends[-1])
 
+    @cached_property
+    def starts(self) -> npt.NDArray[np.int64]:
+        """The first token of each document (documents,)."""
+        firsts = [0, *self._token_ends[:-1]]
+        return np.concatenate(
+            [index.astype(np.int64) + first for index, first in zip(self._index, firsts, strict=True)]
+        )
+
     @property
     def documents_total(self) -> int:
         """Number of documents."""
-        return int(self._document_ends[-1])
+        return len(self.starts)
 
     @property
     def document_lengths(self) -> npt.NDArray[np.int64]:
         """Tokens of each document (documents_total,), its end token included."""
-        pairs = zip(self._starts, self._tokens, strict=True)
-        return np.concatenate([np.diff(np.asarray(starts, np.int64), append=len(tokens)) for starts, tokens in pairs])
+        return np.diff(self.starts, append=self.tokens_total)
+
+    def document(self, i: int) -> npt.NDArray[Any]:
+        """Copy document i (document_lengths[i],), its end token included."""
+        require(
+            0 <= i < self.documents_total,
+            f"document must be between 0 and {self.documents_total - 1}, got {i}; see documents_total",
+        )
+        stop = self.starts[i + 1] if i + 1 < self.documents_total else self.tokens_total
+        return self.window(int(self.starts[i]), int(stop - self.starts[i]))
 
     def window(self, start: int, length: int) -> npt.NDArray[Any]:
         """Copy tokens start … start + length − 1 of the concatenated documents (length,)."""
@@ -134,18 +149,6 @@ class Shards:
             left -= len(pieces[-1])
             shard += 1
         return np.concatenate(pieces)
-
-    def document(self, i: int) -> npt.NDArray[Any]:
-        """Return a view of document i (document_lengths[i],), its end token included."""
-        require(
-            0 <= i < self.documents_total,
-            f"document must be between 0 and {self.documents_total - 1}, got {i}; see documents_total",
-        )
-        shard = int(np.searchsorted(self._document_ends, i, side="right"))
-        starts, tokens = self._starts[shard], self._tokens[shard]
-        row = i - (int(self._document_ends[shard]) - len(starts))
-        stop = int(starts[row + 1]) if row + 1 < len(starts) else len(tokens)
-        return tokens[int(starts[row]) : stop]
 
 
 @cache

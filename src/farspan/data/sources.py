@@ -168,7 +168,8 @@ def _parquet(path: Path, name: str, field: str) -> Iterator[Document]:
             if field not in columns:
                 raise ValueError(f"{name}: {unknown('field', field, columns, FIELD)}")
             for batch in file.iter_batches(batch_size=64, columns=[field]):
-                for row, record in enumerate(batch.to_pylist(), row + 1):
+                for record in batch.to_pylist():
+                    row += 1
                     where = f"{name}:{row}"
                     yield Document(_field(record, where, field), where, size * row // total)
     except (OSError, arrow.ArrowException) as error:

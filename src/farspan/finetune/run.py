@@ -130,7 +130,7 @@ def finetune(
     with working_in(folder, SETTINGS, "of a fine-tuning"):
         if not final.exists():
             origin.check(recipe)
-        settings = {"stages": [one.name for one in folders], "log_length": recipe.log_length}
+        settings = {"stages": [one.name for one in folders], "log_length": bool(recipe.log_length)}
         on_main(partial(check_same, folder / SETTINGS, settings, "fine-tuning"))
         if begin is not None:
             begin()
@@ -198,27 +198,19 @@ def open_origin(
         "leave it out, or choose a distilling recipe",
     )
     require(bool(data), "--data must name at least one token folder, got none; make it with farspan data")
-    origin = Origin(
-        Path(model),
-        Path(teacher) if teacher is not None else read_note(Path(model)),
-        {str(Path(path)): weight for path, weight in data.items()},
-    )
+    found = Path(teacher) if teacher is not None else read_note(Path(model))
+    origin = Origin(Path(model), found, {str(Path(path)): weight for path, weight in data.items()})
     config_of(origin.source)  # raises for what is no model before anything is said about its teacher
-    if needing is not None:
-        require(
-            origin.teacher is not None,
-            f"--teacher is needed by stage {needing}, got none, and {str(model)!r} does not say what it was converted "
-            "from; name the original checkpoint",
-        )
-        require(
-            origin.teacher is not None and origin.teacher.exists(),
-            f"--teacher must exist, got {str(origin.teacher)!r}; name the original checkpoint",
-        )
+    require(
+        needing is None or found is not None,
+        f"--teacher is needed by stage {needing}, got none, and {str(model)!r} does not say what it was converted "
+        "from; name the original checkpoint",
+    )
+    require(
+        needing is None or (found is not None and found.exists()),
+        f"--teacher must exist, got {str(found)!r}; name the original checkpoint",
+    )
     return origin
-
-
-NEWER = (("reach", 1), ("retrieval_share", 0.0))
-"""Fields of a stage that runs of version 0.1 do not have."""
 
 
 def stage_data(stage: Stage, sources: dict[str, float]) -> DataSection:
@@ -238,7 +230,7 @@ def stage_job(stage: Stage, path: Path, origin: Origin, run: RunSection) -> Job:
 
     return Job(
         settings={
-            "stage": {k: v for k, v in asdict(stage).items() if (k, v) not in NEWER},
+            "stage": asdict(stage),
             "origin": {"model": str(origin.model), "teacher": str(origin.teacher), "data": origin.data},
             "run": asdict(run),
         },
@@ -326,20 +318,24 @@ def give_lengths(model: FarspanForCausalLM, stage: Stage) -> None:
     if kind in ("linear", "yarn"):  # which measure against the length before the model's own scaling
         original = config.train_length / own.factor if isinstance(own, Linear) else config.train_length
         original = own.train_length if isinstance(own, YaRN) else original
-        if kind == "linear" and "factor" not in rope and not stage.train_length:
-            trained = longest  # interpolated positions are as far as these rows go, and the next scaling starts there
-        rope.setdefault("factor", longest / original)
-        require(
-            rope["factor"] > 1,
-            f"rope_parameters of stage {stage.name} need a factor > 1, got {rope['factor']:g} for length "
-            f"{longest} and a model trained at {original:g}; lengthen the rows or leave them out",
-        )
+        if "factor" not in rope:
+            rope["factor"] = longest / original
+            require(
+                rope["factor"] > 1,
+                f"rope_parameters of stage {stage.name} need a factor > 1, got {rope['factor']:g} for length "
+                f"{longest} and a model trained at {original:g}; lengthen the rows or leave them out",
+            )
+            if kind == "linear" and not stage.train_length:
+                trained = longest  # interpolated positions go as far as these rows, and the next scaling starts there
         if kind == "yarn":
             rope.setdefault("original_max_position_embeddings", round(original))
     config.train_length = trained
     config.max_position_embeddings = max(config.max_position_embeddings, longest)
     if rope:
-        model.set_rope_parameters(**rope)
+        try:
+            model.set_rope_parameters(**rope)
+        except ValueError as error:
+            raise ValueError(f"rope_parameters of stage {stage.name}: {error}") from error
     # The layers must measure against what is saved, or a reloaded model is another function.
     model.share_rotary(config.rotary())
     if config.log_length:

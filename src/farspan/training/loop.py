@@ -29,7 +29,6 @@ from farspan.training import checkpoint
 from farspan.training.checkpoint import TrainingStoppedError
 from farspan.training.config import OptimizerSection, RunSection
 from farspan.utils import (
-    LOCK,
     Progress,
     check_folder,
     check_unchanged,
@@ -152,27 +151,15 @@ def on_main(function: Callable[[], T]) -> T:
 
 @contextmanager
 def working_in(folder: Path, marker: str, what: str) -> Iterator[None]:
-    """Check and lock the folder of a command. Leave no new folder behind if nothing was written there.
-
-    Processes that were launched together share the lock of the main one.
-    """
+    """Check and lock the folder of a command. Processes that were launched together share the lock of the main one."""
     with ExitStack() as held:
-        missing = on_main(partial(_enter, folder, marker, what, held))
-        try:
-            yield
-        finally:
-            with suppress(OSError):  # it holds something
-                if missing and main_process() and {path.name for path in folder.iterdir()} <= {LOCK}:
-                    (folder / LOCK).unlink(missing_ok=True)
-                    for path in missing:
-                        path.rmdir()
 
+        def enter() -> None:
+            check_folder(folder, marker, what=what)
+            held.enter_context(lock(folder))
 
-def _enter(folder: Path, marker: str, what: str, held: ExitStack) -> list[Path]:
-    check_folder(folder, marker, what=what)
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    held.enter_context(lock(folder))
-    return missing
+        on_main(enter)
+        yield
 
 
 @contextmanager
