@@ -13,7 +13,7 @@ from tests.data.corpora import jsonl, texts
 
 def make(folder: Path, documents: list[str], **options: Any) -> Shards:
     source = jsonl(folder.with_suffix(".jsonl"), documents)
-    prepare([str(source)], folder, valid_share=0, workers=1, **options)
+    prepare([str(source)], folder, valid_share=0, **options)
     return Shards(folder)
 
 

@@ -40,36 +40,34 @@ def in_fork(seconds: float, function: Callable[..., object], *arguments: object)
     return child.exitcode
 
 
-def run(sources: list[str], out: Path, workers: int = 1) -> None:
-    prepare(sources, out, workers=workers, **SMALL)
+def run(sources: list[str], out: Path) -> None:
+    prepare(sources, out, **SMALL)
 
 
-def test_any_number_of_workers_gives_the_same_bytes(sources: list[str], expected: Path, tmp_path: Path) -> None:
-    for workers in (2, 3):
-        run(sources, tmp_path / f"{workers}", workers)
-        assert contents(tmp_path / f"{workers}") == contents(expected)
+def test_chunks_and_saved_states_change_nothing(sources: list[str], expected: Path, tmp_path: Path) -> None:
+    run(sources, tmp_path / "out")
+    assert contents(tmp_path / "out") == contents(expected)
 
 
-@pytest.mark.parametrize("workers", [1, 2])
 def test_killed_at_any_moment_it_continues_to_the_same_bytes(
-    workers: int, sources: list[str], expected: Path, tmp_path: Path
+    sources: list[str], expected: Path, tmp_path: Path
 ) -> None:
     began = time.monotonic()
-    run(sources, tmp_path / "timing", workers)
-    whole, killed, choose = time.monotonic() - began, 0, random.Random(workers)
-    for attempt in range(4):
+    run(sources, tmp_path / "timing")
+    whole, killed, choose = time.monotonic() - began, 0, random.Random(1)
+    for attempt in range(6):
         out = tmp_path / str(attempt)
         for _ in range(3):
-            if in_fork(choose.uniform(0, whole), run, sources, out, workers) == -signal.SIGKILL:
+            if in_fork(choose.uniform(0, whole), run, sources, out) == -signal.SIGKILL:
                 killed += 1
             else:
                 whole /= 2  # it was done before: the first run waited for a busy machine
             if not (out / "manifest.json").exists():
                 with pytest.raises(ValueError, match=r"must be a folder with manifest.json"):
                     Shards(out)
-        run(sources, out, workers)
+        run(sources, out)
         assert contents(out) == contents(expected)
-    assert killed >= 3
+    assert killed >= 4
 
 
 def test_killed_at_any_replacement_it_continues_to_the_same_bytes(
@@ -96,33 +94,6 @@ def test_killed_at_any_replacement_it_continues_to_the_same_bytes(
         assert contents(tmp_path / f"{step}") == contents(expected)
 
 
-def interrupted(sources: list[str], out: Path) -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        run(sources, out, 2)
-    except KeyboardInterrupt:
-        sys.exit(7)  # a normal end: it waits for threads that the pool forgot
-
-
-def test_ctrl_c_ends_at_once_and_the_rest_continues(
-    sources: list[str], expected: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    append, calls = ShardWriter.append, 0
-
-    def interrupt(self: ShardWriter, *arguments: Any) -> None:
-        nonlocal calls
-        calls += 1
-        append(self, *arguments)
-        if calls == 6:
-            os.kill(os.getpid(), signal.SIGINT)
-
-    monkeypatch.setattr(ShardWriter, "append", interrupt)
-    assert in_fork(20, interrupted, sources, tmp_path / "out") == 7
-    monkeypatch.undo()
-    run(sources, tmp_path / "out")
-    assert contents(tmp_path / "out") == contents(expected)
-
-
 def test_continuing_does_not_repeat_finished_work(
     sources: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,18 +117,18 @@ def test_continuing_does_not_repeat_finished_work(
         assert kept > first + 60
         first, written = kept, 0
     with pytest.raises(ValueError, match=r"this folder began with valid_share = 0.2, got 0.5; keep it or use another"):
-        prepare(sources, out, workers=1, **(SMALL | {"valid_share": 0.5}))
+        prepare(sources, out, **(SMALL | {"valid_share": 0.5}))
     with pytest.raises(ValueError, match=r"this folder began with sources"):
-        prepare(sources[:2], out, workers=1, **SMALL)
+        prepare(sources[:2], out, **SMALL)
     monkeypatch.undo()
-    manifest = prepare(sources, out, workers=1, **SMALL)
+    manifest = prepare(sources, out, **SMALL)
     assert sum(split["documents"] for split in manifest["splits"].values()) == total
 
 
 def limited(sources: list[str], out: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
     try:
-        prepare(sources, out, tokenizer="bytes", workers=1, shard_tokens=5000)
+        prepare(sources, out, tokenizer="bytes", shard_tokens=5000)
     except OSError as error:
         os._exit(7 if "free some space and run the same command again" in str(error) else 8)
 
@@ -166,13 +137,13 @@ def test_a_full_disk_says_so_and_loses_nothing(sources: list[str], tmp_path: Pat
     assert in_fork(60, limited, sources, tmp_path / "out") == 7
     assert not (tmp_path / "out" / "manifest.json").exists()
     for out in ("out", "whole"):
-        prepare(sources, tmp_path / out, tokenizer="bytes", workers=1, shard_tokens=5000)
+        prepare(sources, tmp_path / out, tokenizer="bytes", shard_tokens=5000)
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
 def test_a_folder_in_use_is_an_error(sources: list[str], tmp_path: Path) -> None:
     with lock(tmp_path / "out"), pytest.raises(ValueError, match="another process works in"):
-        prepare(sources, tmp_path / "out", workers=1)
+        prepare(sources, tmp_path / "out")
 
 
 @pytest.mark.parametrize("field", ["text", "txt"])
@@ -186,7 +157,7 @@ def test_input_that_cannot_be_read_leaves_nothing_behind(
     (tmp_path / "empty").mkdir()
     for out in (tmp_path / "new" / "out", tmp_path / "empty"):
         with pytest.raises(ValueError, match=r"bad\.jsonl:301 must be one JSON|field must be one of"):
-            prepare([str(bad)], out, workers=1, field=field, tokenizer=tokenizer)
+            prepare([str(bad)], out, field=field, tokenizer=tokenizer)
     assert {path.name for path in tmp_path.rglob("*")} <= {"bad.jsonl", "empty"}
 
 
@@ -196,7 +167,7 @@ def test_tokens_before_a_bad_line_are_kept(tmp_path: Path) -> None:
         bad.write("{\n")
     for _ in range(2):
         with pytest.raises(ValueError, match=r"b\.jsonl:301 must be one JSON .*; repair it"):
-            prepare(sources, tmp_path / "out", workers=1, shard_tokens=2000)
+            prepare(sources, tmp_path / "out", shard_tokens=2000)
     assert len([*(tmp_path / "out").glob("train-0000[0-5].bin")]) == 6
 
 

@@ -76,7 +76,7 @@ def test_data_of_another_tokenizer(folders: tuple[Path, Path, str], tmp_path: Pa
     coca = folders[1]
     text = tmp_path / "text.txt"
     text.write_text("some words to make tokens of\n" * 500)
-    prepare([str(text)], str(tmp_path / "other"), tokenizer=300, valid_share=0.0, workers=1)
+    prepare([str(text)], str(tmp_path / "other"), tokenizer=300, valid_share=0.0)
     with pytest.raises(ValueError, match=r"--data must be made with the model's tokenizer, got another in"):
         finetune(coca, {str(tmp_path / "other"): 1.0}, recipe({}), tmp_path / "out")
 

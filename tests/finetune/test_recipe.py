@@ -98,9 +98,9 @@ BAD = {
             "reach = 3": "reach of stage a must be a power of two, .* got 3 times 2048; try 16",
             "reach = 2\nlength = 17": "length of stage a must be even where reach > 1, .* got 17; try 18",
             "optimizer = { end_lr = -1.0 }": "optimizer.end_lr must be greater than or equal to 0, got -1.0",
-            "reach = 1073741824": "reach of stage a must be a power of two, which keeps positions within 2147483647",
+            "reach = 1073741824": "reach of stage a must be a power of two",
             "rope_parameters = { factor = 2.0 }": "rope_parameters of stage a must have a rope_type",
-            "rope_parameters = { rope_type = 'ntk', factr = 2 }": "rope_parameters.* must be 'rope_type', .*got 'factr'",
+            "rope_parameters = { rope_type = 'ntk', factr = 2 }": "rope_parameters.*'rope_theta', .*got 'factr'",
         }.items()
     },
 }

@@ -33,7 +33,7 @@ class Batches:
     >>> from farspan.data import prepare
     >>> with TemporaryDirectory() as folder:
     ...     _ = Path(folder, "a.txt").write_text("the quick brown fox")
-    ...     _ = prepare([f"{folder}/a.txt"], f"{folder}/tokens", valid_share=0, workers=1)
+    ...     _ = prepare([f"{folder}/a.txt"], f"{folder}/tokens", valid_share=0)
     ...     Batches([(Shards(f"{folder}/tokens"), 1.0)], length=8, batch_size=4, seed=0).batch(step=0).shape
     torch.Size([4, 9])
     """

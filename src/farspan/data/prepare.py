@@ -1,21 +1,17 @@
-"""Tokenize documents into shards: in parallel, in bounded memory, and resumable at any moment."""
+"""Tokenize documents into shards: in bounded memory, and resumable at any moment."""
 
 import hashlib
 import os
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from farspan.data.shards import MANIFEST, SCHEMA, ShardWriter, read_manifest, token_dtype
 from farspan.data.sources import Source, resolve
-from farspan.data.tokenizer import TextTokenizer, check_vocabulary, load_tokenizer, train_bpe
+from farspan.data.tokenizer import TextTokenizer, check_vocabulary, grouped, load_tokenizer, train_bpe
 from farspan.errors import require
 from farspan.utils import LOCK, Progress, check_folder, check_unchanged, lock, read_settings, remove, silent, write_json
 
@@ -25,9 +21,7 @@ STATE = ".unfinished.json"
 SAVE_SECONDS = 1.0
 """A killed run repeats at most about this much work."""
 CHUNK = 2**20
-"""Characters that a thread tokenizes at once."""
-Rows = list[tuple[str, npt.NDArray[Any]]]
-"""The split of each document, and its tokens."""
+"""Characters tokenized at once: the threads of the tokenizer share them."""
 Position = tuple[int, int, int]
 """How far the sources have been read: the source, documents of it, and bytes of all sources."""
 
@@ -40,7 +34,6 @@ def prepare(
     field: str = "text",
     valid_share: float = 0.01,
     shard_tokens: int = 2**26,
-    workers: int | None = None,
     progress: Progress = silent,
 ) -> dict[str, Any]:
     """Tokenize sources into memory-mapped shards (:mod:`farspan.data.shards`) and return the manifest.
@@ -50,7 +43,6 @@ def prepare(
         tokenizer: one, its name or path, or a vocabulary size: train a BPE of that size on the training documents.
         valid_share: share of the documents held out, by a hash of their text: equal texts are never in both splits.
         shard_tokens: a shard ends with the document that reaches this many tokens.
-        workers: threads that tokenize; None = one per core. The result is the same for any number.
 
     Interrupted at any moment, the same call continues; called again after the end, it returns at once. Input that
     cannot be read leaves nothing behind, unless tokens before it were saved.
@@ -58,15 +50,14 @@ def prepare(
     >>> from tempfile import TemporaryDirectory
     >>> with TemporaryDirectory() as folder:
     ...     _ = Path(folder, "a.txt").write_text("the quick brown fox")
-    ...     prepare([f"{folder}/a.txt"], f"{folder}/tokens", valid_share=0, workers=1)["splits"]["train"]["tokens"]
+    ...     prepare([f"{folder}/a.txt"], f"{folder}/tokens", valid_share=0)["splits"]["train"]["tokens"]
     20
     """
     require(not isinstance(sources, str), f"sources must be a list, got {sources!r}; write [{sources!r}]")
     require(len(sources) > 0, "sources must name at least one text, got none; try 'stdlib'")
     require(0 <= valid_share <= 1, f"valid_share must be between 0 and 1, got {valid_share}; try 0.01")
     require(shard_tokens >= 1, f"shard_tokens must be ≥ 1, got {shard_tokens}; try {2**26}")
-    require(workers is None or workers >= 1, f"workers must be ≥ 1, got {workers}; leave it out for one per core")
-    out, cores = Path(out), os.cpu_count() or 1
+    out = Path(out)
     check_folder(out, MANIFEST if (out / MANIFEST).is_file() else STATE, what="of the same tokens")
     resolved = [resolve(source) for source in sources]
     if isinstance(tokenizer, int):
@@ -107,10 +98,7 @@ def prepare(
             else:
                 texts = _training_texts(_documents(resolved, field), valid_share, show)
                 tokenizer = train_bpe(texts, tokenizer, out)
-            chunks = _chunks(_documents(resolved, field, tuple(state.get("position", (0, 0, 0)))))
-            function = partial(encode, tokenizer=tokenizer, valid_share=valid_share)
-            rows = _in_threads(function, chunks, min(workers or cores, cores))
-            return _write(out, state, tokenizer, rows, show)
+            return _tokenize(out, state, tokenizer, resolved, show)
         except ValueError:
             if "splits" not in read_settings(out / STATE):
                 for path in {*out.iterdir()} - {out / LOCK}:
@@ -158,60 +146,20 @@ def _training_texts(
             yield text
 
 
-def _chunks(documents: Iterator[tuple[Position, str]]) -> Iterator[tuple[Position, list[str]]]:
-    """Yield documents about CHUNK characters at a time, and the position after them."""
-    texts, size, position = list[str](), 0, (0, 0, 0)
-    for position, text in documents:
-        texts.append(text)
-        size += len(text)
-        if size >= CHUNK:
-            yield position, texts
-            texts, size = [], 0
-    if texts:
-        yield position, texts
-
-
-def encode(texts: list[str], tokenizer: TextTokenizer, valid_share: float) -> Rows:
-    """Tokenize documents, each followed by the end token."""
-    dtype = token_dtype(tokenizer.vocab_size)
-    return [
-        (split_of(text, valid_share), np.append(tokenizer.ids(text), tokenizer.end).astype(dtype)) for text in texts
-    ]
-
-
-def _in_threads(
-    function: Callable[[list[str]], Rows], chunks: Iterator[tuple[Position, list[str]]], workers: int
-) -> Iterator[tuple[Position, Rows]]:
-    """Yield the rows of each chunk in order; at most 2 × workers chunks are in memory."""
-    waiting = deque[tuple[Position, Future[Rows]]]()
-    pool = ThreadPoolExecutor(workers)
-    try:
-        for position, texts in chunks:
-            waiting.append((position, pool.submit(function, texts)))
-            if len(waiting) == 2 * workers:
-                position, rows = waiting.popleft()
-                yield position, rows.result()
-        for position, rows in waiting:
-            yield position, rows.result()
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def _write(
-    out: Path,
-    state: dict[str, Any],
-    tokenizer: TextTokenizer,
-    chunks: Iterator[tuple[Position, Rows]],
-    show: Callable[[int, str], None],
+def _tokenize(
+    out: Path, state: dict[str, Any], tokenizer: TextTokenizer, sources: list[Source], show: Callable[[int, str], None]
 ) -> dict[str, Any]:
     """Write shards and, every second, how far they go; at the end the manifest, with which the data exist."""
     plan, dtype, saved = state["plan"], token_dtype(tokenizer.vocab_size), time.monotonic()
     kept = state.get("splits", {})
     writers = {name: ShardWriter(out, name, dtype, plan["shard_tokens"], kept.get(name, {})) for name in SPLITS}
     try:
-        for position, rows in chunks:
-            for split, tokens in rows:
-                writers[split].append(tokens)
+        documents = _documents(sources, plan["field"], tuple(state.get("position", (0, 0, 0))))
+        for chunk in grouped(documents, CHUNK):
+            position = chunk[-1][0]
+            for (_, text), ids in zip(chunk, tokenizer.ids([text for _, text in chunk]), strict=True):
+                tokens = np.append(ids, tokenizer.end).astype(dtype)
+                writers[split_of(text, plan["valid_share"])].append(tokens)
             show(position[2], "tokenizing")
             if time.monotonic() - saved >= SAVE_SECONDS:
                 splits = {name: writer.state() for name, writer in writers.items()}

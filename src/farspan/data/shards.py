@@ -55,7 +55,7 @@ class Shards:
     >>> from farspan.data import prepare
     >>> with TemporaryDirectory() as folder:
     ...     _ = Path(folder, "a.txt").write_text("fox")
-    ...     _ = prepare([f"{folder}/a.txt"], f"{folder}/tokens", valid_share=0, workers=1)
+    ...     _ = prepare([f"{folder}/a.txt"], f"{folder}/tokens", valid_share=0)
     ...     Shards(f"{folder}/tokens").document(0).tolist()  # three bytes, each one up, and the end token
     [103, 112, 121, 0]
     """

@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from copy import deepcopy
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +23,8 @@ LARGEST = 2**20
 """Largest vocabulary that is trained: the trainer reserves memory for all of it at once."""
 USUAL_ENDS = (END, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
 PIECE = 2**18
-"""Characters tokenized at once: an encoding takes a hundred times the memory of its text."""
+"""Characters of a text tokenized at once: an encoding takes a hundred times the memory of its text."""
+Key = TypeVar("Key")
 
 
 class TextTokenizer:
@@ -48,23 +49,30 @@ class TextTokenizer:
         self.fingerprint = hashlib.sha256(self._json.encode()).hexdigest()
         self._plain_bytes = self.vocab_size == BYTES_VOCABULARY and self._json == _bytes_backend().to_str()
         probe = ("A b,", "\nc d\n")
-        self._cuttable = self._ids("".join(probe)) == self._ids(probe[0]) + self._ids(probe[1])
+        whole, *halves = self._ids(["".join(probe), *probe])
+        self._cuttable = np.array_equal(whole, np.concatenate(halves))
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text, without an end token."""
-        ids: list[int] = self.ids(text).tolist()
+        ids: list[int] = self.ids([text])[0].tolist()
         return ids
 
-    def ids(self, text: str) -> npt.NDArray[np.int64]:
-        """Return the ids as an array; other threads run meanwhile."""
+    def ids(self, texts: Sequence[str]) -> list[npt.NDArray[np.int64]]:
+        """Return the ids of each text, which the threads of the library compute."""
         if self._plain_bytes:
-            return np.frombuffer(text.encode(), np.uint8).astype(np.int64) + 1
-        pieces = cut(text) if self._cuttable else [text]
-        return np.concatenate([np.array(self._ids(piece), np.int64) for piece in pieces])
+            return [np.frombuffer(text.encode(), np.uint8).astype(np.int64) + 1 for text in texts]
+        if not self._cuttable:
+            return self._ids(texts)
+        pieces = ((number, piece) for number, text in enumerate(texts) for piece in cut(text))
+        found: list[list[npt.NDArray[np.int64]]] = [[] for _ in texts]
+        for group in grouped(pieces, 4 * PIECE):
+            for (number, _), ids in zip(group, self._ids([piece for _, piece in group]), strict=True):
+                found[number].append(ids)
+        return [np.concatenate(ids) for ids in found]
 
-    def _ids(self, text: str) -> list[int]:
-        # Unlike `encode`, it lets other threads run, and does not compute offsets.
-        return list(self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids)
+    def _ids(self, texts: Sequence[str]) -> list[npt.NDArray[np.int64]]:
+        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, np.int64) for encoding in encodings]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of token ids; bytes that are not UTF-8 become replacement characters."""
@@ -95,6 +103,23 @@ def cut(text: str) -> Iterator[str]:
         yield text[start:end]
         start = end
     yield text[start:]
+
+
+def grouped(texts: Iterable[tuple[Key, str]], size: int) -> Iterator[list[tuple[Key, str]]]:
+    """Collect keyed texts until they have so many characters.
+
+    >>> list(grouped([(0, "ab"), (1, "c"), (2, "d")], 3))
+    [[(0, 'ab'), (1, 'c')], [(2, 'd')]]
+    """
+    group, left = list[tuple[Key, str]](), size
+    for key, text in texts:
+        group.append((key, text))
+        left -= len(text)
+        if left <= 0:
+            yield group
+            group, left = [], size
+    if group:
+        yield group
 
 
 def check_vocabulary(size: int) -> None:
