@@ -32,6 +32,8 @@ FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 """Sharded (FSDP2), replicated (DDP) and plain modules give and take the same complete tensors."""
 NAME = re.compile(r"checkpoint-([0-9]+)")
 CHECKSUMS = "checksums.json"
+KEPT = 2
+"""Checkpoints of a run: the newest, and the one before for when that is damaged."""
 
 
 class TrainingStoppedError(RuntimeError):
@@ -104,9 +106,8 @@ def write(
     moments: dict[str, Any],
     state: dict[str, Any],
     write_model: Callable[[Path, dict[str, Tensor]], None],
-    keep: int,
 ) -> None:
-    """Write checkpoint `step` and remove older ones beyond `keep`. Raise TrainingStoppedError for nan and inf."""
+    """Write checkpoint `step` and remove those before the last. Raise TrainingStoppedError for nan and inf."""
     for name, weight in weights.items():
         if not bool(torch.isfinite(weight).all()):
             raise TrainingStoppedError(f"weight {name} is not finite after step {step - 1}; {last_good(folder)}")
@@ -125,7 +126,7 @@ def write(
             (part / CHECKSUMS).write_text(json.dumps(sums, indent=1))
     except (OSError, SafetensorError) as error:
         raise OSError(f"{path.name} could not be written ({error}); {last_good(folder)}; free some space") from error
-    for old in checkpoints(folder)[:-keep]:
+    for old in checkpoints(folder)[:-KEPT]:
         remove(old)
 
 

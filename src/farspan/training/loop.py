@@ -293,8 +293,7 @@ class _Run:
         """Save a checkpoint. Each process takes part in gathering; the main one writes."""
         weights, moments = checkpoint.gather(self.network, self.optimizer.optimizer)
         state = {"config": self.job.settings, **self.speed}
-        keep = self.job.run.keep_checkpoints
-        on_main(partial(checkpoint.write, self.folder, self.step, weights, moments, state, self._write_model, keep))
+        on_main(partial(checkpoint.write, self.folder, self.step, weights, moments, state, self._write_model))
 
     def _write_model(self, folder: Path, weights: dict[str, Tensor]) -> None:
         state = {name.removeprefix("model."): weight for name, weight in weights.items()}
