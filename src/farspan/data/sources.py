@@ -67,7 +67,7 @@ class Source:
     def documents(self, field: str) -> Iterator[Document]:
         """Yield every document; see :func:`documents`."""
         if not self.files:
-            yield from _hub(self.name, field)
+            yield from (Document(_checked(row, where, field), where) for row, where, _ in _hub(self.name, field))
             return
         before, empty = 0, True
         for path in self.files:
@@ -77,9 +77,9 @@ class Source:
             size = path.stat().st_size
             # An empty __init__.py is ordinary in a directory; an empty file that the user named is a mistake.
             if size or self.root is None:
-                for text, where, read in (_reader(path) or _text)(path, name, field):
+                for record, where, read in (_reader(path) or _text)(path, name, field):
                     empty = False
-                    yield Document(_checked(text, where), where, before + read)
+                    yield Document(_checked(record, where, field), where, before + read)
             before += size
         require(not empty, f"source must hold at least one document, got {self.name!r} with none; name another")
 
@@ -133,33 +133,37 @@ def _walk(root: Path, keep: Callable[[Path], bool], skip: set[str] | frozenset[s
     return tuple(sorted(found, key=lambda path: path.relative_to(root).as_posix()))
 
 
-# Readers of one file each: (path, its name in errors, field) → text, origin, and bytes of the file read so far
+# Readers
+
+Records = Iterator[tuple[dict[str, Any], str, int]]
+"""Records of a file, the origin of each, and the bytes of the file read so far."""
 
 
-def _text(path: Path, name: str, field: str) -> Iterator[Document]:
+def _text(path: Path, name: str, field: str) -> Records:
     with opened(path) as (stream, raw):
         data = stream.read()
         zero = data.find(b"\0")
         require(zero < 0, f"{name} must be text, got binary data (a zero byte at offset {zero}); name UTF-8 text files")
-        yield Document(_decode(data, name), name, raw.tell())
+        yield {field: _decode(data, name)}, name, raw.tell()
 
 
-def _lines(path: Path, name: str, field: str) -> Iterator[Document]:
+def _lines(path: Path, name: str, field: str) -> Records:
     with opened(path) as (stream, raw):
         for number, line in enumerate(stream, 1):
             if line.strip():
-                where, record, reason = f"{name}:{number}", None, "another JSON value"
-                text = _decode(line, where)
+                where, reason = f"{name}:{number}", "another JSON value"
+                text, record = _decode(line, where), None
                 try:
                     record = json.loads(text)
                 except (ValueError, RecursionError) as error:
                     reason = str(error)
                 got = f"got {text[:40]!r} ({reason}); repair it"
-                require(isinstance(record, dict), f"{where} must be one JSON object per line, {got}")
-                yield Document(_field(record, where, field), where, raw.tell())
+                if not isinstance(record, dict):
+                    raise ValueError(f"{where} must be one JSON object per line, {got}")
+                yield record, where, raw.tell()
 
 
-def _parquet(path: Path, name: str, field: str) -> Iterator[Document]:
+def _parquet(path: Path, name: str, field: str) -> Records:
     parquet, arrow = (needs(module, "pyarrow", f"reading {name}") for module in ("pyarrow.parquet", "pyarrow"))
     row = 0
     try:
@@ -170,43 +174,31 @@ def _parquet(path: Path, name: str, field: str) -> Iterator[Document]:
             for batch in file.iter_batches(batch_size=64, columns=[field]):
                 for record in batch.to_pylist():
                     row += 1
-                    where = f"{name}:{row}"
-                    yield Document(_field(record, where, field), where, size * row // total)
+                    yield record, f"{name}:{row}", size * row // total
     except (OSError, arrow.ArrowException) as error:
         raise ValueError(
             f"{name} must be a complete .parquet file, got {error} after row {row}; download it again"
         ) from error
 
 
-def _hub(name: str, field: str) -> Iterator[Document]:
+def _hub(name: str, field: str) -> Records:
     datasets = needs("datasets", "datasets", f"reading {name}")
     dataset, config, split = [*name[3:].split(":"), "", ""][:3]
     rows = datasets.load_dataset(dataset, config or None, split=split or "train", streaming=True)
     for number, row in enumerate(rows, 1):
-        where = f"{name}:{number}"
-        text = _field(row, where, field)
-        if text.strip():  # nobody can repair a row on the hub, and many datasets keep empty ones
-            yield Document(_checked(text, where), where)
+        if str(row.get(field, "?")).strip():  # nobody can repair a row on the hub, and many datasets keep empty ones
+            yield row, f"{name}:{number}", 0
 
 
 READERS = dict.fromkeys((".txt", ".md", ".rst", ".py"), _text) | dict.fromkeys((".jsonl", ".json", ".ndjson"), _lines)
 
 
-def _reader(path: Path) -> Callable[[Path, str, str], Iterator[Document]] | None:
+def _reader(path: Path) -> Callable[[Path, str, str], Records] | None:
     """Return what reads a file with this ending."""
     name = Path(path.name.lower())
     if name.suffix == ".parquet":  # compressed within
         return _parquet
     return READERS.get(Path(name.stem).suffix if name.suffix in COMPRESSED else name.suffix)
-
-
-def _field(record: Any, where: str, field: str) -> str:
-    if field not in record:
-        raise ValueError(f"{where}: {unknown('field', field, record, FIELD)}")
-    value = record[field]
-    if not isinstance(value, str):
-        raise ValueError(f"{where}: field {field!r} must hold text, got {value!r:.40}; choose another field")
-    return value
 
 
 def _decode(data: bytes, where: str) -> str:
@@ -217,7 +209,12 @@ def _decode(data: bytes, where: str) -> str:
         raise ValueError(f"{where} must be UTF-8 text, got {got}; convert it to UTF-8 or leave it out") from error
 
 
-def _checked(text: str, where: str) -> str:
+def _checked(record: dict[str, Any], where: str, field: str) -> str:
+    if field not in record:
+        raise ValueError(f"{where}: {unknown('field', field, record, FIELD)}")
+    text = record[field]
+    if not isinstance(text, str):
+        raise ValueError(f"{where}: field {field!r} must hold text, got {text!r:.40}; choose another field")
     require(bool(text.strip()), f"{where} must hold text, got nothing but white space; remove it or fill it")
     try:
         text.encode()

@@ -17,7 +17,6 @@ from torch import nn
 from farspan.checkpoints import config_of, load, open_source, read_note, save, text_tokenizer, write_note
 from farspan.configuration_farspan import FarspanConfig
 from farspan.data import Batches, Shards, TextTokenizer
-from farspan.data.passkey import check_row
 from farspan.errors import require
 from farspan.evaluation import scaling_name
 from farspan.finetune.objectives import ATTENTION_OUTPUT, Distillation, check_teacher, new_layers
@@ -88,8 +87,8 @@ class Origin:
 
     def batches(self, stage: Stage, seed: int) -> Batches:
         """Return the rows of a stage."""
-        share = stage.passkey_share, stage.retrieval_share
-        return text_batches(DataSection(self.data, stage.length, stage.batch_size, *share), self.tokenizer, seed)
+        section = DataSection(self.data, stage.length, stage.batch_size, stage.passkey_share, stage.retrieval_share)
+        return text_batches(section, self.tokenizer, seed, name=f"length of stage {stage.name}")
 
     def teacher_of(self, stage: Stage) -> FarspanConfig | None:
         """Return the configuration of the stage's teacher, if it has one."""
@@ -109,8 +108,6 @@ class Origin:
             if theirs is not None:
                 check_teacher(student.config, theirs, stage.objective)
             prepared(student, stage, theirs)
-            if stage.passkey_share:
-                check_row(self.tokenizer, stage.length, f"length of stage {stage.name}")
             self.batches(stage, 0)  # raises for rows that are too short
         if recipe.log_length:
             student.set_log_length(True)

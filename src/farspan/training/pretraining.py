@@ -80,11 +80,14 @@ def pretraining_job(config: TrainConfig) -> Job:
     )
 
 
-def text_batches(data: DataSection, tokenizer: TextTokenizer, seed: int) -> Batches:
-    """Return random windows of the section's token folders, with passkey or retrieval rows mixed in."""
+def text_batches(data: DataSection, tokenizer: TextTokenizer, seed: int, *, name: str = "data.length") -> Batches:
+    """Return random windows of the section's token folders, with passkey or retrieval rows mixed in.
+
+    Raise if their length, which the user knows by `name`, does not hold such a row.
+    """
     make_row: MakeRow = partial(training_row, tokenizer)
     if data.passkey_share:
-        check_row(tokenizer, data.length, "data.length")
+        check_row(tokenizer, data.length, name)
     elif data.retrieval_share:
         make_row = partial(retrieval_row, tokenizer)
         for task in TRAINED:  # raises if a row cannot hold it
