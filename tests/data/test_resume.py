@@ -44,11 +44,6 @@ def run(sources: list[str], out: Path) -> None:
     prepare(sources, out, **SMALL)
 
 
-def test_chunks_and_saved_states_change_nothing(sources: list[str], expected: Path, tmp_path: Path) -> None:
-    run(sources, tmp_path / "out")
-    assert contents(tmp_path / "out") == contents(expected)
-
-
 def test_killed_at_any_moment_it_continues_to_the_same_bytes(
     sources: list[str], expected: Path, tmp_path: Path
 ) -> None:
@@ -85,6 +80,7 @@ def test_killed_at_any_replacement_it_continues_to_the_same_bytes(
 
     monkeypatch.setattr(os, "replace", dying)
     run(sources, tmp_path / "counting")
+    assert contents(tmp_path / "counting") == contents(expected)  # whatever the chunks and saved states
     total = count
     for step in {*range(4), total // 3, total // 2, *range(total - 16, total, 3), total - 1}:
         count, last = 0, step

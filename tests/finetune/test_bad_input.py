@@ -7,7 +7,7 @@ import pytest
 from farspan.data import prepare
 from farspan.finetune import finetune
 from farspan.utils import lock
-from tests.finetune.folders import recipe
+from tests.finetune.folders import Folders, recipe
 
 TEACHER = {"objective": {"logit-kl": 1.0}}
 
@@ -40,7 +40,7 @@ TEACHER = {"objective": {"logit-kl": 1.0}}
     ],
 )
 def test_a_bad_later_stage_is_found_before_the_first_is_trained(
-    later: dict, message: str, folders: tuple[Path, Path, str], tmp_path: Path
+    later: dict, message: str, folders: Folders, tmp_path: Path
 ) -> None:
     _, coca, source = folders
     with pytest.raises(ValueError, match=message):
@@ -58,7 +58,7 @@ def test_a_bad_later_stage_is_found_before_the_first_is_trained(
     ],
 )
 def test_a_model_and_its_teacher_must_be_there(
-    model: str, stage: dict, teacher: str | None, message: str, folders: tuple[Path, Path, str], tmp_path: Path
+    model: str, stage: dict, teacher: str | None, message: str, folders: Folders, tmp_path: Path
 ) -> None:
     original, coca, source = folders
     with pytest.raises(ValueError, match=message):
@@ -72,7 +72,7 @@ def test_a_model_and_its_teacher_must_be_there(
     assert not (tmp_path / "out").exists()
 
 
-def test_data_of_another_tokenizer(folders: tuple[Path, Path, str], tmp_path: Path) -> None:
+def test_data_of_another_tokenizer(folders: Folders, tmp_path: Path) -> None:
     coca = folders[1]
     text = tmp_path / "text.txt"
     text.write_text("some words to make tokens of\n" * 500)
@@ -81,9 +81,7 @@ def test_data_of_another_tokenizer(folders: tuple[Path, Path, str], tmp_path: Pa
         finetune(coca, {str(tmp_path / "other"): 1.0}, recipe({}), tmp_path / "out")
 
 
-def test_a_folder_of_something_else_and_one_in_use_are_left_alone(
-    folders: tuple[Path, Path, str], tmp_path: Path
-) -> None:
+def test_a_folder_of_something_else_and_one_in_use_are_left_alone(folders: Folders, tmp_path: Path) -> None:
     original, coca, source = folders
     for folder in (coca, Path(source), original.parent, Path("/")):
         before = sorted(folder.iterdir())
