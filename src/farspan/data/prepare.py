@@ -45,7 +45,7 @@ def prepare(
         shard_tokens: a shard ends with the document that reaches this many tokens.
 
     Interrupted at any moment, the same call continues; called again after the end, it returns at once. Input that
-    cannot be read leaves nothing behind, unless tokens before it were saved.
+    cannot be read leaves nothing behind, unless tokens before it were saved; a corrected source then needs a new `out`.
 
     >>> from tempfile import TemporaryDirectory
     >>> with TemporaryDirectory() as folder:
