@@ -72,7 +72,7 @@ def make_inputs(folder: Path) -> None:
     (folder / "text.jsonl").write_text(json.dumps({"text": text}) + "\n")
     pair = {"good": "two and two are four", "bad": "two and two is four"}
     (folder / "pairs.jsonl").write_text(json.dumps(pair) + "\n")
-    prepare([str(folder / "text.txt")], str(folder / "tokens"), tokenizer="bytes", valid_share=0.0, workers=1)
+    prepare([str(folder / "text.txt")], str(folder / "tokens"), tokenizer="bytes", valid_share=0.0)
     small = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2}
     torch.manual_seed(0)
     FarspanForCausalLM(FarspanConfig.preset("tiny", attention="coca-exact", **small)).save_pretrained(folder / "model")
@@ -120,8 +120,8 @@ def make_inputs(folder: Path) -> None:
 
 
 COMMANDS = [
-    "data text.txt --out out --tokenizer bytes --workers 1",
-    "data text.jsonl --out out --train-tokenizer 300 --workers 1",
+    "data text.txt --out out --tokenizer bytes",
+    "data text.jsonl --out out --train-tokenizer 300",
     "train config.toml --out out",
     "convert llama --attention coca-exact --out out",
     "convert llama --attention hybrid-rope --window 8 --global-every 2 --out out",

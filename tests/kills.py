@@ -27,7 +27,7 @@ from tests.processes import Started
 
 COMMANDS = {
     "train": "train config.toml --out out",
-    "data": "data text.jsonl more.txt --out out --train-tokenizer 300 --workers 2",
+    "data": "data text.jsonl more.txt --out out --train-tokenizer 300",
     "finetune": "finetune model --data tokens --recipe recipe.toml --checkpoint-every 2 --out out",
     "convert": "convert llama --attention coca-exact --out out",
     "reproduce": "reproduce --preset tiny.toml --only ppl --out out",

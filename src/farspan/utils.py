@@ -167,10 +167,13 @@ LOCK = ".lock"
 def lock(folder: Path, *, wait: bool = False, name: str = LOCK) -> Iterator[None]:
     """Hold the lock of a folder, so that no other process works there. The lock ends with its process.
 
-    Raise ValueError if another process holds it, unless `wait`.
+    Raise ValueError if another process holds it, unless `wait`. The lock of a whole folder (no `wait`, no name) leaves
+    nothing behind where nothing else was written.
     """
     from filelock import FileLock, Timeout
 
+    missing = [x for x in (folder, *folder.parents) if not x.exists()]
+    fresh = name == LOCK and not wait and not (folder / name).exists()
     with explain_write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         held = FileLock(folder / name)
@@ -181,6 +184,11 @@ def lock(folder: Path, *, wait: bool = False, name: str = LOCK) -> Iterator[None
     try:
         yield
     finally:
+        with suppress(OSError):  # it holds something
+            if fresh and [path.name for path in folder.iterdir()] == [name]:
+                (folder / name).unlink()
+                for path in missing:
+                    path.rmdir()
         held.release()
 
 

@@ -22,7 +22,6 @@ def data(
     ] = None,
     valid_share: Annotated[float, typer.Option(help="Share of documents held out.", min=0, max=1)] = 0.01,
     field: Annotated[str, typer.Option(help="JSON key or parquet column with the text.")] = "text",
-    workers: Annotated[int | None, typer.Option(help="Threads; one per core if left out.", min=1)] = None,
 ) -> None:
     """Tokenize text, JSONL (.gz .xz .zst) or parquet into shards. Interrupted, the same command continues.
 
@@ -36,9 +35,7 @@ def data(
 
     console, chosen = Console(), tokenizer if train_tokenizer is None else train_tokenizer
     with show_progress(console) as show:
-        manifest = prepare(
-            text, out, tokenizer=chosen, field=field, valid_share=valid_share, workers=workers, progress=show
-        )
+        manifest = prepare(text, out, tokenizer=chosen, field=field, valid_share=valid_share, progress=show)
     for split, found in manifest["splits"].items():
         console.print(f"{split}: {found['tokens']:,} tokens, {found['documents']:,} documents")
     console.print(f"written: {out}", markup=False)

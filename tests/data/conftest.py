@@ -22,5 +22,5 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 @pytest.fixture(scope="module")
 def expected(sources: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("expected") / "out"
-    prepare(sources, out, workers=1, **SMALL)
+    prepare(sources, out, **SMALL)
     return out

@@ -13,7 +13,7 @@ from tests.data.corpora import jsonl, texts
 
 def make(folder: Path, documents: list[str], **options: Any) -> Shards:
     source = jsonl(folder.with_suffix(".jsonl"), documents)
-    prepare([str(source)], folder, valid_share=0, workers=1, **options)
+    prepare([str(source)], folder, valid_share=0, **options)
     return Shards(folder)
 
 
@@ -102,11 +102,9 @@ def test_different_tokenizers_raise(books: Shards, tmp_path: Path) -> None:
     ("change", "message"),
     [
         ({"length": 10**6}, "length must be below the tokens available, got 1000000 for .*; choose a shorter"),
-        ({"length": 0}, "length must be ≥ 1, got 0"),
-        ({"batch_size": 0}, "batch_size must be ≥ 1, got 0"),
+        ({"length": 0}, "length, batch_size must be ≥ 1, got 0, 4"),
+        ({"batch_size": 0}, "length, batch_size must be ≥ 1, got 8, 0"),
         ({"seed": -1}, "seed must be between 0"),
-        ({"passkey_share": 0.1}, "passkey_document must be given"),
-        ({"passkey_share": 2}, "passkey_share must be between 0 and 1, got 2"),
         ({"weight": 0}, "weight must be > 0, got 0"),
         ({"weight": float("nan")}, "weight must be > 0, got nan"),
     ],
@@ -115,23 +113,3 @@ def test_bad_arguments_raise(change: dict[str, Any], message: str, books: Shards
     arguments = {"length": 8, "batch_size": 4, "seed": 0} | change
     with pytest.raises(ValueError, match=message):
         Batches([(books, arguments.pop("weight", 1))], **arguments)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((0, 0, 3), "batch_size must be a multiple of the number of processes, got 4 for 3"),
-        ((0, 2, 2), "rank must be between 0 and 1, got 2"),
-        ((-1,), "step must be ≥ 0, got -1"),
-    ],
-)
-def test_bad_calls_raise(arguments: tuple[int, ...], message: str, books: Shards) -> None:
-    with pytest.raises(ValueError, match=message):
-        Batches([(books, 1)], 8, 4, seed=0).batch(*arguments)
-
-
-@pytest.mark.parametrize("tokens", [np.zeros(5, int), np.zeros(9), np.full(9, 300), np.full(9, -1)], ids=str)
-def test_passkey_documents_of_other_tokens_raise(tokens: np.ndarray, books: Shards) -> None:
-    wrong = Batches([(books, 1)], 8, 4, 0, passkey_share=1, passkey_document=lambda random, length: tokens)
-    with pytest.raises(ValueError, match="passkey_document must return 9 token ids below 257, got array"):
-        wrong.batch(0)

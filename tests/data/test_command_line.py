@@ -15,7 +15,7 @@ def test_text_becomes_shards(tmp_path: Path) -> None:
     packed = tmp_path / "a.jsonl.xz"
     packed.write_bytes(lzma.compress(source.read_bytes()))
     out = tmp_path / "out"
-    options = ("--field", "body", "--train-tokenizer", 300, "--valid-share", 0.1, "--workers", 2, "--out", out)
+    options = ("--field", "body", "--train-tokenizer", 300, "--valid-share", 0.1, "--out", out)
     status, shown, error = called("data", packed, *options)
     assert (status, error) == (0, "")
     train, valid = Shards(out, verify=True), Shards(out, "valid", verify=True)

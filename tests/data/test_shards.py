@@ -2,7 +2,6 @@
 
 import json
 import os
-import pickle
 import random
 import shutil
 from pathlib import Path
@@ -60,7 +59,7 @@ def test_the_manifest_tells_where_every_token_came_from(sources: list[str], expe
 
 def test_the_same_text_is_never_in_both_splits(tmp_path: Path) -> None:
     source = jsonl(tmp_path / "a.jsonl", TEXTS[:50] * 4)
-    prepare([str(source)], tmp_path / "out", valid_share=0.5, workers=1)
+    prepare([str(source)], tmp_path / "out", valid_share=0.5)
     rows = [all_documents(tmp_path / "out", split) for split in ("train", "valid")]
     train, valid = ({bytes(row) for row in split} for split in rows)
     assert train
@@ -73,7 +72,7 @@ def test_the_tokenizer_is_trained_without_held_out_documents(tmp_path: Path) -> 
     rare = [f"{n} " + "zyzzyva " * 50 for n in range(40)]
     held = [text for text in rare if split_of(text, 0.5) == "valid"]
     source = jsonl(tmp_path / "a.jsonl", held + [text for text in TEXTS if split_of(text, 0.5) == "train"])
-    prepare([str(source)], tmp_path / "out", tokenizer=400, valid_share=0.5, workers=1)
+    prepare([str(source)], tmp_path / "out", tokenizer=400, valid_share=0.5)
     assert len(load_tokenizer(tmp_path / "out").encode(" zyzzyva")) > 4
 
 
@@ -81,7 +80,7 @@ def test_wide_vocabularies_get_wide_tokens(tmp_path: Path, monkeypatch: pytest.M
     tokenizer = load_tokenizer("bytes")
     monkeypatch.setattr(tokenizer, "vocab_size", 2**16 + 1)
     source = jsonl(tmp_path / "a.jsonl", TEXTS)
-    prepare([str(source)], tmp_path / "out", tokenizer=tokenizer, valid_share=0, workers=1)
+    prepare([str(source)], tmp_path / "out", tokenizer=tokenizer, valid_share=0)
     row = all_documents(tmp_path / "out")[5]
     assert row.dtype == np.uint32
     assert row[:-1].tolist() == tokenizer.encode(TEXTS[5])
@@ -89,14 +88,14 @@ def test_wide_vocabularies_get_wide_tokens(tmp_path: Path, monkeypatch: pytest.M
 
 def test_finished_shards_are_returned_at_once_and_never_overwritten(sources: list[str], expected: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in expected.rglob("*")}
-    assert prepare(sources, expected, workers=1, **SMALL) == json.loads((expected / "manifest.json").read_text())
+    assert prepare(sources, expected, **SMALL) == json.loads((expected / "manifest.json").read_text())
     for some, change, key in (
         (sources, {"valid_share": 0.3}, "valid_share"),
         (sources, {"tokenizer": "bytes"}, "tokenizer"),
         (sources[:1], {}, "sources"),
     ):
         with pytest.raises(ValueError, match=rf"this folder began with {key} = .*, got .*; keep it or use another"):
-            prepare(some, expected, workers=1, **(SMALL | change))
+            prepare(some, expected, **(SMALL | change))
     assert before == {path: path.stat().st_mtime_ns for path in expected.rglob("*")}
 
 
@@ -128,7 +127,7 @@ def opened(folder: Path) -> list[Any]:
 def test_any_flipped_bit_is_one_clear_line_or_changes_nothing_that_training_reads(tmp_path: Path) -> None:
     """Every bit of shards, indices and tokenizer counts; a manifest also holds what only people read."""
     out, choose = tmp_path / "out", random.Random(0)
-    prepare([str(jsonl(tmp_path / "a.jsonl", TEXTS[:40]))], out, valid_share=0, shard_tokens=4000, workers=1)
+    prepare([str(jsonl(tmp_path / "a.jsonl", TEXTS[:40]))], out, valid_share=0, shard_tokens=4000)
     wanted, files = opened(out), sorted(path for path in out.iterdir() if path.name != ".lock")
     raised = list[str]()
     for flip in range(200):
@@ -160,8 +159,6 @@ def test_windows_cross_shards(expected: Path) -> None:
     for i in (-1, shards.documents_total):
         with pytest.raises(ValueError, match="document must be between 0 and"):
             shards.document(i)
-    again = pickle.loads(pickle.dumps(shards))
-    assert np.array_equal(again.window(5, 10), everything[5:15])
 
 
 @pytest.mark.parametrize(
@@ -172,14 +169,13 @@ def test_windows_cross_shards(expected: Path) -> None:
         ({"valid_share": 1.5}, "valid_share must be between 0 and 1, got 1.5"),
         ({"valid_share": float("nan")}, "valid_share must be between 0 and 1, got nan"),
         ({"shard_tokens": 0}, "shard_tokens must be ≥ 1, got 0"),
-        ({"workers": 0}, "workers must be ≥ 1, got 0"),
         ({"tokenizer": 3}, "vocab_size must be ≥ 257"),
         ({"tokenizer": 99999999999}, "vocab_size must be ≥ 257 .* ≤ 1048576, got 99999999999"),
         ({"tokenizer": "nosuch"}, "tokenizer must be 'bytes', .* got 'nosuch'"),
     ],
 )
 def test_bad_arguments_raise(change: dict[str, Any], message: str, sources: list[str], tmp_path: Path) -> None:
-    arguments = {"sources": sources, "workers": 1} | change
+    arguments = {"sources": sources} | change
     with pytest.raises(ValueError, match=message):
         prepare(arguments.pop("sources"), tmp_path / "new" / "out", **arguments)
     assert not list(tmp_path.iterdir())
@@ -195,7 +191,7 @@ def test_a_damaged_manifest_is_one_line(damage: str, tmp_path: Path) -> None:
 
 
 def test_splits_without_documents_raise(tmp_path: Path) -> None:
-    prepare([str(jsonl(tmp_path / "a.jsonl", TEXTS[:3]))], tmp_path / "out", valid_share=0, workers=1)
+    prepare([str(jsonl(tmp_path / "a.jsonl", TEXTS[:3]))], tmp_path / "out", valid_share=0)
     with pytest.raises(ValueError, match=r"split 'valid' must hold documents, got none .* larger valid_share"):
         Shards(tmp_path / "out", "valid")
     with pytest.raises(ValueError, match="split must be one of 'train', 'valid', got 'vaild'; did you mean 'valid'"):

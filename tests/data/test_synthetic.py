@@ -14,6 +14,7 @@ from farspan.data.synthetic import (
     GAP,
     IGNORED,
     MQAR,
+    OPERATOR_SHARE,
     OPERATORS,
     POWER,
     TOKENS,
@@ -23,6 +24,7 @@ from farspan.data.synthetic import (
     Scene,
     evaluate,
 )
+from farspan.utils import parse
 
 # ListOps
 
@@ -59,8 +61,8 @@ def length_distribution(task: ListOps) -> np.ndarray:
             power = np.convolve(power, below)[:size]
             total += power
         below = np.zeros(size)
-        below[1] = 1 - task.operator_share
-        below[2:] += task.operator_share / (task.max_args - 1) * total[:-2]
+        below[1] = 1 - OPERATOR_SHARE
+        below[2:] += OPERATOR_SHARE / (task.max_args - 1) * total[:-2]
     return below
 
 
@@ -266,10 +268,10 @@ def test_paths_that_do_not_fit_are_an_error_instead_of_tried_for_ever() -> None:
         (ListOps, {"min_length": 10, "max_length": 11}, "lengths lie strictly between"),
         (MQAR, {"length": 14, "pairs": 4}, "at least 4 × pairs = 16, got 14"),
         (MQAR, {"pairs": 4, "vocabulary": 8}, "pairs must be between 1 and the 3 keys"),
-        (Pathfinder, {"size": 5}, "size must be at least two dashes, got 5"),
-        (Pathfinder, {"dashes": 1}, "dashes must be at least 2, got 1"),
+        (Pathfinder, {"size": 5}, "size must be greater than or equal to 6, got 5"),
+        (Pathfinder, {"dashes": 1}, "dashes must be greater than or equal to 2, got 1"),
     ],
 )
 def test_impossible_tasks_raise(task: type, options: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        task(**options)
+        parse(task, options)

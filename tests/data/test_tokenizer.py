@@ -1,6 +1,5 @@
 """Tokenizers give text back unchanged, never fake an end, and keep their identity."""
 
-import pickle
 from pathlib import Path
 
 import pytest
@@ -30,7 +29,7 @@ def test_bytes_are_bytes() -> None:
     assert BYTES.encode("aé") == [byte + 1 for byte in "aé".encode()]
     assert BYTES.vocab_size == 257
     text = bytes(range(128)).decode() + "éλ狗🐕"
-    assert BYTES.encode(text) == BYTES._ids(text)
+    assert BYTES.encode(text) == BYTES._ids([text])[0].tolist()
     assert train_bpe([], 257).fingerprint == BYTES.fingerprint
 
 
@@ -48,7 +47,7 @@ def test_every_digit_is_a_token_of_its_own() -> None:
 
 def test_long_texts_are_cut_without_changing_their_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     text = "\n".join(texts(40)) + "\n\n  indented\n\tlines\n"
-    whole = TRAINED._ids(text)
+    whole = TRAINED._ids([text])[0].tolist()
     monkeypatch.setattr(module, "PIECE", 100)
     pieces = list(module.cut(text))
     assert len(pieces) > 10
@@ -62,9 +61,6 @@ def test_a_saved_tokenizer_is_the_same_everywhere(tmp_path: Path) -> None:
     TRAINED.save(tmp_path)
     for loaded in (load_tokenizer(tmp_path), load_tokenizer(tmp_path / "tokenizer.json")):
         assert (loaded.fingerprint, loaded.end) == (TRAINED.fingerprint, TRAINED.end)
-    again = pickle.loads(pickle.dumps(TRAINED))
-    assert again.encode("the fox") == TRAINED.encode("the fox")
-    assert again.fingerprint == TRAINED.fingerprint
     theirs = AutoTokenizer.from_pretrained(tmp_path)
     assert theirs("the lazy fox").input_ids == TRAINED.encode("the lazy fox")
     assert theirs.eos_token_id == TRAINED.end

@@ -1,12 +1,11 @@
 """Fixtures of the tests of recipes: an original and its copy, made once, and one thread, as toys are faster on it."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 
-from tests.finetune.folders import made
+from tests.finetune.folders import Folders, made
 
 
 @pytest.fixture(autouse=True, scope="package")
@@ -18,5 +17,5 @@ def _one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="package")
-def folders(tmp_path_factory: pytest.TempPathFactory, _one_thread: None) -> tuple[Path, Path, str]:
+def folders(tmp_path_factory: pytest.TempPathFactory, _one_thread: None) -> Folders:
     return made(tmp_path_factory.mktemp("made"))

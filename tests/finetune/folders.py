@@ -11,6 +11,8 @@ from farspan.finetune import Recipe
 from farspan.training import TrainConfig, train
 from tests.training.runs import tokens
 
+Folders = tuple[Path, Path, str]
+"""The original, its CoCA copy, and the tokens."""
 OPTIMIZER = {"steps": 8, "peak_lr": 3e-3, "end_lr": 3e-4, "weight_decay": 0.0, "accumulation": 1}
 FAR_UNDER_NTK = {
     "objective": {"logit-kl": 1.0},
@@ -26,7 +28,7 @@ def recipe(*stages: dict[str, Any]) -> Recipe:
     return Recipe.parse({"stages": [{"name": f"s{i}", **common, **stage} for i, stage in enumerate(stages)]})
 
 
-def made(folder: Path) -> tuple[Path, Path, str]:
+def made(folder: Path) -> Folders:
     """(original, converted, tokens): an original that was trained a little on the text."""
     source = tokens(folder)
     shape = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48}

@@ -7,7 +7,7 @@ import pytest
 from farspan.data import prepare
 from farspan.finetune import finetune
 from farspan.utils import lock
-from tests.finetune.folders import recipe
+from tests.finetune.folders import Folders, recipe
 
 TEACHER = {"objective": {"logit-kl": 1.0}}
 
@@ -21,13 +21,26 @@ TEACHER = {"objective": {"logit-kl": 1.0}}
             {"rope_parameters": {"rope_type": "linear"}},
             "rope_parameters of stage s1 need a factor > 1, got 0.5 for length 16 and a model trained at 32",
         ),
+        (
+            {"rope_parameters": {"rope_type": "lin"}},
+            "rope_parameters of stage s1: .* must be one of 'default', .* got 'lin'",
+        ),
+        ({"rope_parameters": {"rope_type": "ntk", "factor": "x"}}, "rope_parameters of stage s1: .* number, not str"),
+        (
+            {"rope_parameters": {"rope_type": "dynamic"}},
+            "rope_parameters of stage s1: .*Missing required keys .*'factor'",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "ntk", "factor": 0.5}},
+            "rope_parameters of stage s1: .* at least 1, got 0.5",
+        ),
         ({"passkey_share": 0.02}, "length of stage s1 must be at least 246 tokens .* got 16; use longer rows"),
         ({"lora": {"r": 2, "target_modules": ["k_proj"]}}, "lora.target_modules must be linear layers .*got 'k_proj'"),
         ({"lora": {"r": 2, "target_modules": ["lm_head"]}}, "lora.target_modules must be .*got 'lm_head'"),
     ],
 )
 def test_a_bad_later_stage_is_found_before_the_first_is_trained(
-    later: dict, message: str, folders: tuple[Path, Path, str], tmp_path: Path
+    later: dict, message: str, folders: Folders, tmp_path: Path
 ) -> None:
     _, coca, source = folders
     with pytest.raises(ValueError, match=message):
@@ -45,7 +58,7 @@ def test_a_bad_later_stage_is_found_before_the_first_is_trained(
     ],
 )
 def test_a_model_and_its_teacher_must_be_there(
-    model: str, stage: dict, teacher: str | None, message: str, folders: tuple[Path, Path, str], tmp_path: Path
+    model: str, stage: dict, teacher: str | None, message: str, folders: Folders, tmp_path: Path
 ) -> None:
     original, coca, source = folders
     with pytest.raises(ValueError, match=message):
@@ -59,18 +72,16 @@ def test_a_model_and_its_teacher_must_be_there(
     assert not (tmp_path / "out").exists()
 
 
-def test_data_of_another_tokenizer(folders: tuple[Path, Path, str], tmp_path: Path) -> None:
+def test_data_of_another_tokenizer(folders: Folders, tmp_path: Path) -> None:
     coca = folders[1]
     text = tmp_path / "text.txt"
     text.write_text("some words to make tokens of\n" * 500)
-    prepare([str(text)], str(tmp_path / "other"), tokenizer=300, valid_share=0.0, workers=1)
+    prepare([str(text)], str(tmp_path / "other"), tokenizer=300, valid_share=0.0)
     with pytest.raises(ValueError, match=r"--data must be made with the model's tokenizer, got another in"):
         finetune(coca, {str(tmp_path / "other"): 1.0}, recipe({}), tmp_path / "out")
 
 
-def test_a_folder_of_something_else_and_one_in_use_are_left_alone(
-    folders: tuple[Path, Path, str], tmp_path: Path
-) -> None:
+def test_a_folder_of_something_else_and_one_in_use_are_left_alone(folders: Folders, tmp_path: Path) -> None:
     original, coca, source = folders
     for folder in (coca, Path(source), original.parent, Path("/")):
         before = sorted(folder.iterdir())

@@ -13,12 +13,13 @@ import farspan.training.loop as loop
 from farspan.finetune.recipe import NAMES
 from tests.checkpoints.sources import edit_config
 from tests.command_line import called
+from tests.finetune.folders import Folders
 
 Finetune = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def finetune(folders: tuple[Path, Path, str], tmp_path: Path) -> Finetune:
+def finetune(folders: Folders, tmp_path: Path) -> Finetune:
     """The command for the CoCA copy to tmp_path / "out": exit status, stdout, stderr. DATA stands for its tokens."""
     _, coca, source = folders
 
@@ -35,8 +36,6 @@ def finetune(folders: tuple[Path, Path, str], tmp_path: Path) -> Finetune:
     [
         (["--recipe", "distil"], "did you mean 'distill'"),
         (["--length", "128"], "length of stage attention must be at least 246 tokens for a passkey text"),
-        (["--recipe", "paper", "--teacher", "nowhere"], "--teacher must be left out for a recipe that"),
-        (["--teacher", "nowhere"], "--teacher must exist, got 'nowhere'"),
         (["--data", "gone"], "data must be a folder with manifest.json, got 'gone'"),
         (["--recipe", "TOML"], "configuration key stages[0].lenght"),
         (["--data", "DATA=none"], "--data must be DIR or DIR=WEIGHT"),
@@ -60,7 +59,7 @@ def test_help_names_every_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_model_of_another_family_is_named_as_such_and_not_for_its_teacher(
-    folders: tuple[Path, Path, str], finetune: Finetune, tmp_path: Path
+    folders: Folders, finetune: Finetune, tmp_path: Path
 ) -> None:
     copytree(folders[1], tmp_path / "model")
     edit_config(tmp_path / "model", model_type="gpt2")

@@ -1,6 +1,5 @@
 """Scalings, training lengths and reaches that stages give a model: kept, stretched, compounded, or wrong."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,13 +10,11 @@ from farspan import FarspanConfig, FarspanForCausalLM
 from farspan.evaluation import scaling_of as law_of
 from farspan.finetune import finetune
 from farspan.finetune.run import begun, give_lengths
-from tests.finetune.folders import FAR_UNDER_NTK, recipe, weights
+from tests.finetune.folders import FAR_UNDER_NTK, Folders, recipe, weights
 from tests.helpers import losses
 
 
-def test_a_stage_of_far_positions_keeps_its_training_length_and_scaling(
-    folders: tuple[Path, Path, str], tmp_path: Path
-) -> None:
+def test_a_stage_of_far_positions_keeps_its_training_length_and_scaling(folders: Folders, tmp_path: Path) -> None:
     _, coca, source = folders
     near = finetune(coca, {source: 1.0}, recipe({"objective": {"logit-kl": 1.0}}), tmp_path / "near")
     done = finetune(coca, {source: 1.0}, recipe(FAR_UNDER_NTK), tmp_path / "far")
@@ -48,24 +45,9 @@ def test_a_factor_follows_from_what_positions_reach() -> None:
     assert law_of(model.config) == "yarn-4"
 
 
-def test_a_run_from_before_there_was_a_reach_is_the_same_run(folders: tuple[Path, Path, str], tmp_path: Path) -> None:
-    _, coca, source = folders
-    near, far = recipe({}), recipe({"reach": 2})
-    finetune(coca, {source: 1.0}, near, tmp_path / "near")
-    settings = json.loads((tmp_path / "near" / "stage-1-s0" / "model" / "trainer.json").read_text())["config"]
-    assert "reach" not in settings["stage"]
-    with pytest.raises(ValueError, match=r"began with stage.reach = None, got 2"):
-        finetune(coca, {source: 1.0}, far, tmp_path / "near")
-    finetune(coca, {source: 1.0}, far, tmp_path / "far")
-    with pytest.raises(ValueError, match=r"began with stage.reach = 2, got None"):
-        finetune(coca, {source: 1.0}, near, tmp_path / "far")
-
-
 @pytest.mark.parametrize("kind", ["linear", "yarn"])
 @pytest.mark.parametrize("said", [True, False])
-def test_stretching_follows_the_rows_and_compounds(
-    kind: str, said: bool, folders: tuple[Path, Path, str], tmp_path: Path
-) -> None:
+def test_stretching_follows_the_rows_and_compounds(kind: str, said: bool, folders: Folders, tmp_path: Path) -> None:
     """32 → 64 → 128 is factor 4, whether or not the stages say what the training length is."""
     stages = recipe(
         *({"length": n, "train_length": n if said else 0, "rope_parameters": {"rope_type": kind}} for n in (64, 128))
@@ -111,12 +93,12 @@ def test_a_longer_training_length_survives_saving(kind: str, options: dict, tmp_
     assert not torch.equal(now, before)
 
 
-def test_dynamic_scaling_measures_against_the_stages_own_training_length(folders: tuple[Path, Path, str]) -> None:
+def test_dynamic_scaling_measures_against_the_stages_own_training_length(folders: Folders) -> None:
     stage = recipe({"train_length": 16, "length": 64, "rope_parameters": {"rope_type": "dynamic", "factor": 4.0}})
     assert begun(folders[1], stage.stages[0]).config.rotary().scaling.train_length == 16
 
 
-def test_rows_longer_than_512_can_be_distilled(folders: tuple[Path, Path, str], tmp_path: Path) -> None:
+def test_rows_longer_than_512_can_be_distilled(folders: Folders, tmp_path: Path) -> None:
     _, coca, source = folders
     stage = {"objective": {"logit-kl": 1.0, "attention-output": 0.5}, "length": 600, "batch_size": 1}
     rope = {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}, "passkey_share": 0.05}
@@ -125,7 +107,7 @@ def test_rows_longer_than_512_can_be_distilled(folders: tuple[Path, Path, str], 
     assert len(losses(tmp_path / "out" / "stage-1-s0")) == 3
 
 
-def test_a_scaling_does_not_silently_replace_another(folders: tuple[Path, Path, str], tmp_path: Path) -> None:
+def test_a_scaling_does_not_silently_replace_another(folders: Folders, tmp_path: Path) -> None:
     stretched = begun(folders[1], recipe({"length": 64, "rope_parameters": {"rope_type": "linear"}}).stages[0])
     stretched.save_pretrained(tmp_path / "pi")
     for rope in ({"rope_type": "yarn"}, {"rope_type": "dynamic", "factor": 4.0}):

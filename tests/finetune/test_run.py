@@ -13,7 +13,7 @@ from farspan.convert import convert_folder, from_pretrained
 from farspan.finetune import Distillation, Recipe, finetune
 from farspan.finetune.run import begun, merge_lora, resumed
 from farspan.training.config import RunSection
-from tests.finetune.folders import FAR_UNDER_NTK, recipe, weights
+from tests.finetune.folders import FAR_UNDER_NTK, Folders, recipe, weights
 from tests.helpers import losses
 from tests.training.runs import PowerCutError, cut_at
 
@@ -25,7 +25,7 @@ DISTIL = recipe(
 
 
 @pytest.fixture(scope="module")
-def whole(folders: tuple[Path, Path, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(folders: Folders, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Distilled without interruption."""
     _, coca, source = folders
     out = tmp_path_factory.mktemp("whole") / "run"
@@ -33,9 +33,7 @@ def whole(folders: tuple[Path, Path, str], tmp_path_factory: pytest.TempPathFact
     return out
 
 
-def test_distilling_lowers_every_loss_and_comes_near_the_original(
-    folders: tuple[Path, Path, str], tmp_path: Path
-) -> None:
+def test_distilling_lowers_every_loss_and_comes_near_the_original(folders: Folders, tmp_path: Path) -> None:
     original, coca, source = folders
     steps = {"steps": 40, "peak_lr": 3e-3, "end_lr": 3e-4, "weight_decay": 0.0, "accumulation": 1}
     common = {"length": 32, "batch_size": 8, "optimizer": steps}
@@ -54,7 +52,7 @@ def test_distilling_lowers_every_loss_and_comes_near_the_original(
     assert near < 0.5 * far
 
 
-def test_a_recipe_leaves_models_and_an_account(whole: Path, folders: tuple[Path, Path, str]) -> None:
+def test_a_recipe_leaves_models_and_an_account(whole: Path, folders: Folders) -> None:
     original, coca, _ = folders
     stages = {"stage-1-s0", "stage-2-s1", "stage-3-s2"}
     assert {p.name for p in whole.iterdir()} == {*stages, "model", "recipe.json", "finetune.json", ".lock"}
@@ -67,7 +65,7 @@ def test_a_recipe_leaves_models_and_an_account(whole: Path, folders: tuple[Path,
     assert rows[0]["trained_parameters"] < rows[0]["parameters"] == rows[1]["trained_parameters"]
 
 
-def test_frozen_parameters_are_bit_identical_after_a_stage(whole: Path, folders: tuple[Path, Path, str]) -> None:
+def test_frozen_parameters_are_bit_identical_after_a_stage(whole: Path, folders: Folders) -> None:
     before, after = weights(folders[1]), weights(whole / "stage-1-s0" / "model")
     assert before.keys() == after.keys()
     for name, value in before.items():
@@ -75,9 +73,7 @@ def test_frozen_parameters_are_bit_identical_after_a_stage(whole: Path, folders:
 
 
 @pytest.mark.parametrize("key", ["t_proj", "k_proj"])
-def test_the_published_stages_move_what_the_paper_says(
-    key: str, folders: tuple[Path, Path, str], tmp_path: Path
-) -> None:
+def test_the_published_stages_move_what_the_paper_says(key: str, folders: Folders, tmp_path: Path) -> None:
     """Also of the original itself, which is the control: the same text without CoCA."""
     original, coca, source = folders
     path = coca if key == "t_proj" else original
@@ -92,9 +88,7 @@ def test_the_published_stages_move_what_the_paper_says(
     assert {"embed_tokens", "down_proj", "input_layernorm", "o_proj", key} <= moved[2]
 
 
-def test_a_recipe_stopped_anywhere_goes_on_to_the_same_model(
-    whole: Path, folders: tuple[Path, Path, str], tmp_path: Path
-) -> None:
+def test_a_recipe_stopped_anywhere_goes_on_to_the_same_model(whole: Path, folders: Folders, tmp_path: Path) -> None:
     _, coca, source = folders
     often = RunSection(checkpoint_every=3)
     with cut_at(5, 14, 25):
@@ -109,7 +103,7 @@ def test_a_recipe_stopped_anywhere_goes_on_to_the_same_model(
 
 
 def test_a_finished_recipe_is_not_repeated_and_progress_counts_the_tokens_of_all_stages(
-    whole: Path, folders: tuple[Path, Path, str], tmp_path: Path
+    whole: Path, folders: Folders, tmp_path: Path
 ) -> None:
     _, coca, source = folders
     before = (whole / "model" / "model.safetensors").stat().st_mtime_ns
@@ -124,9 +118,9 @@ def test_a_finished_recipe_is_not_repeated_and_progress_counts_the_tokens_of_all
     assert [now[2].split(",")[0] for now in reports] == ["s0: step 8", "s1: step 8"]
 
 
-def test_a_folder_holds_one_recipe(whole: Path, folders: tuple[Path, Path, str]) -> None:
+def test_a_folder_holds_one_recipe(whole: Path, folders: Folders) -> None:
     _, coca, source = folders
-    more = Recipe(DISTIL.description, (*DISTIL.stages, recipe({"name": "more"}).stages[0]))
+    more = Recipe((*DISTIL.stages, recipe({"name": "more"}).stages[0]))
     for other, message in (
         (
             DISTIL.capped(12),
@@ -135,14 +129,14 @@ def test_a_folder_holds_one_recipe(whole: Path, folders: tuple[Path, Path, str])
         (DISTIL.scaled(2 * DISTIL.tokens), r"began with stage.optimizer.steps = 8, got 16; keep it"),
         (DISTIL.scaled(round(0.43 * DISTIL.tokens)), r"began with stage.batch_size = 4, got 1; stage.optimizer.steps"),
         (more, r"this fine-tuning began with stages = .*, got .*stage-4-more"),
-        (Recipe("", DISTIL.stages[:2]), r"this fine-tuning began with stages = .*stage-3-s2'\], got"),
+        (Recipe(DISTIL.stages[:2]), r"this fine-tuning began with stages = .*stage-3-s2'\], got"),
         (replace(DISTIL, log_length=True), r"this fine-tuning began with log_length = False, got True; keep it"),
     ):
         with pytest.raises(ValueError, match=message):
             finetune(coca, {source: 1.0}, other, whole)
 
 
-def test_merged_lora_gives_the_logits_of_the_unmerged(folders: tuple[Path, Path, str], tmp_path: Path) -> None:
+def test_merged_lora_gives_the_logits_of_the_unmerged(folders: Folders, tmp_path: Path) -> None:
     _, coca, source = folders
     stages = recipe({"lora": {"r": 2, "alpha": 8, "target_modules": ["q_proj", "t_proj", "down_proj"]}})
     done = finetune(coca, {source: 1.0}, stages, tmp_path / "out")
@@ -162,36 +156,31 @@ def test_merged_lora_gives_the_logits_of_the_unmerged(folders: tuple[Path, Path,
         from_pretrained(place / "model", attention=None)
 
 
-@pytest.mark.parametrize("stage", [{"lora": {"r": 2}}, FAR_UNDER_NTK], ids=["lora", "far positions"])
-def test_a_stage_goes_on_where_it_stopped(stage: dict, folders: tuple[Path, Path, str], tmp_path: Path) -> None:
-    _, coca, source = folders
-    stages, often = recipe(stage), RunSection(checkpoint_every=3)
-    finetune(coca, {source: 1.0}, stages, tmp_path / "whole", run=often)
-    with cut_at(5), pytest.raises(PowerCutError):
-        finetune(coca, {source: 1.0}, stages, tmp_path / "cut", run=often)
-    finetune(coca, {source: 1.0}, stages, tmp_path / "cut", run=often)
-    assert losses(tmp_path / "cut" / "stage-1-s0") == losses(tmp_path / "whole" / "stage-1-s0")
+STAGES = {
+    "lora": {"lora": {"r": 2}},
+    "far positions": FAR_UNDER_NTK,
+    # The temperature of a hybrid follows the length, in a new model as in one from a checkpoint.
+    "longer hybrid": {"length": 64, "train_length": 64, "rope_parameters": {"rope_type": "linear"}},
+}
 
 
-def test_a_hybrid_given_a_longer_training_length_goes_on_where_it_stopped(
-    folders: tuple[Path, Path, str], tmp_path: Path
-) -> None:
-    """Its temperature follows the length, in a new model as in one from a checkpoint."""
-    original, _, source = folders
-    hybrid = tmp_path / "hybrid"
-    convert_folder(original, hybrid, "hybrid-rope", window=8, global_every=2)
-    stages = recipe({"length": 64, "train_length": 64, "rope_parameters": {"rope_type": "linear"}})
-    often = RunSection(checkpoint_every=3)
-    whole = finetune(hybrid, {source: 1.0}, stages, tmp_path / "whole", run=often)
+@pytest.mark.parametrize("name", STAGES)
+def test_a_stage_goes_on_where_it_stopped(name: str, folders: Folders, tmp_path: Path) -> None:
+    original, model, source = folders
+    if name == "longer hybrid":
+        model = tmp_path / "hybrid"
+        convert_folder(original, model, "hybrid-rope", window=8, global_every=2)
+    stages, often = recipe(STAGES[name]), RunSection(checkpoint_every=3)
+    whole = finetune(model, {source: 1.0}, stages, tmp_path / "whole", run=often)
     with cut_at(5), pytest.raises(PowerCutError):
-        finetune(hybrid, {source: 1.0}, stages, tmp_path / "cut", run=often)
-    cut = finetune(hybrid, {source: 1.0}, stages, tmp_path / "cut", run=often)
+        finetune(model, {source: 1.0}, stages, tmp_path / "cut", run=often)
+    cut = finetune(model, {source: 1.0}, stages, tmp_path / "cut", run=often)
     assert losses(tmp_path / "cut" / "stage-1-s0") == losses(tmp_path / "whole" / "stage-1-s0")
     ours, theirs = weights(cut), weights(whole)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def test_merging_nothing_changes_nothing(folders: tuple[Path, Path, str]) -> None:
+def test_merging_nothing_changes_nothing(folders: Folders) -> None:
     merged = merge_lora(begun(folders[1], recipe({"lora": {"r": 2}}).stages[0]))  # B starts at zero
     before, after = from_pretrained(folders[1], attention=None).state_dict(), merged.state_dict()
     assert before.keys() == after.keys()

@@ -37,7 +37,7 @@ def material(folder: Path) -> Material:
     text = folder / "text.txt"
     text.write_text("".join(f"{i} times {i} is {i * i}, and that is that.\n" for i in range(3000)))
     tokens = folder / "tokens"
-    prepare([str(text)], str(tokens), tokenizer="bytes", valid_share=0.0, workers=1)
+    prepare([str(text)], str(tokens), tokenizer="bytes", valid_share=0.0)
     names = []
     for split, count in (("train", 200), ("valid", 30), ("test", 40)):
         lines = [{"label": i % 2, "text": f"{('dull', 'good')[i % 2]} film {split} {i}"} for i in range(count)]

@@ -24,7 +24,7 @@ def tokens(folder: Path) -> str:
     text = folder / "text.txt"
     text.write_text("".join(f"{i} times {i} is {i * i}, and that is that.\n" for i in range(6000)))
     out = folder / "tokens"
-    prepare([str(text)], str(out), tokenizer="bytes", valid_share=0.0, workers=1)
+    prepare([str(text)], str(out), tokenizer="bytes", valid_share=0.0)
     return str(out)
 
 

@@ -12,9 +12,11 @@ from farspan.training.checkpoint import CHECKSUMS, checkpoints, damage, newest_i
 from tests.processes import Started
 from tests.training.runs import PowerCutError, config, cut_at, run_out_of_space, tokens
 
+Stopped = tuple[str, Path, bytes]
+
 
 @pytest.fixture(scope="module")
-def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, bytes]:
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> Stopped:
     """Tokens, a run that was cut at step 9 and has checkpoints 4 and 8, and the weights of an uninterrupted one."""
     folder = tmp_path_factory.mktemp("runs")
     source = tokens(folder)
@@ -25,7 +27,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, bytes]
 
 
 @pytest.fixture
-def run(stopped: tuple[str, Path, bytes], tmp_path: Path) -> Path:
+def run(stopped: Stopped, tmp_path: Path) -> Path:
     """A copy of the cut run."""
     return Path(shutil.copytree(stopped[1], tmp_path / "run"))
 
@@ -81,7 +83,7 @@ def test_every_flipped_bit_is_found(run: Path) -> None:
 
 
 def test_a_run_goes_on_from_the_intact_checkpoint_to_the_same_weights(
-    stopped: tuple[str, Path, bytes], run: Path, caplog: pytest.LogCaptureFixture
+    stopped: Stopped, run: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     truncate(run / "checkpoint-00000008" / "model.safetensors", 3000)
     model = train(config(stopped[0]), run)
@@ -90,14 +92,14 @@ def test_a_run_goes_on_from_the_intact_checkpoint_to_the_same_weights(
     assert not list(run.glob("checkpoint-*"))
 
 
-def test_others_may_read_what_is_trained(stopped: tuple[str, Path, bytes]) -> None:
+def test_others_may_read_what_is_trained(stopped: Stopped) -> None:
     umask = os.umask(0)
     os.umask(umask)
     for path in (stopped[1] / "checkpoint-00000008").iterdir():
         assert path.stat().st_mode & 0o777 == 0o666 & ~umask, path.name
 
 
-def test_a_full_disk_keeps_the_last_checkpoint(stopped: tuple[str, Path, bytes], tmp_path: Path) -> None:
+def test_a_full_disk_keeps_the_last_checkpoint(stopped: Stopped, tmp_path: Path) -> None:
     """A limit on file sizes stops safetensors itself, whose error is of its own kind."""
     with Started(run_out_of_space, str(tmp_path), stopped[0]) as running:
         done = running.wait()
@@ -109,7 +111,7 @@ def test_a_full_disk_keeps_the_last_checkpoint(stopped: tuple[str, Path, bytes],
 
 
 def test_weights_that_are_not_finite_are_never_saved(
-    stopped: tuple[str, Path, bytes], run: Path, monkeypatch: pytest.MonkeyPatch
+    stopped: Stopped, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gather = checkpoint.gather
 

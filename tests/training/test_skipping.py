@@ -11,7 +11,7 @@ from farspan.finetune.objectives import Distillation
 from farspan.ops import DynamicNTK, Rotary
 from farspan.ops.dispatch import _buckets
 from farspan.ops.masking import make_mask
-from farspan.training.pretraining import NextToken, check_reach, skipped_positions
+from farspan.training.pretraining import NextToken, skipped_positions
 from tests.finetune.students import student, teacher
 
 
@@ -94,11 +94,3 @@ def test_attention_outputs_are_compared_at_the_students_far_positions() -> None:
     model, ids = student(original), far_ids()
     far, near = (Distillation(model, original, {"attention-output": 1.0}, reach=reach)(ids) for reach in (8, 1))
     assert abs(far.item() - near.item()) > 1e-4
-
-
-@pytest.mark.parametrize(
-    ("reach", "message"), [(0, "power of two"), (-4, "power of two"), (2**40, "within 2147483647")]
-)
-def test_a_reach_that_cannot_be_drawn_is_named(reach: int, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        check_reach(reach, 8, "stage a")

@@ -11,7 +11,7 @@ import torch
 from farspan.data.shards import Shards
 from farspan.errors import require
 
-PasskeyDocument = Callable[[np.random.Generator, int], npt.NDArray[Any]]
+MakeRow = Callable[[np.random.Generator, int], npt.NDArray[Any]]
 """(random numbers, tokens wanted) → that many token ids."""
 
 
@@ -33,7 +33,7 @@ class Batches:
     >>> from farspan.data import prepare
     >>> with TemporaryDirectory() as folder:
     ...     _ = Path(folder, "a.txt").write_text("the quick brown fox")
-    ...     _ = prepare([f"{folder}/a.txt"], f"{folder}/tokens", valid_share=0, workers=1)
+    ...     _ = prepare([f"{folder}/a.txt"], f"{folder}/tokens", valid_share=0)
     ...     Batches([(Shards(f"{folder}/tokens"), 1.0)], length=8, batch_size=4, seed=0).batch(step=0).shape
     torch.Size([4, 9])
     """
@@ -46,21 +46,25 @@ class Batches:
         seed: int,
         *,
         passkey_share: float = 0.0,
-        passkey_document: PasskeyDocument | None = None,
+        passkey_document: MakeRow | None = None,
     ) -> None:
         require(len(sources) > 0, "sources must hold at least one (shards, weight) pair, got none; add one")
-        require(length >= 1, f"length must be ≥ 1, got {length}; try 512")
-        for shards, weight in sources:
-            _check_source(shards, weight, length, sources[0][0])
-        require(batch_size >= 1, f"batch_size must be ≥ 1, got {batch_size}; try 8")
+        require(length >= 1 and batch_size >= 1, f"length, batch_size must be ≥ 1, got {length}, {batch_size}; try 8")
         require(0 <= seed < 2**64, f"seed must be between 0 and 2**64 - 1, got {seed}; try 0")
-        require(0 <= passkey_share <= 1, f"passkey_share must be between 0 and 1, got {passkey_share}; try 0.05")
-        require(
-            passkey_share == 0 or passkey_document is not None,
-            f"passkey_document must be given when passkey_share > 0, got None for {passkey_share}; pass the function",
-        )
+        first = sources[0][0]
+        for shards, weight in sources:
+            require(weight > 0 and math.isfinite(weight), f"weight must be > 0, got {weight} for {shards.path}; try 1")
+            require(
+                shards.tokenizer_fingerprint == first.tokenizer_fingerprint,
+                f"tokenizer must be the same for all sources, got {first.tokenizer_fingerprint[:12]} in {first.path} "
+                f"and {shards.tokenizer_fingerprint[:12]} in {shards.path}; prepare both with --tokenizer {first.path}",
+            )
+            require(
+                length < shards.tokens_total,
+                f"length must be below the tokens available, got {length} for {shards.tokens_total} in {shards.path}; "
+                "choose a shorter length or prepare more text",
+            )
         self.length, self.batch_size, self.seed = length, batch_size, seed
-        self.vocab_size = sources[0][0].vocab_size
         self._shards = [shards for shards, _ in sources]
         weights = np.array([weight for _, weight in sources], np.float64)
         self._bounds = np.cumsum(weights) / weights.sum()
@@ -71,13 +75,6 @@ class Batches:
 
         Process `rank` of `world` gets rows rank · batch_size / world and the following.
         """
-        require(step >= 0, f"step must be ≥ 0, got {step}; count from 0")
-        require(
-            world >= 1 and self.batch_size % world == 0,
-            f"batch_size must be a multiple of the number of processes, got {self.batch_size} for {world}; "
-            "choose another batch_size",
-        )
-        require(0 <= rank < world, f"rank must be between 0 and {world - 1}, got {rank}; count from 0")
         share = self.batch_size // world
         rows = [self.row(step, row) for row in range(rank * share, (rank + 1) * share)]
         return torch.from_numpy(np.stack(rows))
@@ -89,33 +86,9 @@ class Batches:
         numbers = np.random.Philox(key=np.array([self.seed, 0], np.uint64), counter=[0, 0, row, step])
         special, which, where = (int(raw) for raw in numbers.random_raw(3))
         if special < self._passkey_share * 2**64:
-            return self._passkey(np.random.Generator(numbers))
+            assert self._passkey_document is not None
+            return self._passkey_document(np.random.Generator(numbers), self.length + 1).astype(np.int64)
         source = int(np.searchsorted(self._bounds, which / 2**64, side="right"))
         shards = self._shards[min(source, len(self._shards) - 1)]
         starts = shards.tokens_total - self.length
         return shards.window((where * starts) >> 64, self.length + 1).astype(np.int64)
-
-    def _passkey(self, random: np.random.Generator) -> npt.NDArray[np.int64]:
-        assert self._passkey_document is not None
-        tokens = np.asarray(self._passkey_document(random, self.length + 1))
-        whole = tokens.shape == (self.length + 1,) and np.issubdtype(tokens.dtype, np.integer)
-        require(
-            whole and tokens.min() >= 0 and tokens.max() < self.vocab_size,
-            f"passkey_document must return {self.length + 1} token ids below {self.vocab_size}, got {tokens!r:.80}; "
-            "use its second argument and the data's tokenizer",
-        )
-        return tokens.astype(np.int64)
-
-
-def _check_source(shards: Shards, weight: float, length: int, first: Shards) -> None:
-    require(weight > 0 and math.isfinite(weight), f"weight must be > 0, got {weight} for {shards.path}; try 1")
-    require(
-        shards.tokenizer_fingerprint == first.tokenizer_fingerprint,
-        f"tokenizer must be the same for all sources, got {first.tokenizer_fingerprint[:12]} in {first.path} and "
-        f"{shards.tokenizer_fingerprint[:12]} in {shards.path}; prepare both with --tokenizer {first.path}",
-    )
-    require(
-        length < shards.tokens_total,
-        f"length must be below the tokens available, got {length} for {shards.tokens_total} in {shards.path}; "
-        "choose a shorter length or prepare more text",
-    )

@@ -1,7 +1,7 @@
 """Passkey documents: a five-digit number hidden in filler, asked for at the end (CoCA paper, App. B)."""
 
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Iterable
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -29,8 +29,7 @@ class Tokenizer(Protocol):
     def decode(self, ids: list[int]) -> str: ...
 
 
-@dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     """A prompt of exactly the wanted length, the number hidden in it, and its distance from the end."""
 
     prompt: list[int]
@@ -39,19 +38,18 @@ class Case:
     """Tokens from the end of the key's sentence to the end of the prompt."""
 
 
-def make_case(tokenizer: Tokenizer, length: int, key: int, depth: float, *, beside: int = 0) -> Case:
+def make_case(tokenizer: Tokenizer, length: int, key: int, depth: float) -> Case:
     """Make a prompt of `length` tokens with the key at `depth` of the filler (0 = first, 1 = last).
 
-    Filler is cut to the token, so that prompts of one length need no padding. `beside`: further tokens of the same
-    document, which an error about its length counts.
+    Filler is cut to the token, so that prompts of one length need no padding.
     """
     head, question = tokenizer.encode(INTRODUCTION), tokenizer.encode(QUESTION)
     hidden, filler = tokenizer.encode(KEY.format(key=key)), tokenizer.encode(FILLER)
     spare = length - len(head) - len(hidden) - len(question)
     require(
         spare >= 0,
-        f"length must be at least {length - spare + beside} tokens for the passkey prompt with this tokenizer, "
-        f"got {length + beside}; use a longer one",
+        f"length must be at least {length - spare} tokens for the passkey prompt with this tokenizer, got {length}; "
+        "use a longer one",
     )
     before = round(spare * depth)
     stream = filler * (spare // len(filler) + 1)
@@ -71,37 +69,27 @@ def training_document(tokenizer: Tokenizer, generator: np.random.Generator, leng
     """Make a passkey document of `length` tokens with its answer: small models learn retrieval from nothing less."""
     key = int(generator.integers(10_000, 100_000))
     answer = tokenizer.encode(ANSWER.format(key=key))
-    case = make_case(tokenizer, length - len(answer), key, float(generator.random()), beside=len(answer))
+    case = make_case(tokenizer, length - len(answer), key, float(generator.random()))
     return np.array(case.prompt + answer, dtype=np.int64)
 
 
 def check_prompt(tokenizer: Tokenizer, length: int, name: str) -> None:
     """Raise if some key would not fit into a prompt of this length; `name` is what the user calls it."""
     fewest = _fewest(tokenizer, INTRODUCTION, KEY, QUESTION)
-    require(
-        length >= fewest,
-        f"{name} must be at least {fewest} tokens for a passkey prompt with this tokenizer, got {length}; "
-        "use a longer one",
-    )
+    need = f"{name} must be at least {fewest} tokens for a passkey prompt with this tokenizer"
+    require(length >= fewest, f"{need}, got {length}; use a longer one")
 
 
 def check_row(tokenizer: Tokenizer, length: int, name: str) -> None:
     """Raise if a passkey document would not fit into training rows (`length` tokens and the one after)."""
     fewest = _fewest(tokenizer, INTRODUCTION, KEY, QUESTION, ANSWER) - 1
-    require(
-        length >= fewest,
-        f"{name} must be at least {fewest} tokens for a passkey text with this tokenizer, got {length}; "
-        "use longer rows, or passkey_share = 0",
-    )
+    need = f"{name} must be at least {fewest} tokens for a passkey text with this tokenizer"
+    require(length >= fewest, f"{need}, got {length}; use longer rows, or passkey_share = 0")
 
 
-def _fewest(tokenizer: Tokenizer, *parts: str) -> int:
-    """Count tokens without filler: the most over keys spread evenly, as their digits may be one token or five."""
-    return max(_count(tokenizer, key, *parts) for key in range(10_000, 100_000, 997))
-
-
-def _count(tokenizer: Tokenizer, key: int, *parts: str) -> int:
-    return sum(len(tokenizer.encode(part.format(key=key))) for part in parts)
+def _fewest(tokenizer: Tokenizer, *parts: str, keys: Iterable[int] = range(10_000, 100_000, 997)) -> int:
+    """Count tokens without filler: the most over the keys, as their digits may be one token or five."""
+    return max(sum(len(tokenizer.encode(part.format(key=key))) for part in parts) for key in keys)
 
 
 def training_row(tokenizer: Tokenizer, generator: np.random.Generator, length: int) -> np.ndarray[Any, Any]:
@@ -111,7 +99,7 @@ def training_row(tokenizer: Tokenizer, generator: np.random.Generator, length: i
     about near keys, and the others few, about far ones.
     """
     pieces, left = [], length
-    shortest = 2 * _count(tokenizer, 10_000, INTRODUCTION, KEY, QUESTION, ANSWER)
+    shortest = 2 * _fewest(tokenizer, INTRODUCTION, KEY, QUESTION, ANSWER, keys=[10_000])
     several = length > ONE_DOCUMENT and generator.random() < 0.5
     while several and left > shortest:
         size = round(shortest * (left / shortest) ** generator.random())

@@ -5,7 +5,8 @@ uint16 or uint32, every document followed by the end token) and train-00000.idx 
 """
 
 import os
-from functools import cache
+from contextlib import suppress
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -54,7 +55,7 @@ class Shards:
     >>> from farspan.data import prepare
     >>> with TemporaryDirectory() as folder:
     ...     _ = Path(folder, "a.txt").write_text("fox")
-    ...     _ = prepare([f"{folder}/a.txt"], f"{folder}/tokens", valid_share=0, workers=1)
+    ...     _ = prepare([f"{folder}/a.txt"], f"{folder}/tokens", valid_share=0)
     ...     Shards(f"{folder}/tokens").document(0).tolist()  # three bytes, each one up, and the end token
     [103, 112, 121, 0]
     """
@@ -77,14 +78,12 @@ class Shards:
                 + (" or a larger valid_share" if split == "valid" else " or a smaller valid_share"),
             )
             self._tokens = [self._open(shard, "file", self._dtype, verify) for shard in shards]
-            self._starts = [self._open(shard, "index", START, verify) for shard in shards]
+            self._index = [self._open(shard, "index", START, verify) for shard in shards]
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{self.path / MANIFEST} is damaged ({error!r}); {REMEDY}") from error
         self._token_ends = np.cumsum([len(tokens) for tokens in self._tokens])
-        self._document_ends = np.cumsum([len(starts) for starts in self._starts])
 
     def _verify_tokenizer(self) -> None:
-        """Compare what the manifest says of the tokenizer with the tokenizer itself."""
         file = self.path / "tokenizer.json"
         intact = file.is_file() and sha256(file) == self.tokenizer_fingerprint
         require(intact, f"{file} must be the tokenizer that {MANIFEST} names, got another or none; {REMEDY}")
@@ -103,24 +102,37 @@ class Shards:
             require(actual == wanted, f"shard {file} must have sha256 {wanted}, got {actual}; {REMEDY}")
         return np.memmap(file, dtype, "r")
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Shards, (self.path, self.split)  # another process maps the files again, instead of receiving a copy
-
     @property
     def tokens_total(self) -> int:
         """Number of tokens, end tokens included."""
         return int(self._token_ends[-1])
 
+    @cached_property
+    def starts(self) -> npt.NDArray[np.int64]:
+        """The first token of each document (documents,)."""
+        firsts = [0, *self._token_ends[:-1]]
+        return np.concatenate(
+            [index.astype(np.int64) + first for index, first in zip(self._index, firsts, strict=True)]
+        )
+
     @property
     def documents_total(self) -> int:
         """Number of documents."""
-        return int(self._document_ends[-1])
+        return len(self.starts)
 
     @property
     def document_lengths(self) -> npt.NDArray[np.int64]:
         """Tokens of each document (documents_total,), its end token included."""
-        pairs = zip(self._starts, self._tokens, strict=True)
-        return np.concatenate([np.diff(np.asarray(starts, np.int64), append=len(tokens)) for starts, tokens in pairs])
+        return np.diff(self.starts, append=self.tokens_total)
+
+    def document(self, i: int) -> npt.NDArray[Any]:
+        """Copy document i (document_lengths[i],), its end token included."""
+        require(
+            0 <= i < self.documents_total,
+            f"document must be between 0 and {self.documents_total - 1}, got {i}; see documents_total",
+        )
+        stop = self.starts[i + 1] if i + 1 < self.documents_total else self.tokens_total
+        return self.window(int(self.starts[i]), int(stop - self.starts[i]))
 
     def window(self, start: int, length: int) -> npt.NDArray[Any]:
         """Copy tokens start … start + length − 1 of the concatenated documents (length,)."""
@@ -129,28 +141,14 @@ class Shards:
             f"window must lie within the {self.tokens_total} tokens of {self.path}, got start {start} and length "
             f"{length}; choose a shorter one or prepare more text",
         )
-        result = np.empty(length, self._dtype)
-        filled = 0
         shard = int(np.searchsorted(self._token_ends, start, side="right"))
-        while filled < length:
-            offset = start + filled - (int(self._token_ends[shard]) - len(self._tokens[shard]))
-            piece = self._tokens[shard][offset : offset + length - filled]
-            result[filled : filled + len(piece)] = piece
-            filled += len(piece)
+        pieces, left = [np.empty(0, self._dtype)], length
+        while left:
+            offset = start + length - left - (int(self._token_ends[shard]) - len(self._tokens[shard]))
+            pieces.append(self._tokens[shard][offset : offset + left])
+            left -= len(pieces[-1])
             shard += 1
-        return result
-
-    def document(self, i: int) -> npt.NDArray[Any]:
-        """Return a view of document i (document_lengths[i],), its end token included."""
-        require(
-            0 <= i < self.documents_total,
-            f"document must be between 0 and {self.documents_total - 1}, got {i}; see documents_total",
-        )
-        shard = int(np.searchsorted(self._document_ends, i, side="right"))
-        starts, tokens = self._starts[shard], self._tokens[shard]
-        row = i - (int(self._document_ends[shard]) - len(starts))
-        stop = int(starts[row + 1]) if row + 1 < len(starts) else len(tokens)
-        return tokens[int(starts[row]) : stop]
+        return np.concatenate(pieces)
 
 
 @cache
@@ -174,35 +172,21 @@ class ShardWriter:
         self._tokens, self._documents = int(state.get("tokens", 0)), int(state.get("documents", 0))
         self._files: list[BinaryIO] = []
 
-    def append(self, tokens: npt.NDArray[Any], lengths: npt.NDArray[np.int64]) -> None:
-        """Add documents: their concatenated tokens (sum of lengths,), and the length of each (documents,)."""
-        ends = np.cumsum(lengths)
-        starts = ends - lengths
-        first = 0
-        while first < len(lengths):
-            base = int(starts[first])
-            # A shard ends with the first document that reaches shard_tokens; no document is split.
-            last = min(int(np.searchsorted(ends, base + self._shard_tokens - self._tokens)) + 1, len(lengths))
-            stop = int(ends[last - 1])
-            self._write(tokens[base:stop].astype(self._dtype, copy=False), starts[first:last] - base + self._tokens)
-            self._tokens += stop - base
-            self._documents += last - first
-            first = last
-            if self._tokens >= self._shard_tokens:
-                self.finish()
+    def append(self, tokens: npt.NDArray[Any]) -> None:
+        """Add the tokens of a document. A shard ends with the first one that reaches shard_tokens."""
+        with explain_write_errors(self._folder):
+            if not self._files:
+                self._open()
+            self._files[0].write(tokens.tobytes())
+            self._files[1].write(np.array(self._tokens, START).tobytes())
+        self._tokens += len(tokens)
+        self._documents += 1
+        if self._tokens >= self._shard_tokens:
+            self.finish()
 
     def _paths(self) -> tuple[Path, Path]:
         name = f"{self._split}-{len(self.finished):05d}"
         return self._folder / f"{name}.bin", self._folder / f"{name}.idx"
-
-    def _write(self, *arrays: npt.NDArray[Any]) -> None:
-        with explain_write_errors(self._folder):
-            if not self._files:
-                self._open()
-            for file, array in zip(self._files, (arrays[0], arrays[1].astype(START)), strict=True):
-                data = array.data.cast("B")
-                while data:  # the system may take only a part when the disk is nearly full
-                    data = data[file.write(data) :]
 
     def _open(self) -> None:
         """Open the two files of the current shard, cut back to what is known to be good."""
@@ -212,7 +196,7 @@ class ShardWriter:
             if path.stat().st_size < size:
                 raise OSError(f"{path} lost data, so it cannot be continued; {REMEDY}")
             os.truncate(path, size)
-            self._files.append(open(path, "ab", buffering=0))  # noqa: SIM115 - closed by close()
+            self._files.append(open(path, "ab"))  # noqa: SIM115 - closed by close()
 
     def finish(self) -> None:
         """Close the current shard, if it holds anything, and note its hashes."""
@@ -229,11 +213,13 @@ class ShardWriter:
         """Sync the files to disk and return what has been written."""
         with explain_write_errors(self._folder):
             for file in self._files:
+                file.flush()
                 os.fsync(file.fileno())
         return {"finished": list(self.finished), "tokens": self._tokens, "documents": self._documents}
 
     def close(self) -> None:
-        """Close the open files; what they hold stays."""
+        """Close the open files; what was not synced does not count."""
         for file in self._files:
-            file.close()
+            with suppress(OSError):  # it writes what is left, which a full disk may not take
+                file.close()
         self._files = []

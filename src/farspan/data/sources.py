@@ -1,4 +1,8 @@
-"""Read documents from files, directories, the standard library or the Hugging Face hub, one at a time."""
+"""Read documents from files, directories, the standard library or the Hugging Face hub, one at a time.
+
+`datasets` reads the hub alone: of a truncated .zst, and of one with several frames, it silently drops the rest, and its
+errors name neither line nor byte.
+"""
 
 import gzip
 import hashlib
@@ -18,7 +22,6 @@ from typing import Any, NamedTuple
 from farspan.errors import require, unknown
 from farspan.utils import sha256
 
-COMPRESSED = (".gz", ".xz", ".zst")
 NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 FORMATS = "a file .txt .md .rst .py .jsonl (or these .gz .xz .zst) .parquet, a directory, 'stdlib' or 'hf:NAME'"
 BLOCK = 2**16
@@ -30,6 +33,8 @@ class Document(NamedTuple):
 
     text: str
     name: str
+    read: int = 0
+    """Bytes of the source read so far, as they lie on disk."""
 
 
 @dataclass(frozen=True)
@@ -53,13 +58,47 @@ class Source:
         """
         if not self.files:
             return {"source": self.name, "files": 0, "bytes": None, "sha256": None}
-        hashes = [sha256(path) for path in self.files]
-        total = hashes[0]
+        total = sha256(self.files[0])
         if self.root is not None:
-            names = [path.relative_to(self.root).as_posix() for path in self.files]
-            lines = "".join(f"{digest}  {name}\n" for digest, name in zip(hashes, names, strict=True))
-            total = hashlib.sha256(lines.encode()).hexdigest()
-        return {"source": self.name, "files": len(hashes), "bytes": self.bytes, "sha256": total}
+            lines = (f"{sha256(path)}  {path.relative_to(self.root).as_posix()}\n" for path in self.files)
+            total = hashlib.sha256("".join(lines).encode()).hexdigest()
+        return {"source": self.name, "files": len(self.files), "bytes": self.bytes, "sha256": total}
+
+    def documents(self, field: str) -> Iterator[Document]:
+        """Yield every document; see :func:`documents`."""
+        if not self.files:
+            yield from (Document(_checked(row, where, field), where) for row, where, _ in _hub(self.name, field))
+            return
+        before, empty = 0, True
+        for path in self.files:
+            name = str(path)
+            if self.root is not None:  # the same name on every machine for 'stdlib'
+                name = f"{self.name}:{path.relative_to(self.root).as_posix()}"
+            size = path.stat().st_size
+            # An empty __init__.py is ordinary in a directory; an empty file that the user named is a mistake.
+            if size or self.root is None:
+                for record, where, read in (_reader(path) or _text)(path, name, field):
+                    empty = False
+                    yield Document(_checked(record, where, field), where, before + read)
+            before += size
+        require(not empty, f"source must hold at least one document, got {self.name!r} with none; name another")
+
+
+def documents(source: str, field: str = "text") -> Iterator[Document]:
+    """Yield every document of a source, in an order that does not depend on the machine.
+
+    Args:
+        source: a file .txt .md .rst .py (one document) or .jsonl (one per line), each plain or .gz .xz .zst; .parquet;
+            a directory (all such files, sorted); 'stdlib' (the sources of Python's standard library); or a dataset
+            'hf:NAME[:CONFIG][:SPLIT]' (split "train" by default; 'hf:NAME::test' leaves the configuration out).
+        field: the key or column that holds the text.
+
+    Empty files in a directory and empty rows of a hub dataset are skipped; any other empty text is an error.
+
+    >>> next(documents("stdlib")).name
+    'stdlib:__future__.py'
+    """
+    return resolve(source).documents(field)
 
 
 def resolve(name: str) -> Source:
@@ -94,83 +133,37 @@ def _walk(root: Path, keep: Callable[[Path], bool], skip: set[str] | frozenset[s
     return tuple(sorted(found, key=lambda path: path.relative_to(root).as_posix()))
 
 
-def documents(source: str, field: str = "text") -> Iterator[Document]:
-    """Yield every document of a source, in an order that does not depend on the machine.
+# Readers
 
-    Args:
-        source: a file .txt .md .rst .py (one document) or .jsonl (one per line), each plain or .gz .xz .zst; .parquet;
-            a directory (all such files, sorted); 'stdlib' (the sources of Python's standard library); or a dataset
-            'hf:NAME[:CONFIG][:SPLIT]' (split "train" by default; 'hf:NAME::test' leaves the configuration out).
-        field: the key or column that holds the text.
-
-    Empty files in a directory and empty rows of a hub dataset are skipped; any other empty text is an error.
-
-    >>> next(documents("stdlib")).name
-    'stdlib:__future__.py'
-    """
-    for document, _ in located(resolve(source), field):
-        yield document
+Records = Iterator[tuple[dict[str, Any], str, int]]
+"""Records of a file, the origin of each, and the bytes of the file read so far."""
 
 
-def located(source: Source, field: str) -> Iterator[tuple[Document, int]]:
-    """Yield the documents of a resolved source, each with the bytes of the source read so far."""
-    if not source.files:
-        yield from ((Document(_checked(text, where), where), 0) for where, text in _hub(source.name, field))
-        return
-    before, count = 0, 0
-    for path in source.files:
-        name = str(path)
-        if source.root is not None:  # the same name on every machine for 'stdlib'
-            name = f"{source.name}:{path.relative_to(source.root).as_posix()}"
-        size = path.stat().st_size
-        # An empty __init__.py is ordinary in a directory; an empty file that the user named is a mistake.
-        if size or source.root is None:
-            for where, text, position in (_reader(path) or _text)(path, name, field):
-                count += 1
-                yield Document(_checked(text, where), where), before + position
-        before += size
-    require(count > 0, f"source must hold at least one document, got {source.name!r} with none; name another")
-
-
-Texts = Iterator[tuple[str, str, int]]
-"""Origin and text of each document, and the bytes of the file read so far."""
-Reader = Callable[[Path, str, str], Texts]
-
-
-def _reader(path: Path) -> Reader | None:
-    """Return what reads a file with this ending."""
-    name = Path(path.name.lower())
-    if name.suffix == ".parquet":  # compressed within
-        return _parquet
-    return READERS.get(Path(name.stem).suffix if name.suffix in COMPRESSED else name.suffix)
-
-
-def _text(path: Path, name: str, field: str) -> Texts:
+def _text(path: Path, name: str, field: str) -> Records:
     with opened(path) as (stream, raw):
-        data, position = stream.read(), raw.tell()
-    zero = data.find(b"\0")
-    require(zero < 0, f"{name} must be text, got binary data (a zero byte at offset {zero}); name UTF-8 text files")
-    yield name, _decode(data, name, 0), position
+        data = stream.read()
+        zero = data.find(b"\0")
+        require(zero < 0, f"{name} must be text, got binary data (a zero byte at offset {zero}); name UTF-8 text files")
+        yield {field: _decode(data, name)}, name, raw.tell()
 
 
-def _lines(path: Path, name: str, field: str) -> Texts:
+def _lines(path: Path, name: str, field: str) -> Records:
     with opened(path) as (stream, raw):
-        offset = 0
         for number, line in enumerate(stream, 1):
-            where = f"{name}:{number}"
             if line.strip():
-                text, record, reason = _decode(line, where, offset), None, "another JSON value"
+                where, reason = f"{name}:{number}", "another JSON value"
+                text, record = _decode(line, where), None
                 try:
                     record = json.loads(text)
                 except (ValueError, RecursionError) as error:
                     reason = str(error)
                 got = f"got {text[:40]!r} ({reason}); repair it"
-                require(isinstance(record, dict), f"{where} must be one JSON object per line, {got}")
-                yield where, _field(record, where, field), raw.tell()
-            offset += len(line)
+                if not isinstance(record, dict):
+                    raise ValueError(f"{where} must be one JSON object per line, {got}")
+                yield record, where, raw.tell()
 
 
-def _parquet(path: Path, name: str, field: str) -> Texts:
+def _parquet(path: Path, name: str, field: str) -> Records:
     parquet, arrow = (needs(module, "pyarrow", f"reading {name}") for module in ("pyarrow.parquet", "pyarrow"))
     row = 0
     try:
@@ -179,49 +172,49 @@ def _parquet(path: Path, name: str, field: str) -> Texts:
             if field not in columns:
                 raise ValueError(f"{name}: {unknown('field', field, columns, FIELD)}")
             for batch in file.iter_batches(batch_size=64, columns=[field]):
-                for value in batch.column(0).to_pylist():
+                for record in batch.to_pylist():
                     row += 1
-                    yield f"{name}:{row}", _field({field: value}, f"{name}:{row}", field), size * row // total
+                    yield record, f"{name}:{row}", size * row // total
     except (OSError, arrow.ArrowException) as error:
         raise ValueError(
             f"{name} must be a complete .parquet file, got {error} after row {row}; download it again"
         ) from error
 
 
-READERS: dict[str, Reader] = dict.fromkeys((".txt", ".md", ".rst", ".py"), _text)
-READERS |= dict.fromkeys((".jsonl", ".json", ".ndjson"), _lines)
-
-
-def _hub(name: str, field: str) -> Iterator[tuple[str, str]]:
+def _hub(name: str, field: str) -> Records:
     datasets = needs("datasets", "datasets", f"reading {name}")
     dataset, config, split = [*name[3:].split(":"), "", ""][:3]
     rows = datasets.load_dataset(dataset, config or None, split=split or "train", streaming=True)
     for number, row in enumerate(rows, 1):
-        text = _field(row, f"{name}:{number}", field)
-        if text.strip():  # nobody can repair a row on the hub, and many datasets keep empty ones
-            yield f"{name}:{number}", text
+        if str(row.get(field, "?")).strip():  # nobody can repair a row on the hub, and many datasets keep empty ones
+            yield row, f"{name}:{number}", 0
 
 
-def _field(record: Any, where: str, field: str) -> str:
-    if field not in record:
-        raise ValueError(f"{where}: {unknown('field', field, record, FIELD)}")
-    value = record[field]
-    if not isinstance(value, str):
-        raise ValueError(f"{where}: field {field!r} must hold text, got {value!r:.40}; choose another field")
-    return value
+READERS = dict.fromkeys((".txt", ".md", ".rst", ".py"), _text) | dict.fromkeys((".jsonl", ".json", ".ndjson"), _lines)
 
 
-def _decode(data: bytes, where: str, offset: int) -> str:
+def _reader(path: Path) -> Callable[[Path, str, str], Records] | None:
+    """Return what reads a file with this ending."""
+    name = Path(path.name.lower())
+    if name.suffix == ".parquet":  # compressed within
+        return _parquet
+    return READERS.get(Path(name.stem).suffix if name.suffix in COMPRESSED else name.suffix)
+
+
+def _decode(data: bytes, where: str) -> str:
     try:
         return data.decode().removeprefix("\ufeff")
     except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{where} must be UTF-8 text, got the byte {data[error.start]:#04x} at offset {offset + error.start}; "
-            "convert it to UTF-8 or leave it out"
-        ) from error
+        got = f"the byte {data[error.start]:#04x} at offset {error.start}"
+        raise ValueError(f"{where} must be UTF-8 text, got {got}; convert it to UTF-8 or leave it out") from error
 
 
-def _checked(text: str, where: str) -> str:
+def _checked(record: dict[str, Any], where: str, field: str) -> str:
+    if field not in record:
+        raise ValueError(f"{where}: {unknown('field', field, record, FIELD)}")
+    text = record[field]
+    if not isinstance(text, str):
+        raise ValueError(f"{where}: field {field!r} must hold text, got {text!r:.40}; choose another field")
     require(bool(text.strip()), f"{where} must hold text, got nothing but white space; remove it or fill it")
     try:
         text.encode()
@@ -240,15 +233,16 @@ def needs(module: str, package: str, what: str) -> Any:
         raise ValueError(f"{what} needs the package {package!r}, which is missing; pip install {package}") from error
 
 
+# Compressed files
+
+
 @contextmanager
 def opened(path: Path) -> Iterator[tuple[Any, Any]]:
     """Yield (decompressed stream, file); the position of the file shows how much of it has been read."""
     suffix = path.suffix.lower()
-    decompress: Any = {".gz": gzip.open, ".xz": lzma.open, ".zst": _Zstandard}.get(suffix)
     with open(path, "rb") as raw:
         try:
-            stream: Any = decompress(raw) if decompress else raw
-            yield io.BufferedReader(stream, BLOCK) if suffix == ".zst" else stream, raw
+            yield COMPRESSED[suffix](raw) if suffix in COMPRESSED else raw, raw
         except (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error) as error:
             raise ValueError(
                 f"{path} must be a complete {suffix} file, got one truncated or damaged before byte {raw.tell()} "
@@ -256,38 +250,47 @@ def opened(path: Path) -> Iterator[tuple[Any, Any]]:
             ) from error
 
 
-class _Zstandard(io.RawIOBase):
-    """Read zstd frames one after the other, and raise if the last one is truncated.
+def _zstandard(raw: io.BufferedReader) -> Iterator[bytes]:
+    """Decompress zstd frames one after the other, and raise if the last one is truncated.
 
     Other readers stop silently there or after the first frame (zstandard, fsspec), or lack large windows (pyarrow).
     """
+    zstandard = needs("zstandard", "zstandard", f"reading {raw.name}")
+    # 2 GiB: files compressed with `zstd --long=31`, as large public corpora are.
+    decompressor = zstandard.ZstdDecompressor(max_window_size=2**31)
+    frame, block = None, b""
+    while block := block or raw.read(BLOCK):
+        frame = frame or decompressor.decompressobj()
+        try:
+            yield frame.decompress(block)
+        except zstandard.ZstdError as error:
+            raise EOFError(str(error)) from error
+        block = frame.unused_data
+        if frame.eof:
+            frame = None
+    if frame is not None:
+        raise EOFError("the last frame has no end")
 
-    def __init__(self, raw: io.BufferedReader) -> None:
-        zstandard = needs("zstandard", "zstandard", f"reading {raw.name}")
-        # 2 GiB: files compressed with `zstd --long=31`, as large public corpora are.
-        self._raw, self._new = raw, zstandard.ZstdDecompressor(max_window_size=2**31).decompressobj
-        self._error: type[Exception] = zstandard.ZstdError
-        self._frame: Any = None
-        self._ready = b""
+
+class _Blocks(io.RawIOBase):
+    """A stream of the bytes that come in blocks."""
+
+    def __init__(self, blocks: Iterator[bytes]) -> None:
+        self._blocks, self._ready = blocks, b""
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        while not self._ready:
-            block = self._raw.read(BLOCK)
-            if not block and self._frame is not None:
-                raise EOFError("the last frame has no end")
-            if not block:
-                return 0
-            self._frame = self._frame or self._new()
-            try:
-                self._ready = self._frame.decompress(block)
-            except self._error as error:
-                raise EOFError(str(error)) from error
-            if self._frame.eof:
-                self._raw.seek(-len(self._frame.unused_data), io.SEEK_CUR)  # the next frame begins there
-                self._frame = None
+        while not self._ready and (block := next(self._blocks, None)) is not None:
+            self._ready = block
         count = min(len(buffer), len(self._ready))
         buffer[:count], self._ready = self._ready[:count], self._ready[count:]
         return count
+
+
+COMPRESSED: dict[str, Callable[[Any], Any]] = {
+    ".gz": gzip.open,
+    ".xz": lzma.open,
+    ".zst": lambda raw: io.BufferedReader(_Blocks(_zstandard(raw)), BLOCK),
+}

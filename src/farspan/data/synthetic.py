@@ -8,14 +8,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from random import Random
 from statistics import median
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
 from farspan.errors import require
 
 Points = NDArray[np.float64]
+Count = Annotated[int, Field(ge=0)]
+AtLeastTwo = Annotated[int, Field(ge=2)]
 
 
 # ListOps: nested list operations, answered by one digit
@@ -26,6 +29,7 @@ TOKENS = ("<pad>", *OPERATORS, "]", *(str(digit) for digit in range(10)))
 """The id of a token is its index here."""
 END = TOKENS.index("]")
 ZERO = TOKENS.index("0")
+OPERATOR_SHARE = 0.25
 TRIES = 200_000
 """Proposals without a new expression before the generator gives up. Of the published ones, one in twelve is kept."""
 
@@ -50,19 +54,14 @@ class ListOps:
     True
     """
 
-    max_depth: int = 10
-    max_args: int = 10
-    min_length: int = 500
-    max_length: int = 2000
-    operator_share: float = 0.25
+    max_depth: AtLeastTwo = 10
+    max_args: AtLeastTwo = 10
+    min_length: Count = 500
+    max_length: AtLeastTwo = 2000
 
     def __post_init__(self) -> None:
         require(
-            self.max_depth >= 2 and self.max_args >= 2,
-            f"max_depth and max_args must be at least 2, got {self.max_depth} and {self.max_args}",
-        )
-        require(
-            self.min_length >= 0 and self.min_length + 1 < self.max_length,
+            self.min_length + 1 < self.max_length,
             f"lengths lie strictly between min_length and max_length, got {self.min_length} and {self.max_length}",
         )
 
@@ -91,7 +90,7 @@ class ListOps:
         """Append the tokens of one node; False once there are too many."""
         if len(tokens) >= self.max_length - 1:
             return False
-        if depth >= self.max_depth or random.random() > self.operator_share:
+        if depth >= self.max_depth or random.random() > OPERATOR_SHARE:
             tokens.append(ZERO + random.randrange(10))
             return True
         tokens.append(TOKENS.index(random.choice(OPERATORS)))
@@ -233,17 +232,10 @@ class Pathfinder:
     ((32, 32), 255, True)
     """
 
-    size: int = 32
-    dashes: int = 14
-    distractors: int = 5
-    distractor_dashes: int = 4
-
-    def __post_init__(self) -> None:
-        require(
-            self.dashes >= 2 and self.distractor_dashes >= 1 and self.distractors >= 0,
-            f"dashes must be at least 2, got {self.dashes}; try 14",
-        )
-        require(self.size >= 2 * (DASH + GAP), f"size must be at least two dashes, got {self.size}; try 32")
+    size: Annotated[int, Field(ge=6)] = 32
+    dashes: AtLeastTwo = 14
+    distractors: Count = 5
+    distractor_dashes: Annotated[int, Field(ge=1)] = 4
 
     def draw(self, seed: int, index: int) -> tuple[NDArray[np.uint8], int]:
         """Draw image `index` of the set `seed`: grey levels (size, size) and its label."""

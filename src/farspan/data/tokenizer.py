@@ -3,8 +3,9 @@
 import hashlib
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from copy import deepcopy
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +23,8 @@ LARGEST = 2**20
 """Largest vocabulary that is trained: the trainer reserves memory for all of it at once."""
 USUAL_ENDS = (END, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
 PIECE = 2**18
-"""Characters tokenized at once: an encoding takes a hundred times the memory of its text."""
+"""Characters of a text tokenized at once: an encoding takes a hundred times the memory of its text."""
+Key = TypeVar("Key")
 
 
 class TextTokenizer:
@@ -47,23 +49,30 @@ class TextTokenizer:
         self.fingerprint = hashlib.sha256(self._json.encode()).hexdigest()
         self._plain_bytes = self.vocab_size == BYTES_VOCABULARY and self._json == _bytes_backend().to_str()
         probe = ("A b,", "\nc d\n")
-        self._cuttable = self._ids("".join(probe)) == self._ids(probe[0]) + self._ids(probe[1])
+        whole, *halves = self._ids(["".join(probe), *probe])
+        self._cuttable = np.array_equal(whole, np.concatenate(halves))
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text, without an end token."""
-        ids: list[int] = self.ids(text).tolist()
+        ids: list[int] = self.ids([text])[0].tolist()
         return ids
 
-    def ids(self, text: str) -> npt.NDArray[np.int64]:
-        """Return the ids as an array; other threads run meanwhile."""
+    def ids(self, texts: Sequence[str]) -> list[npt.NDArray[np.int64]]:
+        """Return the ids of each text, which the threads of the library compute."""
         if self._plain_bytes:
-            return np.frombuffer(text.encode(), np.uint8).astype(np.int64) + 1
-        pieces = cut(text) if self._cuttable else [text]
-        return np.concatenate([np.array(self._ids(piece), np.int64) for piece in pieces])
+            return [np.frombuffer(text.encode(), np.uint8).astype(np.int64) + 1 for text in texts]
+        if not self._cuttable:
+            return self._ids(texts)
+        pieces = ((number, piece) for number, text in enumerate(texts) for piece in cut(text))
+        found: list[list[npt.NDArray[np.int64]]] = [[] for _ in texts]
+        for group in grouped(pieces, 4 * PIECE):
+            for (number, _), ids in zip(group, self._ids([piece for _, piece in group]), strict=True):
+                found[number].append(ids)
+        return [np.concatenate(ids) for ids in found]
 
-    def _ids(self, text: str) -> list[int]:
-        # Unlike `encode`, it lets other threads run, and does not compute offsets.
-        return list(self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids)
+    def _ids(self, texts: Sequence[str]) -> list[npt.NDArray[np.int64]]:
+        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, np.int64) for encoding in encodings]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of token ids; bytes that are not UTF-8 become replacement characters."""
@@ -75,9 +84,6 @@ class TextTokenizer:
         config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, "clean_up_tokenization_spaces": False}
         write_json(Path(folder) / "tokenizer_config.json", config)
         write_text(Path(folder) / "tokenizer.json", self._json)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _from_json, (self._json, self.end)
 
 
 def cut(text: str) -> Iterator[str]:
@@ -97,6 +103,23 @@ def cut(text: str) -> Iterator[str]:
         yield text[start:end]
         start = end
     yield text[start:]
+
+
+def grouped(texts: Iterable[tuple[Key, str]], size: int) -> Iterator[list[tuple[Key, str]]]:
+    """Collect keyed texts until they have so many characters.
+
+    >>> list(grouped([(0, "ab"), (1, "c"), (2, "d")], 3))
+    [[(0, 'ab'), (1, 'c')], [(2, 'd')]]
+    """
+    group, left = list[tuple[Key, str]](), size
+    for key, text in texts:
+        group.append((key, text))
+        left -= len(text)
+        if left <= 0:
+            yield group
+            group, left = [], size
+    if group:
+        yield group
 
 
 def check_vocabulary(size: int) -> None:
@@ -153,12 +176,6 @@ def _bytes_backend() -> "Tokenizer":
     return backend
 
 
-def _from_json(text: str, end: int) -> TextTokenizer:
-    from tokenizers import Tokenizer
-
-    return TextTokenizer(Tokenizer.from_str(text), end)
-
-
 def load_tokenizer(name_or_path: str | os.PathLike[str]) -> TextTokenizer:
     """Load "bytes", a tokenizer.json or a folder that has one, else OWNER/NAME from the Hugging Face hub.
 
@@ -208,4 +225,4 @@ def _from_transformers(name: str) -> TextTokenizer:
     if backend is None:
         raise ValueError(f"tokenizer must be a fast one, got {name!r} without tokenizer.json; choose another")
     require(tokenizer.eos_token_id is not None, f"tokenizer must have an eos_token, got {name!r}; choose another")
-    return _from_json(backend.to_str(), tokenizer.eos_token_id)
+    return TextTokenizer(deepcopy(backend), tokenizer.eos_token_id)

@@ -1,7 +1,6 @@
 """What a stage lowers: distances from a frozen teacher, alone or together with the loss of the next token."""
 
 from collections.abc import Callable, Mapping
-from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -75,11 +74,13 @@ class Distillation(nn.Module):
         super().__init__()
         self.model = model
         self._teacher = (teacher.eval().requires_grad_(False),)
-        self.weights, self.compile_loss, self.reach = dict(weights), compile, reach
+        self.weights, self.compiled, self.reach = dict(weights), compile, reach
         check_teacher(model.config, teacher.config, weights)
         self.layers = set(new_layers(model.config, teacher.config)) if ATTENTION_OUTPUT in weights else set[int]()
         self._attend = torch.compile(attend) if compile else attend
         self._feed = torch.compile(feed) if compile else feed
+        # One pass over the logits instead of a dozen.
+        self._error = torch.compile(soft_error, dynamic=False) if compile else soft_error
 
     def forward(self, ids: Tensor) -> Tensor:
         teacher, inputs = self._teacher[0], ids[:, :-1]
@@ -103,7 +104,7 @@ class Distillation(nn.Module):
             targets,
             divergence=self.weights[LOGIT_KL],
             cross_entropy=self.weights.get(NEXT_TOKEN, 0.0),
-            compile=self.compile_loss,
+            error_of=self._error,
         )
 
     def _through_teacher(
@@ -113,8 +114,8 @@ class Distillation(nn.Module):
         wanted = LOGIT_KL in self.weights
         with torch.no_grad():
             hidden = teacher.model.embed_tokens(ids)
-        theirs = teacher.model.context(hidden, prepare=self.compile_loss)
-        own = self.model.model.context(hidden, position_ids=positions, prepare=self.compile_loss)
+        theirs = teacher.model.context(hidden, prepare=self.compiled)
+        own = self.model.model.context(hidden, position_ids=positions, prepare=self.compiled)
         errors, last = [], len(teacher.model.layers) if wanted else max(self.layers) + 1
         for i, (block, student) in enumerate(zip(teacher.model.layers[:last], self.model.model.layers, strict=False)):
             with torch.no_grad():
@@ -161,12 +162,6 @@ def soft_error(
     return loss, error
 
 
-@cache
-def _compiled() -> Callable[..., tuple[Tensor, Tensor]]:
-    """One pass over the logits instead of a dozen."""
-    return torch.compile(soft_error, dynamic=False)
-
-
 def linear_distillation(
     hidden: Tensor,
     weight: Tensor,
@@ -176,14 +171,14 @@ def linear_distillation(
     *,
     divergence: float = 1.0,
     cross_entropy: float = 0.0,
-    compile: bool = False,
+    error_of: Callable[..., tuple[Tensor, Tensor]] = soft_error,
 ) -> Tensor:
     """Mean over tokens of divergence · KL(teacher ‖ student) + cross_entropy · -log student[target].
 
     Args:
         hidden, teacher_hidden: last hidden states (tokens, width); products run in their dtypes.
         weight, teacher_weight: heads (vocabulary, width); widths may differ, the vocabulary may not.
-        compile: fuse what is done to the logits; worth it on a GPU.
+        error_of: :func:`soft_error`, or what torch.compile makes of it.
 
     No gradient goes to the teacher. Memory is one piece of each model's logits (:func:`linear_loss`).
 
@@ -191,13 +186,7 @@ def linear_distillation(
     >>> round(linear_distillation(h, w, h, w, y).item(), 6)  # nothing to learn from oneself
     0.0
     """
-    require(
-        weight.shape[0] == teacher_weight.shape[0],
-        f"teacher must have the student's vocabulary of {weight.shape[0]} tokens, got {teacher_weight.shape[0]}; "
-        "distil from the model it was converted from",
-    )
     theirs, head = teacher_hidden.detach(), teacher_weight.detach().to(teacher_hidden.dtype)
-    error_of = _compiled() if compile else soft_error
 
     def judge(logits: Tensor, piece: slice) -> tuple[Tensor, Tensor]:
         return error_of(logits, theirs[piece] @ head.T, targets[piece], divergence, cross_entropy)

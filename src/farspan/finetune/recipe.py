@@ -5,14 +5,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from importlib.resources import as_file, files
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from farspan.errors import require, require_choice
 from farspan.finetune.objectives import NEXT_TOKEN, OBJECTIVES
+from farspan.ops.masking import LIMIT
 from farspan.training.config import Count, Length, OptimizerSection, PasskeyShare, RetrievalShare, Weight, check_pieces
-from farspan.training.pretraining import check_reach
 from farspan.utils import parse, read_settings
 
 RECIPES = files("farspan").joinpath("recipes")
@@ -32,32 +32,20 @@ class Lora:
     """Names of linear layers; empty = all of them but the head."""
 
 
-ROPE_KEYS: dict[str, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("factor",),
-    "ntk": ("factor",),
-    "dynamic": ("factor", "mode"),
-    "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "truncate"),
-    "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
-}
-"""What each scaling takes beside its rope_type and rope_theta."""
-
-
-def _check_rope(stage: str, rope: Mapping[str, Any]) -> None:
-    """Raise for keys that would be ignored, and for values that would fail when the stage begins."""
-    where, kind = f"rope_parameters of stage {stage}", str(rope.get("rope_type"))
-    require_choice(f"rope_type of stage {stage}", kind, ROPE_KEYS)
-    for key, value in rope.items():
-        require_choice(f"{where}: key", key, ("rope_type", "rope_theta", *ROPE_KEYS[kind]))
-        if key == "mode":
-            require_choice(f"{where}: mode", value, ("per_query", "per_request"))
-        elif key == "truncate":
-            require(isinstance(value, bool), f"{where}: truncate must be true or false, got {value!r}")
-        elif key != "rope_type":
-            good = type(value) in (int, float) and value > 0
-            require(good, f"{where}: {key} must be a number above 0, got {value!r}")
-    follows = "factor" in rope or kind in ("default", "linear", "yarn")
-    require(follows, f"{where} must have a factor for {kind!r}, got {dict(rope)}; try factor = 4.0")
+RopeKey = Literal[
+    "rope_type",
+    "rope_theta",
+    "factor",
+    "mode",
+    "original_max_position_embeddings",
+    "beta_fast",
+    "beta_slow",
+    "attention_factor",
+    "truncate",
+    "low_freq_factor",
+    "high_freq_factor",
+]
+"""transformers would ignore others, with a warning; the model's configuration checks the values."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +68,7 @@ class Stage:
     train_length: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
     """The model's training length from here on, which dynamic NTK and YaRN measure against; 0 = as it is, or `length`
     times `reach` where linear scaling takes its factor from the lengths."""
-    rope_parameters: dict[str, Any] = field(default_factory=dict)
+    rope_parameters: dict[RopeKey, Any] = field(default_factory=dict)
     """Another scaling of the angles from here on, as in transformers. A missing factor of linear and yarn takes the
     training length to `length` times `reach`. See :func:`farspan.finetune.run.give_lengths`."""
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
@@ -95,9 +83,20 @@ class Stage:
             f"objective next-token of stage {name} must have weight 1 where it stands alone, got "
             f"{self.objective.get(NEXT_TOKEN)}; change optimizer.peak_lr instead",
         )
-        if self.rope_parameters:
-            _check_rope(name, self.rope_parameters)
-        check_reach(self.reach, self.length, f"stage {name}")
+        require(
+            not self.rope_parameters or "rope_type" in self.rope_parameters,
+            f"rope_parameters of stage {name} must have a rope_type, got {self.rope_parameters}; add it",
+        )
+        require(
+            self.reach.bit_count() == 1 and self.length * self.reach <= LIMIT,
+            f"reach of stage {name} must be a power of two, which keeps positions within {LIMIT}, "
+            f"got {self.reach} times {self.length}; try 16",
+        )
+        require(
+            self.reach == 1 or self.length % 2 == 0,
+            f"length of stage {name} must be even where reach > 1, to be halved, got {self.length}; "
+            f"try {self.length + 1}",
+        )
         check_pieces(self.batch_size, self.optimizer.accumulation, f"batch_size of stage {name}")
         require(
             self.lora.r == 0 or self.train == ("*",),
@@ -127,11 +126,13 @@ class Recipe:
     [(32, 509), (32, 509), (32, 509)]
     """
 
-    description: str
-    stages: tuple[Stage, ...]
-    log_length: bool = False
+    stages: Annotated[tuple[Stage, ...], Field(min_length=1)]
+    description: str = ""
+    log_length: bool | None = None
     """Whether `log_length` is switched on in the finished model, after all stages: it says what to do with more keys
-    than rows have, and up to the training length it changes nothing."""
+    than rows have, and up to the training length it changes nothing. None = as in the recipe before, or not."""
+    after: str | None = None
+    """A shipped recipe whose stages come first; None once they are among the stages."""
 
     @classmethod
     def load(cls, name: str | Path) -> "Recipe":
@@ -145,14 +146,15 @@ class Recipe:
     @classmethod
     def parse(cls, values: Mapping[str, Any]) -> "Recipe":
         """Make a recipe from nested mappings. Raise one line for the first wrong key or value."""
-        own, before = parse(_File, values), cls("", ())
-        if own.after is not None:
-            require_choice("after of a recipe", own.after, NAMES)
-            before = cls.load(own.after)
-        stages = (*before.stages, *own.stages)
-        names = [stage.name for stage in stages]
+        recipe = parse(cls, values)
+        if recipe.after is not None:
+            require_choice("after of a recipe", recipe.after, NAMES)
+            before = cls.load(recipe.after)
+            log_length = before.log_length if recipe.log_length is None else recipe.log_length
+            recipe = cls((*before.stages, *recipe.stages), recipe.description, log_length)
+        names = [stage.name for stage in recipe.stages]
         require(all(names) and len(set(names)) == len(names), f"stages must have names of their own, got {names}")
-        return cls(own.description, stages, before.log_length if own.log_length is None else own.log_length)
+        return recipe
 
     @property
     def tokens(self) -> int:
@@ -171,29 +173,13 @@ class Recipe:
         """Give each stage its share of another budget: more steps, or smaller batches (halved until a stage has
         :data:`FEWEST_STEPS`, or a row is left) and then fewer steps. Small budgets are exceeded: rows stay complete.
         """
-        share = tokens / self.tokens
-        return replace(self, stages=tuple(_scaled(stage, share) for stage in self.stages))
 
+        def scale(stage: Stage) -> Stage:
+            rows, batch = tokens / self.tokens * stage.tokens / stage.length, stage.batch_size
+            while batch > 1 and rows / batch < min(stage.optimizer.steps, FEWEST_STEPS):
+                batch = (batch + 1) // 2
+            accumulation = math.gcd(stage.optimizer.accumulation, batch)
+            optimizer = replace(stage.optimizer, steps=max(1, round(rows / batch)), accumulation=accumulation)
+            return replace(stage, batch_size=batch, optimizer=optimizer)
 
-@dataclass(frozen=True)
-class _File:
-    """A recipe as a TOML file has it."""
-
-    stages: Annotated[tuple[Stage, ...], Field(min_length=1)]
-    description: str = ""
-    after: str | None = None
-    """A shipped recipe whose stages come first, and whose `log_length` holds unless another is given."""
-    log_length: bool | None = None
-
-
-def _scaled(stage: Stage, share: float) -> Stage:
-    wanted, batch = share * stage.tokens / stage.length, stage.batch_size
-    fewest = min(stage.optimizer.steps, FEWEST_STEPS)
-    while batch > 1 and wanted / batch < fewest:
-        batch = (batch + 1) // 2
-    optimizer = replace(
-        stage.optimizer,
-        steps=max(1, round(wanted / batch)),
-        accumulation=math.gcd(stage.optimizer.accumulation, batch),
-    )
-    return replace(stage, batch_size=batch, optimizer=optimizer)
+        return replace(self, stages=tuple(map(scale, self.stages)))

@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from fnmatch import fnmatchcase
 from functools import cached_property, partial
 from pathlib import Path
@@ -14,10 +14,9 @@ import torch
 from safetensors.torch import load_model
 from torch import nn
 
-from farspan.checkpoints import Source, config_of, load, open_source, read_note, save, text_tokenizer, write_note
+from farspan.checkpoints import config_of, load, open_source, read_note, save, text_tokenizer, write_note
 from farspan.configuration_farspan import FarspanConfig
-from farspan.data import Shards, TextTokenizer
-from farspan.data.passkey import check_row
+from farspan.data import Batches, Shards, TextTokenizer
 from farspan.errors import require
 from farspan.evaluation import scaling_name
 from farspan.finetune.objectives import ATTENTION_OUTPUT, Distillation, check_teacher, new_layers
@@ -37,24 +36,42 @@ SETTINGS = "finetune.json"
 """Which recipe a folder belongs to; the first file there."""
 
 
-@dataclass(frozen=True)
 class Origin:
-    """What a recipe is applied to. Model and teacher are opened once each, when they are first needed."""
+    """What a recipe is applied to: the model, its teacher and data. Raise for one that is not there or does not fit."""
 
-    model: Path
-    teacher: Path | None
-    data: dict[str, float]
-
-    @cached_property
-    def source(self) -> Source:
-        """The opened model."""
-        return open_source(self.model)
-
-    @cached_property
-    def teacher_source(self) -> Source:
-        """The opened teacher."""
+    def __init__(
+        self,
+        model: str | os.PathLike[str],
+        data: Mapping[str, float],
+        recipe: Recipe,
+        teacher: str | os.PathLike[str] | None = None,
+    ) -> None:
+        needing = next((stage.name for stage in recipe.stages if stage.needs_teacher), None)
+        require(
+            teacher is None or needing is not None,
+            f"--teacher must be left out for a recipe that learns from tokens alone, got {str(teacher)!r}; "
+            "leave it out, or choose a distilling recipe",
+        )
+        require(
+            os.environ.get("ACCELERATE_USE_FSDP") != "true"
+            or all(ATTENTION_OUTPUT not in stage.objective for stage in recipe.stages),
+            "objective 'attention-output' needs unsharded weights, got FSDP; launch with one-node.yaml instead",
+        )
+        require(bool(data), "--data must name at least one token folder, got none; make it with farspan data")
+        self.model, self.data = Path(model), {str(Path(path)): weight for path, weight in data.items()}
+        self.teacher = Path(teacher) if teacher is not None else read_note(self.model)
+        self.source = open_source(self.model)
+        config_of(self.source)  # raises for what is no model before anything is said about its teacher
+        if needing is None:
+            return
+        require(
+            self.teacher is not None,
+            f"--teacher is needed by stage {needing}, got none, and {str(model)!r} does not say what it was converted "
+            "from; name the original checkpoint",
+        )
         assert self.teacher is not None
-        return self.source if self.teacher == self.model else open_source(self.teacher)
+        require(self.teacher.exists(), f"--teacher must exist, got {str(self.teacher)!r}; name the original checkpoint")
+        self.teacher_source = self.source if self.teacher == self.model else open_source(self.teacher)
 
     @cached_property
     def tokenizer(self) -> TextTokenizer:
@@ -67,6 +84,11 @@ class Origin:
                 f"run farspan data TEXT --tokenizer {self.model} --out DIR",
             )
         return tokenizer
+
+    def batches(self, stage: Stage, seed: int) -> Batches:
+        """Return the rows of a stage."""
+        section = DataSection(self.data, stage.length, stage.batch_size, stage.passkey_share, stage.retrieval_share)
+        return text_batches(section, self.tokenizer, seed, name=f"length of stage {stage.name}")
 
     def teacher_of(self, stage: Stage) -> FarspanConfig | None:
         """Return the configuration of the stage's teacher, if it has one."""
@@ -86,9 +108,7 @@ class Origin:
             if theirs is not None:
                 check_teacher(student.config, theirs, stage.objective)
             prepared(student, stage, theirs)
-            if stage.passkey_share:
-                check_row(self.tokenizer, stage.length, f"length of stage {stage.name}")
-            text_batches(stage_data(stage, self.data), self.tokenizer, 0)  # raises for rows that are too short
+            self.batches(stage, 0)  # raises for rows that are too short
         if recipe.log_length:
             student.set_log_length(True)
 
@@ -124,13 +144,13 @@ def finetune(
     """
     stages = tuple(parse(Stage, asdict(stage), f"stages[{i}].") for i, stage in enumerate(recipe.stages))
     folder, run = Path(out), parse(RunSection, asdict(run or RunSection()), "run.")
-    origin = open_origin(model, data, recipe, teacher=teacher)
+    origin = Origin(model, data, recipe, teacher)
     folders = [folder / f"stage-{i}-{stage.name}" for i, stage in enumerate(stages, 1)]
     final, path, done = folder / "model", origin.model, 0
     with working_in(folder, SETTINGS, "of a fine-tuning"):
         if not final.exists():
             origin.check(recipe)
-        settings = {"stages": [one.name for one in folders], "log_length": recipe.log_length}
+        settings = {"stages": [one.name for one in folders], "log_length": bool(recipe.log_length)}
         on_main(partial(check_same, folder / SETTINGS, settings, "fine-tuning"))
         if begin is not None:
             begin()
@@ -178,54 +198,6 @@ def _finish(folder: Path, recipe: Recipe, origin: Origin, path: Path, seed: int)
             config.save_pretrained(part)
 
 
-def open_origin(
-    model: str | os.PathLike[str],
-    data: Mapping[str, float],
-    recipe: Recipe,
-    *,
-    teacher: str | os.PathLike[str] | None = None,
-) -> Origin:
-    """Name what a recipe is applied to. Raise for a model, data or teacher that is not there or does not fit."""
-    require(
-        os.environ.get("ACCELERATE_USE_FSDP") != "true"
-        or all(ATTENTION_OUTPUT not in stage.objective for stage in recipe.stages),
-        "objective 'attention-output' needs unsharded weights, got FSDP; launch with one-node.yaml instead",
-    )
-    needing = next((stage.name for stage in recipe.stages if stage.needs_teacher), None)
-    require(
-        teacher is None or needing is not None,
-        f"--teacher must be left out for a recipe that learns from tokens alone, got {str(teacher)!r}; "
-        "leave it out, or choose a distilling recipe",
-    )
-    require(bool(data), "--data must name at least one token folder, got none; make it with farspan data")
-    origin = Origin(
-        Path(model),
-        Path(teacher) if teacher is not None else read_note(Path(model)),
-        {str(Path(path)): weight for path, weight in data.items()},
-    )
-    config_of(origin.source)  # raises for what is no model before anything is said about its teacher
-    if needing is not None:
-        require(
-            origin.teacher is not None,
-            f"--teacher is needed by stage {needing}, got none, and {str(model)!r} does not say what it was converted "
-            "from; name the original checkpoint",
-        )
-        require(
-            origin.teacher is not None and origin.teacher.exists(),
-            f"--teacher must exist, got {str(origin.teacher)!r}; name the original checkpoint",
-        )
-    return origin
-
-
-NEWER = (("reach", 1), ("retrieval_share", 0.0))
-"""Fields of a stage that runs of version 0.1 do not have."""
-
-
-def stage_data(stage: Stage, sources: dict[str, float]) -> DataSection:
-    """Return what the rows of a stage are cut from."""
-    return DataSection(sources, stage.length, stage.batch_size, stage.passkey_share, stage.retrieval_share)
-
-
 def stage_job(stage: Stage, path: Path, origin: Origin, run: RunSection) -> Job:
     """Make the job of a stage that begins with the model at `path`."""
     theirs = origin.teacher_of(stage)
@@ -238,7 +210,7 @@ def stage_job(stage: Stage, path: Path, origin: Origin, run: RunSection) -> Job:
 
     return Job(
         settings={
-            "stage": {k: v for k, v in asdict(stage).items() if (k, v) not in NEWER},
+            "stage": asdict(stage),
             "origin": {"model": str(origin.model), "teacher": str(origin.teacher), "data": origin.data},
             "run": asdict(run),
         },
@@ -248,7 +220,7 @@ def stage_job(stage: Stage, path: Path, origin: Origin, run: RunSection) -> Job:
         tokens_per_row=stage.length,
         start=partial(begun, path, stage, theirs),
         load=partial(resumed, stage=stage, teacher=theirs),
-        batches=lambda: text_batches(stage_data(stage, origin.data), origin.tokenizer, run.seed),
+        batches=partial(origin.batches, stage, run.seed),
         objective=objective,
         write_beside=origin.write_beside,
     )
@@ -326,20 +298,24 @@ def give_lengths(model: FarspanForCausalLM, stage: Stage) -> None:
     if kind in ("linear", "yarn"):  # which measure against the length before the model's own scaling
         original = config.train_length / own.factor if isinstance(own, Linear) else config.train_length
         original = own.train_length if isinstance(own, YaRN) else original
-        if kind == "linear" and "factor" not in rope and not stage.train_length:
-            trained = longest  # interpolated positions are as far as these rows go, and the next scaling starts there
-        rope.setdefault("factor", longest / original)
-        require(
-            rope["factor"] > 1,
-            f"rope_parameters of stage {stage.name} need a factor > 1, got {rope['factor']:g} for length "
-            f"{longest} and a model trained at {original:g}; lengthen the rows or leave them out",
-        )
+        if "factor" not in rope:
+            rope["factor"] = longest / original
+            require(
+                rope["factor"] > 1,
+                f"rope_parameters of stage {stage.name} need a factor > 1, got {rope['factor']:g} for length "
+                f"{longest} and a model trained at {original:g}; lengthen the rows or leave them out",
+            )
+            if kind == "linear" and not stage.train_length:
+                trained = longest  # interpolated positions go as far as these rows, and the next scaling starts there
         if kind == "yarn":
             rope.setdefault("original_max_position_embeddings", round(original))
     config.train_length = trained
     config.max_position_embeddings = max(config.max_position_embeddings, longest)
     if rope:
-        model.set_rope_parameters(**rope)
+        try:
+            model.set_rope_parameters(**rope)
+        except ValueError as error:
+            raise ValueError(f"rope_parameters of stage {stage.name}: {error}") from error
     # The layers must measure against what is saved, or a reloaded model is another function.
     model.share_rotary(config.rotary())
     if config.log_length:

@@ -32,6 +32,8 @@ FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 """Sharded (FSDP2), replicated (DDP) and plain modules give and take the same complete tensors."""
 NAME = re.compile(r"checkpoint-([0-9]+)")
 CHECKSUMS = "checksums.json"
+KEPT = 2
+"""Checkpoints of a run: the newest, and the one before for when that is damaged."""
 
 
 class TrainingStoppedError(RuntimeError):
@@ -103,11 +105,9 @@ def write(
     weights: dict[str, Tensor],
     moments: dict[str, Any],
     state: dict[str, Any],
-    *,
     write_model: Callable[[Path, dict[str, Tensor]], None],
-    keep: int,
 ) -> None:
-    """Write checkpoint `step` and remove older ones beyond `keep`. Raise TrainingStoppedError for nan and inf."""
+    """Write checkpoint `step` and remove those before the last. Raise TrainingStoppedError for nan and inf."""
     for name, weight in weights.items():
         if not bool(torch.isfinite(weight).all()):
             raise TrainingStoppedError(f"weight {name} is not finite after step {step - 1}; {last_good(folder)}")
@@ -116,7 +116,8 @@ def write(
         with atomic_path(path) as part:
             part.mkdir()
             write_model(part, weights)
-            save_file(_flatten(moments), part / "optimizer.safetensors")
+            tensors = {f"{name}/{kind}": x for name, entry in moments["state"].items() for kind, x in entry.items()}
+            save_file({name: x.contiguous() for name, x in tensors.items()}, part / "optimizer.safetensors")
             trainer = part / "trainer.json"
             trainer.write_text(json.dumps({"step": step, "groups": moments["param_groups"], **state}, indent=1))
             for file in part.iterdir():
@@ -125,29 +126,17 @@ def write(
             (part / CHECKSUMS).write_text(json.dumps(sums, indent=1))
     except (OSError, SafetensorError) as error:
         raise OSError(f"{path.name} could not be written ({error}); {last_good(folder)}; free some space") from error
-    for old in checkpoints(folder)[:-keep]:
+    for old in checkpoints(folder)[:-KEPT]:
         remove(old)
 
 
 def load_optimizer(path: Path, network: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """Restore the optimizer's state; return trainer.json."""
     state: dict[str, Any] = json.loads((path / "trainer.json").read_text())
-    moments = _unflatten(load_file(path / "optimizer.safetensors"), state.pop("groups"))
+    found: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in load_file(path / "optimizer.safetensors").items():
+        name, _, kind = key.rpartition("/")
+        found.setdefault(name, {})[kind] = tensor
+    moments = {"state": found, "param_groups": state.pop("groups")}
     set_optimizer_state_dict(network, optimizer, moments, options=FULL)
     return state
-
-
-def _flatten(moments: dict[str, Any]) -> dict[str, Tensor]:
-    return {
-        f"{name}/{kind}": tensor.contiguous()
-        for name, entry in moments["state"].items()
-        for kind, tensor in entry.items()
-    }
-
-
-def _unflatten(tensors: dict[str, Tensor], groups: list[dict[str, Any]]) -> dict[str, Any]:
-    state: dict[str, dict[str, Tensor]] = {}
-    for key, tensor in tensors.items():
-        name, _, kind = key.rpartition("/")
-        state.setdefault(name, {})[kind] = tensor
-    return {"state": state, "param_groups": groups}

@@ -65,7 +65,6 @@ class RunSection:
     compile: bool = False
     gradient_checkpointing: bool = False
     checkpoint_every: Count = 500
-    keep_checkpoints: Count = 2
 
 
 @dataclass(frozen=True)

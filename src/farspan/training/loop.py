@@ -29,7 +29,6 @@ from farspan.training import checkpoint
 from farspan.training.checkpoint import TrainingStoppedError
 from farspan.training.config import OptimizerSection, RunSection
 from farspan.utils import (
-    LOCK,
     Progress,
     check_folder,
     check_unchanged,
@@ -81,28 +80,6 @@ class Job:
     """Write what a model folder needs beside weights and configuration, such as the tokenizer."""
 
 
-@dataclass(frozen=True)
-class Status:
-    """How far a run is, and how fast."""
-
-    step: int
-    loss: float
-    tokens_per_second: float
-    """Since the first reading, so that compilation does not count."""
-    mfu: float
-    """Share of the matrix peak measured at the start."""
-    seconds: float
-    """All calls of the run together."""
-
-    def __str__(self) -> str:
-        """
-        >>> print(Status(10, 0.00041234, 1500.0, 0.412, 3.0))
-        step 10, loss 0.00041, 1,500 tokens/s, MFU 41%
-        """
-        speed = f"{self.tokens_per_second:,.0f} tokens/s, MFU {self.mfu:.0%}"
-        return f"step {self.step:,}, loss {format_loss(self.loss)}, {speed}"
-
-
 def format_loss(value: float) -> str:
     """Write a loss briefly; a distance from a teacher may be far below one.
 
@@ -125,27 +102,20 @@ def run(job: Job, out: str | os.PathLike[str], *, progress: Progress = silent) -
             check_same_run(folder / "model", job)
             on_main(partial(clean, folder))
             return folder / "model"
-        bf16 = job.run.precision == "bf16" or (job.run.precision == "auto" and torch.cuda.is_available())
-        disable_progress_bar()  # transformers would draw one for every checkpoint
-        accelerator = Accelerator(
-            mixed_precision="bf16" if bf16 else "no",
-            gradient_accumulation_steps=job.optimizer.accumulation,
-            cpu=not torch.cuda.is_available(),  # several processes on CPUs form a group only when told so
-        )
-        here, steps = _Run(job, folder, accelerator), job.optimizer.steps
+        here, steps = _Run(job, folder), job.optimizer.steps
         with interruption(partial(checkpoint.last_step, folder)) as interrupted:
             for step in range(here.step, steps):
                 here.advance(step)
-                last = step + 1 == steps
-                if last or (step + 1) % FLUSH_EVERY == 0:
+                stop, last = here.any_process(interrupted()), here.step == steps
+                due = last or stop or here.step % job.run.checkpoint_every == 0
+                if due or here.step % FLUSH_EVERY == 0:
                     status = here.flush()
-                    if accelerator.is_main_process:
-                        progress(status.step, steps, str(status))
-                stop = here.any_process(interrupted())
-                if last or stop or (step + 1) % job.run.checkpoint_every == 0:
-                    here.save(here.flush())
+                    if main_process():
+                        progress(here.step, steps, status)
+                if due:
+                    here.save()
                 if stop:
-                    raise KeyboardInterrupt(f"stopped at step {step + 1}; the same command continues")
+                    raise KeyboardInterrupt(f"stopped at step {here.step}; the same command continues")
             if here.any_process(interrupted()):  # during the last save: a next stage should not begin
                 raise KeyboardInterrupt(f"stopped at step {steps}; the same command continues")
         return here.finish()
@@ -181,27 +151,15 @@ def on_main(function: Callable[[], T]) -> T:
 
 @contextmanager
 def working_in(folder: Path, marker: str, what: str) -> Iterator[None]:
-    """Check and lock the folder of a command. Leave no new folder behind if nothing was written there.
-
-    Processes that were launched together share the lock of the main one.
-    """
+    """Check and lock the folder of a command. Processes that were launched together share the lock of the main one."""
     with ExitStack() as held:
-        missing = on_main(partial(_enter, folder, marker, what, held))
-        try:
-            yield
-        finally:
-            with suppress(OSError):  # it holds something
-                if missing and main_process() and {path.name for path in folder.iterdir()} <= {LOCK}:
-                    (folder / LOCK).unlink(missing_ok=True)
-                    for path in missing:
-                        path.rmdir()
 
+        def enter() -> None:
+            check_folder(folder, marker, what=what)
+            held.enter_context(lock(folder))
 
-def _enter(folder: Path, marker: str, what: str, held: ExitStack) -> list[Path]:
-    check_folder(folder, marker, what=what)
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    held.enter_context(lock(folder))
-    return missing
+        on_main(enter)
+        yield
 
 
 @contextmanager
@@ -241,8 +199,15 @@ def interruption(saved: Callable[[], int]) -> Iterator[Callable[[], bool]]:
 class _Run:
     """The moving parts of one run."""
 
-    def __init__(self, job: Job, folder: Path, accelerator: Accelerator) -> None:
-        self.job, self.folder, self.accelerator = job, folder, accelerator
+    def __init__(self, job: Job, folder: Path) -> None:
+        self.job, self.folder = job, folder
+        bf16 = job.run.precision == "bf16" or (job.run.precision == "auto" and torch.cuda.is_available())
+        disable_progress_bar()  # transformers would draw one for every checkpoint
+        self.accelerator = accelerator = Accelerator(
+            mixed_precision="bf16" if bf16 else "no",
+            gradient_accumulation_steps=job.optimizer.accumulation,
+            cpu=not torch.cuda.is_available(),  # several processes on CPUs form a group only when told so
+        )
         pieces = job.optimizer.accumulation * accelerator.num_processes
         require(
             job.batch_size % pieces == 0,
@@ -259,21 +224,22 @@ class _Run:
         if job.run.compile:
             compile_blocks(model)
         self.model = model.train()
-        self.flops = flops_per_token(model, job.tokens_per_row)
         optimizer = make_optimizer(model, job.optimizer, accelerator.device)
         self.network, self.optimizer = accelerator.prepare(job.objective(model), optimizer)
-        self.step, self.last_loss, self.earlier_seconds = 0, math.nan, 0.0
+        self.step, earlier_seconds = 0, 0.0
         self.losses: list[Tensor] = []
         self.norms: list[Tensor] = []
         if earlier is not None:
             state = checkpoint.load_optimizer(earlier, self.network, self.optimizer.optimizer)
-            self.step, self.earlier_seconds = state["step"], state["seconds"]
+            self.step, earlier_seconds = state["step"], state["seconds"]
         self.metrics = Metrics(folder, self.step) if accelerator.is_main_process else None
-        dtype = torch.bfloat16 if accelerator.mixed_precision == "bf16" else torch.float32
-        self.peak = matmul_peak(accelerator.device, dtype) * accelerator.num_processes
-        self.started = time.perf_counter()
-        self.clock = (self.step, self.started)
-        self.status: Status | None = None
+        peak = matmul_peak(accelerator.device, torch.bfloat16 if bf16 else torch.float32) * accelerator.num_processes
+        self.peak_tokens = peak / flops_per_token(model, job.tokens_per_row)
+        self.began = time.perf_counter() - earlier_seconds
+        self.clock = (self.step, time.perf_counter())
+        self.speed: dict[str, float] = {}
+        """Seconds of all calls of the run; tokens per second since the first reading, so that compilation does not
+        count; and their share of the matrix peak, measured at the start."""
 
     def advance(self, step: int) -> None:
         """Take one optimizer step on the batch of this step."""
@@ -295,32 +261,27 @@ class _Run:
         self.losses.append(torch.stack(losses).mean())
         self.step = step + 1
 
-    def flush(self) -> Status:
-        """Read the losses since the last reading; stop if one, or a gradient's norm, is not finite."""
-        if self.losses:
-            losses = self.accelerator.reduce(torch.stack(self.losses), "mean").tolist()
-            norms = [float(norm) for norm in self.norms]
-            first = self.step - len(losses)
-            self.losses, self.norms = [], []
-            if self.metrics is not None:
-                self.metrics.add(first, losses, norms, self.job.optimizer)
-            for step, (loss, norm) in enumerate(zip(losses, norms, strict=True), first):
-                if not math.isfinite(loss + norm):  # the step after a bad norm would save bad weights
-                    raise TrainingStoppedError(
-                        f"loss is {loss} and gradient norm {norm} at step {step}; {checkpoint.last_good(self.folder)}; "
-                        "lower optimizer.peak_lr or use run.precision = 'fp32'"
-                    )
-            self.last_loss = losses[-1]
-        if self.status is not None and self.status.step == self.step:
-            return self.status
-        now, (first, began) = time.perf_counter(), self.clock
-        tokens = (self.step - first) * self.job.batch_size * self.job.tokens_per_row
-        speed = tokens / max(now - began, 1e-9)
-        if self.status is None:
+    def flush(self) -> str:
+        """Read the losses since the last reading, and say how they are. Stop for one that is not finite, or a norm."""
+        losses = self.accelerator.reduce(torch.stack(self.losses), "mean").tolist()
+        norms = [float(norm) for norm in self.norms]
+        first = self.step - len(losses)
+        self.losses, self.norms = [], []
+        if self.metrics is not None:
+            self.metrics.add(first, losses, norms, self.job.optimizer)
+        for step, (loss, norm) in enumerate(zip(losses, norms, strict=True), first):
+            if not math.isfinite(loss + norm):  # the step after a bad norm would save bad weights
+                raise TrainingStoppedError(
+                    f"loss is {loss} and gradient norm {norm} at step {step}; {checkpoint.last_good(self.folder)}; "
+                    "lower optimizer.peak_lr or use run.precision = 'fp32'"
+                )
+        now, (start, began) = time.perf_counter(), self.clock
+        speed = (self.step - start) * self.job.batch_size * self.job.tokens_per_row / max(now - began, 1e-9)
+        if not self.speed:
             self.clock = (self.step, now)
-        seconds = self.earlier_seconds + now - self.started
-        self.status = Status(self.step, self.last_loss, speed, speed * self.flops / self.peak, seconds)
-        return self.status
+        mfu = speed / self.peak_tokens
+        self.speed = {"seconds": now - self.began, "tokens_per_second": speed, "mfu": mfu}
+        return f"step {self.step:,}, loss {format_loss(losses[-1])}, {speed:,.0f} tokens/s, MFU {mfu:.0%}"
 
     def any_process(self, flag: bool) -> bool:
         """Return whether the flag is set in any process: all must go on in the same way."""
@@ -328,23 +289,11 @@ class _Run:
             return flag
         return bool(self.accelerator.reduce(torch.tensor(float(flag), device=self.accelerator.device), "sum") > 0)
 
-    def save(self, now: Status) -> None:
+    def save(self) -> None:
         """Save a checkpoint. Each process takes part in gathering; the main one writes."""
         weights, moments = checkpoint.gather(self.network, self.optimizer.optimizer)
-        speed = {"seconds": now.seconds, "tokens_per_second": now.tokens_per_second, "mfu": now.mfu}
-
-        def write() -> None:
-            checkpoint.write(
-                self.folder,
-                self.step,
-                weights,
-                moments,
-                {"config": self.job.settings, **speed},
-                write_model=self._write_model,
-                keep=self.job.run.keep_checkpoints,
-            )
-
-        on_main(write)
+        state = {"config": self.job.settings, **self.speed}
+        on_main(partial(checkpoint.write, self.folder, self.step, weights, moments, state, self._write_model))
 
     def _write_model(self, folder: Path, weights: dict[str, Tensor]) -> None:
         state = {name.removeprefix("model."): weight for name, weight in weights.items()}
@@ -462,7 +411,13 @@ class Metrics:
     def __init__(self, folder: Path, step: int) -> None:
         path = folder / METRICS
         lines = path.read_text().splitlines() if path.exists() else []
-        kept = [line for line in lines if line.endswith("}") and _row_step(line, path) < step]
+        try:
+            kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] < step]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            raise ValueError(
+                f"out must be a new folder or one of a training run, got {str(folder)!r} with the metrics of something "
+                "else; choose another"
+            ) from None
         write_text(path, "".join(f"{line}\n" for line in kept))
         self.file = path.open("a")
         self.events: Any = None
@@ -498,14 +453,3 @@ class Metrics:
         self.file.close()
         if self.events is not None:
             self.events.close()
-
-
-def _row_step(line: str, path: Path) -> int:
-    with suppress(ValueError, TypeError, RecursionError):
-        row = json.loads(line)
-        if row.keys() >= {"step", "loss", "lr", "grad_norm"}:
-            return int(row["step"])
-    raise ValueError(
-        f"out must be a new folder or one of a training run, got {str(path.parent)!r} with the metrics of something "
-        "else; choose another"
-    )

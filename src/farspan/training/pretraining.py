@@ -11,14 +11,12 @@ from torch import Tensor, nn
 
 from farspan.configuration_farspan import FarspanConfig
 from farspan.data import Batches, Shards, TextTokenizer, load_tokenizer
-from farspan.data.batches import PasskeyDocument
+from farspan.data.batches import MakeRow
 from farspan.data.passkey import check_row, training_row
 from farspan.data.retrieval import TRAINED, retrieval_row
 from farspan.data.shards import read_manifest
-from farspan.errors import require
 from farspan.modeling_farspan import FarspanForCausalLM
 from farspan.ops.device import product_dtype
-from farspan.ops.masking import LIMIT
 from farspan.training.config import DataSection, TrainConfig
 from farspan.training.loop import Job, run
 from farspan.training.loss import linear_cross_entropy
@@ -82,11 +80,14 @@ def pretraining_job(config: TrainConfig) -> Job:
     )
 
 
-def text_batches(data: DataSection, tokenizer: TextTokenizer, seed: int) -> Batches:
-    """Return random windows of the section's token folders, with passkey or retrieval rows mixed in."""
-    make_row: PasskeyDocument = partial(training_row, tokenizer)
+def text_batches(data: DataSection, tokenizer: TextTokenizer, seed: int, *, name: str = "data.length") -> Batches:
+    """Return random windows of the section's token folders, with passkey or retrieval rows mixed in.
+
+    Raise if their length, which the user knows by `name`, does not hold such a row.
+    """
+    make_row: MakeRow = partial(training_row, tokenizer)
     if data.passkey_share:
-        check_row(tokenizer, data.length, "data.length")
+        check_row(tokenizer, data.length, name)
     elif data.retrieval_share:
         make_row = partial(retrieval_row, tokenizer)
         for task in TRAINED:  # raises if a row cannot hold it
@@ -98,22 +99,6 @@ def text_batches(data: DataSection, tokenizer: TextTokenizer, seed: int) -> Batc
         seed,
         passkey_share=data.passkey_share or data.retrieval_share,
         passkey_document=make_row,
-    )
-
-
-def check_reach(reach: int, length: int, where: str) -> None:
-    """Raise for a reach that :func:`skipped_positions` cannot draw."""
-    require(
-        reach >= 1 and reach.bit_count() == 1,
-        f"reach of {where} must be a power of two, times the length of a row, got {reach}; try 16",
-    )
-    require(
-        length * reach <= LIMIT,
-        f"reach of {where} must keep positions within {LIMIT}, got {reach} times {length}; lower it",
-    )
-    require(
-        reach == 1 or length % 2 == 0,
-        f"length of {where} must be even where reach > 1, to be halved, got {length}; try {length + 1}",
     )
 
 
