@@ -21,10 +21,7 @@ from torch import Tensor
 from farspan.errors import require, require_choice
 from farspan.ops.cosformer_chunked import Keys, absorb, advance, causal_attention, hide, recall, two_sided_attention
 from farspan.ops.device import (
-    TABLES,
     is_hopper,
-    is_traced,
-    power_of_2,
     takes_forward_derivatives,
     why_not_triton,
     working_dtype,
@@ -487,14 +484,12 @@ def _kernel_angles(call: LinearCall) -> Tensor:
     """Compute cos and sin (b|1, 2, m) of the keys, measured from the anchor of the sums."""
     mask, weighting, state = call.mask, call.weighting, call.state
 
-    def table(positions: Tensor) -> Tensor:
-        return torch.cat([x[:, :, :, 0] for x in weighting.angles(positions.double(), torch.float32)], dim=1)
+    def make() -> Tensor:
+        anchor = mask.key_positions[:, :1] if state is None else state.anchor
+        positions = (mask.key_positions - anchor).double()
+        return torch.cat([x[:, :, :, 0] for x in weighting.angles(positions, torch.float32)], dim=1)
 
-    if state is None and mask.first is not None:  # 0 … m-1
-        m = mask.m if is_traced() else power_of_2(mask.m)
-        name = ("linear angles", weighting.frequency, weighting.period, m, mask.device)
-        return TABLES.get(name, lambda: table(torch.arange(m, device=mask.device)[None]))[:, :, : mask.m]
-    return table(mask.key_positions - (mask.key_positions[:, :1] if state is None else state.anchor))
+    return mask.share(("linear angles", weighting.name), make) if state is None else make()
 
 
 CHUNKED = Implementation("chunked", ("auto", "chunked"), _chunked, _why_not_chunked)
