@@ -261,33 +261,29 @@ def make_mask(
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, key_name: str, key_width: int) -> None:
     """Check shapes and dtypes of queries, keys and values: (batch, heads, positions, width) each."""
     for name, x in (("q", q), (key_name, k), ("v", v)):
+        shape = tuple(x.shape)
         if x.ndim != 4:
-            raise ValueError(
-                f"{name} must have shape (batch, heads, positions, width), got {tuple(x.shape)}; add the axis"
-            )
+            raise ValueError(f"{name} must have shape (batch, heads, positions, width), got {shape}; add the axis")
         if x.shape[0] == 0 or x.shape[2] == 0:
             what = "row, got batch size 0" if x.shape[0] == 0 else "position, got length 0"
             raise ValueError(f"{name} must hold at least one {what}; skip the call")
         if x.dtype != q.dtype or not x.is_floating_point():
             raise ValueError(f"{name} must have the floating dtype of q ({q.dtype}), got {x.dtype}; convert it first")
-    if k.shape[-1] != key_width:
-        raise ValueError(
-            f"{key_name} must have width {key_width} for q of width {q.shape[-1]}, got {k.shape[-1]}; "
-            "check the projection"
-        )
-    if not q.shape[0] == k.shape[0] == v.shape[0]:
-        raise ValueError(
-            f"q, {key_name} and v must share the batch size, got {q.shape[0]}, {k.shape[0]} and {v.shape[0]}"
-        )
+    wanted = f"{key_name} must have width {key_width} for q of width"
+    require(
+        k.shape[-1] == key_width,
+        lambda: f"{wanted} {q.shape[-1]}, got {k.shape[-1]}; check the projection",
+    )
+    rows = q.shape[0], k.shape[0], v.shape[0]
+    if not rows[0] == rows[1] == rows[2]:
+        raise ValueError(f"q, {key_name} and v must share the batch size, got {rows[0]}, {rows[1]} and {rows[2]}")
     if k.shape[1:3] != v.shape[1:3]:
-        raise ValueError(
-            f"{key_name} and v must share heads and positions, got {tuple(k.shape[1:3])} and {tuple(v.shape[1:3])}"
-        )
-    if q.shape[1] % k.shape[1]:
-        raise ValueError(
-            f"key heads must divide query heads, got {k.shape[1]} for {q.shape[1]}; "
-            "choose num_key_value_heads accordingly"
-        )
+        found = f"{tuple(k.shape[1:3])} and {tuple(v.shape[1:3])}"
+        raise ValueError(f"{key_name} and v must share heads and positions, got {found}")
+    heads = k.shape[1], q.shape[1]
+    if heads[1] % heads[0]:
+        remedy = "choose num_key_value_heads accordingly"
+        raise ValueError(f"key heads must divide query heads, got {heads[0]} for {heads[1]}; {remedy}")
 
 
 def _check_rows(name: str, mask: Tensor, shape: tuple[int, int], *, boolean: bool) -> None:
@@ -301,25 +297,19 @@ def _check_rows(name: str, mask: Tensor, shape: tuple[int, int], *, boolean: boo
 
 
 def _rows(name: str, positions: Tensor, batch: int, length: int, what: str) -> Tensor:
+    """Check positions of queries or keys, and return them as (1 or b, length)."""
     require(
         isinstance(positions, Tensor),
         lambda: f"{name} must be None, an int, a tensor or a pair of tensors, got {positions!r}",
     )
+    dtype, shape = positions.dtype, tuple(positions.shape)
+    integers = not positions.is_floating_point() and dtype != torch.bool
+    require(integers, f"{name} must hold integers, got {dtype}; use positions.long()")
     require(
-        not positions.is_floating_point() and positions.dtype != torch.bool,
-        f"{name} must hold integers, got {positions.dtype}; use positions.long()",
+        len(shape) in (1, 2) and shape[-1] == length and shape[:-1] in ((), (1,), (batch,)),
+        lambda: f"{name} must have shape ({length},) or ({batch}, {length}), one for each of the {what}, got {shape}",
     )
-    require(positions.ndim in (1, 2), f"{name} must have shape (length,) or (batch, length), got {positions.ndim}-D")
-    rows = positions[None] if positions.ndim == 1 else positions
-    require(
-        rows.shape[0] in (1, batch),
-        lambda: f"positions must have 1 or {batch} rows, like the batch, got {rows.shape[0]}",
-    )
-    require(
-        rows.shape[1] == length,
-        lambda: f"{name} must give one position to each of the {length} {what}, got shape {tuple(rows.shape)}",
-    )
-    return rows
+    return positions.reshape(-1, length)
 
 
 def _check_values(positions: Tensor, documents: Tensor | None) -> None:
