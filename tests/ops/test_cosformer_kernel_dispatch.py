@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="needs triton (pip install farspan[gpu])")
 
 from farspan.ops import cosformer, cosformer_attention, explain
 from farspan.ops.masking import make_mask
-from tests.ops.cosformer_kernels import inputs, with_gradients
+from tests.ops.cosformer import inputs, with_gradients
 from tests.ops.kernels import DEVICE, poison  # noqa: F401 (a fixture for every test here)
 
 
