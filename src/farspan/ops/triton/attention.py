@@ -31,24 +31,25 @@ def _label(labels, start, index, live):
 
 
 @triton.jit
-def _seen(at, key, live, window, padding, documents, padding_at, documents_at, m, CAUSAL: tl.constexpr):
-    """Return which queries at indices `at` see which keys: the shapes of the two broadcast."""
+def _scores(
+    left, right, at, key, live, scale, slope, window, padding, documents, slopes, padding_at, documents_at, m,
+    CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """Return left·rightᵀ as powers of two, -∞ where the query at index `at` does not see the key.
+
+    One of both tiles holds queries and one keys; `at`, `key` and `live` have the shape of their side.
+    """
+    score = product(left, tl.trans(right), tl.zeros([left.shape[0], right.shape[0]], tl.float32)) * (scale * LOG2_E)
     distance = at - key
+    if slopes is not None:  # ALiBi
+        score = score - slope * LOG2_E * tl.abs(distance).to(tl.float32)
     seen = live & (key < m) & (distance < window)
     seen = seen & (distance >= 0) if CAUSAL else seen & (distance > -window)
     if padding is not None:
         seen = seen & (_label(padding, padding_at, key, key < m) != 0)
     if documents is not None:
         seen = seen & (_label(documents, documents_at, at, live) == _label(documents, documents_at, key, key < m))
-    return seen
-
-
-@triton.jit
-def _biased(score, at, key, slope, slopes):
-    """Subtract ALiBi's slope times the distance."""
-    if slopes is not None:
-        score = score - slope * LOG2_E * tl.abs(at - key).to(tl.float32)
-    return score
+    return tl.where(seen, score, float("-inf"))
 
 
 @triton.jit(do_not_specialize=["n", "m", "offset"])
@@ -85,13 +86,10 @@ def forward_kernel(
         key = first + tl.arange(0, BLOCK_N)
         slot = key.to(tl.int64)
         keys = _load(k, slot * k_m, dim, key < m, DIM)
-        score = product(queries, tl.trans(keys), tl.zeros([BLOCK_M, BLOCK_N], tl.float32)) * (scale * LOG2_E)
-        score = _biased(score, at[:, None], key[None, :], slope, slopes)
-        seen = _seen(
-            at[:, None], key[None, :], live[:, None], window, padding, documents,
-            row * padding_b, row * documents_b, m, CAUSAL,
+        score = _scores(
+            queries, keys, at[:, None], key[None, :], live[:, None], scale, slope, window,
+            padding, documents, slopes, row * padding_b, row * documents_b, m, CAUSAL,
         )  # fmt: skip
-        score = tl.where(seen, score, float("-inf"))
         peak = tl.maximum(top, tl.max(score, axis=1))
         safe = tl.where(peak == float("-inf"), 0.0, peak)
         weight = tl.exp2(score - safe[:, None])
@@ -151,13 +149,11 @@ def query_gradient_kernel(
         slot = key.to(tl.int64)
         keys = _load(k, slot * k_m, dim, key < m, DIM)
         values = _load(v, slot * v_m, column, key < m, WIDTH)
-        score = product(queries, tl.trans(keys), tl.zeros([BLOCK_M, BLOCK_N], tl.float32)) * (scale * LOG2_E)
-        score = _biased(score, at[:, None], key[None, :], slope, slopes)
-        seen = _seen(
-            at[:, None], key[None, :], live[:, None], window, padding, documents,
-            row * padding_b, row * documents_b, m, CAUSAL,
+        score = _scores(
+            queries, keys, at[:, None], key[None, :], live[:, None], scale, slope, window,
+            padding, documents, slopes, row * padding_b, row * documents_b, m, CAUSAL,
         )  # fmt: skip
-        weight = tl.exp2(tl.where(seen, score, float("-inf")) - whole[:, None])
+        weight = tl.exp2(score - whole[:, None])
         change = product(gradients, tl.trans(values), tl.zeros([BLOCK_M, BLOCK_N], tl.float32))
         change = weight * (change - delta[:, None])
         result = product(narrow(change, keys.dtype), keys, result)
@@ -206,13 +202,11 @@ def key_gradient_kernel(
         sums_at = row * sums_b + head * sums_h
         whole = tl.load(sums + sums_at + query, mask=live, other=0.0)
         delta = tl.load(deltas + sums_at + query, mask=live, other=0.0)
-        score = product(keys, tl.trans(queries), tl.zeros([BLOCK_N, BLOCK_M], tl.float32)) * (scale * LOG2_E)
-        score = _biased(score, at[None, :], key[:, None], slope, slopes)
-        seen = _seen(
-            at[None, :], key[:, None], live[None, :], window, padding, documents,
-            row * padding_b, row * documents_b, m, CAUSAL,
+        score = _scores(
+            keys, queries, at[None, :], key[:, None], live[None, :], scale, slope, window,
+            padding, documents, slopes, row * padding_b, row * documents_b, m, CAUSAL,
         )  # fmt: skip
-        weight = tl.exp2(tl.where(seen, score, float("-inf")) - whole[None, :])
+        weight = tl.exp2(score - whole[None, :])
         value_result = product(narrow(weight, gradients.dtype), gradients, value_result)
         change = product(values, tl.trans(gradients), tl.zeros([BLOCK_N, BLOCK_M], tl.float32))
         change = weight * (change - delta[None, :])
