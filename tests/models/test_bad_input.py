@@ -101,10 +101,7 @@ def test_an_encoder_is_no_language_model(tmp_path: Path) -> None:
         ({"pad_token_id": 97}, "pad_token_id must be 0 … 96, got 97"),
         ({"bos_token_id": -1}, "bos_token_id must be 0 … 96, got -1"),
         ({"eos_token_id": [3, 97]}, "eos_token_id must be 0 … 96, got 97"),
-        (
-            {"attn_implementation": "flash_attention_2"},
-            "must be one that is installed, got 'flash_attention_2'",
-        ),
+        ({"attn_implementation": "flash_attention_2"}, "must be one that is installed, got 'flash_attention_2'"),
         ({"attn_implementation": "flsh"}, "attn_implementation must be one that is installed, got 'flsh'"),
         ({"rope_parameters": {"rope_type": "linear"}}, "Missing required keys"),
         (

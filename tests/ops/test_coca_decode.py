@@ -9,15 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from farspan import FarspanCache, FarspanConfig, FarspanForCausalLM
 from farspan.layers import Attention, LayerCache
-from farspan.ops import (
-    DynamicNTK,
-    Rotary,
-    YaRN,
-    coca_attention,
-    coca_attention_reference,
-    coca_decode,
-    explain,
-)
+from farspan.ops import DynamicNTK, Rotary, YaRN, coca_attention, coca_attention_reference, coca_decode, explain
 from farspan.ops.device import why_not_triton
 from farspan.ops.masking import AttentionMask
 from tests.helpers import coca_inputs, eager, masks

@@ -39,8 +39,7 @@ def differs(kind: str, leaves: tuple[Tensor, ...], **options: Any) -> float:
 
 
 @pytest.mark.parametrize(
-    ("kind", "name"),
-    [(kind, name) for kind in OPS for name in ways(1, 1) if kind in SOFTMAX or "window" not in name],
+    ("kind", "name"), [(kind, name) for kind in OPS for name in ways(1, 1) if kind in SOFTMAX or "window" not in name]
 )
 def test_for_every_mask(kind: str, name: str) -> None:
     for n in (25, 5, 1) if kind in SOFTMAX else (25, 5):

@@ -27,8 +27,7 @@ def inputs(name: str, n: int) -> tuple[torch.Tensor, ...]:
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"),
-    [(name, kind) for name in OPS for kind in KINDS if name not in LINEAR or kind in FOR_LINEAR],
+    ("name", "kind"), [(name, kind) for name in OPS for kind in KINDS if name not in LINEAR or kind in FOR_LINEAR]
 )
 def test_a_ready_mask_equals_the_keywords(name: str, kind: str) -> None:
     op, options = OPS[name]

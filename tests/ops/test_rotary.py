@@ -43,11 +43,7 @@ def transformers_frequencies(**rope: object) -> tuple[torch.Tensor, float]:
     [
         (Linear(4), None, {"rope_type": "linear", "factor": 4.0}),
         (DynamicNTK(4, 512, "per_request"), 2048, {"rope_type": "dynamic", "factor": 4.0}),
-        (
-            YaRN(8, 512),
-            None,
-            {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 512},
-        ),
+        (YaRN(8, 512), None, {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 512}),
         (
             Llama3(8, 512),
             None,

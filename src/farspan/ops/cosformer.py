@@ -20,12 +20,7 @@ from torch import Tensor
 
 from farspan.errors import require, require_choice
 from farspan.ops.cosformer_chunked import Keys, absorb, advance, causal_attention, hide, recall, two_sided_attention
-from farspan.ops.device import (
-    is_hopper,
-    takes_forward_derivatives,
-    why_not_triton,
-    working_dtype,
-)
+from farspan.ops.device import is_hopper, takes_forward_derivatives, why_not_triton, working_dtype
 from farspan.ops.dispatch import Implementation, Table, mask_of, operation, reference_twin
 from farspan.ops.masking import AttentionMask, MaskOptions, Positions, check_tensors
 from farspan.ops.reference import ACTIVATIONS, MIN_DENOMINATOR, MIN_WEIGHT, cosformer_weights, seen_only, visible, weigh

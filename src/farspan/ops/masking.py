@@ -270,10 +270,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, key_name: str, key_width: int
         if x.dtype != q.dtype or not x.is_floating_point():
             raise ValueError(f"{name} must have the floating dtype of q ({q.dtype}), got {x.dtype}; convert it first")
     wanted = f"{key_name} must have width {key_width} for q of width"
-    require(
-        k.shape[-1] == key_width,
-        lambda: f"{wanted} {q.shape[-1]}, got {k.shape[-1]}; check the projection",
-    )
+    require(k.shape[-1] == key_width, lambda: f"{wanted} {q.shape[-1]}, got {k.shape[-1]}; check the projection")
     rows = q.shape[0], k.shape[0], v.shape[0]
     if not rows[0] == rows[1] == rows[2]:
         raise ValueError(f"q, {key_name} and v must share the batch size, got {rows[0]}, {rows[1]} and {rows[2]}")

@@ -13,15 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 from farspan.ops.device import cdiv
-from farspan.ops.triton.support import narrow, padded, product, row_major, row_stride
+from farspan.ops.triton.support import load_tile, narrow, padded, product, row_major, row_stride
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-
-
-@triton.jit
-def _load(x, rows, columns, live, WIDTH: tl.constexpr):
-    """Load a tile (rows, columns) from pointers to its rows; zeros outside."""
-    return tl.load(x + rows[:, None] + columns[None, :], mask=live[:, None] & (columns < WIDTH)[None, :], other=0.0)
 
 
 @triton.jit
@@ -72,7 +66,7 @@ def forward_kernel(
     slope = 0.0
     if slopes is not None:
         slope = tl.load(slopes + head)
-    queries = _load(q + row * q_b + head * q_h, query.to(tl.int64) * q_n, dim, live, DIM)
+    queries = load_tile(q + row * q_b + head * q_h, query.to(tl.int64) * q_n, dim, live, DIM)
     k += row * k_b + key_head * k_g
     v += row * v_b + key_head * v_g
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -85,7 +79,7 @@ def forward_kernel(
     for first in range(low, tl.minimum(m, high), BLOCK_N):
         key = first + tl.arange(0, BLOCK_N)
         slot = key.to(tl.int64)
-        keys = _load(k, slot * k_m, dim, key < m, DIM)
+        keys = load_tile(k, slot * k_m, dim, key < m, DIM)
         score = _scores(
             queries, keys, at[:, None], key[None, :], live[:, None], scale, slope, window,
             padding, documents, slopes, row * padding_b, row * documents_b, m, CAUSAL,
@@ -95,7 +89,7 @@ def forward_kernel(
         weight = tl.exp2(score - safe[:, None])
         fade = tl.exp2(top - safe)
         total = total * fade + tl.sum(weight, axis=1)
-        values = _load(v, slot * v_m, column, key < m, WIDTH)
+        values = load_tile(v, slot * v_m, column, key < m, WIDTH)
         mixed = product(narrow(weight, values.dtype), values, mixed * fade[:, None])
         top = peak
     nonempty = total > 0
@@ -130,9 +124,9 @@ def query_gradient_kernel(
     if slopes is not None:
         slope = tl.load(slopes + head)
     place = query.to(tl.int64)
-    queries = _load(q + row * q_b + head * q_h, place * q_n, dim, live, DIM)
-    gradients = _load(gradient + row * gradient_b + head * gradient_h, place * gradient_n, column, live, WIDTH)
-    outputs = _load(out + row * out_b + head * out_h, place * out_n, column, live, WIDTH)
+    queries = load_tile(q + row * q_b + head * q_h, place * q_n, dim, live, DIM)
+    gradients = load_tile(gradient + row * gradient_b + head * gradient_h, place * gradient_n, column, live, WIDTH)
+    outputs = load_tile(out + row * out_b + head * out_h, place * out_n, column, live, WIDTH)
     delta = tl.sum(gradients.to(tl.float32) * outputs.to(tl.float32), axis=1)
     sums_at = row * sums_b + head * sums_h
     tl.store(deltas + sums_at + query, delta, mask=live)
@@ -147,8 +141,8 @@ def query_gradient_kernel(
     for first in range(low, tl.minimum(m, high), BLOCK_N):
         key = first + tl.arange(0, BLOCK_N)
         slot = key.to(tl.int64)
-        keys = _load(k, slot * k_m, dim, key < m, DIM)
-        values = _load(v, slot * v_m, column, key < m, WIDTH)
+        keys = load_tile(k, slot * k_m, dim, key < m, DIM)
+        values = load_tile(v, slot * v_m, column, key < m, WIDTH)
         score = _scores(
             queries, keys, at[:, None], key[None, :], live[:, None], scale, slope, window,
             padding, documents, slopes, row * padding_b, row * documents_b, m, CAUSAL,
@@ -178,8 +172,8 @@ def key_gradient_kernel(
     slot = key.to(tl.int64)
     dim = tl.arange(0, BLOCK_D)
     column = tl.arange(0, BLOCK_V)
-    keys = _load(k + row * k_b + key_head * k_g, slot * k_m, dim, exists, DIM)
-    values = _load(v + row * v_b + key_head * v_g, slot * v_m, column, exists, WIDTH)
+    keys = load_tile(k + row * k_b + key_head * k_g, slot * k_m, dim, exists, DIM)
+    values = load_tile(v + row * v_b + key_head * v_g, slot * v_m, column, exists, WIDTH)
     key_result = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     value_result = tl.zeros([BLOCK_N, BLOCK_V], tl.float32)
     low = start - offset
@@ -197,8 +191,8 @@ def key_gradient_kernel(
         slope = 0.0
         if slopes is not None:
             slope = tl.load(slopes + head)
-        queries = _load(q + row * q_b + head * q_h, place * q_n, dim, live, DIM)
-        gradients = _load(gradient + row * gradient_b + head * gradient_h, place * gradient_n, column, live, WIDTH)
+        queries = load_tile(q + row * q_b + head * q_h, place * q_n, dim, live, DIM)
+        gradients = load_tile(gradient + row * gradient_b + head * gradient_h, place * gradient_n, column, live, WIDTH)
         sums_at = row * sums_b + head * sums_h
         whole = tl.load(sums + sums_at + query, mask=live, other=0.0)
         delta = tl.load(deltas + sums_at + query, mask=live, other=0.0)
