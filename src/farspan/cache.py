@@ -81,13 +81,19 @@ class LayerCache(_CacheLayer):
         require(window is None or window >= 1, f"window must be at least 1 or None, got {window}")
         self.window = self.sliding_window = window
         self.is_sliding, self.content = window is not None, f"its window of {window}"
-        self.keys: Tensor | None = None
-        self.values: Tensor | None = None
-        self._storage = _Storage(), _Storage()
-        self._seen = 0
+        self.reset()
 
     def __repr__(self) -> str:
         return f"LayerCache({'' if self.window is None else f'window={self.window}'})"
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
+        self._seen = self._start = 0
+        self._buffers: list[Tensor] | None = None
+        """Keys and values from token `_start` on, with spare capacity, so that a new token copies none before it.
+        What was handed out is never overwritten; None where others may hold the tokens after the last."""
 
     @property
     def is_initialized(self) -> bool:
@@ -97,21 +103,47 @@ class LayerCache(_CacheLayer):
         new = keys.shape[2]
         self._seen += new
         if self.keys is not None and self.values is not None:
-            keys = self._storage[0].append(self.keys, keys)
-            values = self._storage[1].append(self.values, values)
+            keys, values = self._append([self.keys, self.values], [keys, values])
         self.keys, self.values = keys, values
-        if self.window is None:
-            return keys, values
-        if self.record_past:  # `crop` cuts to the window later
+        if self.window is not None and self.record_past:  # `crop` cuts to the window later
             seen = self.window - 1 + new
             return keys[:, :, -seen:], values[:, :, -seen:]
-        self._keep_window(keys, values, self.window)
+        self._keep_window()
         return keys, values
 
-    def _keep_window(self, keys: Tensor, values: Tensor, window: int) -> None:
-        """Keep the last window - 1 tokens."""
-        first, limit = max(0, keys.shape[2] - window + 1), window + ONE_BY_ONE
-        self.keys, self.values = self._storage[0].keep(keys, first, limit), self._storage[1].keep(values, first, limit)
+    def _append(self, held: list[Tensor], new: list[Tensor]) -> list[Tensor]:
+        """Return what is held and then the new tokens, in the buffers where they serve."""
+        kept, dtype = held[0], new[0].dtype
+        if kept.dtype != dtype:
+            raise ValueError(f"the cache holds {kept.dtype}, got {dtype}; continue under the same autocast")
+        # Autograd may still need what an append in place would change.
+        if max(x.numel() for x in held) <= CHEAP or torch.compiler.is_compiling() or torch.is_grad_enabled():
+            self._buffers = None
+            return [torch.cat(pair, dim=2) for pair in zip(held, new, strict=True)]
+        old, more = kept.shape[2], new[0].shape[2]
+        end = self._start + old + more
+        if self._buffers is None or end > self._buffers[0].shape[2] or not _may_write(self._buffers[0]):
+            end = old + more
+            spare = end // 4 if more <= ONE_BY_ONE else 0
+            self._buffers = [x.new_empty(*x.shape[:2], end + spare, x.shape[3]) for x in held]
+            self._start = 0
+            for buffer, x in zip(self._buffers, held, strict=True):
+                buffer[:, :, :old] = x
+        for buffer, x in zip(self._buffers, new, strict=True):
+            buffer[:, :, end - more : end] = x
+        return [buffer[:, :, self._start : end] for buffer in self._buffers]
+
+    def _keep_window(self) -> None:
+        """Keep the last window - 1 tokens; copy them where many more would stay in memory before them."""
+        if self.window is None or self.keys is None or self.values is None:
+            return
+        first = max(0, self.keys.shape[2] - self.window + 1)
+        if first:
+            self._start += first
+            if self._start > self.window + ONE_BY_ONE:
+                self._buffers = None
+            kept = [x[:, :, first:] for x in (self.keys, self.values)]
+            self.keys, self.values = kept if self._buffers is not None else (x.clone() for x in kept)
 
     def get_seq_length(self) -> int:
         return self._seen
@@ -130,60 +162,16 @@ class LayerCache(_CacheLayer):
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last tokens: -k removes k. A full window needs :meth:`activate_past_recording` before."""
         require(tokens_to_remove <= 0, f"crop takes minus the number of tokens to remove, got {tokens_to_remove}")
-        if self.keys is None or self.values is None:
-            return
-        if tokens_to_remove < 0:
+        if self.keys is not None and tokens_to_remove < 0:
             if self.window is not None and not self.record_past and self._seen >= self.window:
                 super().crop(tokens_to_remove)  # raises
-            self.keys, self.values = self.keys[:, :, :tokens_to_remove], self.values[:, :, :tokens_to_remove]
+            self._replace(lambda x: x[:, :, :tokens_to_remove])
             self._seen = max(0, self._seen + tokens_to_remove)
-        if self.window is not None:
-            self._keep_window(self.keys, self.values, self.window)
-
-    def reset(self) -> None:
-        """Forget everything."""
-        self.keys = self.values = None
-        self._storage, self._seen = (_Storage(), _Storage()), 0
+        self._keep_window()
 
     def _replace(self, change: Callable[[Tensor], Tensor]) -> None:
         if self.keys is not None and self.values is not None:
-            self.keys, self.values = change(self.keys), change(self.values)
-
-
-class _Storage:
-    """Tokens (b, g, n, width) in a buffer with spare capacity, so that a new token copies none before it."""
-
-    def __init__(self) -> None:
-        self.buffer: Tensor | None = None
-        self.held: Tensor | None = None
-        """The part of the buffer that was handed out last; what others made of it is copied."""
-        self.start = 0
-
-    def append(self, held: Tensor, new: Tensor) -> Tensor:
-        """Return `held` and then `new`, in place where `held` is the part of the buffer handed out last."""
-        if held.dtype != new.dtype:
-            raise ValueError(f"the cache holds {held.dtype}, got {new.dtype}; continue under the same autocast")
-        # Autograd may still need what an append in place would change.
-        if held.numel() <= CHEAP or torch.compiler.is_compiling() or torch.is_grad_enabled():
-            return torch.cat((held, new), dim=2)
-        old, total = held.shape[2], held.shape[2] + new.shape[2]
-        buffer, end = self.buffer, self.start + total
-        if buffer is None or held is not self.held or end > buffer.shape[2] or not _may_write(buffer):
-            spare = total // 4 if new.shape[2] <= ONE_BY_ONE else 0
-            buffer = self.buffer = held.new_empty(*held.shape[:2], total + spare, held.shape[3])
-            buffer[:, :, :old] = held
-            self.start, end = 0, total
-        buffer[:, :, end - new.shape[2] : end] = new
-        self.held = buffer[:, :, self.start : end]
-        return self.held
-
-    def keep(self, held: Tensor, first: int, limit: int) -> Tensor:
-        """Return the tokens from `first` on; copy them if more than `limit` would stay in memory before them."""
-        kept = held[:, :, first:] if first else held
-        if held is self.held and self.start + first <= limit:
-            self.start, self.held = self.start + first, kept
-            return kept
-        return kept if first == 0 else kept.clone()
+            self.keys, self.values, self._buffers = change(self.keys), change(self.values), None
 
 
 def _may_write(buffer: Tensor) -> bool:

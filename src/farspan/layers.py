@@ -22,9 +22,9 @@ from farspan.ops.coca import (
 from farspan.ops.coca_decode import is_decoding_step
 from farspan.ops.cosformer import BEYOND, cosformer_attention
 from farspan.ops.device import wants_gradient, working_dtype
-from farspan.ops.masking import LIMIT, AttentionContext, AttentionMask, Positions, make_mask
+from farspan.ops.masking import LIMIT, AttentionContext, AttentionMask
 from farspan.ops.reference import ACTIVATIONS as COSFORMER_ACTIVATIONS
-from farspan.ops.rotary import Rotary, log_length, odd_width, step_length
+from farspan.ops.rotary import Rotary, log_length, odd_width
 from farspan.ops.softmax import alibi_attention, rope_attention
 
 __all__ = [
@@ -45,9 +45,6 @@ KINDS = ("rope", "alibi", "coca", "pope", "cosformer", "linear-coca")
 COCA_FORMS = ("exact", "strict", "slack", "polar")
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "softplus": F.softplus}
 DECODE_BACKENDS = ("auto", "sdpa", "triton")
-LENGTH_FORMS = ("log", "learned", "step")
-"""How scores follow the number n of keys past the training length L0: ln n / ln L0, s·ln n with s learned per head,
-or 1 + 0.1·ln(1 + ⌊position / L0⌋)."""
 
 
 @dataclass(frozen=True)
@@ -195,7 +192,7 @@ class Attention(nn.Module):
         causal: a query sees keys up to itself.
         log_length: length of training, past which scores grow with the logarithm of a query's position
             (:func:`farspan.ops.rotary.log_length`); None = never.
-        length_form: how they grow, one of :data:`LENGTH_FORMS`. "learned" gives the layer a `length_scale` per head.
+        learn_length: multiply scores by s·ln n instead, with a learned `length_scale` s per head.
         coca_activation, decode_backend, polar_phase, polar_activation, kv_shift: as in :class:`farspan.FarspanConfig`.
     """
 
@@ -215,7 +212,7 @@ class Attention(nn.Module):
         causal: bool = True,
         decode_backend: str = "auto",
         log_length: int | None = None,
-        length_form: str = "log",
+        learn_length: bool = False,
         polar_phase: bool = True,
         polar_activation: str = "softplus",
         kv_shift: bool = False,
@@ -223,7 +220,6 @@ class Attention(nn.Module):
         super().__init__()
         require_choice("coca_activation", coca_activation, ACTIVATIONS)
         require_choice("polar_activation", polar_activation, ACTIVATIONS)
-        require_choice("length_form", length_form, LENGTH_FORMS)
         require_choice("decode_backend", decode_backend, DECODE_BACKENDS)
         self.spec = AttentionSpec.parse(spec)
         require(
@@ -251,7 +247,7 @@ class Attention(nn.Module):
         if self.spec.kind == "pope" and self.rotary is not None:
             self.rotary = replace(self.rotary, dim=2 * self.head_dim)  # d frequencies
         self.causal, self.coca_activation, self.decode_backend = causal, coca_activation, decode_backend
-        self.log_length, self.length_form, self.polar_activation = log_length, length_form, polar_activation
+        self.log_length, self.polar_activation = log_length, polar_activation
         self.scaling = self.head_dim**-0.5
         self.form = "slack" if self.spec.form == "slack" else "exact"  # strict is exact with a tied query
         self.polar, self.collinear = self.spec.polar, self.spec.collinear
@@ -268,7 +264,7 @@ class Attention(nn.Module):
         self.shift: nn.Parameter | None = None
         if self.polar and self.spec.rotary and polar_phase:
             self.phase = nn.Parameter(torch.zeros(num_heads * self.key_width))
-        if log_length is not None and length_form == "learned":
+        if log_length is not None and learn_length:
             self.length_scale = nn.Parameter(torch.full((num_heads,), self.first_length_scale))
         if kv_shift:
             require(self.spec.shiftable, f"kv_shift needs a layer without window and positions, got {self.spec}")
@@ -302,48 +298,27 @@ class Attention(nn.Module):
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
     def forward(
-        self,
-        x: Tensor,
-        context: AttentionContext | None = None,
-        cache: Any = None,
-        *,
-        positions: Positions = None,
-        padding_mask: Tensor | None = None,
-        documents: Tensor | None = None,
+        self, x: Tensor, context: AttentionContext | None = None, cache: Any = None, **given: Tensor | None
     ) -> Tensor:
         """Attend from x (b, n, hidden) to itself and to what the cache holds → (b, n, hidden).
 
-        The cache is a :class:`LayerCache`, or a layer of any transformers Cache. A model passes its `context`.
-        Otherwise `positions` and masks are those of the ops; with a cache they cover the keys that it returns.
+        The cache is a :class:`LayerCache`, or a layer of any transformers Cache. A model passes its `context`; without
+        one, `attention_mask` and `position_ids` may be given, see :class:`~farspan.ops.AttentionContext`.
         """
-        q, k, v = self.project(x)
         if context is None:
-            require(
-                self.log_length is None or positions is not None or (documents is None and padding_mask is None),
-                "positions must be given with log_length where there are documents or padding, got None: the position "
-                "of a token decides; count from each document's start",
-            )
-            if cache is not None:
-                require(not cache.is_compileable, "a static cache needs a context; use it in a model, or a LayerCache")
-                seen = cache.get_seq_length() + x.shape[1]
-                k, v = cache.update(k, v)
-                positions = seen - k.shape[2] if positions is None else positions
-            mask = make_mask(
-                q.shape[2],
-                k.shape[2],
-                x.shape[0],
-                x.device,
-                positions=positions,
-                causal=self.causal,
-                window=self.spec.window,
-                padding_mask=padding_mask,
-                documents=documents,
-            )
-            out = self.attend(q, k, v, mask, self.rotary)
-        else:
-            out = self.attend(*self.update_cache(q, k, v, context, cache))
+            x, context = self.begin(x, cache, **given)
+        q, k, v, mask, rotary = self.update_cache(*self.project(x), context, cache)
+        out = self.attend(q, k, v, mask, rotary)
         del q, k, v  # at 32k tokens they would be half of the peak during the output projection
         return self.o_proj(out.transpose(1, 2).flatten(2))
+
+    def begin(self, x: Tensor, cache: Any, **given: Any) -> tuple[Tensor, AttentionContext]:
+        """Make the context of new tokens x (b, n, hidden), and return x without what padding holds."""
+        past, windows = 0 if cache is None else cache.get_seq_length(), self.spec.window is not None
+        context = AttentionContext(
+            x, causal=self.causal, past=past, cached=cache is not None, has_windows=windows, **given
+        )
+        return (x if context.padding is None else context.clean(x, past)), context
 
     def update_cache(
         self, q: Tensor, k: Tensor, v: Tensor, context: AttentionContext, cache: Any
@@ -440,22 +415,20 @@ class Attention(nn.Module):
         return q if gain is None else (q * gain).to(q.dtype)
 
     def _shared_gain(self, mask: AttentionMask, dtype: torch.dtype) -> Tensor | None:
-        key = ("log_length", self.log_length, self.length_form, self.squares, dtype)
+        key = ("log_length", self.log_length, self.length_scale is None, self.squares, dtype)
         return mask.share(key, lambda: self._gain(mask, dtype))
 
     def _gain(self, mask: AttentionMask, dtype: torch.dtype) -> Tensor | None:
         """Compute what `log_length` multiplies queries by, (b|1, 1, n, 1); None if it is 1 for all."""
         trained, window = self.log_length, mask.window
         assert trained is not None
-        in_window = window is not None and window <= trained
-        if self.length_form != "learned" and (in_window or (mask.first is not None and mask.first + mask.m <= trained)):
-            return None
+        if self.length_scale is None:
+            in_window = window is not None and window <= trained
+            if in_window or (mask.first is not None and mask.first + mask.m <= trained):
+                return None
         count = mask.query_positions + 1
         count = count if window is None else count.clamp(max=window)
-        if self.length_form == "learned":
-            gain = count.double().clamp(min=1.0).log()
-        else:
-            gain = (log_length if self.length_form == "log" else step_length)(count, trained)
+        gain = log_length(count, trained) if self.length_scale is None else count.double().clamp(min=1.0).log()
         return (gain.sqrt() if self.squares else gain)[:, None, :, None].to(working_dtype(dtype))
 
 
@@ -502,7 +475,7 @@ class AlibiAttention(Attention):
     """Attention with linear biases, one fixed slope per head; only distances count.
 
     >>> layer, x = AlibiAttention(32, 4), torch.randn(1, 10, 32)
-    >>> layer(x).shape, torch.allclose(layer(x), layer(x, positions=1000), atol=1e-5)
+    >>> layer(x).shape, torch.allclose(layer(x), layer(x, position_ids=torch.arange(1000, 1010)[None]), atol=1e-5)
     (torch.Size([1, 10, 32]), True)
     """
 
@@ -522,21 +495,17 @@ class LinearAttention(Attention):
         context.new_tokens()
 
     def forward(
-        self, x: Tensor, context: AttentionContext | None = None, cache: StateCache | None = None, **options: Any
+        self, x: Tensor, context: AttentionContext | None = None, cache: Any = None, **given: Tensor | None
     ) -> Tensor:
-        """Attend from x (b, n, hidden) to itself and to all that the cache has summed → (b, n, hidden).
-
-        A model passes its `context`. Otherwise `positions`, `padding_mask` and `documents` are those of the new tokens.
-        """
+        """Attend from x (b, n, hidden) to itself and to all that a :class:`StateCache` has summed → (b, n, hidden)."""
         if context is None:
-            options["causal"] = self.causal
-        else:
-            options["mask"] = context.new_tokens(0 if cache is None else cache.get_seq_length())
+            x, context = self.begin(x, cache, **given)
+        mask = context.new_tokens(0 if cache is None else cache.get_seq_length())
         q, k, v = self.project(x)
         if cache is None:
-            out = self.op(q, k, v, **options)
+            out = self.op(q, k, v, mask=mask)
         else:
-            out, state = self.op(q, k, v, state=cache.state, return_state=True, **options)
+            out, state = self.op(q, k, v, mask=mask, state=cache.state, return_state=True)
             cache.advance(state, x.shape[1])
         return self.o_proj(out.transpose(1, 2).flatten(2))
 

@@ -137,7 +137,7 @@ def eager_attention(
 
 
 def _farspan_only(*_: Any, **__: Any) -> None:
-    """Stand for the name "farspan", with which a :class:`FarspanAttention` calls its layer."""
+    """Stand for the name "farspan", with which a block calls its layer and no interface."""
     raise ValueError("attn_implementation 'farspan' is for farspan models only; choose another, such as 'sdpa'")
 
 
@@ -145,10 +145,9 @@ ALL_ATTENTION_FUNCTIONS.register("farspan", _farspan_only)
 
 
 class FarspanAttention(nn.Module):
-    """Run a softmax layer behind transformers' attention interface. It has no weights: the layer is an argument.
+    """Run a softmax layer on other attention code: "eager", "sdpa", "flash_attention_2", "vllm" ….
 
-    "farspan", the default, calls the layer's op. All others ("eager", "sdpa", "flash_attention_2", "vllm" …) get
-    queries and keys in dot-product form.
+    It gets queries and keys in dot-product form. This module has no weights: the layer is an argument.
     """
 
     def __init__(self, config: FarspanConfig, layer: Attention, layer_idx: int) -> None:
@@ -167,18 +166,14 @@ class FarspanAttention(nn.Module):
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         query, key, value, mask, rotary = layer.update_cache(*layer.project(hidden_states), context, cache)
+        query, key = layer.features(query, key, mask, rotary)
+        if key.shape[-1] > value.shape[-1]:  # PoPE's keys are wider
+            value = F.pad(value, (0, key.shape[-1] - value.shape[-1]))
         implementation = self.config._attn_implementation
-        if implementation == "farspan":
-            out, weights = layer.attend(query, key, value, mask, rotary).transpose(1, 2), None
-        else:
-            query, key = layer.features(query, key, mask, rotary)
-            attention_interface: Any = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention)
-            kwargs["sliding_window"] = self.sliding_window
-            if key.shape[-1] > value.shape[-1]:  # PoPE's keys are wider
-                value = F.pad(value, (0, key.shape[-1] - value.shape[-1]))
-            out, weights = attention_interface(self, query, key, value, attention_mask, scaling=self.scaling, **kwargs)
-            out = out.reshape(*hidden_states.shape[:-1], layer.num_heads, -1)  # vLLM returns one row per token
-        del query, key, value  # they would double the peak of the output projection
+        attention_interface: Any = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention)
+        kwargs["sliding_window"] = self.sliding_window
+        out, weights = attention_interface(self, query, key, value, attention_mask, scaling=self.scaling, **kwargs)
+        out = out.reshape(*hidden_states.shape[:-1], layer.num_heads, -1)  # vLLM returns one row per token
         return layer.o_proj(out[..., : layer.head_dim].flatten(-2)), weights
 
 
@@ -215,15 +210,15 @@ def make_attention(config: FarspanConfig, spec: AttentionSpec) -> Attention:
     if spec.kind == "linear-coca":
         return LinearCocaAttention(width, heads, nope=not spec.rotary, **options)
     options |= {"polar_phase": config.polar_phase, "polar_activation": config.polar_activation}
-    options |= {"kv_shift": config.kv_shift and spec.shiftable, **_length_options(config, spec)}
+    options |= {"kv_shift": config.kv_shift and spec.shiftable, "learn_length": config.log_length == "learned"}
+    options["log_length"] = _log_length(config, spec)
     return Attention(width, heads, spec, decode_backend=config.decode_backend, **options)
 
 
-def _length_options(config: FarspanConfig, spec: AttentionSpec) -> dict[str, Any]:
-    """Return what `log_length` says about a layer with a softmax."""
-    form = "log" if config.log_length is True else config.log_length or "log"
-    applies = config.log_length and (form == "log" or spec.window is None)
-    return {"log_length": config.train_length if applies else None, "length_form": form}
+def _log_length(config: FarspanConfig, spec: AttentionSpec) -> int | None:
+    """Return the length of training where the configuration's `log_length` concerns a layer with a softmax."""
+    applies = config.log_length is True or (config.log_length == "learned" and spec.window is None)
+    return config.train_length if applies else None
 
 
 class FarspanBlock(GradientCheckpointingLayer):
@@ -259,13 +254,13 @@ class FarspanBlock(GradientCheckpointingLayer):
             cache = past_key_values.layers[self.layer_idx]
         elif past_key_values is not None:
             cache = _LayerOf(past_key_values, self.layer_idx)
-        normed = self.input_layernorm(hidden_states)
-        if self.is_linear:
             require(
-                cache is None or isinstance(cache, StateCache),
+                not self.is_linear,
                 "past_key_values must be a FarspanCache where there are linear layers, got "
                 f"{type(past_key_values).__name__}; build FarspanCache(config)",
             )
+        normed = self.input_layernorm(hidden_states)
+        if self.is_linear or self.config._attn_implementation == "farspan":
             attended = self.self_attn(normed, context, cache)
         else:
             attended = self.interface(self.self_attn, normed, context, attention_mask, cache, **kwargs)[0]
@@ -352,7 +347,7 @@ class FarspanPreTrainedModel(PreTrainedModel):
         self.config.log_length = on
         for module in self.modules():
             if isinstance(module, Attention) and not module.spec.linear:
-                vars(module).update(_length_options(changed, module.spec))
+                module.log_length = _log_length(changed, module.spec)
 
 
 class FarspanModel(FarspanPreTrainedModel):
@@ -475,12 +470,10 @@ class FarspanModel(FarspanPreTrainedModel):
         layers: list[Attention] = [block.self_attn for block in self.layers]  # type: ignore[misc]
         rotaries = [layer.rotary for layer in layers if layer.rotary is not None]
         windows = {layer.spec.window for layer in layers}
-        kinds = {layer.spec.kind for layer in layers}
         implementation = self.config._attn_implementation
+        names = {"alibi": "ALiBi", "cosformer": "cosFormer", "linear-coca": "linear CoCA"}
         impossible = {
-            "ALiBi": "alibi" in kinds,
-            "cosFormer": "cosformer" in kinds,
-            "linear CoCA": "linear-coca" in kinds,
+            **{name: any(layer.spec.kind == kind for layer in layers) for kind, name in names.items()},
             "per_query dynamic NTK": any(rotary.follows_query for rotary in rotaries),
             # vLLM keeps the cache and passes one step of many requests: nothing here tells how long each one is.
             "per_request dynamic NTK": implementation == "vllm" and any(rotary.follows_length for rotary in rotaries),
@@ -638,15 +631,20 @@ class FarspanForCausalLM(FarspanPreTrainedModel, GenerationMixin):
         return None
 
 
-def bidirectional(config: FarspanConfig) -> FarspanConfig:
-    """Copy a configuration, with attention in both directions and no cache."""
-    require(not config.log_length, "log_length, which hybrids have, needs a causal model; use another attention here")
-    config = deepcopy(config)
-    config.causal, config.use_cache = False, False
-    return config
+class FarspanEncoder(FarspanPreTrainedModel):
+    """A model with attention in both directions and no cache; a subclass adds its head."""
+
+    def __init__(self, config: FarspanConfig) -> None:
+        require(
+            not config.log_length, "log_length, which hybrids have, needs a causal model; use another attention here"
+        )
+        config = deepcopy(config)
+        config.causal, config.use_cache = False, False
+        super().__init__(config)
+        self.model = FarspanModel(config)
 
 
-class FarspanForSequenceClassification(FarspanPreTrainedModel):
+class FarspanForSequenceClassification(FarspanEncoder):
     """A bidirectional encoder that classifies the mean over real tokens; `num_labels` and `problem_type` as usual.
 
     >>> model = FarspanForSequenceClassification(FarspanConfig.preset("tiny", attention="cosformer", num_labels=3))
@@ -655,10 +653,9 @@ class FarspanForSequenceClassification(FarspanPreTrainedModel):
     """
 
     def __init__(self, config: FarspanConfig) -> None:
-        super().__init__(bidirectional(config))
-        self.num_labels = self.config.num_labels or 1
-        self.model = FarspanModel(self.config)
-        self.score = nn.Linear(self.config.hidden_size, self.num_labels, bias=False)
+        super().__init__(config)
+        self.num_labels = config.num_labels or 1
+        self.score = nn.Linear(config.hidden_size, self.num_labels, bias=False)
         self.post_init()
 
     @can_return_tuple
@@ -684,7 +681,7 @@ class FarspanForSequenceClassification(FarspanPreTrainedModel):
         return SequenceClassifierOutput(loss, logits, out.hidden_states, out.attentions)
 
 
-class FarspanForMaskedLM(FarspanPreTrainedModel):
+class FarspanForMaskedLM(FarspanEncoder):
     """A bidirectional encoder that predicts masked tokens; labels are -100 where nothing is asked.
 
     >>> model = FarspanForMaskedLM(FarspanConfig.preset("tiny", attention="cosformer"))
@@ -695,9 +692,8 @@ class FarspanForMaskedLM(FarspanPreTrainedModel):
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
 
     def __init__(self, config: FarspanConfig) -> None:
-        super().__init__(bidirectional(config))
-        self.model = FarspanModel(self.config)
-        self.lm_head = nn.Linear(self.config.hidden_size, self.config.vocab_size, bias=False)
+        super().__init__(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
     @can_return_tuple

@@ -157,7 +157,7 @@ def test_the_peak_is_that_of_the_step_that_is_timed(monkeypatch: pytest.MonkeyPa
 
     def watch(call: Any, device: str) -> int:
         one = call.__self__
-        found.append((one.order, one.cache.get_seq_length(), one.cache.layers[0]._storage[0].buffer))
+        found.append((one.order, one.cache.get_seq_length(), one.cache.layers[0]._buffers))
         return measure(call, device)
 
     monkeypatch.setattr(decode.Decoder, "settle", lambda self, device: setattr(self, "order", "cudnn"))

@@ -91,15 +91,10 @@ def test_log_length_multiplies_the_scores_of_a_query_by_what_it_sees(name: str, 
 
 
 @torch.no_grad()
-def test_log_length_goes_by_positions_which_documents_and_padding_need() -> None:
+def test_log_length_goes_by_the_position_in_a_document() -> None:
     layer, x = CocaAttention(32, 4, log_length=5).double(), torch.randn(1, 12, 32, dtype=torch.float64)
-    documents = torch.tensor([[0] * 4 + [1] * 8])
-    positions = torch.cat((torch.arange(4), torch.arange(8)))[None]
-    packed = layer(x, positions=positions, documents=documents)
+    packed = layer(x, position_ids=torch.cat((torch.arange(4), torch.arange(8)))[None])
     assert (packed[:, 4:] - layer(x[:, 4:])).abs().max() <= 1e-12
-    for options in ({"documents": documents}, {"padding_mask": documents.bool()}):
-        with pytest.raises(ValueError, match="positions must be given with log_length where there are documents or"):
-            layer(x, **options)
 
 
 @pytest.mark.parametrize("name", [*SOFTMAX, "cosformer", "decay", "linear-coca"])
@@ -108,8 +103,8 @@ def test_padding_may_hold_nan(name: str) -> None:
     layer, x = make(name, num_key_heads=2), torch.randn(2, 12, 32)
     left, right = torch.arange(12)[None] >= torch.tensor([[0], [5]]), torch.arange(12)[None] < torch.tensor([[12], [5]])
     for keep in (left, right):
-        want = layer(x, padding_mask=keep)
-        got = layer(x.masked_fill(~keep[..., None], torch.nan), padding_mask=keep)
+        want = layer(x, attention_mask=keep)
+        got = layer(x.masked_fill(~keep[..., None], torch.nan), attention_mask=keep)
         assert torch.equal(got[keep], want[keep])
 
 
@@ -201,7 +196,7 @@ def test_linear_coca_is_the_definition_on_the_projections_of_exact_coca(name: st
     mask = torch.arange(23)[None] >= torch.tensor([[0], [6]])
     out = linear_coca_attention_reference(*coca.project(x), rotary=coca.rotary, causal=causal, padding_mask=mask)
     want = coca.o_proj(out.transpose(1, 2).flatten(2))
-    assert (layer(x, padding_mask=mask) - want).abs().max() <= 1e-10
+    assert (layer(x, attention_mask=mask) - want).abs().max() <= 1e-10
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

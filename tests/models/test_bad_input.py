@@ -101,10 +101,7 @@ def test_an_encoder_is_no_language_model(tmp_path: Path) -> None:
         ({"pad_token_id": 97}, "pad_token_id must be 0 … 96, got 97"),
         ({"bos_token_id": -1}, "bos_token_id must be 0 … 96, got -1"),
         ({"eos_token_id": [3, 97]}, "eos_token_id must be 0 … 96, got 97"),
-        (
-            {"attn_implementation": "flash_attention_2"},
-            "must be one that is installed, got 'flash_attention_2'",
-        ),
+        ({"attn_implementation": "flash_attention_2"}, "must be one that is installed, got 'flash_attention_2'"),
         ({"attn_implementation": "flsh"}, "attn_implementation must be one that is installed, got 'flsh'"),
         ({"rope_parameters": {"rope_type": "linear"}}, "Missing required keys"),
         (
@@ -112,7 +109,7 @@ def test_an_encoder_is_no_language_model(tmp_path: Path) -> None:
             "rope_parameters must give finite angles",
         ),
         ({"rope_parameters": {"full_attention": {"rope_theta": 5.0}}}, "must be one mapping for all layers"),
-        ({"log_length": "lerned"}, "log_length must be one of False, True, 'learned', 'step', got 'lerned'"),
+        ({"log_length": "lerned"}, "log_length must be one of False, True, 'learned', got 'lerned'"),
         (
             {"kv_shift": True},
             "kv_shift needs a global layer without positions, got attention 'coca-exact'; use a hybrid",

@@ -261,25 +261,6 @@ def test_under_autocast_the_kernel_gets_what_sdpa_gets(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
-    ("options", "settings"),
-    [
-        ({"attention": [LOCAL, "rope", NOPE], "rope_parameters": PER_QUERY}, {}),
-        ({"attention": [LOCAL, "coca-exact"]}, {"cache_implementation": "static"}),
-        ({"attention": ["coca-exact"], "rope_parameters": PER_REQUEST}, {"cache_implementation": "static"}),
-        ({"attention": [LOCAL, "coca-exact"], "rope_parameters": PER_QUERY}, {"num_beams": 2}),
-    ],
-    ids=str,
-)
-@torch.no_grad()
-def test_generate_gives_the_same_tokens(options: dict, settings: dict) -> None:
-    x, mask = tokens(2, 13).to(DEVICE), left_padding(2, 13, 3)
-    settings = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, **settings}
-    assert torch.equal(
-        *without_and_with_kernel(model_of(**options), lambda model: model.generate(x, attention_mask=mask, **settings))
-    )
-
-
-@pytest.mark.parametrize(
     ("attention", "padded"),
     [
         ([LOCAL, "coca-exact"], False),

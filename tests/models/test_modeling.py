@@ -119,17 +119,6 @@ def test_blocks_run_one_by_one_decode_as_the_model_does(padded: bool) -> None:
     assert difference[mask.bool()].abs().max() <= TIGHT
 
 
-@torch.no_grad()
-def test_an_attention_layer_of_a_model_runs_alone() -> None:
-    """The layers are plain modules: the model's context and a layer's own arguments give the same numbers."""
-    x = torch.randn(2, 20, 32, dtype=torch.float64)
-    for options in CONFIGURATIONS:
-        model = make(**options)
-        for block in model.model.layers:
-            alone, inside = block.self_attn(x), block.self_attn(x, model.model.context(x))
-            assert (alone - inside).abs().max() <= TIGHT
-
-
 @pytest.mark.parametrize(
     "options",
     [

@@ -7,12 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from farspan.ops import (
-    Rotary,
-    coca_attention,
-    coca_attention_reference,
-    coca_features,
-)
+from farspan.ops import Rotary, coca_attention, coca_attention_reference, coca_features
 from farspan.ops.masking import AttentionMask, make_mask
 from farspan.ops.reference import rotations, scores_closed, scores_exact, scores_slack
 from tests.helpers import coca_inputs, eager, largest_difference

@@ -9,16 +9,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from farspan import FarspanCache, FarspanConfig, FarspanForCausalLM
 from farspan.layers import Attention, LayerCache
-from farspan.ops import (
-    DynamicNTK,
-    Rotary,
-    YaRN,
-    coca_attention,
-    coca_attention_reference,
-    coca_decode,
-    explain,
-)
-from farspan.ops.device import TABLES, why_not_triton
+from farspan.ops import DynamicNTK, Rotary, YaRN, coca_attention, coca_attention_reference, coca_decode, explain
+from farspan.ops.device import why_not_triton
 from farspan.ops.masking import AttentionMask
 from tests.helpers import coca_inputs, eager, masks
 
@@ -42,15 +34,13 @@ def error(form: str, given: tuple[torch.Tensor, ...], rotary: Rotary | None, **o
 def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Record the number of positions of each table that is made."""
     found: list[int] = []
-    make = coca_decode._made
+    make = coca_decode._wave_table
     monkeypatch.setattr(
-        coca_decode,
-        "_made",
-        lambda angles, phases, *rest: found.append(phases.shape[-1]) or make(angles, phases, *rest),
+        coca_decode, "_wave_table", lambda phases, *rest: found.append(phases.shape[-1]) or make(phases, *rest)
     )
-    TABLES.clear()
+    coca_decode._kept_table.cache_clear()
     yield found
-    TABLES.clear()
+    coca_decode._kept_table.cache_clear()
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -113,7 +103,7 @@ def test_positions_that_do_not_count_on_make_no_large_table(made: list[int]) -> 
     assert error("slack", inputs(8), Rotary(8), positions=10**6) <= 1e-9
     assert error("exact", inputs(8), Rotary(8), positions=torch.arange(8) * 10**6) <= 1e-9
     assert made == [8, 8]
-    assert not any(key[0] == "waves" for key in TABLES._kept)
+    assert coca_decode._kept_table.cache_info().currsize == 0
 
 
 @pytest.mark.parametrize(
@@ -169,7 +159,7 @@ def test_autocast_does_not_round_the_scores() -> None:
 
 def test_threads_and_inference_mode_do_not_change_results() -> None:
     """What one call leaves behind must not be what another returns, nor be shared by two at once."""
-    TABLES.clear()
+    coca_decode._kept_table.cache_clear()
     calls = [[torch.randn(1, 2, 1, 8), torch.rand(1, 2, m, 4), torch.randn(1, 2, m, 8)] for m in (300, 40, 300, 500)]
     want = [coca_attention(*call, rotary=Rotary(8), backend="sdpa") for call in calls]
     with torch.inference_mode():
@@ -182,7 +172,7 @@ def test_threads_and_inference_mode_do_not_change_results() -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_default_device_does_not_move_the_tables(form: str) -> None:
-    TABLES.clear()
+    coca_decode._kept_table.cache_clear()
     call = [torch.randn(1, 2, 1, 8), torch.rand(1, 2, 30, 4), torch.randn(1, 2, 30, 8)]
     with torch.device("meta"):
         out = coca_attention(*call, rotary=Rotary(8), form=form)

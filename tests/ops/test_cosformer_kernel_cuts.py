@@ -10,7 +10,7 @@ pytest.importorskip("triton", reason="needs triton (pip install farspan[gpu])")
 
 from farspan.ops import cosformer_attention
 from farspan.ops.triton import linear
-from tests.ops.cosformer_kernels import (
+from tests.ops.cosformer import (
     check_against_eager,
     compare,
     inputs,

@@ -10,8 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 pytest.importorskip("triton", reason="needs triton (pip install farspan[gpu])")
 
 from farspan.ops import cosformer, cosformer_attention, explain
-from farspan.ops.device import TABLES
-from tests.ops.cosformer_kernels import inputs, with_gradients
+from farspan.ops.masking import make_mask
+from tests.ops.cosformer import inputs, with_gradients
 from tests.ops.kernels import DEVICE, poison  # noqa: F401 (a fixture for every test here)
 
 
@@ -42,35 +42,16 @@ def test_it_compiles_in_one_graph() -> None:
         assert torch.allclose(got, want, atol=1e-6)
 
 
-def count_angles(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Note the number of positions each time angles are computed."""
-    TABLES.clear()
+def test_angles_are_made_once_for_layers_that_share_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     compute, made = cosformer.Weighting.angles, []
     monkeypatch.setattr(
         cosformer.Weighting, "angles", lambda self, x, *rest: made.append(x.shape[1]) or compute(self, x, *rest)
     )
-    return made
-
-
-def test_angles_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = count_angles(monkeypatch)
     q, k, v = (x.detach() for x in inputs(40, h=1, d=8))
-    for n in (33, 40, 40):
-        cosformer_attention(q[:, :, :n], k[:, :, :n], v[:, :, :n], max_length=4711, backend="triton")
-    assert made == [64]
-
-
-def test_angles_made_in_a_cuda_graph_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    leaves = [x.detach() for x in inputs(40, h=1, d=8)]
-    want = cosformer_attention(*leaves, max_length=4712, backend="triton")
-    made = count_angles(monkeypatch)
-    with monkeypatch.context() as capture:
-        capture.setattr(torch.cuda, "is_available", lambda: True)
-        capture.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        assert torch.equal(cosformer_attention(*leaves, max_length=4712, backend="triton"), want)
-    for _ in range(2):
-        cosformer_attention(*leaves, max_length=4712, backend="triton")
-    assert made == [64, 64]  # while capturing, and once for good
+    mask = make_mask(40, 40, 1, q.device)
+    for _ in range(3):
+        cosformer_attention(q, k, v, max_length=4711, mask=mask, backend="triton")
+    assert made == [40]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="needs triton (pip install farspan[gpu])")
 
 from farspan.ops import cosformer_attention, cosformer_attention_reference
-from tests.ops.cosformer_kernels import (
+from tests.ops.cosformer import (
     check_against_eager,
     compare,
     inputs,

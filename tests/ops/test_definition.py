@@ -1,6 +1,5 @@
 """Every op equals its definition, in outputs and gradients: all masks, positions, group sizes, scalings and scales."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,39 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from farspan.ops import (
-    NTK,
-    DynamicNTK,
-    Linear,
-    Rotary,
-    YaRN,
-    alibi_attention,
-    coca_attention,
-    cosformer_attention,
-    linear_coca_attention,
-    pope_attention,
-    rope_attention,
-)
-from tests.helpers import coca_inputs, masks, softmax_inputs
+from farspan.ops import NTK, DynamicNTK, Linear, Rotary, YaRN
+from tests.ops.cases import OPS, SOFTMAX, inputs, of_heads, ways
 
-SOFTMAX: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
-    "rope": (rope_attention, {"rotary": Rotary(8)}),
-    "nope": (rope_attention, {"rotary": None}),
-    "alibi": (alibi_attention, {}),
-    "exact": (coca_attention, {"rotary": Rotary(8)}),
-    "slack": (coca_attention, {"rotary": Rotary(8), "form": "slack"}),
-    "coca nope": (coca_attention, {"rotary": None}),
-    "pope": (pope_attention, {"rotary": Rotary(16), "phase": torch.linspace(-3, 3, 48).double().view(6, 8)}),
-}
-LINEAR: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
-    "raise": (cosformer_attention, {"max_length": 200}),
-    "decoupled": (cosformer_attention, {"max_length": 200, "beyond": "decoupled"}),
-    "decay": (cosformer_attention, {"max_length": 200, "beyond": "decay", "activation": "elu"}),
-    "not re-weighted": (cosformer_attention, {"max_length": 200, "reweight": False}),
-    "linear coca": (linear_coca_attention, {"rotary": Rotary(8, scaling=YaRN(4, 16))}),
-    "linear coca nope": (linear_coca_attention, {"rotary": None}),
-}
-OPS = SOFTMAX | LINEAR
 SCALINGS = [Linear(4), NTK(4), YaRN(4, 16), DynamicNTK(4, 7), DynamicNTK(2, 7, "per_request")]
 
 
@@ -56,21 +25,10 @@ def _small_blocks() -> Any:
         yield
 
 
-def inputs(kind: str, n: int, m: int, **shape: int) -> tuple[Tensor, ...]:
-    """Return leaves. In linear ops each query meets its keys: a sum of weights near zero has no digits to compare."""
-    op, _ = OPS[kind]
-    q, k, v = (coca_inputs if op in (coca_attention, linear_coca_attention) else softmax_inputs)(n, m, **shape)
-    if kind in LINEAR:
-        q, k = q.detach() + 0.5, k.detach() + 0.5
-    return tuple(x.detach().requires_grad_() for x in (q, k, v))
-
-
 def differs(kind: str, leaves: tuple[Tensor, ...], **options: Any) -> float:
     """Return the largest difference from the definition: outputs with and without gradients, and the gradients."""
     op, fixed = OPS[kind]
-    options = {**fixed, **options}
-    if options.get("phase") is not None:
-        options["phase"] = options["phase"][: leaves[0].shape[1]]
+    options = of_heads({**fixed, **options}, leaves[0].shape[1])
     weights, found = torch.randn(*leaves[0].shape[:3], leaves[2].shape[-1], dtype=torch.float64), []
     for backend in ("auto", "reference"):
         out = op(*leaves, **options, backend=backend)
@@ -80,26 +38,8 @@ def differs(kind: str, leaves: tuple[Tensor, ...], **options: Any) -> float:
     return max(float((a - b).detach().abs().max()) for a, b in zip(*found, strict=True))
 
 
-def ways(n: int, m: int) -> dict[str, dict[str, Any]]:
-    """Return every kind of mask and positions, by name, for three rows."""
-    pad = torch.tensor([[0], [4], [11]])
-    ranks = torch.arange(m)[None] - pad
-    pair = (ranks[:, m - n :] + 1, ranks)
-    return {
-        **masks(3, m),
-        "shifted": {"positions": 40},
-        "gaps": {"positions": torch.arange(m) * 2},
-        "rows of positions": {"positions": ranks, "padding_mask": ranks >= 0},
-        "pair": {"positions": pair},
-        "pair, padding": {"positions": pair, "padding_mask": ranks >= 0},
-        "pair, window": {"positions": pair, "window": 3},
-        "pair, bidirectional": {"positions": pair, "causal": False},
-    }
-
-
 @pytest.mark.parametrize(
-    ("kind", "name"),
-    [(kind, name) for kind in OPS for name in ways(1, 1) if kind in SOFTMAX or "window" not in name],
+    ("kind", "name"), [(kind, name) for kind in OPS for name in ways(1, 1) if kind in SOFTMAX or "window" not in name]
 )
 def test_for_every_mask(kind: str, name: str) -> None:
     for n in (25, 5, 1) if kind in SOFTMAX else (25, 5):
@@ -113,7 +53,8 @@ def test_for_every_group_size_length_and_width_of_values(kind: str) -> None:
     q, k, v = (x.detach().transpose(1, 2).contiguous().transpose(1, 2) for x in inputs(kind, 20, 20))  # strided
     for width in (4, 12):
         value = torch.cat((v, v), dim=-1)[..., :width]
-        assert differs(kind, tuple(x.requires_grad_() for x in (q, k, value)), causal=False) <= 1e-12, width
+        for mask in ({"causal": False}, {"window": 7} if kind in SOFTMAX else {}):
+            assert differs(kind, tuple(x.requires_grad_() for x in (q, k, value)), **mask) <= 1e-12, (width, mask)
 
 
 @pytest.mark.parametrize("kind", ["rope", "exact", "slack", "pope"])

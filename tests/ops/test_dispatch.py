@@ -106,10 +106,7 @@ class Largest(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize(
-    "padding",
-    [False, True],
-)
+@pytest.mark.parametrize("padding", [False, True])
 def test_explain_computes_nothing(padding: bool) -> None:
     m = 2**12
     options: dict[str, Any] = {"padding_mask": torch.arange(m)[None] > 0} if padding else {}

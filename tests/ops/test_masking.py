@@ -1,78 +1,39 @@
 """AttentionMask: its parts are those of the whole mask, ops take it in place of keywords, and padding stays out."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from farspan.ops import (
-    AttentionMask,
-    DynamicNTK,
-    Rotary,
-    alibi_attention,
-    coca_attention,
-    cosformer_attention,
-    rope_attention,
-)
-from farspan.ops.linear_coca import linear_coca_attention
+from farspan.ops import AttentionMask, DynamicNTK, Rotary, coca_attention
 from farspan.ops.masking import make_mask
 from farspan.ops.reference import visible
-from tests.helpers import coca_inputs, masks, softmax_inputs
+from tests.ops.cases import LINEAR, of_heads, ways
+from tests.ops.cases import OPS as ALL
+from tests.ops.cases import inputs as leaves_of
 
 CPU = torch.device("cpu")
 B, M = 3, 12
-OPS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
-    "exact": (coca_attention, {"rotary": Rotary(8)}),
-    "slack": (coca_attention, {"rotary": Rotary(8), "form": "slack"}),
-    "coca, per_query NTK": (coca_attention, {"rotary": Rotary(8, scaling=DynamicNTK(4, 5))}),
-    "coca, nope": (coca_attention, {"rotary": None}),
-    "rope": (rope_attention, {"rotary": Rotary(8)}),
-    "nope": (rope_attention, {"rotary": None}),
-    "alibi": (alibi_attention, {}),
-    "cosformer": (cosformer_attention, {"max_length": 64}),
-    "linear coca": (linear_coca_attention, {"rotary": Rotary(8)}),
-}
-LINEAR = (cosformer_attention, linear_coca_attention)
+NTK = "coca, per_query NTK"
+OPS = {name: (op, of_heads(options, 4)) for name, (op, options) in ALL.items()}
+OPS[NTK] = coca_attention, {"rotary": Rotary(8, scaling=DynamicNTK(4, 5))}
 FOR_LINEAR = ("causal", "bidirectional", "left padding", "documents", "rows of positions", "pair, padding")
 """Kinds of masks for linear ops, which have no window and are slow."""
+KINDS = list(ways(1, 1))
 
 
-def inputs(op: Callable[..., Any], n: int) -> tuple[Tensor, Tensor, Tensor]:
-    make = coca_inputs if op in (coca_attention, linear_coca_attention) else softmax_inputs
-    return make(n, M, b=B)
-
-
-def kinds(n: int) -> dict[str, dict[str, Any]]:
-    """Return every kind of mask and positions, by name."""
-    pad = torch.tensor([[0], [4], [7]])
-    keep, ranks = torch.arange(M)[None] >= pad, torch.arange(M)[None] - pad
-    pair = (ranks[:, M - n :] + 1, ranks)
-    return {
-        **masks(B, M),
-        "shifted": {"positions": 40},
-        "positions": {"positions": torch.arange(M) * 2},
-        "rows of positions": {"positions": ranks, "padding_mask": keep},
-        "pair": {"positions": pair},
-        "pair, padding": {"positions": pair, "padding_mask": keep},
-        "pair, window": {"positions": pair, "window": 3},
-        "pair, bidirectional": {"positions": pair, "causal": False},
-    }
-
-
-KINDS = list(kinds(1))
+def inputs(name: str, n: int) -> tuple[torch.Tensor, ...]:
+    return leaves_of("exact" if name == NTK else name, n, M, b=B)
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"),
-    [(name, kind) for name in OPS for kind in KINDS if OPS[name][0] not in LINEAR or kind in FOR_LINEAR],
+    ("name", "kind"), [(name, kind) for name in OPS for kind in KINDS if name not in LINEAR or kind in FOR_LINEAR]
 )
 def test_a_ready_mask_equals_the_keywords(name: str, kind: str) -> None:
     op, options = OPS[name]
     for n in (5, 1):
-        keywords = kinds(n)[kind]
-        leaves = inputs(op, n)
+        keywords = ways(n, M)[kind]
+        leaves = inputs(name, n)
         mask = make_mask(n, M, B, CPU, **keywords)
         weights = torch.randn(B, 4, n, 8, dtype=torch.float64)
         results = []
@@ -83,7 +44,7 @@ def test_a_ready_mask_equals_the_keywords(name: str, kind: str) -> None:
             results.append((out, plain, *torch.autograd.grad(out, leaves, weights)))
         for found in results[1:]:
             assert all(torch.equal(a, b) for a, b in zip(found, results[0], strict=True))
-        if kind not in ("causal", "shifted", "positions") and n > 1:
+        if kind not in ("causal", "shifted", "gaps") and n > 1:
             assert not torch.equal(results[0][0], op(*leaves, **options))
 
 
@@ -91,13 +52,13 @@ def test_a_ready_mask_equals_the_keywords(name: str, kind: str) -> None:
 def test_one_mask_serves_every_op_rotary_and_dtype(kind: str) -> None:
     """What layers keep in a mask must not be read by a layer that needs something else."""
     for n in (5, 1):
-        keywords = kinds(n)[kind]
+        keywords = ways(n, M)[kind]
         shared = make_mask(n, M, B, CPU, **keywords)
         for dtype in (torch.float32, torch.float64):
-            for op, options in OPS.values():
-                if op in LINEAR and "window" in keywords:
+            for name, (op, options) in OPS.items():
+                if name in LINEAR and "window" in keywords:
                     continue
-                given = [x.detach().to(dtype) for x in inputs(op, n)]
+                given = [x.detach().to(dtype) for x in inputs(name, n)]
                 fresh = make_mask(n, M, B, CPU, **keywords)
                 assert torch.equal(op(*given, **options, mask=shared), op(*given, **options, mask=fresh))
 
@@ -105,7 +66,7 @@ def test_one_mask_serves_every_op_rotary_and_dtype(kind: str) -> None:
 @pytest.mark.parametrize("name", OPS)
 def test_a_mask_of_another_size_raises(name: str) -> None:
     op, options = OPS[name]
-    given = inputs(op, 5)
+    given = inputs(name, 5)
     for n, m in ((4, M), (5, M - 1), (5, M + 1)):
         with pytest.raises(
             ValueError, match=f"mask is for 1 × {n} queries and {m} keys, got {B} × 5 and {M}; make it for"
@@ -114,34 +75,34 @@ def test_a_mask_of_another_size_raises(name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["left padding", "rows of positions", "documents"])
-@pytest.mark.parametrize("name", ["exact", "rope", "cosformer"])
+@pytest.mark.parametrize("name", ["exact", "rope", "raise"])
 def test_a_mask_of_another_batch_raises(name: str, kind: str) -> None:
     op, options = OPS[name]
-    given = [x[:1] for x in inputs(op, 5)]
+    given = [x[:1] for x in inputs(name, 5)]
     with pytest.raises(ValueError, match="mask is for"):
-        op(*given, **options, mask=make_mask(5, M, B, CPU, **kinds(5)[kind]))
+        op(*given, **options, mask=make_mask(5, M, B, CPU, **ways(5, M)[kind]))
 
 
-@pytest.mark.parametrize("name", ["cosformer", "linear coca"])
+@pytest.mark.parametrize("name", ["raise", "linear coca"])
 def test_linear_attention_raises_for_a_window(name: str) -> None:
     op, options = OPS[name]
     with pytest.raises(ValueError, match="linear attention has no window, got window 3"):
-        op(*inputs(op, 5), **options, mask=make_mask(5, M, B, CPU, window=3))
+        op(*inputs(name, 5), **options, mask=make_mask(5, M, B, CPU, window=3))
 
 
-@pytest.mark.parametrize("name", ["exact", "alibi", "cosformer", "linear coca"])
+@pytest.mark.parametrize("name", ["exact", "alibi", "raise", "linear coca"])
 def test_a_mask_and_what_it_replaces_raise(name: str) -> None:
     op, options = OPS[name]
     for given in ({"positions": 3}, {"causal": False}, {"padding_mask": torch.ones(B, M).bool()}, {"unknown": 3}):
         with pytest.raises(ValueError, match=r"mask replaces positions, .* and documents, got both; give one"):
-            op(*inputs(op, 5), **options, mask=make_mask(5, M, B, CPU), **given)
-    op(*inputs(op, 5), **options, mask=make_mask(5, M, B, CPU), causal=True, positions=None)
+            op(*inputs(name, 5), **options, mask=make_mask(5, M, B, CPU), **given)
+    op(*inputs(name, 5), **options, mask=make_mask(5, M, B, CPU), causal=True, positions=None)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("n", [M, 5, 1])
 def test_blocks_and_parts_are_those_of_the_whole_mask(kind: str, n: int) -> None:
-    mask = make_mask(n, M, B, CPU, **kinds(n)[kind])
+    mask = make_mask(n, M, B, CPU, **ways(n, M)[kind])
     whole = visible(mask).expand(B, 1, n, M)
     for start, stop in ((0, n), (0, 1), (n // 2, n)):
         low, high = mask.key_range(start, stop)
@@ -194,16 +155,16 @@ PADDED = {
         (name, kind)
         for name in OPS
         for kind in ("causal", "bidirectional", "window", "documents", "pair")
-        if "nope" not in name and (OPS[name][0] not in LINEAR or kind != "window")
+        if "nope" not in name and (name not in LINEAR or kind != "window")
     ],
 )
 @pytest.mark.parametrize("value", [torch.nan, -torch.inf])
 def test_what_padding_holds_reaches_no_output_and_no_gradient(name: str, kind: str, value: float) -> None:
     op, options = OPS[name]
     for n, side, backend in ((M, "left", "auto"), (1, "holes", "auto"), (5, "right", "reference")):
-        keywords = {**options, **kinds(n)[kind], "padding_mask": PADDED[side], "backend": backend}
+        keywords = {**options, **ways(n, M)[kind], "padding_mask": PADDED[side], "backend": backend}
         hidden = ~PADDED[side][:, None, :, None]
-        q, k, v = inputs(op, n)
+        q, k, v = inputs(name, n)
         weights, results = torch.randn(B, 4, n, 8, dtype=torch.float64), []
         for fill in (0.0, value):
             leaves = [q, *(x.detach().masked_fill(hidden, fill).requires_grad_() for x in (k, v))]
@@ -219,7 +180,7 @@ def test_what_padding_holds_reaches_no_output_and_no_gradient(name: str, kind: s
 
 @pytest.mark.parametrize("form", ["exact", "slack"])
 def test_what_padding_holds_does_not_set_the_range_of_float16(form: str) -> None:
-    q, t, v = (x.detach().half() for x in inputs(coca_attention, 5))
+    q, t, v = (x.detach().half() for x in inputs("exact", 5))
     hidden = ~PADDED["left"][:, None, :, None]
     options: dict[str, Any] = {"rotary": Rotary(8), "form": form, "padding_mask": PADDED["left"], "backend": "sdpa"}
     clean, dirty = (coca_attention(q, t.masked_fill(hidden, fill), v, **options) for fill in (0.0, 6e4))

@@ -9,29 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from farspan.ops import (
-    Rotary,
-    alibi_attention,
-    alibi_attention_reference,
-    coca_attention,
-    coca_attention_reference,
-    explain,
-    pope_attention,
-    pope_attention_reference,
-    rope_attention,
-    rope_attention_reference,
-)
-from tests.helpers import coca_inputs, largest_difference, softmax_inputs
+from farspan.ops import Rotary, alibi_attention, coca_attention, explain, rope_attention
+from tests.helpers import largest_difference, softmax_inputs
+from tests.ops.cases import SOFTMAX, of_heads
+from tests.ops.cases import inputs as leaves_of
 from tests.ops.kernels import DEVICE, assert_as_good_as_eager
-
-OPS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-    "rope": (rope_attention, rope_attention_reference, {"rotary": Rotary(8)}),
-    "nope": (rope_attention, rope_attention_reference, {"rotary": None}),
-    "alibi": (alibi_attention, alibi_attention_reference, {}),
-    "exact": (coca_attention, coca_attention_reference, {"rotary": Rotary(8)}),
-    "slack": (coca_attention, coca_attention_reference, {"rotary": Rotary(8), "form": "slack"}),
-    "pope": (pope_attention, pope_attention_reference, {"rotary": Rotary(16), "phase": torch.randn(4, 8).double()}),
-}
 
 
 @st.composite
@@ -51,7 +33,7 @@ def cases(draw: Any, largest: int) -> dict[str, Any]:
     }
 
 
-def options_of(case: dict[str, Any], b: int, device: str = "cpu") -> dict[str, Any]:
+def options_of(case: dict[str, Any], b: int) -> dict[str, Any]:
     m, index = case["m"], torch.arange(case["m"])
     found: dict[str, Any] = {"window": case["window"], "causal": case["causal"]}
     lengths = torch.randint(0, m + 1, (b, 1))
@@ -62,15 +44,7 @@ def options_of(case: dict[str, Any], b: int, device: str = "cpu") -> dict[str, A
         found["documents"] = (torch.rand(b, m) < 0.1).long().cumsum(-1)
     if case["positions"]:
         found["positions"] = torch.randint(1, 3, (m,)).cumsum(-1)
-    return {key: x.to(device) if isinstance(x, Tensor) else x for key, x in found.items()}
-
-
-@pytest.mark.parametrize("width", [4, 12])
-def test_values_of_another_width(width: int) -> None:
-    q, k, _ = softmax_inputs(150)
-    v = torch.randn(1, 2, 150, width, dtype=torch.float64, requires_grad=True)
-    inputs = (q, k, v)
-    assert largest_difference(rope_attention, rope_attention_reference, inputs, rotary=Rotary(8), window=70) <= 1e-12
+    return found
 
 
 @pytest.mark.parametrize(
@@ -109,16 +83,17 @@ def by_kernel(op: Any, inputs: tuple[Tensor, ...], options: dict[str, Any]) -> l
 def test_the_kernel_equals_the_definition_with_gradients(kind: str, case: dict[str, Any]) -> None:
     pytest.importorskip("triton", reason="needs triton (pip install farspan[gpu])")
     torch.manual_seed(case["seed"])
-    op, reference, fixed = OPS[kind]
+    op, fixed = SOFTMAX[kind]
     if kind == "alibi":
         case = {**case, "positions": False}  # not by the kernel
     if op is coca_attention:
         case = {**case, "n": case["m"]}  # few queries are decoded by another kernel
-    inputs = (coca_inputs if op is coca_attention else softmax_inputs)(case["n"], case["m"], b=2)
+    inputs = leaves_of(kind, case["n"], case["m"], b=2)
     narrow = tuple(x.detach().float().to(DEVICE) for x in inputs)
-    options = {**fixed, **options_of(case, 2, DEVICE)}
+    options = {**of_heads(fixed, 4), **options_of(case, 2)}
+    options = {key: x.to(DEVICE) if isinstance(x, Tensor) else x for key, x in options.items()}
     found = by_kernel(op, narrow, {**options, "backend": "triton"})
-    truth = by_kernel(reference, tuple(x.double() for x in narrow), options)
+    truth = by_kernel(op, tuple(x.double() for x in narrow), {**options, "backend": "reference"})
     plain = by_kernel(op, narrow, {**options, "backend": "sdpa"})
     for ours, exact, theirs in zip(found, truth, plain, strict=True):
         error, size = (ours.double() - exact).abs().max(), max(1.0, float(exact.abs().max()))
@@ -132,8 +107,9 @@ def test_the_kernel_is_as_good_as_eager(dtype: torch.dtype, shape: tuple[int, in
     h, g, d = shape
     q, k, v = (x.detach().to(DEVICE, dtype) for x in softmax_inputs(150, h=h, g=g, d=d))
     options: dict[str, Any] = {"rotary": None, "window": 40}
-    truth = by_kernel(rope_attention_reference, tuple(x.double() for x in (q, k, v)), options)
-    plain = by_kernel(rope_attention_reference, (q, k, v), options)
+    definition = {**options, "backend": "reference"}
+    truth = by_kernel(rope_attention, tuple(x.double() for x in (q, k, v)), definition)
+    plain = by_kernel(rope_attention, (q, k, v), definition)
     ours = by_kernel(rope_attention, (q, k, v), {**options, "backend": "triton"})
     for found, exact, eager in zip(ours, truth, plain, strict=True):
         assert_as_good_as_eager(found, exact, eager)

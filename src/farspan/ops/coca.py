@@ -8,15 +8,7 @@ from torch import Tensor
 from farspan.errors import require
 from farspan.ops.coca_decode import decode_cpu, decode_triton, why_not_decode_cpu, why_not_decode_triton
 from farspan.ops.device import takes_forward_derivatives, why_not_triton, working_dtype
-from farspan.ops.dispatch import (
-    Call,
-    Implementation,
-    SoftmaxOptions,
-    Table,
-    check_call,
-    operation,
-    reference_twin,
-)
+from farspan.ops.dispatch import Call, Implementation, SoftmaxOptions, Table, check_call, operation, reference_twin
 from farspan.ops.reference import attend, rotations, scores_coca, scores_nope, scores_polar, visible
 from farspan.ops.rotary import Angles, Rotary
 from farspan.ops.softmax import DOT_PRODUCT, WIDEST, softmax_attention, why_never_by_kernel

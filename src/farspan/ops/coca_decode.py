@@ -7,13 +7,13 @@ computed for one block of keys at a time, which stays in the processor's cache u
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from farspan.ops.device import (
-    TABLES,
     is_ampere,
     is_traced,
     power_of_2,
@@ -23,7 +23,7 @@ from farspan.ops.device import (
 )
 from farspan.ops.dispatch import Call
 from farspan.ops.masking import AttentionMask
-from farspan.ops.rotary import Angles
+from farspan.ops.rotary import Angles, Rotary
 
 TIMED_WIDTHS = (64, 128)
 """Head widths for which the kernel was measured to be faster than SDPA on rotated keys, on an H200."""
@@ -204,7 +204,6 @@ def _waves(call: Call) -> Waves:
     """Compute the waves of a call with one query.
 
     >>> from farspan.ops.masking import make_mask
-    >>> from farspan.ops.rotary import Rotary
     >>> q, mask = torch.zeros(1, 1, 1, 2), make_mask(1, 3, 1, torch.device("cpu"))
     >>> _waves(Call(q, q[..., :1], q, mask, 1.0, "auto", Rotary(2))).key[0].flatten()
     tensor([-0.4161,  0.5403,  1.0000])
@@ -213,9 +212,13 @@ def _waves(call: Call) -> Waves:
     if rotary is None:
         return Waves()
     angles = mask.angles(rotary)
-    if call.form == "exact":
-        return Waves(_key_waves(mask, angles, dtype, sines=False).unbind())
-    key = _key_waves(mask, angles, dtype, sines=True)
+    if call.form == "exact":  # a key's phase is its position minus the query's
+        phases = None if mask.first is not None else mask.key_positions - mask.query_positions
+        if phases is not None and mask.causal:
+            phases = phases.clamp(max=0)  # keys ahead, a static cache's empty slots, are hidden
+        return Waves(_key_waves(mask, angles, -mask.offset, phases, dtype, sines=False).unbind())
+    phases = None if mask.first is not None else mask.key_positions
+    key = _key_waves(mask, angles, mask.first or 0, phases, dtype, sines=True)
     if mask.aligned:  # the query is one of the keys
         cos, sin = key[:, :, :, mask.offset : mask.offset + 1].unbind()
     else:
@@ -223,42 +226,37 @@ def _waves(call: Call) -> Waves:
     return Waves(key.unbind(), (cos, sin / cos))  # no float's cosine is 0, or nearer to it than 1e-19
 
 
-def _key_waves(mask: AttentionMask, angles: Angles, dtype: torch.dtype, *, sines: bool) -> Tensor:
-    """Compute the waves of each key's phase, see :func:`_phases`: (1|2, b|1, 1, m, d/2).
+def _key_waves(
+    mask: AttentionMask, angles: Angles, first: int, phases: Tensor | None, dtype: torch.dtype, *, sines: bool
+) -> Tensor:
+    """Compute the waves of keys with `phases` (b|1, m), or first, first + 1 …: (1|2, b|1, 1, m, d/2).
 
     Tables from earlier steps serve again where they can: making them costs as much as reading a layer's cache.
     """
-    rotary, phases = angles.rotary, None
-    if mask.first is not None:  # reading the values would cost as much as a small layer
-        least = mask.first if sines else -mask.offset
-        most = least + mask.m - 1
-    else:
-        phases = _phases(mask, sines)
-        least, most = int(phases.min()), int(phases.max())
+    least, most = (first, first + mask.m - 1) if phases is None else (int(phases.min()), int(phases.max()))
     ahead, behind = (most + 1, least) if sines else (1 - least, -most)
-    varies = isinstance(angles.length, Tensor) or rotary.follows_length
+    work = working_dtype(dtype)
+    varies = isinstance(angles.length, Tensor) or angles.rotary.follows_length
     if behind < 0 or ahead > 2 * mask.m or varies or is_traced():
-        phases = _phases(mask, sines) if phases is None else phases
-        return _made(angles, phases, dtype, sines)[:, :, None]
+        phases = torch.arange(least, most + 1, device="cpu")[None] if phases is None else phases
+        return _wave_table(phases, angles.frequencies, angles.rotary.factor, work, sines)[:, :, None]
     count = power_of_2(ahead)
     start = 0 if sines else 1 - count
-    key = ("waves", rotary, angles.length, count, working_dtype(dtype), sines)
-    made = TABLES.get(key, lambda: _made(angles, torch.arange(start, start + count, device="cpu")[None], dtype, sines))
-    chosen = made[:, :, least - start : most + 1 - start] if phases is None else made[:, 0, phases - start]
+    table = _kept_table(angles.rotary, angles.length, start, count, work, sines)
+    chosen = table[:, :, least - start : most + 1 - start] if phases is None else table[:, 0, phases - start]
     return chosen[:, :, None]
 
 
-def _phases(mask: AttentionMask, sines: bool) -> Tensor:
-    """Return each key's position, for sines; for cosines alone its position minus the query's: (b|1, m)."""
-    if sines:
-        return mask.key_positions
-    distance = mask.key_positions - mask.query_positions
-    return distance.clamp(max=0) if mask.causal else distance  # keys ahead (a static cache's empty slots) are hidden
+@lru_cache(maxsize=8)
+def _kept_table(rotary: Rotary, length: int | None, start: int, count: int, dtype: torch.dtype, sines: bool) -> Tensor:
+    """Compute the waves of phases start … start+count-1 once for many steps."""
+    with torch.inference_mode(False), torch.no_grad():  # a first call in inference mode serves training later
+        phases = torch.arange(start, start + count, device="cpu")[None]
+        return _wave_table(phases, rotary.frequencies(length, "cpu"), rotary.factor, dtype, sines)
 
 
-def _made(angles: Angles, phases: Tensor, dtype: torch.dtype, sines: bool) -> Tensor:
+def _wave_table(phases: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype, sines: bool) -> Tensor:
     """Compute factor²·cos of phases (b|1, m), or factor·(cos, sin): (1|2, b|1, m, d/2)."""
-    frequencies, factor = angles.frequencies, angles.rotary.factor
     phase = phases[:, :, None].to(frequencies.dtype) * (frequencies if frequencies.ndim == 1 else frequencies[:, None])
     waves = torch.stack((phase.cos(), phase.sin())) * factor if sines else phase.cos()[None] * factor**2
-    return waves.to(working_dtype(dtype))
+    return waves.to(dtype)

@@ -19,16 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from farspan.errors import require, require_choice
-from farspan.ops.cosformer_chunked import Keys, absorb, advance, causal_attention, hide, recall, two_sided_attention
-from farspan.ops.device import (
-    TABLES,
-    is_hopper,
-    is_traced,
-    power_of_2,
-    takes_forward_derivatives,
-    why_not_triton,
-    working_dtype,
-)
+from farspan.ops.cosformer_chunked import Keys, absorb, advance, causal_attention, hide, recall
+from farspan.ops.device import is_hopper, takes_forward_derivatives, why_not_triton, working_dtype
 from farspan.ops.dispatch import Implementation, Table, mask_of, operation, reference_twin
 from farspan.ops.masking import AttentionMask, MaskOptions, Positions, check_tensors
 from farspan.ops.reference import ACTIVATIONS, MIN_DENOMINATOR, MIN_WEIGHT, cosformer_weights, seen_only, visible, weigh
@@ -126,8 +118,8 @@ def cosformer_attention(
         state: what an earlier call returned: continue its sequence. q, k, v then hold the new tokens only.
         return_state: also return the state after the last key. Every split into calls gives the same outputs.
         backend: "auto", "chunked" (torch, O(N) memory), "triton" (causal "raise" with ReLU; no second derivatives) or
-            "reference" (the definition, N×N; "auto" takes it for causal pairs of positions only), see
-            :func:`farspan.ops.explain`.
+            "reference" (the definition, N×N; "auto" takes it for causal pairs of positions, and for documents or a
+            decay with causal=False), see :func:`farspan.ops.explain`.
 
     Returns:
         (b, h, n, dv) in q's dtype; with `return_state` a pair of it and a :class:`LinearState`.
@@ -423,21 +415,21 @@ def _keys(call: LinearCall) -> Keys:
 def _chunked(call: LinearCall) -> tuple[Tensor, LinearState]:
     q, mask, weighting, keys = call.q, call.mask, call.weighting, _keys(call)
     state = call.state or weighting.empty_state(keys)
-    if mask.documents is None and (mask.n == 1 or not (mask.causal or weighting.decay)):  # each query sees each key
+    if not mask.causal or (mask.documents is None and mask.n == 1):  # each query sees each key
         state = absorb(weighting, keys, state)
         return recall(weighting, q, mask.query_positions.double(), state), state
     before = mask.m - mask.n
     q = F.pad(q, (0, 0, before, 0)) if before else q  # one query per key
-    if mask.causal:
-        out, state = causal_attention(weighting, q, keys, state)
-    else:
-        out = two_sided_attention(weighting, q, keys)
+    out, state = causal_attention(weighting, q, keys, state)
     return out[:, :, before:], state
 
 
 def _why_not_chunked(call: LinearCall) -> str | None:
-    if not call.mask.aligned and (call.mask.causal or call.weighting.decay):
-        return "backend='chunked' takes pairs of positions only with causal=False and no decay; use backend='reference'"
+    mask = call.mask
+    if mask.causal and not mask.aligned:
+        return "backend='chunked' takes pairs of positions only with causal=False; use backend='reference'"
+    if not mask.causal and (mask.documents is not None or call.weighting.decay):
+        return "backend='chunked' takes documents and a decay only with causal=True; use backend='reference'"
     return None
 
 
@@ -487,14 +479,12 @@ def _kernel_angles(call: LinearCall) -> Tensor:
     """Compute cos and sin (b|1, 2, m) of the keys, measured from the anchor of the sums."""
     mask, weighting, state = call.mask, call.weighting, call.state
 
-    def table(positions: Tensor) -> Tensor:
-        return torch.cat([x[:, :, :, 0] for x in weighting.angles(positions.double(), torch.float32)], dim=1)
+    def make() -> Tensor:
+        anchor = mask.key_positions[:, :1] if state is None else state.anchor
+        positions = (mask.key_positions - anchor).double()
+        return torch.cat([x[:, :, :, 0] for x in weighting.angles(positions, torch.float32)], dim=1)
 
-    if state is None and mask.first is not None:  # 0 … m-1
-        m = mask.m if is_traced() else power_of_2(mask.m)
-        name = ("linear angles", weighting.frequency, weighting.period, m, mask.device)
-        return TABLES.get(name, lambda: table(torch.arange(m, device=mask.device)[None]))[:, :, : mask.m]
-    return table(mask.key_positions - (mask.key_positions[:, :1] if state is None else state.anchor))
+    return mask.share(("linear angles", weighting.name), make) if state is None else make()
 
 
 CHUNKED = Implementation("chunked", ("auto", "chunked"), _chunked, _why_not_chunked)

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from farspan.ops.cosformer import LinearState, Weighting
 
 R = TypeVar("R")
-Finish = Callable[[Tensor, Tensor, torch.dtype], Tensor]
-"""(numerators, denominators, dtype) → what a pass returns."""
 
 CHUNK = 64
 """Tokens whose pairs are weighed directly."""
@@ -50,11 +48,6 @@ class Keys(NamedTuple):
         padding, documents = (None if x is None else x[:, s] for x in (self.padding, self.documents))
         return Keys(self.k[:, :, s], self.v[:, :, s], self.positions[:, s], padding, documents)
 
-    def reversed(self) -> "Keys":
-        """Return the keys in reverse order, with the same distances."""
-        padding, documents = (None if x is None else x.flip(1) for x in (self.padding, self.documents))
-        return Keys(self.k.flip(2), self.v.flip(2), -self.positions.flip(1), padding, documents)
-
     def values(self) -> Tensor:
         """Return the values in the working dtype, zero where there is padding."""
         return hide(self.v.to(working_dtype(self.v.dtype)), self.padding)
@@ -71,33 +64,14 @@ def divide(numerator: Tensor, denominator: Tensor, dtype: torch.dtype) -> Tensor
 
 
 def causal_attention(
-    weighting: "Weighting", q: Tensor, keys: Keys, state: "LinearState", finish: Finish = divide, strict: bool = False
+    weighting: "Weighting", q: Tensor, keys: Keys, state: "LinearState"
 ) -> tuple[Tensor, "LinearState"]:
-    """Attend from query i to all of `state` and to the keys up to key i: (b, h, n, dv), and the state after them.
-
-    `strict` leaves out a query's own key.
-    """
+    """Attend from query i to all of `state` and to the keys up to key i: (b, h, n, dv), and the state after them."""
     parts, wanted = [], (q, keys.k, keys.v)
     for begin, end in _segments(weighting, q):
-        out, state = _run(_segment, wanted, weighting, q, keys, begin, end, state, finish, strict)
+        out, state = _run(_segment, wanted, weighting, q, keys, begin, end, state)
         parts.append(out)
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2), state
-
-
-def two_sided_attention(weighting: "Weighting", q: Tensor, keys: Keys) -> Tensor:
-    """Attend from each query to all keys of its document, under any decay.
-
-    One pass runs forwards. A second one runs backwards and leaves out the key of the query itself.
-    """
-
-    def both(numerator: Tensor, denominator: Tensor, dtype: torch.dtype) -> Tensor:
-        return torch.cat((numerator, denominator), dim=-1)
-
-    back = keys.reversed()
-    sums, _ = causal_attention(weighting, q, keys, weighting.empty_state(keys), both)
-    more, _ = causal_attention(weighting, q.flip(2), back, weighting.empty_state(back), both, strict=True)
-    sums = sums + more.flip(2)
-    return divide(sums[..., :-1], sums[..., -1:], q.dtype)
 
 
 def absorb(weighting: "Weighting", keys: Keys, state: "LinearState") -> "LinearState":
@@ -143,18 +117,11 @@ def _segments(weighting: "Weighting", x: Tensor) -> list[tuple[int, int]]:
 
 
 def _segment(
-    weighting: "Weighting",
-    q: Tensor,
-    keys: Keys,
-    begin: int,
-    end: int,
-    state: "LinearState",
-    finish: Finish,
-    strict: bool,
+    weighting: "Weighting", q: Tensor, keys: Keys, begin: int, end: int, state: "LinearState"
 ) -> tuple[Tensor, "LinearState"]:
     """Attend from queries begin … end-1: see :func:`causal_attention`."""
     size = min(end - begin, CHUNK)
-    within, to_end, between, from_start = _factors(weighting, keys, begin, end, state, size, strict)
+    within, to_end, between, from_start = _factors(weighting, keys, begin, end, state, size)
     q, keys = q[:, :, begin:end], keys.part(begin, end)
     (b, h, n, _), g = q.shape, keys.k.shape[1]
     angles = weighting.angles(keys.positions - state.anchor, state.numerator.dtype)
@@ -184,11 +151,11 @@ def _segment(
     denominator = denominator + scaled(psi_q @ totals[:, :, :-1, :, None], from_start)
 
     after = advance(keys, state, values[:, :, -1].clone(), totals[:, :, -1].clone())  # a view would keep all
-    return finish(heads(numerator), heads(denominator), q.dtype), after
+    return divide(heads(numerator), heads(denominator), q.dtype), after
 
 
 def _factors(
-    weighting: "Weighting", keys: Keys, begin: int, end: int, state: "LinearState", size: int, strict: bool
+    weighting: "Weighting", keys: Keys, begin: int, end: int, state: "LinearState", size: int
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Compute factors of products of features, from decay and documents; None is one.
 
@@ -197,7 +164,7 @@ def _factors(
     queries, 1).
     """
     work = state.numerator.dtype
-    triangle = torch.ones(1, 1, size, size, dtype=work, device=keys.k.device).tril(-1 if strict else 0)
+    triangle = torch.ones(1, 1, size, size, dtype=work, device=keys.k.device).tril()
     if not weighting.decay and keys.documents is None:
         return triangle, None, None, None
     positions = torch.cat((state.position.expand(keys.positions.shape[0], 1), keys.positions[:, begin:end]), dim=1)

@@ -1,7 +1,6 @@
 """What the current device, compiler and autograd state allow; asking needs no Triton."""
 
-import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
 from subprocess import SubprocessError
@@ -172,60 +171,3 @@ def takes_forward_derivatives() -> bool:
 def is_traced() -> bool:
     """Whether a graph is being traced, or tensors are fake."""
     return torch.compiler.is_compiling() or type(torch.empty(0)) is not Tensor  # the latter under FakeTensorMode
-
-
-class TableCache:
-    """Tables that later calls reuse: frequencies, angles, cosines. The only state of `farspan.ops` between calls.
-
-    Making such a table takes a handful of tiny launches, more than the attention of one decoded token. The tables are
-    bounded in bytes; the least recently used ones go first. What a CUDA graph reads is pinned until :meth:`clear`,
-    since nothing tells when a graph is gone.
-
-    >>> tables = TableCache(limit=64)
-    >>> for n in (4, 8, 4, 6):
-    ...     table = tables.get(n, lambda n=n: torch.zeros(n))
-    >>> tables.nbytes  # 8 was dropped
-    40
-    """
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.nbytes = 0
-        """Bytes of the tables that may be dropped."""
-        self._kept: dict[Hashable, Tensor] = {}
-        self._pinned: dict[Hashable, Tensor] = {}
-        self._lock = threading.RLock()  # one table may be made from another
-
-    def get(self, key: Hashable, make: Callable[[], Tensor]) -> Tensor:
-        """Return the table of a key, made now if no earlier call did."""
-        if is_traced():  # a traced graph makes its own tables, and fuses the making
-            return make()
-        captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-        with self._lock:
-            if key in self._pinned:
-                return self._pinned[key]
-            table = self._kept.pop(key, None)
-            if captured:  # the graph fills new tensors only when it is replayed: those must not be kept
-                if table is None:
-                    return make()
-                self._pinned[key] = table
-                self.nbytes -= table.nbytes
-                return table
-            if table is None:
-                with torch.inference_mode(False), torch.no_grad():  # a first call in inference serves training later
-                    table = make()
-                self.nbytes += table.nbytes
-            self._kept[key] = table  # now the most recently used
-            while self.nbytes > self.limit and len(self._kept) > 1:
-                self.nbytes -= self._kept.pop(next(iter(self._kept))).nbytes
-        return table
-
-    def clear(self) -> None:
-        """Drop all tables. CUDA graphs that were captured before must not be replayed afterwards."""
-        with self._lock:
-            self._kept.clear()
-            self._pinned.clear()
-            self.nbytes = 0
-
-
-TABLES = TableCache(limit=2**26)

@@ -17,7 +17,6 @@ from farspan.ops.cosformer import (
     Weighting,
     check_linear_call,
 )
-from farspan.ops.device import TABLES
 from farspan.ops.dispatch import Table, operation, reference_twin
 from farspan.ops.reference import linear_coca_weights
 from farspan.ops.rotary import Rotary, odd_width
@@ -58,7 +57,7 @@ def linear_coca_attention(
             not rotary.is_dynamic,
             "rotary must have fixed frequencies, got dynamic NTK: sums cannot be rotated again; use NTK or Linear",
         )
-        theta = TABLES.get(("frequencies", rotary, None, q.device), lambda: rotary.frequencies(device=q.device))
+        theta = rotary.frequencies(device=q.device)
     weighting = Weighting(
         name=("linear coca", rotary),
         definition=partial(linear_coca_weights, theta=theta),

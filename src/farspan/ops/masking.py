@@ -261,33 +261,26 @@ def make_mask(
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, key_name: str, key_width: int) -> None:
     """Check shapes and dtypes of queries, keys and values: (batch, heads, positions, width) each."""
     for name, x in (("q", q), (key_name, k), ("v", v)):
+        shape = tuple(x.shape)
         if x.ndim != 4:
-            raise ValueError(
-                f"{name} must have shape (batch, heads, positions, width), got {tuple(x.shape)}; add the axis"
-            )
+            raise ValueError(f"{name} must have shape (batch, heads, positions, width), got {shape}; add the axis")
         if x.shape[0] == 0 or x.shape[2] == 0:
             what = "row, got batch size 0" if x.shape[0] == 0 else "position, got length 0"
             raise ValueError(f"{name} must hold at least one {what}; skip the call")
         if x.dtype != q.dtype or not x.is_floating_point():
             raise ValueError(f"{name} must have the floating dtype of q ({q.dtype}), got {x.dtype}; convert it first")
-    if k.shape[-1] != key_width:
-        raise ValueError(
-            f"{key_name} must have width {key_width} for q of width {q.shape[-1]}, got {k.shape[-1]}; "
-            "check the projection"
-        )
-    if not q.shape[0] == k.shape[0] == v.shape[0]:
-        raise ValueError(
-            f"q, {key_name} and v must share the batch size, got {q.shape[0]}, {k.shape[0]} and {v.shape[0]}"
-        )
+    wanted = f"{key_name} must have width {key_width} for q of width"
+    require(k.shape[-1] == key_width, lambda: f"{wanted} {q.shape[-1]}, got {k.shape[-1]}; check the projection")
+    rows = q.shape[0], k.shape[0], v.shape[0]
+    if not rows[0] == rows[1] == rows[2]:
+        raise ValueError(f"q, {key_name} and v must share the batch size, got {rows[0]}, {rows[1]} and {rows[2]}")
     if k.shape[1:3] != v.shape[1:3]:
-        raise ValueError(
-            f"{key_name} and v must share heads and positions, got {tuple(k.shape[1:3])} and {tuple(v.shape[1:3])}"
-        )
-    if q.shape[1] % k.shape[1]:
-        raise ValueError(
-            f"key heads must divide query heads, got {k.shape[1]} for {q.shape[1]}; "
-            "choose num_key_value_heads accordingly"
-        )
+        found = f"{tuple(k.shape[1:3])} and {tuple(v.shape[1:3])}"
+        raise ValueError(f"{key_name} and v must share heads and positions, got {found}")
+    heads = k.shape[1], q.shape[1]
+    if heads[1] % heads[0]:
+        remedy = "choose num_key_value_heads accordingly"
+        raise ValueError(f"key heads must divide query heads, got {heads[0]} for {heads[1]}; {remedy}")
 
 
 def _check_rows(name: str, mask: Tensor, shape: tuple[int, int], *, boolean: bool) -> None:
@@ -301,25 +294,19 @@ def _check_rows(name: str, mask: Tensor, shape: tuple[int, int], *, boolean: boo
 
 
 def _rows(name: str, positions: Tensor, batch: int, length: int, what: str) -> Tensor:
+    """Check positions of queries or keys, and return them as (1 or b, length)."""
     require(
         isinstance(positions, Tensor),
         lambda: f"{name} must be None, an int, a tensor or a pair of tensors, got {positions!r}",
     )
+    dtype, shape = positions.dtype, tuple(positions.shape)
+    integers = not positions.is_floating_point() and dtype != torch.bool
+    require(integers, f"{name} must hold integers, got {dtype}; use positions.long()")
     require(
-        not positions.is_floating_point() and positions.dtype != torch.bool,
-        f"{name} must hold integers, got {positions.dtype}; use positions.long()",
+        len(shape) in (1, 2) and shape[-1] == length and shape[:-1] in ((), (1,), (batch,)),
+        lambda: f"{name} must have shape ({length},) or ({batch}, {length}), one for each of the {what}, got {shape}",
     )
-    require(positions.ndim in (1, 2), f"{name} must have shape (length,) or (batch, length), got {positions.ndim}-D")
-    rows = positions[None] if positions.ndim == 1 else positions
-    require(
-        rows.shape[0] in (1, batch),
-        lambda: f"positions must have 1 or {batch} rows, like the batch, got {rows.shape[0]}",
-    )
-    require(
-        rows.shape[1] == length,
-        lambda: f"{name} must give one position to each of the {length} {what}, got shape {tuple(rows.shape)}",
-    )
-    return rows
+    return positions.reshape(-1, length)
 
 
 def _check_values(positions: Tensor, documents: Tensor | None) -> None:
@@ -454,35 +441,38 @@ class AttentionContext:
         `past`, `length` and `offset` are what the layer's cache tells; without a cache leave them out.
         """
         length = self.n if length is None else length
-        if isinstance(offset, Tensor):  # a static window, whose newest token is always in the last slot
-            if (window, length) not in self._masks:
-                self._masks[window, length] = self._make_window_mask(window, past, length, offset)
-            return self._masks[window, length]
-        # Ints that grow with the sequence would make torch.compile start anew at each token: then tensors decide.
-        filled = None if isinstance(past, Tensor) or (self.cached and torch.compiler.is_compiling()) else past + self.n
-        if filled is not None and not (self.whole_cache and length > filled - offset):
-            length = filled - offset
-        else:
-            filled = None
-        key: Hashable = window
-        if self.cached and not torch.compiler.is_compiling():  # which would make a new graph for each int in a key
-            key = (window, length, offset, filled)
+        compiling = torch.compiler.is_compiling()
+        aligned = isinstance(offset, Tensor)  # a static window: the newest token is always in the last slot
+        key: Hashable = (window, length) if aligned else window
+        if not isinstance(offset, Tensor):
+            # Ints that grow with the sequence would make torch.compile start anew at each token: then tensors decide.
+            if not isinstance(past, Tensor) and not (self.cached and compiling):
+                filled = past + self.n - offset
+                if not (self.whole_cache and length > filled):
+                    length, aligned = filled, True
+            if self.cached and not compiling:
+                key = (window, length, offset, aligned)
         if key not in self._masks:
-            self._masks[key] = self._make_mask(window, past, length, offset, aligned=filled is not None)
+            self._masks[key] = self._make_mask(window, past, length, offset, aligned)
         return self._masks[key]
 
     def _make_mask(
-        self, window: int | None, past: int | Tensor, length: int, offset: int, *, aligned: bool
+        self, window: int | None, past: int | Tensor, length: int, offset: int | Tensor, aligned: bool
     ) -> AttentionMask:
+        """Make the mask of slots that hold tokens offset … offset+length-1; below 0 there are none yet."""
         first, positions, lengths = None, None, None
         if isinstance(past, Tensor):
             past = past.clone()  # a static cache counts in place, and `firsts` may be asked for later
-        if self.position_ids is None and self.padding is None and aligned:
+        if isinstance(offset, int) and aligned and self.position_ids is None and self.padding is None:
             first = offset
         else:
             positions = self._positions(past, length, offset, aligned)
         if not aligned:
             lengths = torch.zeros(self.batch, dtype=torch.long, device=self.device) + (past + self.n - offset)
+        padding = None if self.padding is None else _columns(self.padding, offset, length)
+        if isinstance(offset, Tensor):
+            exists = (offset + torch.arange(length, device=self.device))[None] >= 0
+            padding = exists if padding is None else exists & padding
         return AttentionMask(
             n=self.n,
             m=length,
@@ -492,105 +482,68 @@ class AttentionContext:
             first=first,
             positions=positions,
             aligned=aligned,
-            padding=None if self.padding is None else _columns(self.padding, offset, length),
+            padding=padding,
             documents=self.documents,
             lengths=lengths,
             firsts=(lambda: self._first_slot(past, length, offset)) if self.cached else None,
-            is_clean=True,
-            rotary_length=self.rotary_length,
-        )
-
-    def _make_window_mask(self, window: int | None, past: int | Tensor, length: int, offset: Tensor) -> AttentionMask:
-        """Make the mask of slots that hold tokens offset … offset+length-1, of which those below 0 are empty."""
-        slots = offset + torch.arange(length, device=self.device)[None]
-        padding, shift = slots >= 0, torch.zeros(1, 1, dtype=torch.long, device=self.device)
-        if self.padding is not None:
-            padding = padding & self.padding.index_select(1, slots[0].clamp(min=0))
-            until = torch.arange(self.padding.shape[1], device=self.device) < past + self.n
-            shift = (self.padding & until).sum(-1, keepdim=True) - (past + self.n)
-        if self.position_ids is not None:
-            shift = self.position_ids[:, -1:] - (past + self.n - 1)
-        positions = slots + shift  # consecutive: a window layer continues no padding between real tokens
-        first = (offset + shift[:, 0]).expand(self.batch).contiguous()
-        return AttentionMask(
-            n=self.n,
-            m=length,
-            device=self.device,
-            causal=self.causal,
-            window=window,
-            first=None,
-            positions=(positions[:, length - self.n :], positions),
-            padding=padding,
-            firsts=lambda: first,
             is_clean=True,  # empty slots hold zeros
             rotary_length=self.rotary_length,
         )
 
-    def _positions(self, past: int | Tensor, length: int, offset: int, aligned: bool) -> tuple[Tensor, Tensor]:
+    def _positions(self, past: int | Tensor, length: int, offset: int | Tensor, aligned: bool) -> tuple[Tensor, Tensor]:
         """Compute the positions of the new tokens (b|1, n) and of the slots (b|1, length)."""
-        if self.is_fresh and self.padding is None and aligned:
-            assert self.position_ids is not None
-            return self.position_ids, self.position_ids
-        if self.position_ids is None and self.padding is None:
-            new = past + torch.arange(self.n, device=self.device)[None]
-            return new, torch.arange(length, device=self.device)[None] + offset
-        ranks = self._ranks(offset + length)
-        positions = ranks + self._shift(ranks, past)
-        if self.is_fresh and self.position_ids is not None and self.padding is not None and aligned:
-            positions = torch.where(self.padding, self.position_ids, positions)
-        keys = positions[:, offset:]
-        return (keys[:, length - self.n :] if aligned else self._of_new(positions, past)), keys
+        fresh = self.is_fresh and aligned and self.position_ids is not None
+        if fresh and self.padding is None:
+            return self.position_ids, self.position_ids  # type: ignore[return-value]
+        ranks = self._ranks(length, offset)
+        keys = ranks + self._shift(past)
+        if fresh:
+            keys = torch.where(self.padding, self.position_ids, keys)  # type: ignore[arg-type]
+        new = slice(length - self.n, None)
+        return (keys[:, new] if aligned else self._of_new(keys, past - offset)), keys
 
-    def _first_slot(self, past: int | Tensor, length: int, offset: int) -> int | Tensor | None:
+    def _first_slot(self, past: int | Tensor, length: int, offset: int | Tensor) -> int | Tensor | None:
         """Find the position of the first slot, for all rows or (b), if positions count on from there; else None."""
-        if self.padding is None:
-            if self.position_ids is None:
-                compiled = torch.compiler.is_compiling()  # an int that grows would make a new graph for each token
-                return torch.full((self.batch,), offset, device=self.device) if compiled else offset
-            if not self.cached:
-                return None
-        elif torch.compiler.is_compiling() or (self.is_fresh and self.position_ids is not None):
-            return None  # reading the values would synchronise with the GPU
-        elif _has_holes(self.padding[:, : past + self.n]):
-            return None
-        if self.position_ids is not None:
-            newest = self.position_ids[:, -1]
-        else:
-            newest = self._of_new(self._ranks(offset + length), past)[:, -1]
+        compiling = torch.compiler.is_compiling()
+        if isinstance(offset, int):  # a static window holds no padding between tokens
+            if self.padding is None and self.position_ids is None:  # an int that grows would make a graph per token
+                return torch.full((self.batch,), offset, device=self.device) if compiling else offset
+            if self.padding is not None:
+                if compiling or (self.is_fresh and self.position_ids is not None):
+                    return None  # reading the values would synchronise with the GPU
+                if _has_holes(self.padding[:, : past + self.n]):
+                    return None
+        newest = (self._ranks(self.n, past) if self.position_ids is None else self.position_ids)[:, -1]
         return (newest - (past + self.n - 1 - offset)).expand(self.batch).contiguous()
 
-    def _ranks(self, slots: int) -> Tensor:
+    def _ranks(self, length: int, offset: int | Tensor) -> Tensor:
+        """Count the real tokens before each of tokens offset … offset+length-1: (b|1, length)."""
         if self.padding is None:
-            return torch.arange(slots, device=self.device)[None]
+            return (offset + torch.arange(length, device=self.device))[None]
+        slots = self.padding.shape[1] if isinstance(offset, Tensor) else offset + length
         ranks = _columns(self.padding, 0, slots).long().cumsum(-1) - 1
-        return ranks.clamp(min=0)  # padding before the first token: its position is not used
+        return _columns(ranks.clamp(min=0), offset, length)  # that of padding before the first token is not used
 
-    def _of_new(self, slots: Tensor, past: int | Tensor) -> Tensor:
-        return slots.index_select(1, past + torch.arange(self.n, device=self.device))
+    def _of_new(self, x: Tensor, past: int | Tensor) -> Tensor:
+        return x.index_select(1, past + torch.arange(self.n, device=self.device))
 
-    def _shift(self, ranks: Tensor, past: int | Tensor) -> Tensor | int:
+    def _shift(self, past: int | Tensor) -> Tensor | int:
         """Compute position - rank, read at each row's last real new token."""
         if self.position_ids is None:
             return 0
+        ranks, real = self._ranks(self.n, past), self.new_padding(past)
         rows = max(ranks.shape[0], self.position_ids.shape[0])
         last = torch.full((rows, 1), self.n - 1, device=self.device)
-        if self.padding is not None:
-            real = self._of_new(_columns(self.padding, 0, ranks.shape[1]), past)
+        if real is not None:
             last = (real * torch.arange(self.n, device=self.device)).amax(-1, keepdim=True)
-        at = self._of_new(ranks, past).expand(rows, -1).gather(1, last)
-        return self.position_ids.expand(rows, -1).gather(1, last) - at
+        return (self.position_ids.expand(rows, -1) - ranks.expand(rows, -1)).gather(1, last)
 
     def new_tokens(self, past: int | Tensor = 0) -> AttentionMask:
         """Return the mask of the new tokens among themselves, at their positions."""
         if isinstance(past, int) and not (self.cached and torch.compiler.is_compiling()):
             return self.mask(past=past, offset=past)
         if "new tokens" not in self._masks:
-            if self.padding is not None:
-                positions, _ = self._positions(past, self.padding.shape[1], 0, aligned=False)
-            elif self.position_ids is not None:
-                positions = self.position_ids
-            else:
-                positions = past + torch.arange(self.n, device=self.device)[None]
+            positions = self._ranks(self.n, past) + self._shift(past)
             self._masks["new tokens"] = AttentionMask(
                 n=self.n,
                 m=self.n,
@@ -627,9 +580,11 @@ def _has_holes(padding: Tensor) -> bool:
     return bool((padding[:, 1:] < padding[:, :-1]).any())
 
 
-def _columns(mask: Tensor, offset: int, length: int) -> Tensor:
-    """Return columns offset … offset+length-1 of a (b, slots) mask; slots that it does not reach are empty."""
-    missing = offset + length - mask.shape[1]
+def _columns(rows: Tensor, offset: int | Tensor, length: int) -> Tensor:
+    """Return columns offset … offset+length-1 of (b, slots); 0 where there are none, below 0 those of column 0."""
+    if isinstance(offset, Tensor):
+        return rows.index_select(1, (offset + torch.arange(length, device=rows.device)).clamp(min=0))
+    missing = offset + length - rows.shape[1]
     if missing > 0:
-        mask = F.pad(mask, (0, missing), value=False)
-    return mask[:, offset : offset + length]
+        rows = F.pad(rows, (0, missing), value=False)
+    return rows[:, offset : offset + length]

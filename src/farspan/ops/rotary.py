@@ -6,6 +6,7 @@ float32 angle is wrong by 0.004 radians.
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from farspan.errors import require, require_choice
-from farspan.ops.device import TABLES, working_dtype
+from farspan.ops.device import working_dtype
 
 if TYPE_CHECKING:
     from farspan.ops.masking import AttentionMask
@@ -202,15 +203,6 @@ def log_length(count: Tensor, train_length: int) -> Tensor:
     return (count.double().clamp(min=train_length).log() / math.log(train_length)).clamp(min=1.0)
 
 
-def step_length(count: Tensor, train_length: int) -> Tensor:
-    """Compute another temperature of the n-th token: 1 + 0.1·ln(1 + ⌊(n-1) / L₀⌋), as of Llama 4.
-
-    >>> step_length(torch.tensor([64, 512, 513]), 512)
-    tensor([1.0000, 1.0000, 1.0693], dtype=torch.float64)
-    """
-    return 1 + 0.1 * (1 + (count - 1).clamp(min=0) // train_length).double().log()
-
-
 def odd_width(width: int) -> str:
     """Return the error message for a head that does not split into rotary pairs."""
     return f"head_dim must be even to form rotary pairs, got {width}; choose hidden_size / num_heads even"
@@ -277,68 +269,55 @@ class Angles:
         self.n, self.m, self.offset, self.aligned = mask.n, mask.m, mask.offset, mask.aligned
         self.first, self.positions = mask.first, mask.positions
         self.length = _governing_length(rotary.scaling, mask) if isinstance(rotary.scaling, DynamicNTK) else None
-        self._keys: dict[torch.dtype, Tensor] = {}
-        self._queries: dict[torch.dtype, Tensor] = {}
-        self._rotations: dict[tuple[str, torch.dtype], tuple[Tensor, Tensor]] = {}
-        self._steps: Tensor | None = None
-
-    @property
-    def frequencies(self) -> Tensor:
+        self.frequencies = rotary.frequencies(self.length, self.device)
         """θ_j in float64: (d/2), or (b, d/2)."""
-        if isinstance(self.length, Tensor):  # each row has its own
-            return self.rotary.frequencies(self.length, self.device)
-        name = ("frequencies", self.rotary, self.length, self.device)
-        return TABLES.get(name, lambda: self.rotary.frequencies(self.length, self.device))
+        self._made: dict[Hashable, Any] = {}
 
     @property
     def steps(self) -> Tensor:
         """θ_j as int64 fractions of a full circle, (1|b, d/2); see :func:`fixed_point`."""
-        if self._steps is None and isinstance(self.length, Tensor):
-            self._steps = fixed_point(self.frequencies)
-        elif self._steps is None:
-            name = ("steps", self.rotary, self.length, self.device)
-            self._steps = TABLES.get(name, lambda: fixed_point(self.frequencies))
-        return self._steps
+        if "steps" not in self._made:
+            self._made["steps"] = fixed_point(self.frequencies)
+        return self._made["steps"]
 
     def key(self, dtype: torch.dtype) -> Tensor:
         """Return cosines and sines of the keys, (b|1, 1, m, 2, d/2), in the working dtype of `dtype`."""
-        if dtype not in self._keys:
+        if ("key", dtype) not in self._made:
             if self.positions is None:
                 first = self.first or 0
                 positions = torch.arange(first, first + self.m, device=self.device)[None]
             else:
                 positions = self.positions[1]
-            self._keys[dtype] = cos_sin(positions, self.frequencies, self.rotary.factor, dtype)
-        return self._keys[dtype]
+            self._made["key", dtype] = cos_sin(positions, self.frequencies, self.rotary.factor, dtype)
+        return self._made["key", dtype]
 
     def query(self, dtype: torch.dtype) -> Tensor:
         """Return cosines and sines of the queries, (b|1, 1, n, 2, d/2)."""
         if self.aligned:
             key = self.key(dtype)
             return key if self.n == self.m else key[:, :, self.offset : self.offset + self.n]
-        assert self.positions is not None
-        if dtype not in self._queries:
-            self._queries[dtype] = cos_sin(self.positions[0], self.frequencies, self.rotary.factor, dtype)
-        return self._queries[dtype]
+        if ("query", dtype) not in self._made:
+            assert self.positions is not None
+            table = cos_sin(self.positions[0], self.frequencies, self.rotary.factor, dtype)
+            self._made["query", dtype] = table
+        return self._made["query", dtype]
 
     def rotate_keys(self, k: Tensor) -> Tensor:
         """Rotate k (b, g, m, d) by the positions of the keys."""
-        return rotate(k, self._tables("key", k.dtype))
+        return self._rotate(k, "key", self.key(k.dtype))
 
     def rotate_queries(self, q: Tensor) -> Tensor:
         """Rotate q (b, h, n, d) by the positions of the queries."""
-        return rotate(q, self._tables("query", q.dtype))
+        return self._rotate(q, "key" if self.aligned and self.n == self.m else "query", self.query(q.dtype))
 
-    def _tables(self, which: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return what :func:`rotate` takes; only views while compiling, which would compute the rest per head."""
-        table = self.key(dtype) if which == "key" else self.query(dtype)
-        if torch.compiler.is_compiling():
-            return table[..., 0, :], table[..., 1, :]
-        same = "key" if self.n == self.m and self.aligned else which
-        if (same, dtype) not in self._rotations:
+    def _rotate(self, x: Tensor, which: str, table: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():  # only views, or the graph would compute the rest per head
+            return rotate(x, (table[..., 0, :], table[..., 1, :]))
+        wide = ("rotation", which, x.dtype)
+        if wide not in self._made:
             cos, sin = table.unbind(-2)
-            self._rotations[same, dtype] = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
-        return self._rotations[same, dtype]
+            self._made[wide] = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+        return rotate(x, self._made[wide])
 
 
 def _governing_length(scaling: DynamicNTK, mask: "AttentionMask") -> int | Tensor:

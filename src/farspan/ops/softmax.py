@@ -25,15 +25,7 @@ from farspan.ops.device import (
     why_not_compiled_triton,
     why_not_triton,
 )
-from farspan.ops.dispatch import (
-    Call,
-    Implementation,
-    SoftmaxOptions,
-    Table,
-    check_call,
-    operation,
-    reference_twin,
-)
+from farspan.ops.dispatch import Call, Implementation, SoftmaxOptions, Table, check_call, operation, reference_twin
 from farspan.ops.masking import AttentionMask
 from farspan.ops.reference import attend, rotations, scores_alibi, scores_nope, scores_rope, visible
 from farspan.ops.rotary import Rotary

@@ -13,15 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 from farspan.ops.device import cdiv
-from farspan.ops.triton.support import narrow, padded, product, row_major, row_stride
+from farspan.ops.triton.support import load_tile, narrow, padded, product, row_major, row_stride
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-
-
-@triton.jit
-def _load(x, rows, columns, live, WIDTH: tl.constexpr):
-    """Load a tile (rows, columns) from pointers to its rows; zeros outside."""
-    return tl.load(x + rows[:, None] + columns[None, :], mask=live[:, None] & (columns < WIDTH)[None, :], other=0.0)
 
 
 @triton.jit
@@ -31,24 +25,25 @@ def _label(labels, start, index, live):
 
 
 @triton.jit
-def _seen(at, key, live, window, padding, documents, padding_at, documents_at, m, CAUSAL: tl.constexpr):
-    """Return which queries at indices `at` see which keys: the shapes of the two broadcast."""
+def _scores(
+    left, right, at, key, live, scale, slope, window, padding, documents, slopes, padding_at, documents_at, m,
+    CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """Return left·rightᵀ as powers of two, -∞ where the query at index `at` does not see the key.
+
+    One of both tiles holds queries and one keys; `at`, `key` and `live` have the shape of their side.
+    """
+    score = product(left, tl.trans(right), tl.zeros([left.shape[0], right.shape[0]], tl.float32)) * (scale * LOG2_E)
     distance = at - key
+    if slopes is not None:  # ALiBi
+        score = score - slope * LOG2_E * tl.abs(distance).to(tl.float32)
     seen = live & (key < m) & (distance < window)
     seen = seen & (distance >= 0) if CAUSAL else seen & (distance > -window)
     if padding is not None:
         seen = seen & (_label(padding, padding_at, key, key < m) != 0)
     if documents is not None:
         seen = seen & (_label(documents, documents_at, at, live) == _label(documents, documents_at, key, key < m))
-    return seen
-
-
-@triton.jit
-def _biased(score, at, key, slope, slopes):
-    """Subtract ALiBi's slope times the distance."""
-    if slopes is not None:
-        score = score - slope * LOG2_E * tl.abs(at - key).to(tl.float32)
-    return score
+    return tl.where(seen, score, float("-inf"))
 
 
 @triton.jit(do_not_specialize=["n", "m", "offset"])
@@ -71,7 +66,7 @@ def forward_kernel(
     slope = 0.0
     if slopes is not None:
         slope = tl.load(slopes + head)
-    queries = _load(q + row * q_b + head * q_h, query.to(tl.int64) * q_n, dim, live, DIM)
+    queries = load_tile(q + row * q_b + head * q_h, query.to(tl.int64) * q_n, dim, live, DIM)
     k += row * k_b + key_head * k_g
     v += row * v_b + key_head * v_g
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -84,20 +79,17 @@ def forward_kernel(
     for first in range(low, tl.minimum(m, high), BLOCK_N):
         key = first + tl.arange(0, BLOCK_N)
         slot = key.to(tl.int64)
-        keys = _load(k, slot * k_m, dim, key < m, DIM)
-        score = product(queries, tl.trans(keys), tl.zeros([BLOCK_M, BLOCK_N], tl.float32)) * (scale * LOG2_E)
-        score = _biased(score, at[:, None], key[None, :], slope, slopes)
-        seen = _seen(
-            at[:, None], key[None, :], live[:, None], window, padding, documents,
-            row * padding_b, row * documents_b, m, CAUSAL,
+        keys = load_tile(k, slot * k_m, dim, key < m, DIM)
+        score = _scores(
+            queries, keys, at[:, None], key[None, :], live[:, None], scale, slope, window,
+            padding, documents, slopes, row * padding_b, row * documents_b, m, CAUSAL,
         )  # fmt: skip
-        score = tl.where(seen, score, float("-inf"))
         peak = tl.maximum(top, tl.max(score, axis=1))
         safe = tl.where(peak == float("-inf"), 0.0, peak)
         weight = tl.exp2(score - safe[:, None])
         fade = tl.exp2(top - safe)
         total = total * fade + tl.sum(weight, axis=1)
-        values = _load(v, slot * v_m, column, key < m, WIDTH)
+        values = load_tile(v, slot * v_m, column, key < m, WIDTH)
         mixed = product(narrow(weight, values.dtype), values, mixed * fade[:, None])
         top = peak
     nonempty = total > 0
@@ -132,9 +124,9 @@ def query_gradient_kernel(
     if slopes is not None:
         slope = tl.load(slopes + head)
     place = query.to(tl.int64)
-    queries = _load(q + row * q_b + head * q_h, place * q_n, dim, live, DIM)
-    gradients = _load(gradient + row * gradient_b + head * gradient_h, place * gradient_n, column, live, WIDTH)
-    outputs = _load(out + row * out_b + head * out_h, place * out_n, column, live, WIDTH)
+    queries = load_tile(q + row * q_b + head * q_h, place * q_n, dim, live, DIM)
+    gradients = load_tile(gradient + row * gradient_b + head * gradient_h, place * gradient_n, column, live, WIDTH)
+    outputs = load_tile(out + row * out_b + head * out_h, place * out_n, column, live, WIDTH)
     delta = tl.sum(gradients.to(tl.float32) * outputs.to(tl.float32), axis=1)
     sums_at = row * sums_b + head * sums_h
     tl.store(deltas + sums_at + query, delta, mask=live)
@@ -149,15 +141,13 @@ def query_gradient_kernel(
     for first in range(low, tl.minimum(m, high), BLOCK_N):
         key = first + tl.arange(0, BLOCK_N)
         slot = key.to(tl.int64)
-        keys = _load(k, slot * k_m, dim, key < m, DIM)
-        values = _load(v, slot * v_m, column, key < m, WIDTH)
-        score = product(queries, tl.trans(keys), tl.zeros([BLOCK_M, BLOCK_N], tl.float32)) * (scale * LOG2_E)
-        score = _biased(score, at[:, None], key[None, :], slope, slopes)
-        seen = _seen(
-            at[:, None], key[None, :], live[:, None], window, padding, documents,
-            row * padding_b, row * documents_b, m, CAUSAL,
+        keys = load_tile(k, slot * k_m, dim, key < m, DIM)
+        values = load_tile(v, slot * v_m, column, key < m, WIDTH)
+        score = _scores(
+            queries, keys, at[:, None], key[None, :], live[:, None], scale, slope, window,
+            padding, documents, slopes, row * padding_b, row * documents_b, m, CAUSAL,
         )  # fmt: skip
-        weight = tl.exp2(tl.where(seen, score, float("-inf")) - whole[:, None])
+        weight = tl.exp2(score - whole[:, None])
         change = product(gradients, tl.trans(values), tl.zeros([BLOCK_M, BLOCK_N], tl.float32))
         change = weight * (change - delta[:, None])
         result = product(narrow(change, keys.dtype), keys, result)
@@ -182,8 +172,8 @@ def key_gradient_kernel(
     slot = key.to(tl.int64)
     dim = tl.arange(0, BLOCK_D)
     column = tl.arange(0, BLOCK_V)
-    keys = _load(k + row * k_b + key_head * k_g, slot * k_m, dim, exists, DIM)
-    values = _load(v + row * v_b + key_head * v_g, slot * v_m, column, exists, WIDTH)
+    keys = load_tile(k + row * k_b + key_head * k_g, slot * k_m, dim, exists, DIM)
+    values = load_tile(v + row * v_b + key_head * v_g, slot * v_m, column, exists, WIDTH)
     key_result = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     value_result = tl.zeros([BLOCK_N, BLOCK_V], tl.float32)
     low = start - offset
@@ -201,18 +191,16 @@ def key_gradient_kernel(
         slope = 0.0
         if slopes is not None:
             slope = tl.load(slopes + head)
-        queries = _load(q + row * q_b + head * q_h, place * q_n, dim, live, DIM)
-        gradients = _load(gradient + row * gradient_b + head * gradient_h, place * gradient_n, column, live, WIDTH)
+        queries = load_tile(q + row * q_b + head * q_h, place * q_n, dim, live, DIM)
+        gradients = load_tile(gradient + row * gradient_b + head * gradient_h, place * gradient_n, column, live, WIDTH)
         sums_at = row * sums_b + head * sums_h
         whole = tl.load(sums + sums_at + query, mask=live, other=0.0)
         delta = tl.load(deltas + sums_at + query, mask=live, other=0.0)
-        score = product(keys, tl.trans(queries), tl.zeros([BLOCK_N, BLOCK_M], tl.float32)) * (scale * LOG2_E)
-        score = _biased(score, at[None, :], key[:, None], slope, slopes)
-        seen = _seen(
-            at[None, :], key[:, None], live[None, :], window, padding, documents,
-            row * padding_b, row * documents_b, m, CAUSAL,
+        score = _scores(
+            keys, queries, at[None, :], key[:, None], live[None, :], scale, slope, window,
+            padding, documents, slopes, row * padding_b, row * documents_b, m, CAUSAL,
         )  # fmt: skip
-        weight = tl.exp2(tl.where(seen, score, float("-inf")) - whole[None, :])
+        weight = tl.exp2(score - whole[None, :])
         value_result = product(narrow(weight, gradients.dtype), gradients, value_result)
         change = product(values, tl.trans(gradients), tl.zeros([BLOCK_N, BLOCK_M], tl.float32))
         change = weight * (change - delta[None, :])

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from farspan.ops.device import cdiv, has_sound_wgmma, power_of_2
 from farspan.ops.triton.angles import amplitudes, cos_sin, positions_of
-from farspan.ops.triton.support import narrow, padded, processors, product, row_major, row_stride
+from farspan.ops.triton.support import load_tile, narrow, padded, processors, product, row_major, row_stride
 
 ANCHOR = tl.constexpr(1024)  # tiles from one exact base angle to the next
 # Kernel arguments whose values should not cause another compilation.
@@ -85,12 +85,6 @@ def _kept(padding, padding_b, row, key, end):
     if padding is not None:
         keep = keep & (tl.load(padding + row * padding_b + key, mask=keep, other=0) != 0)
     return keep
-
-
-@triton.jit
-def _load_tile(x, where, column, keep, WIDTH: tl.constexpr):
-    """Load rows of x that start at `where`; zeros for those not kept, whatever memory holds there."""
-    return tl.load(x + where[:, None] + column[None, :], mask=keep[:, None] & (column < WIDTH)[None, :], other=0.0)
 
 
 @triton.jit
@@ -171,8 +165,8 @@ def one_query_kernel(
         keep = _kept(padding, padding_b, row, key, end)
         key_at = positions_of(key_positions, key_positions_b, row, key, keep, first)
         slot = key.to(tl.int64)
-        coefficient = _load_tile(t, row * t_b + head * t_g + slot * t_m, pair, keep, HALF).to(tl.float32)
-        value = _load_tile(v, row * v_b + head * v_g + slot * v_m, column, keep, WIDTH).to(tl.float32)
+        coefficient = load_tile(t, row * t_b + head * t_g + slot * t_m, pair, keep, HALF).to(tl.float32)
+        value = load_tile(v, row * v_b + head * v_g + slot * v_m, column, keep, WIDTH).to(tl.float32)
 
         if step is None:
             wave = left[None, :]
@@ -261,8 +255,8 @@ def few_queries_kernel(
         keep = _kept(padding, padding_b, row, key, end)
         key_at = positions_of(key_positions, key_positions_b, row, key, keep, first)
         slot = key.to(tl.int64)
-        coefficient = _load_tile(t, row * t_b + key_head * t_g + slot * t_m, pair, keep, HALF)
-        value = _load_tile(v, row * v_b + key_head * v_g + slot * v_m, column, keep, WIDTH)
+        coefficient = load_tile(t, row * t_b + key_head * t_g + slot * t_m, pair, keep, HALF)
+        value = load_tile(v, row * v_b + key_head * v_g + slot * v_m, column, keep, WIDTH)
 
         if step is None:
             score = _score_product(coefficient, _two_parts(left, q.dtype.element_ty), BLOCK_M)

@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from farspan.ops.device import cdiv
-from farspan.ops.triton.support import INTERPRETED, Buffer, narrow, padded, row_major, row_stride
+from farspan.ops.triton.support import INTERPRETED, Buffer, load_tile, narrow, padded, row_major, row_stride
 
 
 @triton.jit
@@ -41,16 +41,9 @@ def _locate(blocks, heads):
 
 
 @triton.jit
-def _load_tile(x, where, column, live, WIDTH: tl.constexpr, DOT: tl.constexpr):
-    """Load rows of x that start at `where`, as DOT; zeros where not live, whatever memory holds there."""
-    inside = live[:, None] & (column < WIDTH)[None, :]
-    return tl.load(x + where[:, None] + column[None, :], mask=inside, other=0.0).to(DOT)
-
-
-@triton.jit
 def _load_features(x, where, column, live, WIDTH: tl.constexpr, DOT: tl.constexpr):
     """Load rows of x and apply the ReLU."""
-    wide = _load_tile(x, where, column, live, WIDTH, tl.float32)
+    wide = load_tile(x, where, column, live, WIDTH).to(tl.float32)
     return narrow(tl.where(wide <= 0.0, 0.0, wide), DOT)  # unlike a maximum, this keeps a NaN
 
 
@@ -124,7 +117,7 @@ def totals_kernel(
             where = (row * heads * TIMES + which) * n + wide
             cos, sin = _load_factors(angles, angles_s, index, denominators, where, live, epsilon, QUERIES)
             feature = _load_features(y, row * y_b + which * y_h + wide * y_n, column, live, D, DOT)
-            value = tl.trans(_load_tile(z, row * z_b + which * z_h + wide * z_n, into, live, DV, DOT))
+            value = tl.trans(load_tile(z, row * z_b + which * z_h + wide * z_n, into, live, DV).to(DOT))
             state_c += _multiply(value, _weighted(feature, cos))
             state_s += _multiply(value, _weighted(feature, sin))
             if QUERIES:
@@ -209,7 +202,7 @@ def pairs_kernel(
     wide = index.to(tl.int64)
     where_x = row * x_b + head * x_h + wide * x_n
     if GRADED:
-        left = _load_tile(x, where_x, column, live, WIDTH, DOT)
+        left = load_tile(x, where_x, column, live, WIDTH).to(DOT)
     else:
         left = _load_features(x, where_x, column, live, WIDTH, DOT)
     where_row = (row * x_heads + head) * n + wide
@@ -218,7 +211,7 @@ def pairs_kernel(
     delta = tl.full([BLOCK_M], 1.0, tl.float32)
     if SCALED:
         where_mean = row * attended_b + head * attended_h + wide * attended_n
-        mean = _load_tile(attended, where_mean, column, live, WIDTH, tl.float32)
+        mean = load_tile(attended, where_mean, column, live, WIDTH).to(tl.float32)
         free = tl.load(denominators + where_row, mask=live, other=0.0) >= epsilon
         delta = tl.where(free, -tl.sum(mean * left.to(tl.float32), axis=1), 0.0)
         tl.store(deltas + where_row, delta, mask=live)
@@ -260,11 +253,11 @@ def pairs_kernel(
         where_y = row * y_b + which * y_h + far * y_n
         where_z = row * z_b + which * z_h + far * z_n
         if GRADED:
-            right = _load_tile(y, where_y, column, y_live, WIDTH, DOT)
+            right = load_tile(y, where_y, column, y_live, WIDTH).to(DOT)
             value = _load_features(z, where_z, into, y_live, OUT_WIDTH, DOT)
         else:
             right = _load_features(y, where_y, column, y_live, WIDTH, DOT)
-            value = _load_tile(z, where_z, into, y_live, OUT_WIDTH, DOT)
+            value = load_tile(z, where_z, into, y_live, OUT_WIDTH).to(DOT)
         where_far = (row * x_heads * TIMES + which) * n + far
         y_c, y_s = _load_factors(angles, angles_s, other, denominators, where_far, y_live, epsilon, REVERSE)
         score = _multiply(left, tl.trans(right))
@@ -288,7 +281,7 @@ def pairs_kernel(
         tl.store(denominators + where_row, total, mask=live)
     if GRADED:
         where_source = row * source_b + head * source_h + wide * source_n
-        mixed = tl.where(_load_tile(source, where_source, into, live, OUT_WIDTH, tl.float32) > 0.0, mixed, 0.0)
+        mixed = tl.where(load_tile(source, where_source, into, live, OUT_WIDTH).to(tl.float32) > 0.0, mixed, 0.0)
     to = out + (row * out_b + head * out_h + wide * out_n)[:, None] + into[None, :]
     tl.store(to, narrow(mixed, out.dtype.element_ty), mask=live[:, None] & (into < OUT_WIDTH)[None, :])
 

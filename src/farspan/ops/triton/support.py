@@ -34,6 +34,12 @@ def narrow(x, dtype: tl.constexpr):
 
 
 @triton.jit
+def load_tile(x, where, column, live, WIDTH: tl.constexpr):
+    """Load rows of x that start at `where`; zeros where not live, whatever memory holds there."""
+    return tl.load(x + where[:, None] + column[None, :], mask=live[:, None] & (column < WIDTH)[None, :], other=0.0)
+
+
+@triton.jit
 def product(x, y, add):
     """Compute add + x·y on tensor cores with float32 sums; float32 operands keep all their bits."""
     if INTERPRETED and x.dtype == tl.bfloat16:
