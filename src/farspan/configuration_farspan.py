@@ -12,7 +12,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PreTrainedConfig
 
 from farspan.errors import require, require_choice, unknown
-from farspan.layers import ACTIVATIONS, DECODE_BACKENDS, AttentionSpec, hybrid
+from farspan.layers import ACTIVATIONS, DECODE_BACKENDS, LENGTH_FORMS, AttentionSpec, hybrid
 from farspan.ops.cosformer import BEYOND
 from farspan.ops.masking import LIMIT
 from farspan.ops.reference import ACTIVATIONS as COSFORMER_ACTIVATIONS
@@ -97,7 +97,8 @@ class FarspanConfig(PreTrainedConfig):
             or "per_request". Linear CoCA layers take every scaling except "dynamic".
         log_length: a temperature for scores that follows n, the number of keys. True: ln n / ln train_length for
             n > `train_length`, in every layer with a softmax (in a window, n is at most its width). "learned": s·ln n
-            with s learned per head, in layers without a window. Default: True for hybrids, else False.
+            with s learned per head. "step": 1 + 0.1·ln(1 + ⌊position / train_length⌋), which other engines run. The
+            last two are for layers without a window. Default: True for hybrids, else False.
         polar_phase, polar_activation: of PoPE and polar CoCA: learn a phase per head and frequency (True), and what
             keeps their magnitudes ≥ 0: "softplus" or "relu".
         kv_shift: an experiment: mix keys and values of global layers without positions with those of the token before.
@@ -332,7 +333,7 @@ CHOICES: dict[str, Iterable[Any]] = {
     "cosformer_beyond": BEYOND,
     "cosformer_activation": COSFORMER_ACTIVATIONS,
     "decode_backend": DECODE_BACKENDS,
-    "log_length": (False, True, "learned"),
+    "log_length": (False, True, *LENGTH_FORMS[1:]),
 }
 FIELDS = [field.name for field in fields(FarspanConfig)]
 

@@ -24,7 +24,7 @@ from farspan.ops.cosformer import BEYOND, cosformer_attention
 from farspan.ops.device import wants_gradient, working_dtype
 from farspan.ops.masking import LIMIT, AttentionContext, AttentionMask
 from farspan.ops.reference import ACTIVATIONS as COSFORMER_ACTIVATIONS
-from farspan.ops.rotary import Rotary, log_length, odd_width
+from farspan.ops.rotary import Rotary, log_length, odd_width, step_length
 from farspan.ops.softmax import alibi_attention, rope_attention
 
 __all__ = [
@@ -45,6 +45,9 @@ KINDS = ("rope", "alibi", "coca", "pope", "cosformer", "linear-coca")
 COCA_FORMS = ("exact", "strict", "slack", "polar")
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "softplus": F.softplus}
 DECODE_BACKENDS = ("auto", "sdpa", "triton")
+LENGTH_FORMS = ("log", "learned", "step")
+"""How scores follow the number n of keys past the training length L0: ln n / ln L0, s·ln n with s learned per head, or
+1 + 0.1·ln(1 + ⌊position / L0⌋)."""
 
 
 @dataclass(frozen=True)
@@ -192,7 +195,7 @@ class Attention(nn.Module):
         causal: a query sees keys up to itself.
         log_length: length of training, past which scores grow with the logarithm of a query's position
             (:func:`farspan.ops.rotary.log_length`); None = never.
-        learn_length: multiply scores by s·ln n instead, with a learned `length_scale` s per head.
+        length_form: how they grow, one of :data:`LENGTH_FORMS`. "learned" gives the layer a `length_scale` per head.
         coca_activation, decode_backend, polar_phase, polar_activation, kv_shift: as in :class:`farspan.FarspanConfig`.
     """
 
@@ -212,7 +215,7 @@ class Attention(nn.Module):
         causal: bool = True,
         decode_backend: str = "auto",
         log_length: int | None = None,
-        learn_length: bool = False,
+        length_form: str = "log",
         polar_phase: bool = True,
         polar_activation: str = "softplus",
         kv_shift: bool = False,
@@ -220,6 +223,7 @@ class Attention(nn.Module):
         super().__init__()
         require_choice("coca_activation", coca_activation, ACTIVATIONS)
         require_choice("polar_activation", polar_activation, ACTIVATIONS)
+        require_choice("length_form", length_form, LENGTH_FORMS)
         require_choice("decode_backend", decode_backend, DECODE_BACKENDS)
         self.spec = AttentionSpec.parse(spec)
         require(
@@ -247,7 +251,7 @@ class Attention(nn.Module):
         if self.spec.kind == "pope" and self.rotary is not None:
             self.rotary = replace(self.rotary, dim=2 * self.head_dim)  # d frequencies
         self.causal, self.coca_activation, self.decode_backend = causal, coca_activation, decode_backend
-        self.log_length, self.polar_activation = log_length, polar_activation
+        self.log_length, self.length_form, self.polar_activation = log_length, length_form, polar_activation
         self.scaling = self.head_dim**-0.5
         self.form = "slack" if self.spec.form == "slack" else "exact"  # strict is exact with a tied query
         self.polar, self.collinear = self.spec.polar, self.spec.collinear
@@ -264,7 +268,7 @@ class Attention(nn.Module):
         self.shift: nn.Parameter | None = None
         if self.polar and self.spec.rotary and polar_phase:
             self.phase = nn.Parameter(torch.zeros(num_heads * self.key_width))
-        if log_length is not None and learn_length:
+        if log_length is not None and length_form == "learned":
             self.length_scale = nn.Parameter(torch.full((num_heads,), self.first_length_scale))
         if kv_shift:
             require(self.spec.shiftable, f"kv_shift needs a layer without window and positions, got {self.spec}")
@@ -415,7 +419,7 @@ class Attention(nn.Module):
         return q if gain is None else (q * gain).to(q.dtype)
 
     def _shared_gain(self, mask: AttentionMask, dtype: torch.dtype) -> Tensor | None:
-        key = ("log_length", self.log_length, self.length_scale is None, self.squares, dtype)
+        key = ("log_length", self.log_length, self.length_form, self.squares, dtype)
         return mask.share(key, lambda: self._gain(mask, dtype))
 
     def _gain(self, mask: AttentionMask, dtype: torch.dtype) -> Tensor | None:
@@ -428,7 +432,10 @@ class Attention(nn.Module):
                 return None
         count = mask.query_positions + 1
         count = count if window is None else count.clamp(max=window)
-        gain = log_length(count, trained) if self.length_scale is None else count.double().clamp(min=1.0).log()
+        if self.length_scale is not None:
+            gain = count.double().clamp(min=1.0).log()
+        else:
+            gain = (step_length if self.length_form == "step" else log_length)(count, trained)
         return (gain.sqrt() if self.squares else gain)[:, None, :, None].to(working_dtype(dtype))
 
 

@@ -210,15 +210,15 @@ def make_attention(config: FarspanConfig, spec: AttentionSpec) -> Attention:
     if spec.kind == "linear-coca":
         return LinearCocaAttention(width, heads, nope=not spec.rotary, **options)
     options |= {"polar_phase": config.polar_phase, "polar_activation": config.polar_activation}
-    options |= {"kv_shift": config.kv_shift and spec.shiftable, "learn_length": config.log_length == "learned"}
-    options["log_length"] = _log_length(config, spec)
+    options |= {"kv_shift": config.kv_shift and spec.shiftable, **_length_options(config, spec)}
     return Attention(width, heads, spec, decode_backend=config.decode_backend, **options)
 
 
-def _log_length(config: FarspanConfig, spec: AttentionSpec) -> int | None:
-    """Return the length of training where the configuration's `log_length` concerns a layer with a softmax."""
-    applies = config.log_length is True or (config.log_length == "learned" and spec.window is None)
-    return config.train_length if applies else None
+def _length_options(config: FarspanConfig, spec: AttentionSpec) -> dict[str, Any]:
+    """Return what `log_length` says about a layer with a softmax."""
+    form = "log" if config.log_length is True else config.log_length or "log"
+    applies = config.log_length and (form == "log" or spec.window is None)
+    return {"log_length": config.train_length if applies else None, "length_form": form}
 
 
 class FarspanBlock(GradientCheckpointingLayer):
@@ -347,7 +347,7 @@ class FarspanPreTrainedModel(PreTrainedModel):
         self.config.log_length = on
         for module in self.modules():
             if isinstance(module, Attention) and not module.spec.linear:
-                module.log_length = _log_length(changed, module.spec)
+                vars(module).update(_length_options(changed, module.spec))
 
 
 class FarspanModel(FarspanPreTrainedModel):

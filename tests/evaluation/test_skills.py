@@ -173,11 +173,12 @@ def test_options_of_the_first_version_mean_what_they_meant(
     refused("exclude each other; give --scaling alone", *options, *old, "--scaling", "linear-4")
 
 
+@pytest.mark.parametrize("log", [True, "step"])
 def test_several_scalings_are_measured_in_turn_and_the_own_one_comes_back(
-    model: FarspanForCausalLM, tmp_path: Path
+    log: bool | str, model: FarspanForCausalLM, tmp_path: Path
 ) -> None:
     model.set_rope_parameters(rope_type="yarn", factor=2.0)
-    model.set_log_length(True)
+    model.set_log_length(log)
     options = [*saved(model, tmp_path), "--out", tmp_path / "o.json", "--force"]
     evaluated(*options, "--scaling", "none,dynamic_ntk-4", "--scaling", "ntk-4,own,linear-4")
     rows = {row["scaling"]: row["nll"] for row in found(tmp_path) if row["mode"] == "sliding"}

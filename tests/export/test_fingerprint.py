@@ -98,8 +98,9 @@ def test_a_fingerprint_tells_apart_what_computes_something_else(
     assert (digest(model, tmp_path / "other") == first) == same
 
 
-def test_a_fingerprint_tells_apart_forms_of_a_hybrid(tmp_path: Path) -> None:
+@pytest.mark.parametrize("change", [{"polar_activation": "relu"}, {"log_length": "step"}], ids=str)
+def test_a_fingerprint_tells_apart_forms_of_a_hybrid(change: dict[str, Any], tmp_path: Path) -> None:
     usual = make("hybrid", global_every=2, dtype=torch.float32)
-    other = make("hybrid", global_every=2, dtype=torch.float32, polar_activation="relu")
+    other = make("hybrid", global_every=2, dtype=torch.float32, **change)
     other.load_state_dict(usual.state_dict())
     assert digest(usual, tmp_path / "usual") != digest(other, tmp_path / "other")

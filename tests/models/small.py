@@ -101,7 +101,7 @@ SOFTMAX = [
     {"attention": ["pope", "coca-exact", "coca-polar"], "log_length": "learned", "polar_activation": "relu"},
     {
         "attention": [{"kind": "pope", "window": 8}, {"kind": "coca", "form": "polar", "window": 8}, NOPE],
-        "log_length": True,
+        "log_length": "step",
         "kv_shift": True,
     },
 ]

@@ -109,7 +109,7 @@ def test_an_encoder_is_no_language_model(tmp_path: Path) -> None:
             "rope_parameters must give finite angles",
         ),
         ({"rope_parameters": {"full_attention": {"rope_theta": 5.0}}}, "must be one mapping for all layers"),
-        ({"log_length": "lerned"}, "log_length must be one of False, True, 'learned', got 'lerned'"),
+        ({"log_length": "lerned"}, "log_length must be one of False, True, 'learned', 'step', got 'lerned'"),
         (
             {"kv_shift": True},
             "kv_shift needs a global layer without positions, got attention 'coca-exact'; use a hybrid",

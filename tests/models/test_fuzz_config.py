@@ -32,7 +32,7 @@ GOOD: dict[str, list[Any]] = {
     "learned_positions": [0, 64],
     "train_length": [1, 2, 8, 64],
     "max_position_embeddings": [1, 64],
-    "log_length": [True, False, "learned", "x"],
+    "log_length": [True, False, "learned", "step", "x"],
     "polar_phase": [True, False],
     "polar_activation": ["relu", "softplus"],
     "kv_shift": [True, False],

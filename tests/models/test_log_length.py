@@ -36,6 +36,7 @@ def test_log_length_can_be_set_on_a_finished_model_and_changes_nothing_inside_it
 
 FORMS: dict[bool | str, Callable[[int, Tensor], Tensor]] = {
     True: lambda n, _: torch.full((1,), max(1.0, math.log(n) / math.log(8)), dtype=torch.float64),
+    "step": lambda n, _: torch.full((1,), 1 + 0.1 * math.log(1 + (n - 1) // 8), dtype=torch.float64),
     "learned": lambda n, scale: scale * math.log(n),
 }
 """What the scores of the n-th token are multiplied by, for training length 8; scores of CoCA by its square."""

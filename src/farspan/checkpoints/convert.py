@@ -149,6 +149,8 @@ def fingerprint(source: Source) -> str:
     meaning["attention"] = [[spec.name, spec.window, spec.rotary] for spec in config.attention_specs]
     # "law" is the scaling: a key of recorded digests.
     meaning |= {"base": config.rotary().base, "law": repr(config.rotary().scaling)}
+    if config.log_length == "step":  # each row of a result says whether a temperature was on; this is another one
+        meaning["log_length"] = "step"
     meaning["epsilon"] = float(torch.tensor(config.rms_norm_eps))  # GGUF files keep it in float32
     digest = sha256(json.dumps(meaning, sort_keys=True).encode())
     for name in sorted(names):

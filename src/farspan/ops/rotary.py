@@ -203,6 +203,15 @@ def log_length(count: Tensor, train_length: int) -> Tensor:
     return (count.double().clamp(min=train_length).log() / math.log(train_length)).clamp(min=1.0)
 
 
+def step_length(count: Tensor, train_length: int) -> Tensor:
+    """Compute another temperature of the n-th token: 1 + 0.1·ln(1 + ⌊(n-1) / L₀⌋), as of Llama 4.
+
+    >>> step_length(torch.tensor([64, 512, 513]), 512)
+    tensor([1.0000, 1.0000, 1.0693], dtype=torch.float64)
+    """
+    return 1 + 0.1 * (1 + (count - 1).clamp(min=0) // train_length).double().log()
+
+
 def odd_width(width: int) -> str:
     """Return the error message for a head that does not split into rotary pairs."""
     return f"head_dim must be even to form rotary pairs, got {width}; choose hidden_size / num_heads even"
