@@ -91,7 +91,7 @@ def test_figures_are_titled_labelled_and_have_units(out: Path) -> None:
     ("model", "options", "message"),
     [
         ("rope", ["--text", "no.txt"], "no.txt"),
-        ("rope", ["--text", "short.txt"], "two windows = 32 tokens, got 5 at most"),
+        ("rope", ["--text", "short.txt"], "two windows = 32 tokens, got none that long"),
         ("rope", ["--text", "book.txt", "--layers", "7"], "(0, 1, 2, 3), got 7"),
         ("rope", ["--text", "book.txt", "--layers", "x"], "--layers must be whole numbers"),
         ("rope", ["--text", "book.txt", "--scalings", "none,ntq"], "did you mean 'ntk'"),
