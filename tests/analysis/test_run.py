@@ -15,7 +15,7 @@ from farspan.analysis.curves import band
 from farspan.analysis.factors import SCALINGS, scaled
 from farspan.analysis.run import DRIFT_QUERIES, REGIONS
 from farspan.bench.timing import peak_bytes
-from farspan.evaluation.perplexity import token_losses
+from farspan.evaluation.losses import token_losses
 from tests.analysis.small import seen, small, text
 from tests.processes import in_fresh_process
 

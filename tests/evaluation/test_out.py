@@ -44,7 +44,7 @@ def test_where_a_result_goes_is_checked_before_any_work(name: str, tmp_path: Pat
         (["--stride", 0], "Invalid value for '--stride': "),
         (["--stride=-3"], ", got -3; see 'farspan eval ppl --help'"),
         (["--scaling", "ntk4"], "--scaling must be own, none, ntk-F, dynamic_ntk-F"),
-        (["--lengths", "1"], "--lengths must be at least 2, got [1]"),
+        (["--lengths", "1"], "--lengths must be at least 2, got 1"),
         (["--text-tokens", 1000], "--text-tokens must be at least the longest window 2048, got 1000"),
     ],
 )

@@ -12,10 +12,10 @@ from tests.models.small import make
 
 
 class Oracle:
-    """A model that answers right when the key is near, wrong otherwise."""
+    """A model that answers right when the key is within its training length, wrong otherwise."""
 
     def __init__(self, reach: int) -> None:
-        self.config, self.reach = make().config, reach
+        self.config, self.reach = make(train_length=reach).config, reach
 
     def parameters(self):
         yield torch.zeros(1)
@@ -31,7 +31,7 @@ class Oracle:
 
 
 def test_right_and_wrong_answers_are_counted_near_and_far() -> None:
-    row = passkey(Oracle(300), Exact(), length=1000, cases=40, near=300, tokens_at_once=5000)
+    row = passkey(Oracle(300), Exact(), length=1000, cases=40, tokens_at_once=5000)
     assert row["cases"] == 40
     assert row["near"]["accuracy"] == 1.0
     assert row["far"]["accuracy"] == 0.0
@@ -58,7 +58,7 @@ def test_nobody_is_reminded_that_a_prompt_is_long(
 
 
 @pytest.mark.parametrize("mode", ["per_query", "per_request"])
-def test_reading_the_prompt_in_pieces_changes_no_answer(mode: str) -> None:
+def test_reading_the_prompt_in_pieces_changes_no_answer(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make(attention="coca-slack", rope_parameters={"rope_type": "dynamic", "factor": 4.0, "mode": mode})
     answers = []
     generate = model.generate
@@ -69,7 +69,8 @@ def test_reading_the_prompt_in_pieces_changes_no_answer(mode: str) -> None:
 
     model.generate = remember
     for chunk in (300, 64, 7):
-        passkey(model, Letters(), length=300, cases=3, new_tokens=4, chunk=chunk)
+        monkeypatch.setattr("farspan.evaluation.answers.CHUNK", chunk)
+        passkey(model, Letters(), length=300, cases=3, new_tokens=4)
     assert torch.equal(answers[0], answers[1])
     assert torch.equal(answers[0], answers[2])
 

@@ -11,7 +11,7 @@ from farspan.analysis.census import Census
 from farspan.analysis.curves import QUERIES, Decay, Drift, Microscope, band, distances, lengths
 from farspan.analysis.factors import SCALINGS, Factors, frequencies, rotary_layers, scaled, walk
 from farspan.errors import require, require_choice
-from farspan.evaluation.perplexity import token_losses
+from farspan.evaluation.losses import token_losses
 from farspan.modeling_farspan import FarspanForCausalLM
 from farspan.ops.device import working_dtype
 from farspan.utils import Progress, silent
