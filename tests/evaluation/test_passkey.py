@@ -40,12 +40,9 @@ def test_right_and_wrong_answers_are_counted_near_and_far() -> None:
     assert sum(o["right"] for o in row["outcomes"]) == row["correct"]
 
 
-def test_nobody_is_reminded_that_a_prompt_is_long(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nobody_is_reminded_that_a_prompt_is_long(caplog: pytest.LogCaptureFixture) -> None:
     """transformers says it once per process for each number: hence two."""
     logger = logging.getLogger("transformers.generation.stopping_criteria")
-    monkeypatch.setattr(logger, "level", logging.WARNING)
     logger.addHandler(caplog.handler)
     try:
         passkey(make(dtype=torch.float32, max_position_embeddings=61), Letters(), length=300, cases=2, new_tokens=3)

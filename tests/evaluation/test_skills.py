@@ -125,6 +125,9 @@ def test_the_command_line_writes_both(model: FarspanForCausalLM, tmp_path: Path)
     evaluated("bits", folder, "--text", text, "--text-bytes", 101, "--out", tmp_path / "o.json", "--force")
     (row,) = found(tmp_path)
     assert (row["bytes"], row["length"]) == (100, 16)  # cut between characters
+    result = json.loads((tmp_path / "o.json").read_text())
+    assert (result["schema"], result["kind"], len(result["model_fingerprint"])) == (2, "bits", 64)
+    assert result["command"].startswith(f"farspan eval bits {folder} --text {text} --text-bytes 101")
     refused("--pairs must be a JSONL file", "pairs", folder, "--pairs", tmp_path / "none.jsonl")
 
 

@@ -1,13 +1,12 @@
 """Retrieval: (model, tokenizer) → how many hidden answers come back, by task, length and depth."""
 
-import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from farspan.checkpoints.sources import quiet
 from farspan.data.passkey import Tokenizer, make_cases
 from farspan.data.retrieval import COUNTS, TASKS, retrieval_case
 from farspan.errors import require_choice
@@ -121,21 +120,9 @@ def continuations(
 
     def continued(part: Sequence[list[int]]) -> list[str]:
         ids = torch.tensor(part, device=next(model.parameters()).device)
-        with _without_reminder():
+        with quiet():  # transformers warns past the training length, which is the task here
             out = model.generate(ids, attention_mask=torch.ones_like(ids), **options)  # type: ignore[misc]
         return [tokenizer.decode(row) for row in out[:, length:].tolist()]
 
     batches = [prompts[start : start + size] for start in range(0, len(prompts), size)]
     return [text for batch in in_shares(continued, batches, progress, name) for text in batch]
-
-
-@contextmanager
-def _without_reminder() -> Iterator[None]:
-    """Silence transformers' only warning there, about generating past the training length: here that is the task."""
-    logger = logging.getLogger("transformers.generation.stopping_criteria")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
