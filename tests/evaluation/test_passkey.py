@@ -1,9 +1,8 @@
 """Passkey: answers are counted right."""
 
-import logging
-
 import pytest
 import torch
+from transformers.utils import logging
 
 from farspan.evaluation import passkey
 from farspan.utils import wilson
@@ -42,8 +41,9 @@ def test_right_and_wrong_answers_are_counted_near_and_far() -> None:
 
 def test_nobody_is_reminded_that_a_prompt_is_long(caplog: pytest.LogCaptureFixture) -> None:
     """transformers says it once per process for each number: hence two."""
-    logger = logging.getLogger("transformers.generation.stopping_criteria")
+    logger, level = logging.get_logger("transformers.generation.stopping_criteria"), logging.get_verbosity()
     logger.addHandler(caplog.handler)
+    logging.set_verbosity_warning()  # another test may have set it lower
     try:
         passkey(make(dtype=torch.float32, max_position_embeddings=61), Letters(), length=300, cases=2, new_tokens=3)
         assert not caplog.messages
@@ -52,6 +52,7 @@ def test_nobody_is_reminded_that_a_prompt_is_long(caplog: pytest.LogCaptureFixtu
         assert "exceeded the model's predefined maximum length (62)" in caplog.messages[0]
     finally:
         logger.removeHandler(caplog.handler)
+        logging.set_verbosity(level)
 
 
 @pytest.mark.parametrize("mode", ["per_query", "per_request"])

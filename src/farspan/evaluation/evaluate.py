@@ -235,7 +235,8 @@ class _Opened:
             check_out(Path(out), force)
         for name in scalings:
             check_scaling(name, "--scaling")
-        self.path, self.out, self.scalings, self.label = Path(model), out, scalings, label or {}
+        self.path, self.out, self.label = Path(model), out, label or {}
+        self.scalings = scalings or ("own",)
         self.source, self.progress = open_source(self.path), progress
         self.config = config_of(self.source)
 
