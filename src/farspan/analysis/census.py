@@ -87,7 +87,7 @@ class Census:
                 keys = torch.arange(made.first_key(query), query + 1, device=queries.device)
                 for span in keys.split(step):
                     angle, _, marks = self._marked(made, query, span)
-                    self._weigh(2, angle, marks, attention[:, i, span])
+                    self._weigh(2, _bins(angle), marks, attention[:, i, span])
                 stride = -(-keys.shape[0] // KEYS)
                 spaced = keys[stride // 2 :: stride]
                 for span in spaced.split(step):
@@ -99,8 +99,9 @@ class Census:
         """Count one query and a span of keys, each alike and by |q_j||k_j|."""
         angle, gap, marks = self._marked(made, query, keys)
         energy = made.key[:, keys].abs().repeat_interleave(made.groups, dim=0) * made.initial[:, query].abs()[:, None]
-        self._weigh(0, angle, marks, torch.ones_like(angle))
-        self._weigh(1, angle, marks, energy)
+        bins = _bins(angle)
+        self._weigh(0, bins, marks, None)
+        self._weigh(1, bins, marks, energy)
         between = torch.searchsorted(self.edges, angle.permute(2, 0, 1).flatten(1).contiguous(), right=True)
         self.crossed += _counted(between.view(-1, *angle.shape[:2]).permute(1, 2, 0), None, self.crossed.shape[-1])
         self.damped += torch.stack(
@@ -114,14 +115,16 @@ class Census:
         gap, distance = (CIRCLE - angle) * past, (query - keys)[:, None]
         return angle, gap, [past, *((gap > (distance * row).to(gap.dtype)).to(gap.dtype) for row in self.theta)]
 
-    def _weigh(self, which: int, angle: Tensor, marks: list[Tensor], weight: Tensor) -> None:
-        """Add angles and marks (h, keys, d/2) to the sums of one of WEIGHTS, (h, keys) or (h, keys, d/2)."""
-        if weight.ndim == 2:
+    def _weigh(self, which: int, bins: Tensor, marks: list[Tensor], weight: Tensor | None) -> None:
+        """Add bins and marks (h, keys, d/2) to the sums of one of WEIGHTS: None, (h, keys) or (h, keys, d/2)."""
+        if weight is None:
+            past, *zones = (mark.sum(1) for mark in marks)
+        elif weight.ndim == 2:
             past, *zones = (torch.bmm(weight[:, None], mark)[:, 0] for mark in marks)
-            weight = weight[..., None].expand_as(angle)
+            weight = weight[..., None].expand_as(bins)
         else:
             past, *zones = ((mark * weight).sum(1) for mark in marks)
-        self.histogram[which] += _counted((angle * (BINS / CIRCLE)).long().clamp_(max=BINS - 1), weight, BINS)
+        self.histogram[which] += _counted(bins, weight, BINS)
         self.past[which] += past
         self.zone[:, which] += torch.stack(zones)
 
@@ -159,6 +162,10 @@ def _angles(made: Factors, query: int, keys: Tensor) -> Tensor:
     across, along = a.imag * b.real - a.real * b.imag, a.real * b.real + a.imag * b.imag
     angle = torch.atan2(across, along).flatten(0, 1)
     return torch.where(angle < 0, angle + CIRCLE, angle)
+
+
+def _bins(angle: Tensor) -> Tensor:
+    return (angle * (BINS / CIRCLE)).long().clamp_(max=BINS - 1)
 
 
 def _counted(cell: Tensor, weight: Tensor | None, bins: int) -> Tensor:
