@@ -8,18 +8,18 @@ import torch
 from torch import Tensor
 
 from farspan.analysis import census as census_module
-from farspan.analysis.census import BINS, CIRCLE, Census, crossings, share
-from farspan.analysis.factors import SCALINGS, Factors, frequencies_at, scaled
+from farspan.analysis.census import BINS, CIRCLE, Census, share
+from farspan.analysis.factors import SCALINGS, Factors, frequencies, scaled
 from farspan.ops.rotary import Rotary
 from tests.analysis.reference import count_crossings, initial_angles, probabilities, scores
-from tests.analysis.small import seen, small, text
+from tests.analysis.small import KINDS, N, same, seen, small, text
 
-N, L0 = 45, 16
-KINDS: list[Any] = ["rope", "coca-exact", "coca-strict", "coca-slack", {"kind": "rope", "window": 7}]
+L0 = 16
 
 
 def thetas(rotary: Rotary) -> Tensor:
-    return torch.stack([frequencies_at(scaled(rotary, method, 4.0, L0), N) for method in SCALINGS])
+    last = torch.tensor([N - 1])
+    return torch.cat([frequencies(scaled(rotary, method, 4.0, L0), N, last) for method in SCALINGS])
 
 
 def census_of(made: Factors, queries: Tensor) -> Census:
@@ -57,19 +57,17 @@ def test_census_equals_brute_force(attention: Any, at_once: int, monkeypatch: py
     tau = torch.where(angle > math.pi, (CIRCLE - angle), 0.0) / census.theta[:, None, None, None]  # scaling h n m j
     for w, weight in enumerate(weights):
         picked = weight[:, queries]
-        close(census.totals[w], picked.sum((1, 2)))
-        close(census.past[w], (picked * (angle > math.pi)[:, queries]).sum((1, 2)))
+        same(census.totals[w], picked.sum((1, 2)))
+        same(census.past[w], (picked * (angle > math.pi)[:, queries]).sum((1, 2)))
         for b in range(BINS):
             bin_ = (angle * (BINS / CIRCLE)).floor() == b
-            close(census.histogram[w, ..., b], (picked * bin_[:, queries]).sum((1, 2)))
+            same(census.histogram[w, ..., b], (picked * bin_[:, queries]).sum((1, 2)))
         for scaling in range(len(SCALINGS)):
             inside = ((distance < tau[scaling]) & (angle > math.pi))[:, queries]
-            close(census.zone[scaling, w], (picked * inside).sum((1, 2)))
+            same(census.zone[scaling, w], (picked * inside).sum((1, 2)))
     plain = weights[0][:, queries]
     for scaling in range(len(SCALINGS)):
-        close(census.damped[scaling], (plain * tau[scaling].ceil().clamp(max=L0)[:, queries]).sum((1, 2)))
-        anomalous = (plain * (angle > math.pi)[:, queries]).sum((1, 2))
-        close(census.mean_tau()[scaling], share((plain * tau[scaling][:, queries]).sum((1, 2)), anomalous, [0]))
+        same(census.damped[scaling], (plain * tau[scaling].ceil().clamp(max=L0)[:, queries]).sum((1, 2)))
     assert census.queries == len(queries)
     assert census.pairs == int((p[0, queries] > 0).sum())
 
@@ -82,7 +80,7 @@ def test_crossings_equal_a_walk_along_the_circle(reach: int) -> None:
     layer: Any = small("rope").model.layers[1].self_attn
     angle, _ = initial_angles(layer, q, k)
     for scaling in (0, 1, 2):
-        mean, ever = crossings(census, scaling, reach)
+        mean, ever = census.crossings(scaling, reach)
         for head in (0, 3):
             for pair in range(4):
                 found = [
@@ -91,8 +89,8 @@ def test_crossings_equal_a_walk_along_the_circle(reach: int) -> None:
                     for n in range(m + 1)
                 ]
                 counted = torch.tensor(found, dtype=torch.float64)
-                close(mean[:, head, pair], counted.mean(0))
-                close(ever[:, head, pair], (counted > 0).double().mean(0))
+                same(mean[:, head, pair], counted.mean(0))
+                same(ever[:, head, pair], (counted > 0).double().mean(0))
 
 
 @pytest.mark.parametrize("attention", ["coca-exact", "coca-strict", "coca-slack"])
@@ -121,10 +119,10 @@ def test_planted_angles_come_back() -> None:
     made, _, _ = seen(model, text(N))
     census = census_of(made, torch.arange(N))
     anomalous = (planted > math.pi).double()
-    close(share(census.past, census.totals), anomalous.expand(3, -1, -1))
-    close(census.totals[1] / census.pairs, torch.full((4, 4), 6.0, dtype=torch.float64))
-    close(census.gap / census.pairs, anomalous * (CIRCLE - planted))
-    close(census.mean_tau()[0], share(anomalous * (CIRCLE - planted), anomalous, [0]) / census.theta[0])
+    same(share(census.past, census.totals), anomalous.expand(3, -1, -1))
+    same(census.totals[1] / census.pairs, torch.full((4, 4), 6.0, dtype=torch.float64))
+    tau = (anomalous * (CIRCLE - planted) / census.theta[0]).ceil().clamp(max=L0)
+    same(census.damped[0] / census.pairs, tau)
     bins = (planted / CIRCLE * BINS).long()
     assert torch.equal(census.histogram[0].argmax(-1), bins)
     assert torch.equal(census.histogram[0].amax(-1), torch.full((4, 4), float(census.pairs), dtype=torch.float64))
@@ -135,13 +133,9 @@ def test_widening_is_one_k_and_powers_of_lambda() -> None:
     rotary, d, k = Rotary(8), 8, 4.0
     theta = thetas(rotary)
     wide = dict(zip(SCALINGS, theta[0] / theta, strict=True))
-    close(wide["none"], torch.ones(4))
-    close(wide["linear"], torch.full((4,), k))
+    same(wide["none"], torch.ones(4))
+    same(wide["linear"], torch.full((4,), k))
     for method, stretch in (("ntk", k), ("dynamic_ntk", k * 64 / L0 - (k - 1))):  # 45 tokens: the bucket of 64
         lam = stretch ** (d / (d - 2))
-        close(wide[method], lam ** (2 * torch.arange(4, dtype=torch.float64) / d))
+        same(wide[method], lam ** (2 * torch.arange(4, dtype=torch.float64) / d))
     assert bool((wide["yarn"] >= 1).all() and (wide["yarn"] <= k).all())
-
-
-def close(got: Tensor, wanted: Tensor) -> None:
-    assert float((got.double() - wanted.double()).abs().max()) <= 1e-9 * max(1.0, float(wanted.abs().max()))

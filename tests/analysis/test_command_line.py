@@ -25,32 +25,22 @@ def save(folder: Path, attention: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two models side by side in one folder; the page is made once, after both."""
+    """Models side by side in one folder, one with windows; the page is made once, after all, by a forced repetition."""
     folder = tmp_path_factory.mktemp("look")
     (folder / "book.txt").write_text("the cat sat on the mat and " * 10)
     options = ["--text", folder / "book.txt", "--queries", 4, "--text-tokens", 70, "--out", folder / "out"]
+    mixed = save(folder / "mixed", [{"kind": "rope"}, {"kind": "rope", "window": 5}] * 2)
+    slack = [save(folder / "slack", "coca-slack"), *options, "--label", "my-slack"]
     with pytest.MonkeyPatch.context() as no_page:
         no_page.setattr("farspan_cli.analyze._page", lambda out: [])
         assert called("analyze", save(folder / "rope", "rope"), *options, "--ablate")[0] == 0
-    assert called("analyze", save(folder / "slack", "coca-slack"), *options, "--label", "my-slack")[0] == 0
-    return folder / "out"
-
-
-def test_a_mixed_model_has_its_page_and_a_second_one_needs_a_label(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Window layers have no scores beyond their window, which the figures must bear."""
-    (tmp_path / "book.txt").write_text("the cat sat on the mat and " * 10)
-    options = ["--text", tmp_path / "book.txt", "--queries", 4, "--text-tokens", 70, "--scalings", "none"]
-    options += ["--out", tmp_path / "out"]
-    model = save(tmp_path / "a", [{"kind": "rope"}, {"kind": "rope", "window": 5}] * 2)
-    assert called("analyze", model, *options)[0] == 0
-    assert (tmp_path / "out" / "report" / "index.html").exists()
-    monkeypatch.setattr("farspan_cli.analyze._page", lambda out: [])
-    status, _, error = called("analyze", model, *options)
+        assert called("analyze", mixed, *options, "--label", "mixed", "--scalings", "none")[0] == 0
+        assert called("analyze", *slack)[0] == 0
+        status, _, error = called("analyze", *slack)
     assert status == 2
     assert "exists; add --force to replace it, or choose another name" in error
-    assert called("analyze", model, *options, "--force")[0] == 0
+    assert called("analyze", *slack, "--force")[0] == 0
+    return folder / "out"
 
 
 def test_numbers_come_with_their_provenance(out: Path) -> None:
@@ -79,6 +69,7 @@ def test_figures_are_titled_labelled_and_have_units(out: Path) -> None:
     assert names == {path.stem for path in folder.glob("*.png")}
     wanted = {"angles-layers", "angles-histogram-rope", "angles-pairs-rope", "zone-rope", "borders-rope"}
     wanted |= {f"{kind}-{label}" for kind in ("scores", "bounds", "drift-even") for label in ("rope", "my-slack")}
+    wanted |= {"scores-mixed", "bounds-mixed"}  # window layers have no scores beyond their window
     assert wanted | {"slack-my-slack", "study-rope"} <= names
     assert "angles-histogram-my-slack" not in names  # all at 0: the layers' figure says so
     for name in names:
@@ -91,7 +82,7 @@ def test_figures_are_titled_labelled_and_have_units(out: Path) -> None:
     ("model", "options", "message"),
     [
         ("rope", ["--text", "no.txt"], "no.txt"),
-        ("rope", ["--text", "short.txt"], "two windows = 32 tokens, got 5 at most"),
+        ("rope", ["--text", "short.txt"], "two windows = 32 tokens, got none that long"),
         ("rope", ["--text", "book.txt", "--layers", "7"], "(0, 1, 2, 3), got 7"),
         ("rope", ["--text", "book.txt", "--layers", "x"], "--layers must be whole numbers"),
         ("rope", ["--text", "book.txt", "--scalings", "none,ntq"], "did you mean 'ntk'"),

@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from farspan.analysis import curves as module
 from farspan.analysis.curves import FIRST, QUANTILES, Decay, Drift, Microscope, distances
@@ -14,10 +13,7 @@ from farspan.ops.masking import make_mask
 from farspan.ops.reference import rotations, scores_exact
 from farspan.ops.rotary import Rotary
 from tests.analysis.reference import decay_bounds, probabilities, scores
-from tests.analysis.small import seen, small, text
-
-N = 45
-KINDS: list[Any] = ["rope", "coca-exact", "coca-strict", "coca-slack", {"kind": "rope", "window": 7}]
+from tests.analysis.small import KINDS, N, same, seen, small, text
 
 
 @pytest.mark.parametrize("attention", KINDS, ids=str)
@@ -29,16 +25,18 @@ def test_curves_equal_brute_force(attention: Any, at_once: int, monkeypatch: pyt
     layer: Any = model.model.layers[1].self_attn
     decay = Decay(distances(N))
     decay.add(made)
+    row = decay.row()
     logits = scores(layer, q, k) * layer.scaling
-    for i, s in enumerate(decay.at):
+    for i, s in enumerate(row["distance"]):
         if made.window is not None and s >= made.window:
-            assert decay.samples[i] == 0
+            assert row["samples"][i] == 0
+            assert row["mean"][i].isnan()
             continue
         diagonal = logits.diagonal(-s, 1, 2).flatten()
-        assert decay.samples[i] == diagonal.numel()
-        assert abs(float(decay.mean()[i] - diagonal.mean())) < 1e-11
+        assert row["samples"][i] == diagonal.numel()
+        same(row["mean"][i], diagonal.mean())
         wanted = diagonal.quantile(torch.tensor(QUANTILES, dtype=torch.float64))
-        assert float((decay.quantiles()[:, i] - wanted).abs().max()) < 1e-11
+        same(torch.stack([values[i] for values in row["quantiles"].values()]), wanted)
 
 
 @pytest.mark.parametrize("attention", ["rope", "coca-exact"])
@@ -46,7 +44,7 @@ def test_mean_bounds_equal_brute_force(attention: str) -> None:
     made, _, _ = seen(small(attention), text(20))
     decay = Decay([0, 3, 19])
     decay.add(made)
-    theta = made.theta(torch.arange(1))[0]
+    theta, row = made.rotary.frequencies(), decay.row()
     for i, s in enumerate(decay.at):
         found = []
         for head in range(4):
@@ -56,7 +54,8 @@ def test_mean_bounds_equal_brute_force(attention: str) -> None:
                 assert a <= eq19 * (1 + 1e-12)
                 assert attention == "rope" or a <= eq20 * (1 + 1e-12)
                 found.append((eq19 * made.scale, eq20 * made.scale))
-        assert float((decay.mean_bounds()[:, i] - torch.tensor(found, dtype=torch.float64).mean(0)).abs().max()) < 1e-9
+        bounds = torch.stack((row["bound_eq19"][i], row["bound_eq20"][i]))
+        same(bounds, torch.tensor(found, dtype=torch.float64).mean(0))
 
 
 @pytest.mark.parametrize("attention", KINDS, ids=str)
@@ -65,15 +64,15 @@ def test_eq19_and_eq21_hold_on_every_score_and_eq20_for_coca(attention: Any) -> 
         made, _, _ = seen(small(attention), text(200), index)
         decay = Decay(distances(200))
         decay.add(made)
-        assert sum(decay.samples) > 2000
+        assert sum(decay.row()["samples"]) > 2000
         assert decay.broken["eq19"] == decay.broken["eq21"] == 0
-        assert made.name not in ("coca-exact", "coca-strict") or decay.broken["eq20"] == 0
+        assert attention not in ("coca-exact", "coca-strict") or decay.broken["eq20"] == 0
 
 
 def test_a_broken_bound_is_counted() -> None:
     """Eq. 20 needs Θ_j = 0."""
     one = torch.ones(1, 9, 1, dtype=torch.complex128)  # one pair at Θ = π/2: |a(s)| = |sin s|, bounded by |cos s|?
-    rotated = Factors(0, "rope", one * 1j, one, one * 1j, None, Rotary(2), 1.0, None)
+    rotated = Factors(0, one * 1j, one, one * 1j, None, Rotary(2), 1.0, None)
     decay = Decay([1, 2, 3])
     decay.add(rotated)
     assert decay.broken == {"eq19": 0, "eq20": 8 + 7, "eq21": 0}  # at distances 1 and 2, not at 3
@@ -83,7 +82,7 @@ def test_a_long_text_is_sampled_evenly() -> None:
     made, _, _ = seen(small("rope"), text(100))
     decay = Decay([0, 7])
     decay.add(made, count=10)
-    assert decay.samples == [40, 40]
+    assert decay.row()["samples"] == [40, 40]
 
 
 @pytest.mark.parametrize("attention", KINDS, ids=str)
@@ -95,28 +94,17 @@ def test_drift_equals_brute_force(attention: Any, at_once: int, monkeypatch: pyt
     layer: Any = model.model.layers[1].self_attn
     queries = torch.tensor([0, 20, 21, N - 1])
     drift = Drift(4, 16)
-    drift.add(made, queries, torch.arange(1.0, 9.0))
+    drift.add(made, queries)
     p = probabilities(layer, q, k)[:, queries]
-    logits = scores(layer, q, k)[:, queries] * layer.scaling
-    seen_keys = p > 0
-    entropy = -(p * p.clamp(min=1e-300).log()).sum(-1)
-    count = seen_keys.sum(-1).double()
+    logits = (scores(layer, q, k)[:, queries] * layer.scaling).masked_fill(p == 0, -torch.inf)
+    entropy, count = -(p * p.clamp(min=1e-300).log()).sum(-1), (p > 0).sum(-1).double()
     distance = queries[:, None] - torch.arange(N)
-    head = drift.per_head()
-    same(head["entropy"], entropy.mean(1))
-    same(head["even"], torch.where(count > 1, entropy / count.log(), 0.0).mean(1))
-    same(head["first"], p[..., :FIRST].sum(-1).mean(1))
-    same(head["far"], (p * (distance >= 16)).sum(-1).mean(1))
-    rows = [[logits[h, i][seen_keys[h, i]] for i in range(4)] for h in range(4)]
-    layer_means = drift.per_layer()
-
-    def mean(read: Any) -> float:
-        return sum(float(read(x)) for row in rows for x in row) / 16
-
-    assert layer_means["logit_mean"] == pytest.approx(mean(lambda x: x.mean()), abs=1e-10)
-    assert layer_means["logit_spread"] == pytest.approx(mean(lambda x: x.std(unbiased=False)), abs=1e-10)
-    assert layer_means["logit_top"] == pytest.approx(mean(lambda x: x.max()), abs=1e-10)
-    assert layer_means["hidden_norm"] == pytest.approx(4.5)
+    row = drift.row()
+    same(row["entropy"], entropy.mean(1))
+    same(row["even"], torch.where(count > 1, entropy / count.log(), 0.0).mean(1))
+    same(row["first"], p[..., :FIRST].sum(-1).mean(1))
+    same(row["far"], (p * (distance >= 16)).sum(-1).mean(1))
+    same(row["logit_top"], logits.amax(-1).mean())
 
 
 def test_slack_splits_into_a_relative_and_an_absolute_part() -> None:
@@ -144,9 +132,9 @@ def test_the_microscope_sees_what_was_split_and_moved() -> None:
     slack.add(made, queries)
     relative, absolute = (made.logits(queries, part=part) for part in ("relative", "absolute"))
     squares = [x.masked_fill(x.isinf(), 0.0).square().sum((1, 2)) for x in (relative, absolute)]
-    same(slack.per_head()["absolute_share"], squares[1] / (squares[0] + squares[1]))
+    same(slack.row()["absolute_share"], squares[1] / (squares[0] + squares[1]))
     here, there = (made.logits(queries, shift=shift).softmax(-1) for shift in (0, 16))
-    same(slack.per_head()["moved_share"], (here - there).abs().sum(-1).mean(-1) / 2)
+    same(slack.row()["moved_share"], (here - there).abs().sum(-1).mean(-1) / 2)
     size, rising, rotated = torch.zeros(3, 4, dtype=torch.float64)
     for m in queries.tolist():
         for n in range(m + 1):
@@ -154,9 +142,9 @@ def test_the_microscope_sees_what_was_split_and_moved() -> None:
             size += h.abs().sum(-1)
             rising += (h.abs() * (h.imag < 0)).sum(-1)
             rotated += (h.abs() * h.angle().abs()).sum(-1)
-    same(slack.per_head()["rising_share"], rising / size)
-    same(slack.per_head()["mean_angle"], rotated / size)
-    assert float(slack.per_head()["absolute_share"].min()) > 0.01
+    same(slack.row()["rising_share"], rising / size)
+    same(slack.row()["mean_angle"], rotated / size)
+    assert float(slack.row()["absolute_share"].min()) > 0.01
 
 
 def test_a_tied_query_leaves_slack_nothing_absolute() -> None:
@@ -169,13 +157,9 @@ def test_a_tied_query_leaves_slack_nothing_absolute() -> None:
     made = factors(layer, 0, q.detach(), t.detach())
     slack = Microscope(4, 16)
     slack.add(made, torch.arange(20))
-    assert float(slack.per_head()["absolute_share"].max()) < 1e-25
-    assert float(slack.per_head()["mean_angle"].max()) < 1e-15
+    assert float(slack.row()["absolute_share"].max()) < 1e-25
+    assert float(slack.row()["mean_angle"].max()) < 1e-15
     query, key = rotations(layer.rotary, make_mask(20, 20, 1, q.device), 8, q.dtype)
     mask = made.logits(torch.arange(20)).isfinite()
     wanted = scores_exact(q, t, query, key)[0].detach() * layer.scaling
     same(made.logits(torch.arange(20))[mask], wanted[mask])
-
-
-def same(got: Tensor, wanted: Tensor) -> None:
-    assert float((got - wanted).abs().max()) <= 1e-9

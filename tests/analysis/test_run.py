@@ -1,4 +1,4 @@
-"""The whole analysis: what it sums over, what it refuses, what it holds in memory."""
+"""The whole analysis: what it sums over, what it raises for, what it holds in memory."""
 
 from itertools import product
 from typing import Any
@@ -12,40 +12,42 @@ from farspan.analysis import census as census_module
 from farspan.analysis import curves as curves_module
 from farspan.analysis.census import Census
 from farspan.analysis.curves import band
-from farspan.analysis.factors import SCALINGS, under
-from farspan.analysis.run import REGIONS
+from farspan.analysis.factors import SCALINGS, scaled
+from farspan.analysis.run import DRIFT_QUERIES, REGIONS
 from farspan.bench.timing import peak_bytes
-from farspan.evaluation.perplexity import token_losses
+from farspan.evaluation.losses import token_losses
 from tests.analysis.small import seen, small, text
 from tests.processes import in_fresh_process
 
 
-def test_every_layer_law_and_length_is_there_and_the_model_is_left_as_it_was() -> None:
+def test_every_layer_scaling_and_length_is_there_and_the_model_is_left_as_it_was() -> None:
     model, tokens = small("rope"), [text(70), text(33)]
     before = model(tokens[0][None]).logits
     steps: list[tuple[float, float | None]] = []
-    settings = Settings(queries=10, drift_queries=3)
-    found = analyze(model, tokens, settings, lambda done, total, text="", **_: steps.append((done, total)))
+    found = analyze(model, tokens, Settings(queries=10), lambda done, total, text="", **_: steps.append((done, total)))
     assert set(found.census) == {(layer, region) for layer in (0, 1) for region in REGIONS}
     assert found.lengths == [16, 32, 64]
     assert set(found.drift) == set(product(SCALINGS, (16, 32, 64), (0, 1)))
-    assert found.drift["linear", 32, 0].queries == 6
-    assert found.drift["linear", 64, 0].queries == 3  # one of the two texts is that long
+    assert DRIFT_QUERIES > 8  # a half window: all of its queries are taken
+    assert found.drift["linear", 32, 0].queries == 16
+    assert found.drift["linear", 64, 0].queries == 8  # one of the two texts is that long
     assert found.census[1, "inside"].queries == found.census[1, "past"].queries == 10
     assert steps == [(i + 1, 20) for i in range(20)]
     assert torch.equal(model(tokens[0][None]).logits, before)
     assert not model.model.layers[0].self_attn._forward_pre_hooks
 
 
-def test_losses_are_those_of_the_bands_under_each_law() -> None:
+def test_losses_are_those_of_the_bands_under_each_scaling() -> None:
     model, tokens = small("rope"), text(70)
-    found = analyze(model, [tokens], Settings(queries=2, drift_queries=1))
+    found, own = analyze(model, [tokens], Settings(queries=2)), model.config.rotary()
     for scaling in SCALINGS:
-        with under(model, scaling, 4.0), torch.no_grad():
+        model.share_rotary(scaled(own, scaling, 4.0, 16))
+        with torch.no_grad():
             logits = model(tokens[None]).logits[0]
         first, last = band(32, 16)
         loss = torch.nn.functional.cross_entropy(logits[first:last], tokens[first + 1 : last + 1], reduction="sum")
         assert found.losses[scaling, 32] == (pytest.approx(float(loss), abs=1e-4), 8)
+    model.share_rotary(own)
     with torch.no_grad():  # the control: the same tokens, one window of context
         hidden = model.model(tokens[None, 16:32]).last_hidden_state
         loss = token_losses(model, hidden[:, 8:], tokens[None, 25:33]).sum()
@@ -54,14 +56,14 @@ def test_losses_are_those_of_the_bands_under_each_law() -> None:
 
 def test_texts_add_up() -> None:
     model, first, second = small("rope"), text(40), text(40)
-    settings = Settings(scalings=("none",), queries=50, drift_queries=8)  # all there are
+    settings = Settings(scalings=("none",), queries=50)  # all there are
     apart = [analyze(model, [tokens], settings) for tokens in (first, second)]
     both = analyze(model, [first, second], settings)
     for region in REGIONS:
         one, two = (found.census[1, region] for found in apart)
         assert torch.allclose(both.census[1, region].histogram, one.histogram + two.histogram, atol=1e-9)
-    total = sum(found.drift["none", 32, 1].head_sums for found in apart)
-    assert torch.allclose(both.drift["none", 32, 1].head_sums, total, atol=1e-9)  # type: ignore[arg-type]
+    total = sum(found.drift["none", 32, 1].sums for found in apart)
+    assert torch.allclose(both.drift["none", 32, 1].sums, total, atol=1e-9)  # type: ignore[arg-type]
 
 
 def test_spaced_keys_leave_attention_untouched_and_estimate_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,7 +100,7 @@ def test_the_worth_of_a_head_is_what_the_loss_loses() -> None:
 
 
 def test_study_relates_heads_of_four_layers_or_more_whose_angles_differ() -> None:
-    settings = Settings(scalings=("none",), queries=6, drift_queries=2)
+    settings = Settings(scalings=("none",), queries=6)
     found = analyze(small("rope", num_hidden_layers=4), [text(40)], settings)
     made = study_rows(found, torch.randn(4, 4, 2))
     assert len(made) == 2 * 4 * 4
@@ -109,7 +111,7 @@ def test_study_relates_heads_of_four_layers_or_more_whose_angles_differ() -> Non
 
 
 def test_rows_hold_what_the_sums_say() -> None:
-    found = analyze(small("coca-slack"), [text(40)], Settings(queries=6, drift_queries=2))
+    found = analyze(small("coca-slack"), [text(40)], Settings(queries=6))
     made = rows(found, "mine")
     kinds = [row["kind"] for row in made]
     assert {k: kinds.count(k) for k in dict.fromkeys(kinds)} == {
@@ -117,7 +119,7 @@ def test_rows_hold_what_the_sums_say() -> None:
     }
     assert all(value == 0 for row in made if row["kind"] == "census" for value in row["past_pi"].values())
     slack = next(row for row in made if row["kind"] == "slack")
-    assert slack["absolute_share"] == pytest.approx(found.slack[0].per_head()["absolute_share"].tolist(), rel=1e-5)
+    assert slack["absolute_share"] == pytest.approx(found.slack[0].row()["absolute_share"].tolist(), rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +171,7 @@ def peak(length: int) -> int:
     census_module.LOGITS_AT_ONCE = curves_module.LOGITS_AT_ONCE = 2**17
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = FarspanForCausalLM(FarspanConfig(attention="rope", vocab_size=64, train_length=512, **sizes)).eval()
-    settings = Settings(scalings=("none",), queries=4, drift_queries=2)
+    settings = Settings(scalings=("none",), queries=4)
     analyze(model, [text(1024)], settings)  # warm up: libraries, thread pools
     return peak_bytes(lambda: analyze(model, [text(length)], settings), "cpu")
 

@@ -18,9 +18,12 @@ def model() -> FarspanForCausalLM:
     return FarspanForCausalLM(FarspanConfig.preset("tiny", num_hidden_layers=2, vocab_size=257, train_length=16)).eval()
 
 
-def test_losses_by_position_are_those_of_one_pass_and_of_a_cut_context(model: FarspanForCausalLM) -> None:
+def test_losses_by_position_are_those_of_one_pass_and_of_a_cut_context(
+    model: FarspanForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("farspan.evaluation.losses.CHUNK", 32)
     sequences = [torch.randint(0, 257, (70,)), torch.randint(0, 257, (40,))]
-    rows = loss_by_position(model, sequences, chunk=32, draws=50)
+    rows = loss_by_position(model, sequences)
     assert [(row["start"], row["stop"]) for row in rows] == [(1, 16), (16, 32), (32, 64), (64, 70)]
     assert [row["tokens"] for row in rows] == [30, 32, 40, 6]
     losses = []
@@ -39,8 +42,7 @@ def test_losses_by_position_are_those_of_one_pass_and_of_a_cut_context(model: Fa
     assert rows[0]["gain"] == pytest.approx(0, abs=1e-5)
     assert rows[2]["gain_ci95"][0] <= rows[2]["gain"] <= rows[2]["gain_ci95"][1]
     assert rows[3]["gain_ci95"] is None  # one block
-    drawn = loss_by_position(model, sequences, chunk=32, draws=50)
-    assert drawn == rows
+    assert loss_by_position(model, sequences) == rows
 
 
 @pytest.mark.parametrize("task", TASKS)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from farspan.evaluation.perplexity import perplexity, truncation_control, windows
+from farspan.evaluation.losses import perplexity, truncation_control, windows
 from tests.models.small import PER_QUERY, PER_REQUEST, make, tokens
 
 
@@ -56,11 +56,12 @@ def test_the_control_scores_the_same_tokens_with_at_most_the_training_length() -
 
 @pytest.mark.parametrize("rope", [None, PER_QUERY, PER_REQUEST], ids=["plain", "per_query", "per_request"])
 @torch.no_grad()
-def test_batching_and_chunking_change_nothing(rope: dict | None) -> None:
+def test_batching_and_chunking_change_nothing(rope: dict | None, monkeypatch: pytest.MonkeyPatch) -> None:
     model, books = make(rope_parameters=rope), texts(64, 75, 64)
     want = perplexity(model, books, length=32, stride=8, tokens_at_once=1)
     for tokens_at_once, chunk in ((10_000, 10_000), (96, 7), (1, 16)):
-        row = perplexity(model, books, length=32, stride=8, tokens_at_once=tokens_at_once, chunk=chunk)
+        monkeypatch.setattr("farspan.evaluation.losses.CHUNK", chunk)
+        row = perplexity(model, books, length=32, stride=8, tokens_at_once=tokens_at_once)
         assert row["nll"] == pytest.approx(want["nll"], rel=1e-7)
         assert row["tokens"] == want["tokens"] == 63 + 74 + 63
 

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 
 from farspan import FarspanConfig, FarspanForCausalLM
 from farspan.data import load_tokenizer
-from farspan.evaluation.answers import Pair, _groups, log_probabilities, minimal_pairs, read_pairs
-from farspan.evaluation.perplexity import bits_per_byte
+from farspan.evaluation.losses import bits_per_byte
+from farspan.evaluation.pairs import Pair, log_probabilities, minimal_pairs, read_pairs
 from tests.command_line import called
 
 SIZES = {"vocab_size": 257, "hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 2}
@@ -35,12 +35,15 @@ def by_hand(model: FarspanForCausalLM, ids: list[int], start: int = 0) -> float:
 
 
 @pytest.mark.parametrize("tokens_at_once", [1, 40, 10_000])
-def test_log_probabilities_do_not_depend_on_the_batch(model: FarspanForCausalLM, tokens_at_once: int) -> None:
-    sentences = [torch.randint(257, (n,)).tolist() for n in (7, 1, 12, 3, 12, 30)]
-    for batch in _groups(sentences, tokens_at_once):
-        assert len(batch) == 1 or len(batch) * max(len(sentences[i]) for i in batch) <= tokens_at_once
-    found = log_probabilities(model, sentences, 0, tokens_at_once=tokens_at_once)
-    assert len(found) == 6
+def test_log_probabilities_do_not_depend_on_the_batch(
+    model: FarspanForCausalLM, tokens_at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sentences, read = [torch.randint(257, (n,)).tolist() for n in (7, 1, 12, 3, 12, 30)], list[torch.Size]()
+    monkeypatch.setattr("farspan.evaluation.pairs.AT_ONCE", tokens_at_once)
+    with model.model.embed_tokens.register_forward_pre_hook(lambda _, given: read.append(given[0].shape)):
+        found = log_probabilities(model, sentences, 0)
+    assert len(found) == sum(rows for rows, _ in read) == 6
+    assert all(rows == 1 or rows * length <= tokens_at_once for rows, length in read)
     for number, ids in enumerate(sentences):
         assert found[number] == pytest.approx(by_hand(model, ids), rel=1e-5)
 
@@ -71,7 +74,7 @@ def test_equal_sentences_are_not_right(model: FarspanForCausalLM) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("", "must hold at least one pair, got none"),
+        ("", "must hold at least one line, got none"),
         ("not json", r"p.jsonl:1 must be one JSON object per line"),
         ('{"good": "a"}', r"p.jsonl:1 must have a sentence under 'bad', got None"),
         ('{"good": " ", "bad": "b"}', "must have a sentence under 'good'"),
@@ -122,6 +125,9 @@ def test_the_command_line_writes_both(model: FarspanForCausalLM, tmp_path: Path)
     evaluated("bits", folder, "--text", text, "--text-bytes", 101, "--out", tmp_path / "o.json", "--force")
     (row,) = found(tmp_path)
     assert (row["bytes"], row["length"]) == (100, 16)  # cut between characters
+    result = json.loads((tmp_path / "o.json").read_text())
+    assert (result["schema"], result["kind"], len(result["model_fingerprint"])) == (2, "bits", 64)
+    assert result["command"].startswith(f"farspan eval bits {folder} --text {text} --text-bytes 101")
     refused("--pairs must be a JSONL file", "pairs", folder, "--pairs", tmp_path / "none.jsonl")
 
 
@@ -199,6 +205,11 @@ def test_perplexity_needs_no_end_of_text_token(model: FarspanForCausalLM, tmp_pa
     (tmp_path / "model" / "tokenizer_config.json").unlink()
     evaluated(*options)
     refused("must have an end-of-text token", "bits", tmp_path / "model", "--text", tmp_path / "a.txt")
+
+
+def test_a_tokenizer_larger_than_the_vocabulary_is_an_error(tmp_path: Path) -> None:
+    given = saved(FarspanForCausalLM(FarspanConfig.preset("tiny", num_hidden_layers=1, vocab_size=100)), tmp_path)
+    refused("at most the model's vocab_size = 100 tokens, got 257", *given)
 
 
 def test_every_text_is_looked_for_before_the_first_is_read(model: FarspanForCausalLM, tmp_path: Path) -> None:

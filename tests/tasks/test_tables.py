@@ -21,7 +21,6 @@ from farspan.tasks.examples import (
     generate,
     labelled_texts,
     make_tables,
-    write_table,
 )
 from farspan.utils import silent
 from tests.tasks.small import material, task
@@ -29,8 +28,13 @@ from tests.tasks.small import material, task
 
 @pytest.fixture
 def table(tmp_path: Path) -> Path:
-    write_table(tmp_path / "t.npy", np.arange(22).reshape(11, 2))
-    return tmp_path / "t.npy"
+    make_tables(tmp_path, lambda: iter([(split, np.arange(22).reshape(11, 2)) for split in SPLITS]))
+    return tmp_path / "train.npy"
+
+
+def test_numbers_that_do_not_fit_a_table_raise(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="must have tokens below 65536, got 70000"):
+        make_tables(tmp_path, lambda: iter([("train", np.array([[70_000]]))]))
 
 
 def test_every_epoch_has_every_row_once_in_another_order(table: Path) -> None:
@@ -72,14 +76,14 @@ def test_the_test_set_does_not_depend_on_how_much_is_trained_on(tmp_path: Path) 
         assert (small.folder / f"{split}.npy").read_bytes() == (large.folder / f"{split}.npy").read_bytes()
 
 
-def dying_piece(task: Any, length: int, split: int, piece: int) -> Any:
+def dying_piece(split: int, number: int) -> Any:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_worker_that_dies_is_one_sentence_and_no_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 2)  # with one, the pieces are made in this process
     with pytest.raises(OSError, match=r"got one of 2 that ended by itself, perhaps out of memory; free some memory"):
-        make_tables(tmp_path, lambda: generate(dying_piece, None, 4, dict.fromkeys(SPLITS, 2 * PIECE), silent))
+        make_tables(tmp_path, lambda: generate(dying_piece, dict.fromkeys(SPLITS, 2 * PIECE), silent))
     assert not list(tmp_path.glob("*.npy*"))
 
 
@@ -146,9 +150,4 @@ def test_lines_that_are_not_labelled_texts_raise(line: str, tmp_path: Path) -> N
     path = tmp_path / "bad.jsonl"
     path.write_text(json.dumps({"text": "good", "label": 1}) + "\n" + line + "\n")
     with pytest.raises(ValueError, match=r"bad.jsonl:2 must .*; repair it"):
-        labelled_texts(str(path))
-
-
-def test_numbers_that_do_not_fit_a_table_raise(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="rows must be a table of numbers in 0 … 65535"):
-        write_table(tmp_path / "t.npy", np.array([[70_000]]))
+        list(labelled_texts(str(path)))

@@ -1,10 +1,12 @@
 """Score against distance, attention against length, and the parts of slack CoCA's score, for one layer each."""
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
 
-from farspan.analysis.factors import Factors
+from farspan.analysis.factors import Factors, frequencies
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 QUERIES = 2048
@@ -17,10 +19,9 @@ SLIP = 1e-9
 CHECKS = ("eq19", "eq20", "eq21")
 FIRST = 4
 """Tokens at the start whose attention is counted: attention sinks are there."""
-PER_HEAD = ("entropy", "even", "first", "far")
-"""Entropy in nats · entropy over that of even attention · mass on the first tokens · mass past the training length."""
-PER_LAYER = ("logit_mean", "logit_spread", "logit_top", "query_norm", "key_norm", "hidden_norm")
-"""Scores as the softmax sees them (mean, standard deviation and largest per query), and norms per token."""
+PER_HEAD = ("entropy", "even", "first", "far", "logit_top")
+"""Entropy in nats · entropy over that of even attention · mass on the first tokens · mass past the training length ·
+the largest score of a query."""
 LARGEST = 32
 """Lengths go up to so many training lengths."""
 
@@ -44,23 +45,22 @@ class Decay:
     """
 
     def __init__(self, at: list[int]) -> None:
-        self.at, self.samples = at, [0] * len(at)
-        self.values: list[list[Tensor]] = [[] for _ in at]  # logits a(s)·scale
+        self.at = at
+        self.values: list[list[Tensor]] = [[torch.empty(0)] for _ in at]  # logits a(s)·scale
         self.bounds = torch.zeros(2, len(at), dtype=torch.float64)  # sums, with the same scale
         self.broken = dict.fromkeys(CHECKS, 0)
 
     def add(self, made: Factors, count: int = QUERIES) -> None:
         """Add at most so many queries of one sequence, evenly spaced, at every distance that it has."""
-        heads, pairs = made.query.shape[0], made.query.shape[2]
+        heads, _, pairs = made.query.shape
         for i, s in enumerate(self.at):
-            if s >= made.length or (made.window is not None and s >= made.window):
-                continue
-            queries = torch.arange(s, made.length, -(-(made.length - s) // count), device=made.query.device)
-            for block in queries.split(max(1, PRODUCTS_AT_ONCE // (heads * pairs))):
-                self._diagonal(made, i, s, block)
+            if s < (made.length if made.window is None else min(made.length, made.window)):
+                queries = torch.arange(s, made.length, -(-(made.length - s) // count), device=made.query.device)
+                for block in queries.split(max(1, PRODUCTS_AT_ONCE // (heads * pairs))):
+                    self._diagonal(made, i, s, block)
 
     def _diagonal(self, made: Factors, i: int, s: int, queries: Tensor) -> None:
-        theta = made.theta(queries)
+        theta = frequencies(made.rotary, made.length, queries)
         key = made.key[:, queries - s].repeat_interleave(made.groups, dim=0).to(torch.complex128)
         h = made.query[:, queries].to(torch.complex128) * key.conj()  # h n j
         wave = torch.polar(torch.ones_like(theta), s * theta)
@@ -70,36 +70,36 @@ class Decay:
             echo = made.echo[:, queries].to(torch.complex128) * key
             score = relative + (echo * torch.polar(torch.ones_like(sigma), sigma)).real.sum(-1)
         self.values[i].append((score * made.scale).flatten().to(made.query.real.dtype).cpu())
-        self.samples[i] += score.numel()
-        self._check(i, relative.abs(), h, wave, made.scale)
 
-    def _check(self, i: int, a: Tensor, h: Tensor, wave: Tensor, scale: float) -> None:
         padded = torch.cat((h, torch.zeros_like(h[..., :1])), dim=-1)  # h_{d/2} = 0 ends the Abel summation
         steps, flat = padded.diff(dim=-1).abs(), padded.abs().diff(dim=-1).abs()
         partial = wave.cumsum(-1)
-        sums = partial.abs().sum(-1), partial.real.abs().sum(-1)
-        eq19, eq20 = steps.amax(-1) * sums[0], flat.amax(-1) * sums[1]
-        size = h.abs().sum(-1)  # rounding of a is relative to the terms, not to their sum
-        for name, bound in (("eq19", eq19), ("eq20", eq20)):
-            self.broken[name] += int((a > bound + SLIP * size).sum())
-        self.broken["eq21"] += int((flat > steps + SLIP * size[..., None]).any(-1).sum())
-        self.bounds[:, i] += torch.stack((eq19.sum(), eq20.sum())).cpu() * scale
+        bounds = {
+            "eq19": steps.amax(-1) * partial.abs().sum(-1),
+            "eq20": flat.amax(-1) * partial.real.abs().sum(-1),
+        }
+        slip = SLIP * h.abs().sum(-1)  # rounding of a is relative to the terms, not to their sum
+        for name, bound in bounds.items():
+            self.broken[name] += int((relative.abs() > bound + slip).sum())
+        self.broken["eq21"] += int((flat > steps + slip[..., None]).any(-1).sum())
+        self.bounds[:, i] += torch.stack([bound.sum() for bound in bounds.values()]).cpu() * made.scale
 
-    def mean(self) -> Tensor:
-        """Return the mean score at each distance."""
-        nothing = torch.tensor(torch.nan, dtype=torch.float64)
-        return torch.stack([torch.cat(v).double().mean() if v else nothing for v in self.values])
-
-    def quantiles(self) -> Tensor:
-        """(quantiles, distances), interpolated linearly."""
-        nothing = torch.full((len(QUANTILES),), torch.nan, dtype=torch.float64)
-        # numpy's, as torch.quantile stops at 16 million values
-        found = [torch.from_numpy(np.quantile(torch.cat(v).double(), QUANTILES)) if v else nothing for v in self.values]
-        return torch.stack(found, dim=-1)
-
-    def mean_bounds(self) -> Tensor:
-        """Return the mean bound of Eq. 19 and of Eq. 20 at each distance: (2, distances)."""
-        return self.bounds / torch.tensor(self.samples, dtype=torch.float64).clamp(min=1)
+    def row(self) -> dict[str, Any]:
+        """Return by distance: samples, mean, quantiles (interpolated linearly) and the mean bounds; NaN for none."""
+        values = [torch.cat(parts).double() for parts in self.values]
+        samples, nothing = [x.numel() for x in values], np.full(len(QUANTILES), np.nan)
+        # numpy's quantile, as torch's stops at 16 million values
+        quantiles = np.stack([np.quantile(x, QUANTILES) if len(x) else nothing for x in values], axis=-1)
+        eq19, eq20 = self.bounds / torch.tensor(samples, dtype=torch.float64).clamp(min=1)
+        return {
+            "distance": self.at,
+            "samples": samples,
+            "mean": torch.stack([x.mean() for x in values]),
+            "quantiles": {f"{q:g}": torch.from_numpy(row) for q, row in zip(QUANTILES, quantiles, strict=True)},
+            "bound_eq19": eq19,
+            "bound_eq20": eq20,
+            "broken": self.broken,
+        }
 
 
 def lengths(train_length: int, longest: int) -> list[int]:
@@ -120,45 +120,30 @@ def band(length: int, train_length: int) -> tuple[int, int]:
 
 
 class Drift:
-    """What attention, scores and norms of one layer become at one length; sums over sampled queries."""
+    """What attention and scores of one layer become at one length; sums over sampled queries."""
 
     def __init__(self, heads: int, train_length: int) -> None:
-        self.heads, self.train_length, self.queries = heads, train_length, 0
-        self.head_sums = torch.zeros(len(PER_HEAD), heads, dtype=torch.float64)
-        self.layer_sums = torch.zeros(len(PER_LAYER), dtype=torch.float64)
+        self.train_length, self.queries = train_length, 0
+        self.sums = torch.zeros(len(PER_HEAD), heads, dtype=torch.float64)
 
-    def add(self, made: Factors, queries: Tensor, hidden_norms: Tensor) -> None:
-        """Add sampled queries of one sequence (positions, rising), and the norms of the residual (band)."""
-        for block in queries.split(max(1, LOGITS_AT_ONCE // (self.heads * made.length))):
-            self._attention(made, block)
-        low, high = int(queries[0]), int(queries[-1]) + 1
-        norms = [made.query[:, low:high].abs(), made.key[:, low:high].abs()]
-        each = [x.double().square().sum(-1).sqrt().mean() for x in norms]  # of A and B: for RoPE |q| and |k|
-        self.layer_sums[3:] += torch.stack([*each, hidden_norms.double().mean()]).cpu() * queries.shape[0]
+    def add(self, made: Factors, queries: Tensor) -> None:
+        """Add sampled queries of one sequence (positions, rising)."""
+        for block in queries.split(max(1, LOGITS_AT_ONCE // (made.query.shape[0] * made.length))):
+            logits = made.logits(block).double()
+            count = logits.isfinite().sum(-1)[0].double()  # n: the logarithm of an int would be float32
+            p = torch.softmax(logits, dim=-1)
+            entropy = -torch.xlogy(p, p).sum(-1)  # h n
+            even = torch.where(count > 1, entropy / count.clamp(min=2).log(), 0.0)
+            distance = block[:, None] - torch.arange(made.length, device=block.device)
+            far = (p * (distance >= self.train_length)).sum(-1)
+            found = (entropy, even, p[..., :FIRST].sum(-1), far, logits.amax(-1))
+            self.sums += torch.stack([x.sum(-1) for x in found]).cpu()
         self.queries += queries.shape[0]
 
-    def _attention(self, made: Factors, queries: Tensor) -> None:
-        logits = made.logits(queries).double()
-        seen = logits.isfinite()
-        count = seen.sum(-1)[0].double()  # n: the logarithm of an int would be float32
-        p = torch.softmax(logits, dim=-1)
-        entropy = -torch.xlogy(p, p).sum(-1)  # h n
-        even = torch.where(count > 1, entropy / count.clamp(min=2).log(), 0.0)
-        distance = queries[:, None] - torch.arange(made.length, device=queries.device)
-        far = (p * (distance >= self.train_length)).sum(-1)
-        self.head_sums += torch.stack([x.sum(-1) for x in (entropy, even, p[..., :FIRST].sum(-1), far)]).cpu()
-        plain = torch.where(seen, logits, 0.0)
-        mean = plain.sum(-1) / count
-        spread = ((plain - mean[..., None]).square() * seen).sum(-1).div(count).sqrt()
-        self.layer_sums[:3] += torch.stack([x.mean(0).sum() for x in (mean, spread, logits.amax(-1))]).cpu()
-
-    def per_head(self) -> dict[str, Tensor]:
-        """Return means over queries, (h) each."""
-        return dict(zip(PER_HEAD, self.head_sums / max(1, self.queries), strict=True))
-
-    def per_layer(self) -> dict[str, float]:
-        """Return means over queries, heads and tokens."""
-        return dict(zip(PER_LAYER, (self.layer_sums / max(1, self.queries)).tolist(), strict=True))
+    def row(self) -> dict[str, Any]:
+        """Return means over queries, (h) each; of the largest score also over heads."""
+        means = dict(zip(PER_HEAD, self.sums / self.queries, strict=True))
+        return {"queries": self.queries, **means, "logit_top": means["logit_top"].mean()}
 
 
 class Microscope:
@@ -173,7 +158,7 @@ class Microscope:
     """
 
     def __init__(self, heads: int, shift: int) -> None:
-        self.heads, self.shift, self.queries = heads, shift, 0
+        self.shift, self.queries = shift, 0
         self.squares = torch.zeros(2, heads, dtype=torch.float64)  # Σ score² of the relative and the absolute part
         # Of the relative part: Σ t|A| over pairs that rise with distance at first, Σ t|A|·|angle|, Σ t|A|.
         self.rising = torch.zeros(3, heads, dtype=torch.float64)
@@ -181,7 +166,7 @@ class Microscope:
 
     def add(self, made: Factors, queries: Tensor) -> None:
         """Compare sampled queries (positions, rising) of one sequence with all keys they see."""
-        for block in queries.split(max(1, LOGITS_AT_ONCE // (self.heads * made.length))):
+        for block in queries.split(max(1, LOGITS_AT_ONCE // (made.query.shape[0] * made.length))):
             here, there = (torch.softmax(made.logits(block, shift=shift), -1) for shift in (0, self.shift))
             self.moved += ((here - there).abs().sum(-1) / 2).double().sum(-1).cpu()
             for i, part in enumerate(("relative", "absolute")):
@@ -195,7 +180,7 @@ class Microscope:
                 self.rising += torch.stack([part.sum(-1) for part in parts]).cpu()
             self.queries += block.shape[0]
 
-    def per_head(self) -> dict[str, Tensor]:
+    def row(self) -> dict[str, Any]:
         """Return shares and an angle, (h) each.
 
         Absolute: the score's energy that depends on absolute position. Rising and mean angle: of the relative part, by
@@ -204,8 +189,10 @@ class Microscope:
         """
         size = self.rising[2].clamp(min=1e-300)
         return {
+            "queries": self.queries,
+            "shift": self.shift,
             "absolute_share": self.squares[1] / self.squares.sum(0).clamp(min=1e-300),
             "rising_share": self.rising[0] / size,
             "mean_angle": self.rising[1] / size,
-            "moved_share": self.moved / max(1, self.queries),
+            "moved_share": self.moved / self.queries,
         }

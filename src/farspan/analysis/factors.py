@@ -10,11 +10,9 @@ slack CoCA  (a+b)(1-i) q_j / 2      t_j     q_j = a + ib; and beside it the echo
 =========== ======================= ======= ===================================================================
 """
 
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,9 +25,7 @@ from farspan.ops.masking import make_mask
 from farspan.ops.reference import governing_length, pairs
 from farspan.ops.rotary import NTK, DynamicNTK, Linear, Rotary, Scaling, YaRN
 
-ROPE_TYPES = {"linear": "linear", "ntk": "ntk", "dynamic_ntk": "dynamic", "yarn": "yarn"}
-"""Names of scaling methods, and transformers' names for them."""
-SCALINGS = ("none", *ROPE_TYPES)
+SCALINGS = ("none", "linear", "ntk", "dynamic_ntk", "yarn")
 """ "none" is the model as it was loaded."""
 
 
@@ -38,8 +34,6 @@ class Factors:
     """One layer on one sequence of m tokens: A (h, m, d/2), B (g, m, d/2), both complex and before rotation."""
 
     layer: int
-    name: str
-    """The attention of the layer, such as "rope"."""
     query: Tensor
     key: Tensor
     initial: Tensor
@@ -60,12 +54,6 @@ class Factors:
         """Query heads per key head."""
         return self.query.shape[0] // self.key.shape[0]
 
-    def theta(self, queries: Tensor) -> Tensor:
-        """Return the frequencies of each query: (queries, d/2) float64."""
-        lengths = governing_length(self.rotary, make_mask(self.length, self.length, 1, queries.device))
-        theta = self.rotary.frequencies(lengths, queries.device)
-        return theta.expand(queries.shape[0], -1) if theta.ndim == 1 else theta[0, queries]
-
     def first_key(self, query: int) -> int:
         """Return the first key that a query sees."""
         return 0 if self.window is None else max(0, query - self.window + 1)
@@ -78,7 +66,8 @@ class Factors:
             shift: moves the sequence to another start, which matters to slack only.
             part: "all", or of slack's score "relative" or "absolute" alone.
         """
-        theta, positions = self.theta(queries), torch.arange(self.length, device=queries.device)
+        theta = frequencies(self.rotary, self.length, queries)
+        positions = torch.arange(self.length, device=queries.device)
         out = self.query.real.new_empty(self.query.shape[0], queries.shape[0], self.length)
         starts = [0, *((theta[1:] != theta[:-1]).any(-1).nonzero().flatten() + 1).tolist(), queries.shape[0]]
         for start, stop in pairwise(starts):  # dynamic NTK: one run of queries per base
@@ -109,6 +98,13 @@ def rotation(positions: Tensor, theta: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.polar(torch.ones_like(angle), angle).to(dtype)
 
 
+def frequencies(rotary: Rotary, length: int, queries: Tensor) -> Tensor:
+    """Compute the frequencies of some queries of a sequence, (queries, d/2) float64: dynamic NTK's may differ."""
+    lengths = governing_length(rotary, make_mask(length, length, 1, queries.device))
+    theta = rotary.frequencies(lengths, queries.device)
+    return theta.expand(queries.shape[0], -1) if theta.ndim == 1 else theta[0, queries]
+
+
 def factors(attention: Attention, index: int, q: Tensor, k: Tensor) -> Factors:
     """Make factors from what a layer projects from one sequence: q (1, h, m, d), k (1, g, m, d) or t (…, d/2).
 
@@ -134,8 +130,7 @@ def factors(attention: Attention, index: int, q: Tensor, k: Tensor) -> Factors:
             echo = (a - b) * z * (1 + 1j) / 2
     else:
         initial, query, key = z, z, pairs(k[0])
-    name, window = attention.spec.name, attention.spec.window
-    return Factors(index, name, query, key, initial, echo, attention.rotary, scale, window)
+    return Factors(index, query, key, initial, echo, attention.rotary, scale, attention.spec.window)
 
 
 def rotary_layers(model: FarspanForCausalLM, wanted: Collection[int] | None = None) -> list[int]:
@@ -146,46 +141,39 @@ def rotary_layers(model: FarspanForCausalLM, wanted: Collection[int] | None = No
     kinds = ", ".join(dict.fromkeys(spec.name for spec in specs))
     require(bool(found), f"model must have rotary layers with a softmax to analyze, got {kinds}; choose RoPE or CoCA")
     for layer in wanted or ():
-        numbers = ", ".join(map(str, found))
-        require(layer in found, f"layers must be rotary layers of this model ({numbers}), got {layer}")
+        require(layer in found, f"layers must be rotary layers of this model {tuple(found)}, got {layer}")
     return found if wanted is None else sorted(set(wanted))
 
 
 @torch.no_grad()
 def walk(
-    model: FarspanForCausalLM, tokens: Tensor, layers: Collection[int], visit: Callable[[Factors, Tensor], None]
+    model: FarspanForCausalLM, tokens: Tensor, layers: Collection[int], visit: Callable[[Factors], None]
 ) -> Tensor:
     """Run a model over one sequence (m) and return the last hidden states.
 
-    `visit` gets the factors of each chosen layer and the norms of the residual that enters it (m): the queries and keys
-    of one layer exist at a time.
+    `visit` gets the factors of each chosen layer: the queries and keys of one layer exist at a time.
 
     >>> from farspan import FarspanConfig
     >>> model = FarspanForCausalLM(FarspanConfig.preset("tiny", attention="rope"))
-    >>> out = walk(model, torch.arange(9), [0, 3], lambda made, _: print(made.layer, tuple(made.query.shape)))
+    >>> out = walk(model, torch.arange(9), [0, 3], lambda made: print(made.layer, tuple(made.query.shape)))
     0 (4, 9, 16)
     3 (4, 9, 16)
     """
+    broken = "activations must be finite, got NaN or inf {}; check the checkpoint and its dtype"
     hidden = model.model.embed_tokens(tokens[None].to(model.device))
     context = model.model.context(hidden, rotary_length=tokens.shape[0])
     for index, block in enumerate(model.model.layers):
         if index in layers:
             q, k = block.self_attn.project(block.input_layernorm(hidden))[:2]
-            for x, where in ((hidden, "before"), (q, "in"), (k, "in")):
-                _check_finite(x, f"{where} layer {index}")
+            require(bool(q.isfinite().all() and k.isfinite().all()), broken.format(f"in layer {index}"))
             made = factors(block.self_attn, index, q, k)
-            del q, k, x  # at long lengths they are most of the memory
-            visit(made, torch.linalg.vector_norm(hidden[0], dim=-1))
+            del q, k  # at long lengths they are most of the memory
+            visit(made)
             del made
         hidden = block(hidden, context)
     hidden = model.model.norm(hidden)
-    _check_finite(hidden, "after the last layer")
+    require(bool(hidden.isfinite().all()), broken.format("after the last layer"))
     return hidden
-
-
-def _check_finite(x: Tensor, where: str) -> None:
-    finite = bool(x.isfinite().all())
-    require(finite, f"activations must be finite, got NaN or inf {where}; check the checkpoint and its dtype")
 
 
 def scaled(rotary: Rotary, method: str, factor: float, train_length: int) -> Rotary:
@@ -194,32 +182,10 @@ def scaled(rotary: Rotary, method: str, factor: float, train_length: int) -> Rot
     >>> scaled(Rotary(4), "linear", 2.0, 64).frequencies()
     tensor([0.5000, 0.0050], dtype=torch.float64)
     """
-    made: dict[str, Scaling] = {
+    scalings: dict[str, Scaling] = {
         "linear": Linear(factor),
         "ntk": NTK(factor),
         "dynamic_ntk": DynamicNTK(factor, train_length),
         "yarn": YaRN(factor, train_length),
     }
-    return rotary if method == "none" else Rotary(rotary.dim, rotary.base, made[method])
-
-
-def frequencies_at(rotary: Rotary, length: int) -> Tensor:
-    """Return θ_j for the last token of a sequence: (d/2) float64; only dynamic NTK depends on the length."""
-    scaling = rotary.scaling
-    if not isinstance(scaling, DynamicNTK):
-        return rotary.frequencies()
-    return rotary.frequencies(scaling.bucket(length - 1) if scaling.mode == "per_query" else length)
-
-
-@contextmanager
-def under(model: FarspanForCausalLM, method: str, factor: float) -> Iterator[None]:
-    """Scale the angles of a model, and restore afterwards those that it was loaded with."""
-    if method == "none":
-        yield
-        return
-    kept: dict[str, Any] = dict(model.config.rope_parameters or {})
-    model.set_rope_parameters(rope_type=ROPE_TYPES[method], factor=factor)
-    try:
-        yield
-    finally:
-        model.set_rope_parameters(**{"rope_type": "default", **kept})
+    return rotary if method == "none" else Rotary(rotary.dim, rotary.base, scalings[method])

@@ -4,24 +4,25 @@ import math
 import os
 import re
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from farspan.analysis.census import BORDERS, WEIGHTS, crossings, share
-from farspan.analysis.curves import LARGEST, QUANTILES
+from farspan.analysis.census import BORDERS, WEIGHTS, Census, share
+from farspan.analysis.curves import LARGEST
 from farspan.analysis.factors import rotary_layers
 from farspan.analysis.run import Analysis, Settings, analyze
 from farspan.analysis.study import head_worth, study_rows
-from farspan.checkpoints import from_pretrained, text_tokenizer
-from farspan.data import TextTokenizer, documents, load_tokenizer
+from farspan.checkpoints import load, open_source, text_tokenizer
+from farspan.data import documents, load_tokenizer
 from farspan.data.sources import needs
 from farspan.errors import require
-from farspan.modeling_farspan import FarspanForCausalLM
+from farspan.evaluation.conditions import device
 from farspan.results import check_out, write_result
-from farspan.utils import Progress, check_folder, read_settings, silent
+from farspan.utils import Progress, check_folder, silent
 
 LONGEST = 32_768
 """Tokens read of a text unless more are asked for."""
@@ -53,10 +54,14 @@ def analyze_checkpoint(
         force: replace an earlier result.
     """
     needs("scipy", "scipy", "farspan analyze")
-    settings = settings or Settings()
-    loaded = load_model(model)
-    layers, train_length = rotary_layers(loaded, settings.layers), loaded.config.train_length
-    label = label or _default_label(Path(model), loaded)
+    settings, source = settings or Settings(), open_source(Path(model))
+    loaded = load(source, dtype=torch.float32, device=device())
+    loaded.set_log_length(False)  # the factors of its scores are those of plain ones
+    layers, least = rotary_layers(loaded, settings.layers), 2 * loaded.config.train_length
+    if label is None:
+        names = {spec.name for spec in loaded.config.attention_specs}
+        ours = source.config.get("model_type") == "farspan" and len(names) == 1
+        label = names.pop() if ours else re.sub(r"[^\w.-]", "-", Path(model).resolve().stem)
     require(
         re.fullmatch(r"[\w.-]{1,100}", label) is not None,
         f"label must be up to 100 letters, digits, dots or dashes, got {label!r}; it names a file",
@@ -66,10 +71,10 @@ def analyze_checkpoint(
     path = out / "results" / f"analysis-{label}.json"
     check_out(path, force)
     reader = text_tokenizer(model) if tokenizer is None else load_tokenizer(tokenizer)
-    cut = text_tokens or max(2 * train_length, min(LONGEST, LARGEST * train_length))
-    tokens = load_texts(text, reader, train_length=train_length, text_tokens=cut, texts=texts)
-    found = analyze(loaded, tokens, settings, progress)
-    worth = None
+    cut = text_tokens or max(least, min(LONGEST, LARGEST * least // 2))
+    encoded = (torch.tensor(reader.encode(document.text)[:cut]) for source in text for document in documents(source))
+    tokens = list(islice((ids for ids in encoded if len(ids) >= least), texts))
+    found, worth = analyze(loaded, tokens, settings, progress), None
     if ablate:
         ends = [found.lengths[0], found.lengths[-1]]
         long = [one for one in tokens if one.shape[0] >= ends[1]]
@@ -77,40 +82,6 @@ def analyze_checkpoint(
     made = rows(found, label) + plain(study_rows(found, worth))
     write_result(path, made, device=loaded.device.type, seed=settings.seed, kind="analysis")
     return made, path
-
-
-def load_model(path: str | os.PathLike[str]) -> FarspanForCausalLM:
-    """Load a farspan model, or a LLaMA-family folder or GGUF file with its own rotary attention, in float32."""
-    require(Path(path).exists(), f"MODEL must be a folder or a GGUF file, got {str(path)!r}, which does not exist")
-    model = from_pretrained(path, attention=None)
-    model.set_log_length(False)  # the factors of its scores are those of plain ones
-    return model.float().eval().to("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def load_texts(
-    sources: Sequence[str], tokenizer: TextTokenizer, *, train_length: int, text_tokens: int, texts: int
-) -> list[Tensor]:
-    """Read documents of at least two windows, each cut to `text_tokens`, at most so many."""
-    needed, found, longest = 2 * train_length, list[Tensor](), 0
-    for document in (document for source in sources for document in documents(source)):
-        if len(found) == texts:
-            break
-        ids = tokenizer.encode(document.text)[:text_tokens]
-        longest = max(longest, len(ids))
-        if len(ids) >= needed:
-            found.append(torch.tensor(ids))
-    require(
-        bool(found),
-        f"text must hold a document of two windows = {needed} tokens, got {longest} at most in {', '.join(sources)}; "
-        + ("raise text_tokens" if longest == text_tokens else "use a longer text"),
-    )
-    return found
-
-
-def _default_label(path: Path, model: FarspanForCausalLM) -> str:
-    names, config = {spec.name for spec in model.config.attention_specs}, path / "config.json"
-    ours = config.is_file() and read_settings(config, "MODEL").get("model_type") == "farspan"
-    return names.pop() if ours and len(names) == 1 else re.sub(r"[^\w.-]", "-", path.resolve().stem)
 
 
 def plain(value: Any) -> Any:
@@ -132,40 +103,16 @@ def plain(value: Any) -> Any:
 
 def rows(found: Analysis, label: str) -> list[dict[str, Any]]:
     """Make the rows: ``kind`` says which of model, census, borders, curve, slack, drift, loss each is."""
-    made = [_model_row(found, label)]
-    made += [_census_row(found, layer, region) for layer, region in found.census]
-    made += _border_rows(found)
-    for layer, decay in found.decay.items():
-        quantiles = {f"{q:g}": row for q, row in zip(QUANTILES, decay.quantiles(), strict=True)}
-        bounds = dict(zip(("bound_eq19", "bound_eq20"), decay.mean_bounds(), strict=True))
-        numbers = {"samples": decay.samples, "mean": decay.mean(), "quantiles": quantiles, **bounds}
-        made.append({"kind": "curve", "layer": layer, "distance": decay.at, **numbers, "broken": decay.broken})
-    for layer, slack in found.slack.items():
-        made.append(
-            {"kind": "slack", "layer": layer, "queries": slack.queries, "shift": slack.shift, **slack.per_head()}
-        )
-    for (method, length, layer), drift in found.drift.items():
-        where = {"scaling": method, "length": length, "layer": layer, "queries": drift.queries}
-        made.append({"kind": "drift", **where, **drift.per_head(), **drift.per_layer()})
-    for (method, length), (nll, tokens) in found.losses.items():
-        if method != "control":
-            losses = {"loss": nll / tokens, "control": found.losses["control", length][0] / tokens}
-            made.append({"kind": "loss", "scaling": method, "length": length, **losses, "tokens": tokens})
-    return [plain(row) for row in made]
-
-
-def _model_row(found: Analysis, label: str) -> dict[str, Any]:
-    settings, census = found.settings, next(iter(found.census.values()))
-    return {
-        "kind": "model",
+    settings = found.settings
+    model = {
         "label": label,
         "attention": found.attention,
         "train_length": found.train_length,
         "longest": found.reach,
-        "texts": found.texts,
-        "tokens": found.tokens,
-        "layers": sorted({layer for layer, _ in found.census}),
-        "heads": census.heads,
+        "texts": len(found.sizes),
+        "tokens": sum(found.sizes),
+        "layers": found.layers,
+        "heads": found.census[found.layers[0], "inside"].heads,
         "pairs": found.theta.shape[1],
         "scalings": list(settings.scalings),
         "factor": settings.factor,
@@ -174,17 +121,26 @@ def _model_row(found: Analysis, label: str) -> dict[str, Any]:
         # How many times more tokens the zone of each pair holds: k for linear scaling, λ^(2j/d) for NTK (App. D.2).
         "widening": dict(zip(settings.scalings, found.theta[0] / found.theta, strict=True)),
     }
+    made = [{"kind": "model", **model}]
+    for (layer, region), census in found.census.items():
+        made.append({"kind": "census", "layer": layer, "region": region, **_shares(census, settings.scalings)})
+    made += _border_rows(found)
+    made += [{"kind": "curve", "layer": layer, **decay.row()} for layer, decay in found.decay.items()]
+    made += [{"kind": "slack", "layer": layer, **slack.row()} for layer, slack in found.slack.items()]
+    for (method, length, layer), drift in found.drift.items():
+        made.append({"kind": "drift", "scaling": method, "length": length, "layer": layer, **drift.row()})
+    for (method, length), (nll, tokens) in found.losses.items():
+        if method != "control":
+            losses = {"loss": nll / tokens, "control": found.losses["control", length][0] / tokens}
+            made.append({"kind": "loss", "scaling": method, "length": length, **losses, "tokens": tokens})
+    return [plain(row) for row in made]
 
 
-def _census_row(found: Analysis, layer: int, region: str) -> dict[str, Any]:
+def _shares(census: Census, scalings: Sequence[str]) -> dict[str, Any]:
     """Take shares of one layer's initial angles in all, by head, by pair and by both."""
-    census, methods = found.census[layer, region], list(enumerate(found.settings.scalings))
     past, zone, damped, totals = census.past, census.zone, census.damped, census.totals
-    weights = list(enumerate(WEIGHTS))
+    weights, methods = list(enumerate(WEIGHTS)), list(enumerate(scalings))
     return {
-        "kind": "census",
-        "layer": layer,
-        "region": region,
         "queries": census.queries,
         "pairs": census.pairs,
         "histogram": {w: share(census.histogram[i].sum((0, 1)), totals[i].sum()) for i, w in weights},
@@ -192,7 +148,6 @@ def _census_row(found: Analysis, layer: int, region: str) -> dict[str, Any]:
         "past_pi_head": {w: share(past[i], totals[i], [1]) for i, w in weights},
         "past_pi_pair": {w: share(past[i], totals[i], [0]) for i, w in weights},
         "past_pi_head_pair": share(past[0], totals[0]),
-        "tau_pair": census.mean_tau()[0],
         "zone": {name: {w: share(zone[k, i].sum(), totals[i].sum()) for i, w in weights} for k, name in methods},
         "zone_head": {name: share(zone[k, 2], totals[2], [1]) for k, name in methods},
         "damped": {name: share(damped[k].sum(), totals[0].sum()) for k, name in methods},
@@ -207,7 +162,7 @@ def _border_rows(found: Analysis) -> list[dict[str, Any]]:
     """
     made, seen = [], [census for (_, region), census in found.census.items() if region == "inside"]
     for k, method in enumerate(found.settings.scalings):
-        near, far = ([crossings(census, k, n - 1) for census in seen] for n in (found.train_length, found.reach))
+        near, far = ([census.crossings(k, n - 1) for census in seen] for n in (found.train_length, found.reach))
         inside, total = (torch.stack([mean for mean, _ in each]).mean((0, 2)) for each in (near, far))
         ever, ever_far = (torch.stack([once for _, once in each]).mean((0, 2)) for each in (near, far))
         for i, border in enumerate(BORDERS):

@@ -1,7 +1,8 @@
 """Do heads with more anomalous pairs behave worse past the window, and what is a head worth?"""
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,6 @@ from torch import Tensor, nn
 
 from farspan.analysis.census import WEIGHTS, share
 from farspan.analysis.run import Analysis, band_losses
-from farspan.data.sources import needs
-from farspan.errors import require
 from farspan.modeling_farspan import FarspanForCausalLM
 from farspan.utils import Progress, silent
 
@@ -19,6 +18,7 @@ FEWEST = 4
 """Layers below which nothing is said: bootstrapped, three points show a relation in one draw of three without one."""
 PRIMARY = ("past_pi_energy", "even", "head")
 """The comparison named before looking; the others are there to be weighed with their number in mind."""
+RESAMPLES = 2000
 
 
 def study_rows(found: Analysis, worth: Tensor | None = None) -> list[dict[str, Any]]:
@@ -31,36 +31,37 @@ def study_rows(found: Analysis, worth: Tensor | None = None) -> list[dict[str, A
     Args:
         worth: (layers, h, 2) of :func:`head_worth` at the training length and at the longest, if it was measured.
     """
-    layers = sorted({layer for layer, _ in found.census})
+    layers = found.layers
+    if len(layers) < FEWEST:
+        return []
     seen = [found.census[layer, "inside"] for layer in layers]
-    # Shares of Θ past π, and of attention on damped tokens.
+    # Shares of Θ past π, and of attention on damped tokens: (layers, h).
     causes = {
         f"past_pi_{w}": torch.stack([share(census.past[i], census.totals[i], [1]) for census in seen]).cpu()
         for i, w in enumerate(WEIGHTS)
     }
     causes["zone"] = torch.stack([share(census.zone[0, 2], census.totals[2], [1]) for census in seen]).cpu()
-
-    def at(length: int, name: str) -> Tensor:
-        return torch.stack([found.drift["none", length, layer].per_head()[name] for layer in layers])
-
-    effects = {name: at(found.lengths[-1], name) - at(found.lengths[0], name) for name in ("even", "first", "far")}
+    ends = [[found.drift["none", found.lengths[i], layer].row() for layer in layers] for i in (0, -1)]
+    effects = {
+        name: torch.stack([long[name] - short[name] for short, long in zip(*ends, strict=True)])
+        for name in ("even", "first", "far")
+    }
     if worth is not None:  # what the head costs past the window, less what it costs inside
         effects["harm"] = worth[..., 0] - worth[..., 1]
     made = []
-    for cause, effect, unit in ((c, e, u) for c in causes for e in effects for u in ("head", "layer")):
+    for cause, effect, unit in product(causes, effects, ("head", "layer")):
         x, y = causes[cause], effects[effect]
         if unit == "layer":
             x, y = x.mean(1, keepdim=True), y.mean(1, keepdim=True)
-        if len(layers) >= FEWEST and all(bool((values != values[0, 0]).any()) for values in (x, y)):
-            pairs = (x, y), (x.reshape(-1, 1), y.reshape(-1, 1))
-            units = [rank_correlation(a, b, seed=found.settings.seed) for a, b in pairs]
+        if all(bool((values != values[0, 0]).any()) for values in (x, y)):
+            units = [rank_correlation(*pair, found.settings.seed) for pair in ((x, y), (x.view(-1, 1), y.view(-1, 1)))]
             names = {"cause": cause, "effect": effect, "unit": unit, "primary": (cause, effect, unit) == PRIMARY}
             widest = max(units, key=lambda row: row["ci95"][1] - row["ci95"][0])
             made.append({"kind": "study", **names, **widest, "x": x, "y": y})
     return made
 
 
-def rank_correlation(x: Tensor, y: Tensor, *, resamples: int = 2000, seed: int = 0) -> dict[str, Any]:
+def rank_correlation(x: Tensor, y: Tensor, seed: int = 0) -> dict[str, Any]:
     """Compute Spearman's ρ of paired values (units, values per unit) with a percentile bootstrap over the units.
 
     Returns:
@@ -70,25 +71,23 @@ def rank_correlation(x: Tensor, y: Tensor, *, resamples: int = 2000, seed: int =
     >>> round(rank_correlation(torch.arange(6.0)[:, None], torch.arange(6.0)[:, None] ** 2)["rho"], 6)
     1.0
     """
-    stats: Any = needs("scipy.stats", "scipy", "farspan analyze")
-    require(x.shape == y.shape, f"x and y must be paired, got {tuple(x.shape)} and {tuple(y.shape)}")
-    require(x.numel() >= 3, f"x must hold at least 3 points for a correlation, got {x.numel()}; measure more heads")
-    a, b = x.double().numpy(), y.double().numpy()
-    require(bool(np.isfinite(a).all() and np.isfinite(b).all()), "x and y must be finite, got NaN or inf")
+    from scipy import stats  # type: ignore[import-untyped]
+
+    both = x.double().numpy(), y.double().numpy()
 
     def spearman(units: Any, axis: int = -1) -> Any:
         """(…, units) of indices → (…)."""
-        ranks = [stats.rankdata(values[units].reshape(*units.shape[:-1], -1), axis=-1) for values in (a, b)]
+        ranks = [stats.rankdata(values[units].reshape(*units.shape[:-1], -1), axis=-1) for values in both]
         return stats.pearsonr(*ranks, axis=-1).statistic
 
-    units, low, high = np.arange(len(a)), np.nan, np.nan
+    units, low, high = np.arange(len(x)), np.nan, np.nan
     with np.errstate(all="ignore"), warnings.catch_warnings(action="ignore"):
         rho = float(spearman(units))
         if np.isfinite(rho):  # a draw of one unit many times over has no correlation
-            options = {"n_resamples": resamples, "method": "percentile", "vectorized": True, "rng": seed}
+            options = {"n_resamples": RESAMPLES, "method": "percentile", "vectorized": True, "rng": seed}
             draws = stats.bootstrap((units,), spearman, **options).bootstrap_distribution
             low, high = np.nanquantile(draws, (0.025, 0.975))
-    found = {"rho": rho, "ci95": [float(low), float(high)], "n": a.size, "resampled": len(a)}
+    found = {"rho": rho, "ci95": [float(low), float(high)], "n": x.numel(), "resampled": len(x)}
     return {**found, "null": not (low > 0 or high < 0)}
 
 
@@ -112,41 +111,30 @@ def head_worth(
     """
     ids = text[: min(max(lengths), text.shape[0] - 1) + 1].to(model.device)
     blocks, heads = model.model.layers, model.config.num_attention_heads
+
+    def through(blocks: nn.ModuleList, hidden: Tensor) -> Tensor:
+        context = model.model.context(hidden, rotary_length=hidden.shape[1] + 1)
+        for block in blocks:
+            hidden = block(hidden, context)
+        return hidden
+
+    def losses(hidden: Tensor) -> Tensor:
+        """Return the mean loss of each length's band, (lengths) float64, from the last block's output."""
+        hidden = model.model.norm(hidden)
+        return torch.stack([band_losses(model, hidden, ids, length).mean() for length in lengths]).cpu()
+
     entering = model.model.embed_tokens(ids[None, :-1])
-    whole = _losses(model, ids, _through(model, blocks, entering), lengths)
+    whole, reached = losses(through(blocks, entering)), 0
     found = torch.zeros(len(layers), heads, len(lengths), dtype=torch.float64)
-    reached = 0
     for i, layer in enumerate(layers):
-        entering, reached = _through(model, blocks[reached:layer], entering), layer
-        attention: Any = blocks[layer].self_attn
-        for head in range(heads):
-            hook = attention.o_proj.register_forward_pre_hook(_silence(head, attention.head_dim))
+        entering, reached = through(blocks[reached:layer], entering), layer
+        mixing: Any = blocks[layer].self_attn.o_proj
+        for head, columns in enumerate(mixing.weight.chunk(heads, dim=1)):
+            kept = columns.clone()
             try:
-                found[i, head] = _losses(model, ids, _through(model, blocks[layer:], entering), lengths) - whole
+                columns.zero_()
+                found[i, head] = losses(through(blocks[layer:], entering)) - whole
             finally:
-                hook.remove()
+                columns.copy_(kept)
             progress(i * heads + head + 1, len(layers) * heads, f"without layer {layer}, head {head}", phase="heads")
     return found
-
-
-def _through(model: FarspanForCausalLM, blocks: nn.ModuleList, hidden: Tensor) -> Tensor:
-    """Run hidden states (1, n, width) through some blocks."""
-    context = model.model.context(hidden, rotary_length=hidden.shape[1] + 1)
-    for block in blocks:
-        hidden = block(hidden, context)
-    return hidden
-
-
-def _silence(head: int, width: int) -> Callable[[nn.Module, tuple[Tensor, ...]], tuple[Tensor, ...]]:
-    def hook(_: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        mixed = arguments[0].clone()
-        mixed[..., head * width : (head + 1) * width] = 0.0
-        return (mixed, *arguments[1:])
-
-    return hook
-
-
-def _losses(model: FarspanForCausalLM, ids: Tensor, hidden: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Return the mean loss of each length's band, (lengths) float64, from the last block's output."""
-    hidden = model.model.norm(hidden)
-    return torch.stack([band_losses(model, hidden, ids, length).mean() for length in lengths]).cpu()

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from huggingface_hub import ModelCardData
 
-from farspan.evaluation.answers import field_name
 from farspan.layers import AttentionSpec
 from farspan.modeling_farspan import FarspanForCausalLM
 from farspan.report.results import (
@@ -202,7 +201,7 @@ def _range(row: Record) -> tuple[int, int, str]:
 
 
 def _field(row: Record) -> tuple[bool, str]:
-    return (row.kind != "all", ALL if row.kind == "all" else field_name(row.field))
+    return (row.kind != "all", ALL if row.kind == "all" else row.field.replace("/", "_"))
 
 
 def _per_token(field: str, rows: list[Record]) -> Estimate | None:

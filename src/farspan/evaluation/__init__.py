@@ -1,6 +1,6 @@
 """Measure trained models: perplexity, loss by position and retrieval at any length, and skills at short ones."""
 
-from farspan.evaluation.answers import minimal_pairs, read_pairs
+from farspan.evaluation.answers import passkey, retrieval
 from farspan.evaluation.conditions import as_trained, scaling_name, scaling_of, set_scaling
 from farspan.evaluation.evaluate import (
     evaluate_bits,
@@ -10,8 +10,8 @@ from farspan.evaluation.evaluate import (
     evaluate_positions,
     evaluate_retrieval,
 )
-from farspan.evaluation.perplexity import bits_per_byte, loss_by_position, perplexity
-from farspan.evaluation.retrieval import passkey, retrieval
+from farspan.evaluation.losses import bits_per_byte, loss_by_position, perplexity
+from farspan.evaluation.pairs import minimal_pairs, read_pairs
 
 __all__ = [
     "as_trained",

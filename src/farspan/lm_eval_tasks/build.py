@@ -17,15 +17,15 @@ Docs = list[dict[str, Any]]
 
 def passkey(**options: Any) -> dict[str, Any]:
     """Return :func:`passkey_docs` as lm-eval wants them."""
-    return _test(passkey_docs(**options))
+    return _dataset(passkey_docs(**options))
 
 
 def perplexity(**options: Any) -> dict[str, Any]:
     """Return :func:`perplexity_docs` as lm-eval wants them."""
-    return _test(perplexity_docs(**options))
+    return _dataset(perplexity_docs(**options))
 
 
-def _test(docs: Docs) -> dict[str, Any]:
+def _dataset(docs: Docs) -> dict[str, Any]:
     from datasets import Dataset  # comes with lm-eval
 
     return {"test": Dataset.from_list(docs)}

@@ -14,7 +14,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from farspan.checkpoints import CalibrationConfig, convert_folder, text_tokenizer
+from farspan.checkpoints import CalibrationConfig, convert_folder, from_pretrained, text_tokenizer
 from farspan.configuration_farspan import FarspanConfig
 from farspan.data import Shards, TextTokenizer, load_tokenizer, prepare
 from farspan.errors import require
@@ -27,7 +27,6 @@ from farspan.evaluation import (
     evaluate_retrieval,
     scaling_of,
 )
-from farspan.evaluation.evaluate import open_model
 from farspan.finetune import finetune
 from farspan.modeling_farspan import FarspanCache
 from farspan.reproduce.preset import CHECKPOINT, Preset
@@ -263,7 +262,7 @@ class Work:
     @torch.no_grad()
     def _cache(self, path: Path, window: int, label: dict[str, Any], result: Path) -> None:
         """Measure the bytes that reading a window leaves in the cache."""
-        model = open_model(path, self.device)
+        model = from_pretrained(path, attention=None, dtype=torch.float32, device=self.device)
         cache = FarspanCache(model.config)
         model.model(torch.zeros(1, window, dtype=torch.long, device=self.device), past_key_values=cache)
         row = {**label, "scaling": "none", "length": window, "bytes": cache.nbytes, "dtype": "float32"}

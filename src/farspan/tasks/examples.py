@@ -6,7 +6,6 @@ shuffled without a state.
 """
 
 import hashlib
-import json
 import math
 import os
 from collections.abc import Callable, Iterator
@@ -20,9 +19,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from farspan.data import Batches, Shards
-from farspan.data.sources import opened
-from farspan.data.synthetic import IGNORED, MQAR, ListOps, Pathfinder
 from farspan.errors import require
+from farspan.evaluation.pairs import json_lines
 from farspan.pool import in_order
 from farspan.utils import Progress, atomic_path, in_phase, lock
 
@@ -34,27 +32,18 @@ TRIES = 10
 ASKED = 0.15
 MASKED, RANDOM = 0.8, 0.1
 """Of the tokens that masked language modelling asks for, 80% are replaced by the mask, 10% by any token, 10% stay."""
-Piece = Callable[[Any, int, int, int], NDArray[np.int64]]
 Tables = Iterator[tuple[str, NDArray[Any]]]
 """Splits and their rows."""
 
 
 def make_tables(folder: Path, tables: Callable[[], Tables]) -> None:
-    """Write the tables of all splits, unless they are there."""
+    """Write the tables of all splits, rows (examples, width) of numbers below 65,536, unless they are there."""
     with lock(folder, wait=True):
         if not all((folder / f"{split}.npy").is_file() for split in SPLITS):
             for split, rows in tables():
-                write_table(folder / f"{split}.npy", rows)
-
-
-def write_table(path: Path, rows: NDArray[Any]) -> None:
-    """Save rows (examples, width) of numbers below 65,536."""
-    require(
-        rows.ndim == 2 and len(rows) > 0 and rows.min() >= 0 and rows.max() < 2**16,
-        f"rows must be a table of numbers in 0 … 65535, got {rows.dtype} of shape {rows.shape}",
-    )
-    with atomic_path(path) as part, part.open("wb") as file:
-        np.save(file, rows.astype(np.uint16))
+                require(rows.max() < 2**16, f"{folder.name} must have tokens below 65536, got {rows.max()}")
+                with atomic_path(folder / f"{split}.npy") as part, part.open("wb") as file:
+                    np.save(file, rows.astype(np.uint16))
 
 
 class TableRows:
@@ -126,38 +115,20 @@ class MaskedRows:
 # Generated examples
 
 
-def listops_piece(task: ListOps, length: int, split: int, piece: int) -> NDArray[np.int64]:
-    """Make piece `piece` of a split: expressions, zeros up to `length`, value."""
-    stream = task.stream(seed=split * 10**9 + piece)
-    rows = np.zeros((PIECE, length + 1), np.int64)
-    for row in rows:
-        expression = next(stream)
-        row[: len(expression.tokens)] = expression.tokens
-        row[-1] = expression.value
-    return rows
+def generate(piece: Callable[[int, int], NDArray[np.int64]], examples: dict[str, int], progress: Progress) -> Tables:
+    """Make tables of distinct examples; the test set first, so that it does not depend on how much is trained on.
 
-
-def pathfinder_piece(task: Pathfinder, length: int, split: int, piece: int) -> NDArray[np.int64]:
-    """Make piece `piece` of a split: pixels line by line, label."""
-    images = [task.draw(split, index) for index in range(piece * PIECE, (piece + 1) * PIECE)]
-    return np.stack([np.append(pixels.ravel().astype(np.int64), label) for pixels, label in images])
-
-
-def recall_piece(task: MQAR, length: int, split: int, piece: int) -> NDArray[np.int64]:
-    """Make piece `piece` of a split: tokens, answers (0 = nothing asked)."""
-    tokens, labels = task.draw(PIECE, seed=split * 10**9 + piece)
-    return np.concatenate([tokens, np.where(labels == IGNORED, 0, labels)], axis=1)
-
-
-def generate(piece: Piece, task: Any, length: int, examples: dict[str, int], progress: Progress) -> Tables:
-    """Make tables of distinct examples; the test set first, so that it does not depend on how much is trained on."""
+    Args:
+        piece: (split, number) → PIECE rows.
+        examples: rows wanted, by split.
+    """
     seen: set[bytes] = set()
     for split in reversed(SPLITS):
         kept, wanted, pieces = list[NDArray[Any]](), examples[split], 0
         told = in_phase(progress, f"making {split} examples")
         while len(kept) < wanted:
             more = range(pieces, pieces + math.ceil((wanted - len(kept)) / PIECE))
-            make, workers = partial(piece, task, length, SPLITS.index(split)), min(os.cpu_count() or 1, len(more))
+            make, workers = partial(piece, SPLITS.index(split)), min(os.cpu_count() or 1, len(more))
             for rows in in_order(make, more, workers, remedy="free some memory and run the same command again"):
                 for row in rows.astype(np.uint16):
                     if (key := row.tobytes()) not in seen and len(kept) < wanted:
@@ -175,28 +146,15 @@ def generate(piece: Piece, task: Any, length: int, examples: dict[str, int], pro
 # Labelled texts
 
 
-def labelled_texts(path: str) -> list[tuple[str, int]]:
+def labelled_texts(path: str) -> Iterator[tuple[str, int]]:
     """Read lines ``{"text": …, "label": 0, 1, …}`` of a JSON-lines file, plain or compressed."""
-    file, found = Path(path), []
-    require(
-        file.is_file(), f"--labelled must name JSON-lines files, got {path!r}, which does not exist; check the path"
-    )
-    with opened(file) as (stream, _):
-        for number, line in enumerate(stream, 1):
-            try:
-                record = json.loads(line)
-                text, label = record["text"], record["label"]
-            except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(
-                    f'{path}:{number} must be an object with "text" and "label", got {line[:40]!r}; repair it'
-                ) from error
-            require(
-                isinstance(text, str) and text != "" and type(label) is int and label >= 0,
-                f"{path}:{number} must have a text and a label 0, 1, …, got {str(text)[:9]!r} and {label!r}; repair it",
-            )
-            found.append((text, label))
-    require(bool(found), f"{path} must hold labelled texts, got none; name another file")
-    return found
+    for where, record in json_lines(path, "--labelled"):
+        text, label = record.get("text"), record.get("label")
+        require(
+            isinstance(text, str) and text != "" and type(label) is int and label >= 0,
+            f"{where} must have a text and a label 0, 1, …, got {str(text)[:9]!r} and {label!r}; repair it",
+        )
+        yield text, label  # type: ignore[misc]
 
 
 def chosen_texts(labelled: tuple[str, ...], examples: dict[str, int]) -> dict[str, list[tuple[str, int]]]:
@@ -219,21 +177,3 @@ def chosen_texts(labelled: tuple[str, ...], examples: dict[str, int]) -> dict[st
         f"{labels['train']}, {labels['valid']} and {labels['test']}; take more examples or name other files",
     )
     return chosen
-
-
-def encode_texts(
-    labelled: tuple[str, ...],
-    encode: Callable[[str], list[int]],
-    pad: int,
-    length: int,
-    examples: dict[str, int],
-    progress: Progress,
-) -> Tables:
-    """Make the tables of labelled texts, each cut to `length` tokens and padded on the right."""
-    for split, chosen in chosen_texts(labelled, examples).items():
-        rows, told = np.full((len(chosen), length + 1), pad, np.int64), in_phase(progress, f"encoding {split} texts")
-        for i, (text, label) in enumerate(chosen):
-            ids = encode(text)[:length]
-            rows[i, : len(ids)], rows[i, -1] = ids, label
-            told(i, len(chosen))
-        yield split, rows

@@ -2,48 +2,40 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from farspan.configuration_farspan import FarspanConfig
 from farspan.data import Shards, TextTokenizer, load_tokenizer
-from farspan.data.synthetic import LEVELS, MQAR, TOKENS, ListOps, Pathfinder
+from farspan.data.synthetic import IGNORED, LEVELS, MQAR, TOKENS, ListOps, Pathfinder
 from farspan.errors import require, require_choice
 from farspan.evaluation import as_trained, perplexity
-from farspan.evaluation.answers import asked_tokens, row_labels
 from farspan.layers import HYBRIDS, NAMES
 from farspan.modeling_farspan import FarspanForCausalLM, FarspanForMaskedLM, FarspanForSequenceClassification
 from farspan.ops.device import product_dtype
-from farspan.tasks.examples import (
-    SPLITS,
-    MaskedRows,
-    Piece,
-    TableRows,
-    Tables,
-    encode_texts,
-    generate,
-    listops_piece,
-    make_tables,
-    pathfinder_piece,
-    recall_piece,
-)
+from farspan.tasks.examples import PIECE, SPLITS, MaskedRows, TableRows, Tables, chosen_texts, generate, make_tables
 from farspan.training import Job, TrainConfig, pretraining_job, run
-from farspan.training.config import Count, LearningRate, OptimizerSection, RunSection, Share, check_pieces
+from farspan.training.config import Count, OptimizerSection, RunSection
 from farspan.training.loop import METRICS
 from farspan.training.loss import linear_cross_entropy
-from farspan.utils import Progress, check_folder, in_phase, parse, silent
+from farspan.utils import Progress, check_folder, in_phase, parse, share, silent
 
 PLAIN = "cosformer-plain"
 """cosFormer without its re-weighting: the paper's ablation."""
 VARIANTS = (*NAMES, *HYBRIDS, PLAIN)
+OPTIMIZER: dict[str, Any] = {"end_lr": 1e-5, "warmup_share": 0.1, "weight_decay": 0.1, "accumulation": 1}
+PRETRAINING_LR = 1e-3
+TOKENS_AT_ONCE = 2**16
+"""Tokens of rows in one batch of a test."""
 
 
 def attention_of(variant: str) -> str | dict[str, Any]:
@@ -60,18 +52,13 @@ def attention_of(variant: str) -> str | dict[str, Any]:
 class TaskSettings:
     """``[tasks.NAME]``: model, training and examples of one task, the same for every variant and seed."""
 
-    preset: str = "tiny"
     options: dict[str, Any] = field(default_factory=dict)
-    """Fields of the model's preset to replace."""
+    """Fields of the model's preset "tiny" to replace."""
     length: Count = 128
     """Tokens per row; shorter examples are padded, longer texts cut."""
     batch_size: Count = 32
-    accumulation: Count = 1
     steps: Count = 100
     peak_lr: Annotated[float, Field(gt=0, le=10)] = 1e-3
-    end_lr: LearningRate = 1e-5
-    warmup_share: Share = 0.1
-    weight_decay: Annotated[float, Field(ge=0, le=10)] = 0.1
     compile: bool = False
     train: Count = 1000
     valid: Count = 200
@@ -82,10 +69,6 @@ class TaskSettings:
     pretraining_steps: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
     """Steps of masked-language-model training before fine-tuning, where the task has it."""
     pretraining_batch_size: Count = 32
-    pretraining_lr: Annotated[float, Field(gt=0, le=10)] = 1e-3
-
-    def __post_init__(self) -> None:
-        check_pieces(self.batch_size, self.accumulation, "batch_size")
 
     @property
     def examples(self) -> dict[str, int]:
@@ -108,7 +91,7 @@ class Material:
 
 
 class RowLabel(nn.Module):
-    """rows (b, n+1), the label last → mean cross-entropy."""
+    """Rows (b, n+1) with the label last: mean cross-entropy, and which labels are right."""
 
     def __init__(self, model: FarspanForSequenceClassification) -> None:
         super().__init__()
@@ -117,23 +100,47 @@ class RowLabel(nn.Module):
     def forward(self, rows: Tensor) -> Tensor:
         return F.cross_entropy(self.model(rows[:, :-1]).logits.float(), rows[:, -1])
 
+    def right(self, rows: Tensor) -> Tensor:
+        return self.model(rows[:, :-1]).logits.argmax(-1) == rows[:, -1]
+
 
 class AskedTokens(nn.Module):
-    """rows (b, 2n), tokens and then answers (0 = nothing asked) → mean cross-entropy over all that is asked."""
+    """Rows (b, 2n), tokens and then answers, 0 = nothing asked: mean cross-entropy over all that is asked, and which
+    of it is answered right.
+    """
 
     def __init__(self, model: FarspanForMaskedLM | FarspanForCausalLM) -> None:
         super().__init__()
         self.model = model
 
-    def forward(self, rows: Tensor) -> Tensor:
+    def asked(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the hidden states where something is asked, and the answers."""
         tokens, answers = rows.chunk(2, dim=1)
         asked = answers > 0
-        hidden = self.model.model(tokens, use_cache=False).last_hidden_state[asked]
-        return linear_cross_entropy(hidden.to(product_dtype(hidden)), self.model.lm_head.weight, answers[asked])
+        return self.model.model(tokens, use_cache=False).last_hidden_state[asked], answers[asked]
+
+    def forward(self, rows: Tensor) -> Tensor:
+        hidden, answers = self.asked(rows)
+        return linear_cross_entropy(hidden.to(product_dtype(hidden)), self.model.lm_head.weight, answers)
+
+    def right(self, rows: Tensor) -> Tensor:
+        hidden, answers = self.asked(rows)
+        return self.model.lm_head(hidden).argmax(-1) == answers
+
+
+@torch.no_grad()
+def count_right(objective: RowLabel | AskedTokens, rows: Tensor, progress: Progress = silent) -> dict[str, Any]:
+    """Count right answers: rows of a table → ``cases, correct, accuracy, ci95``."""
+    cases = correct = done = 0
+    for part in rows.split(max(1, TOKENS_AT_ONCE // rows.shape[1])):
+        found = objective.right(part.to(objective.model.device))
+        cases, correct, done = cases + found.numel(), correct + int(found.sum()), done + len(part)
+        progress(done, len(rows))
+    return share(correct, cases)
 
 
 class Task:
-    """One task at one size: classify generated rows with a bidirectional encoder, unless a subclass says otherwise."""
+    """One task at one size: classify rows with a bidirectional encoder, unless a subclass says otherwise."""
 
     name: ClassVar[str]
     encoder: ClassVar[bool] = True
@@ -143,11 +150,9 @@ class Task:
     needs_labelled: ClassVar[bool] = False
     """Whether it uses labelled texts."""
     generator: ClassVar[type[Any] | None] = None
-    piece: ClassVar[Piece]
-    """Make a piece of a table with the generator."""
+    """What makes its examples, if they are not texts."""
     model: ClassVar[type[PreTrainedModel]] = FarspanForSequenceClassification
-    objective: ClassVar[type[nn.Module]] = RowLabel
-    ask: ClassVar[Callable[..., dict[str, Any]]] = staticmethod(row_labels)
+    objective: ClassVar[type[RowLabel | AskedTokens]] = RowLabel
 
     def __init__(self, settings: TaskSettings, material: Material) -> None:
         self.settings, self.material = settings, material
@@ -163,26 +168,28 @@ class Task:
         """Return the tokens of the generator's examples."""
         return int(self.source.length)
 
+    def piece(self, split: int, number: int) -> NDArray[np.int64]:
+        """Make PIECE rows with the generator, the same for the same numbers."""
+        raise NotImplementedError
+
     def fields(self) -> dict[str, Any]:
         """Return what the model's configuration has because of the examples."""
         return {}
 
     def check(self, variants: Iterable[str]) -> None:
         """Raise for settings that could not be made or trained, before anything is."""
-        wanted = f"0 or at least the length {self.settings.length}" if self.encoder else "0 for a causal model"
+        length = self.settings.length
+        wanted = f"0 or at least the length {length}" if self.encoder else "0 for a causal model"
         for variant in variants:
             learned = self.config(variant).learned_positions
             require(
-                learned == 0 or (self.encoder and learned >= self.settings.length),
+                learned == 0 or (self.encoder and learned >= length),
                 f"tasks.{self.name}.options.learned_positions must be {wanted}, got {learned}; leave it out for none",
             )
             self.job(variant, 0)  # raises for what a training could not be
         if self.generator is not None:
-            require(
-                self.settings.length == self.source_length(),
-                f"tasks.{self.name}.length must be {self.source_length()} with this generator, "
-                f"got {self.settings.length}",
-            )
+            made = self.source_length()
+            require(length == made, f"tasks.{self.name}.length must be {made} with this generator, got {length}")
 
     def prepare(self, progress: Progress = silent) -> None:
         """Make the examples, unless they are there."""
@@ -191,7 +198,7 @@ class Task:
 
     def tables(self, progress: Progress) -> Tables:
         """Make the rows of each split."""
-        return generate(type(self).piece, self.source, self.settings.length, self.settings.examples, progress)
+        return generate(self.piece, self.settings.examples, progress)
 
     def train(self, variant: str, seed: int, out: Path, progress: Progress = silent) -> Path:
         """Train a variant, or go on where an earlier call stopped; return the folder of the model."""
@@ -199,10 +206,12 @@ class Task:
 
     def job(self, variant: str, seed: int) -> Job:
         """Make the training job of a variant."""
-        settings, (named, optimizer, section) = self.settings, self.sections(variant, seed)
+        settings, section = self.settings, self.run_section(seed)
+        named = {"name": self.name, "variant": variant, **asdict(settings)}
+        del named["compile"]
         return Job(
-            settings=named,
-            optimizer=optimizer,
+            settings={"task": named, "run": asdict(section)},
+            optimizer=self.optimizer,
             run=section,
             batch_size=settings.batch_size,
             tokens_per_row=settings.length,
@@ -222,67 +231,78 @@ class Task:
 
     def score(self, model: Path, device: str, progress: Progress = silent) -> dict[str, Any]:
         """Count what the trained model gets right on the test set, and on the validation set under ``valid``."""
-        trained, found = self.model.from_pretrained(model).eval().to(device), {}
+        trained, found = self.objective(self.model.from_pretrained(model).eval().to(device)), {}
         for split in ("valid", "test"):
-            tell = partial(_share, in_phase(progress, f"{split} set"))
-            with as_trained(device), torch.no_grad():
-                rows = torch.from_numpy(np.load(self.folder / f"{split}.npy").astype(np.int64))
-                found[split] = type(self).ask(trained, rows, tell)
+            rows = torch.from_numpy(np.load(self.folder / f"{split}.npy").astype(np.int64))
+            with as_trained(device):
+                found[split] = count_right(trained, rows, in_phase(progress, f"{split} set"))
         return {**found["test"], "valid": found["valid"]}
 
     def config(self, variant: str, **fields: Any) -> FarspanConfig:
         """Make the configuration of a variant; all variants differ in their attention alone."""
         settings = self.settings
         values = {"train_length": settings.length, **fields, **settings.options}
-        return FarspanConfig.preset(settings.preset, attention=attention_of(variant), **values)
+        return FarspanConfig.preset("tiny", attention=attention_of(variant), **values)
 
-    def sections(self, variant: str, seed: int) -> tuple[dict[str, Any], OptimizerSection, RunSection]:
-        """Return what a run of this task belongs to, and its optimizer and run sections."""
-        settings = asdict(self.settings)
-        names = ("steps", "peak_lr", "end_lr", "warmup_share", "weight_decay", "accumulation")
-        optimizer = OptimizerSection(**{name: settings[name] for name in names})
-        section = RunSection(seed=seed, compile=settings.pop("compile"), checkpoint_every=max(50, optimizer.steps // 4))
-        named = {"task": {"name": self.name, "variant": variant, **settings}, "run": asdict(section)}
-        return named, optimizer, section
+    @property
+    def optimizer(self) -> OptimizerSection:
+        return OptimizerSection(steps=self.settings.steps, peak_lr=self.settings.peak_lr, **OPTIMIZER)
 
-
-def _share(progress: Progress, done: float, total: float | None = 1.0, *_: Any, **__: Any) -> None:
-    progress(done, total)
+    def run_section(self, seed: int) -> RunSection:
+        every = max(50, self.settings.steps // 4)
+        return RunSection(seed=seed, compile=self.settings.compile, checkpoint_every=every)
 
 
 class ListOpsTask(Task):
-    """Long Range Arena ListOps."""
+    """Long Range Arena ListOps: expressions, zeros up to the length, value."""
 
     name = "listops"
-    generator, piece = ListOps, listops_piece
+    generator = ListOps
 
     def source_length(self) -> int:
         return int(self.source.max_length)
+
+    def piece(self, split: int, number: int) -> NDArray[np.int64]:
+        stream = self.source.stream(seed=split * 10**9 + number)
+        rows = np.zeros((PIECE, self.settings.length + 1), np.int64)
+        for row in rows:
+            expression = next(stream)
+            row[: len(expression.tokens)] = expression.tokens
+            row[-1] = expression.value
+        return rows
 
     def fields(self) -> dict[str, Any]:
         return {"vocab_size": len(TOKENS), "num_labels": 10, "pad_token_id": 0}
 
 
 class PathfinderTask(Task):
-    """Long Range Arena Pathfinder, pixel by pixel."""
+    """Long Range Arena Pathfinder: pixels line by line, label."""
 
     name = "pathfinder"
-    generator, piece = Pathfinder, pathfinder_piece
+    generator = Pathfinder
 
     def source_length(self) -> int:
         return int(self.source.size**2)
+
+    def piece(self, split: int, number: int) -> NDArray[np.int64]:
+        images = [self.source.draw(split, index) for index in range(number * PIECE, (number + 1) * PIECE)]
+        return np.stack([np.append(pixels.ravel().astype(np.int64), label) for pixels, label in images])
 
     def fields(self) -> dict[str, Any]:
         return {"vocab_size": LEVELS, "num_labels": 2, "pad_token_id": None}
 
 
 class RecallTask(Task):
-    """Multi-query associative recall by a causal model."""
+    """Multi-query associative recall by a causal model: tokens, answers."""
 
     name = "mqar"
     encoder = False
-    generator, piece = MQAR, recall_piece
-    model, objective, ask = FarspanForCausalLM, AskedTokens, staticmethod(asked_tokens)
+    generator = MQAR
+    model, objective = FarspanForCausalLM, AskedTokens
+
+    def piece(self, split: int, number: int) -> NDArray[np.int64]:
+        tokens, labels = self.source.draw(PIECE, seed=split * 10**9 + number)
+        return np.concatenate([tokens, np.where(labels == IGNORED, 0, labels)], axis=1)
 
     def fields(self) -> dict[str, Any]:
         return {"vocab_size": self.source.vocabulary}
@@ -310,9 +330,15 @@ class TextTask(Task):
         return int(np.load(self.folder / "train.npy", mmap_mode="r")[:, -1].max()) + 1
 
     def tables(self, progress: Progress) -> Tables:
-        pad, settings = self.ends()["pad_token_id"], self.settings
-        texts, encode = self.material.labelled, self.tokenizer.encode
-        return encode_texts(texts, encode, pad, settings.length, settings.examples, progress)
+        """Make the rows of each split: texts cut to the length and padded on the right, label."""
+        pad, length = self.ends()["pad_token_id"], self.settings.length
+        for split, chosen in chosen_texts(self.material.labelled, self.settings.examples).items():
+            rows, told = np.full((len(chosen), length + 1), pad), in_phase(progress, f"encoding {split} texts")
+            for i, (text, label) in enumerate(chosen):
+                ids = self.tokenizer.encode(text)[:length]
+                rows[i, : len(ids)], rows[i, -1] = ids, label
+                told(i, len(chosen))
+            yield split, rows
 
     def write_beside(self, folder: Path) -> None:
         self.tokenizer.save(folder)
@@ -334,13 +360,9 @@ class FinetuningTask(TextTask):
 
     def check(self, variants: Iterable[str]) -> None:
         super().check(variants)
-        settings, where = self.settings, f"tasks.{self.name}.pretraining"
-        require(
-            settings.pretraining_steps >= 1,
-            f"{where}_steps must be at least 1, got {settings.pretraining_steps}; "
-            "without pre-training it is the task 'text'",
-        )
-        check_pieces(settings.pretraining_batch_size, settings.accumulation, f"{where}_batch_size")
+        steps = self.settings.pretraining_steps
+        need = f"tasks.{self.name}.pretraining_steps must be at least 1, got {steps}"
+        require(steps >= 1, f"{need}; without pre-training it is the task 'text'")
 
     def train(self, variant: str, seed: int, out: Path, progress: Progress = silent) -> Path:
         check_folder(out, METRICS, what="of a training run")
@@ -361,7 +383,7 @@ class FinetuningTask(TextTask):
         rows, sources = settings.pretraining_batch_size, self.material.sources.items()
         return replace(
             job,
-            optimizer=replace(job.optimizer, steps=settings.pretraining_steps, peak_lr=settings.pretraining_lr),
+            optimizer=replace(job.optimizer, steps=settings.pretraining_steps, peak_lr=PRETRAINING_LR),
             batch_size=rows,
             start=lambda: FarspanForMaskedLM(self.config(variant, **self.ends())),
             load=FarspanForMaskedLM.from_pretrained,
@@ -383,13 +405,12 @@ class LanguageModelTask(Task):
         """Do nothing: it trains on running text as it is."""
 
     def job(self, variant: str, seed: int) -> Job:
-        settings, (_, optimizer, section) = self.settings, self.sections(variant, seed)
-        named = attention_of(variant)
+        settings, named = self.settings, attention_of(variant)
         attention = named if variant in HYBRIDS else [named] * self.config(variant).num_hidden_layers
         data = {"sources": self.material.sources, "length": settings.length, "batch_size": settings.batch_size}
-        model = {"preset": settings.preset, "attention": attention, "options": settings.options}
-        sections = {"model": model, "data": data, "optimizer": asdict(optimizer), "run": asdict(section)}
-        return pretraining_job(TrainConfig.parse(sections))
+        model = {"preset": "tiny", "attention": attention, "options": settings.options}
+        how = {"optimizer": asdict(self.optimizer), "run": asdict(self.run_section(seed))}
+        return pretraining_job(TrainConfig.parse({"model": model, "data": data, **how}))
 
     def score(self, model: Path, device: str, progress: Progress = silent) -> dict[str, Any]:
         trained = FarspanForCausalLM.from_pretrained(model).eval().to(device)
@@ -407,4 +428,4 @@ TASKS: dict[str, type[Task]] = {
 def make_task(name: str, settings: TaskSettings, material: Material) -> Task:
     """Make a task by its name."""
     require_choice("task", name, TASKS)
-    return TASKS[name](parse(TaskSettings, asdict(settings), f"tasks.{name}."), material)
+    return TASKS[name](settings, material)

@@ -27,10 +27,15 @@ from farspan.evaluation.conditions import in_shares
 from farspan.modeling_farspan import FarspanCache, FarspanForCausalLM
 from farspan.utils import Progress, silent
 
+AT_ONCE = 2**16
+"""Tokens of windows in one batch."""
 LOGITS_AT_ONCE = 2**26
 """Elements of the logits held at a time (256 MiB in float32)."""
+CHUNK = 8192
+"""Longer windows are read in pieces of so many tokens through a cache, to bound memory."""
 BLOCK = 512
 """Neighbouring tokens are not independent: bootstrap intervals draw blocks of so many."""
+DRAWS = 1000
 
 
 # Windows
@@ -73,7 +78,7 @@ def truncation_control(trained: int) -> tuple[int, int]:
 Batch = list[tuple[Tensor, Window]]
 
 
-def window_batches(texts: Sequence[Tensor], length: int, stride: int, tokens_at_once: int = 2**16) -> Iterator[Batch]:
+def window_batches(texts: Sequence[Tensor], length: int, stride: int, tokens_at_once: int = AT_ONCE) -> Iterator[Batch]:
     """Yield windows of equal shape together; the last, shorter ones of a sequence come by themselves."""
     size, pending = max(1, tokens_at_once // length), dict[tuple[int, int], Batch]()
     for text in texts:
@@ -86,19 +91,19 @@ def window_batches(texts: Sequence[Tensor], length: int, stride: int, tokens_at_
     yield from pending.values()
 
 
-def window_losses(model: FarspanForCausalLM, batch: Batch, chunk: int) -> Tensor:
+def window_losses(model: FarspanForCausalLM, batch: Batch) -> Tensor:
     """Compute the losses (b, scored) of equally shaped windows."""
     device = next(model.parameters()).device
     ids = torch.stack([text[window.begin : window.end] for text, window in batch]).to(device)
     window = batch[0][1]
     total, scored = window.end - window.begin, window.end - window.score_from
     inputs, first = ids[:, :-1], total - scored - 1  # the token at first+1 is the first scored one
-    if inputs.shape[1] <= chunk:
+    if inputs.shape[1] <= CHUNK:
         hidden = model.model(inputs, use_cache=False, rotary_length=total).last_hidden_state
         return token_losses(model, hidden[:, first:], ids[:, first + 1 :])
     cache, losses = FarspanCache(model.config), []
-    for begin in range(0, inputs.shape[1], chunk):
-        piece = inputs[:, begin : begin + chunk]
+    for begin in range(0, inputs.shape[1], CHUNK):
+        piece = inputs[:, begin : begin + CHUNK]
         hidden = model.model(piece, past_key_values=cache, rotary_length=total).last_hidden_state
         skip = max(0, first - begin)
         if skip < piece.shape[1]:
@@ -121,9 +126,9 @@ def token_losses(model: FarspanForCausalLM, hidden: Tensor, targets: Tensor) -> 
 # Measures
 
 
-def _sums(model: FarspanForCausalLM, batch: Batch, chunk: int = 8192) -> list[tuple[float, int]]:
+def _sums(model: FarspanForCausalLM, batch: Batch) -> list[tuple[float, int]]:
     """Sum the losses of each window, and count them."""
-    return [(float(loss.double().sum()), loss.numel()) for loss in window_losses(model, batch, chunk)]
+    return [(float(loss.double().sum()), loss.numel()) for loss in window_losses(model, batch)]
 
 
 def _total(sums: Sequence[tuple[float, int]]) -> tuple[float, int]:
@@ -138,8 +143,7 @@ def perplexity(
     *,
     length: int,
     stride: int = 512,
-    tokens_at_once: int = 2**16,
-    chunk: int = 8192,
+    tokens_at_once: int = AT_ONCE,
     progress: Progress = silent,
 ) -> dict[str, Any]:
     """Return a row of a perplexity table: ``length, stride, mode, nll, tokens, texts, ppl``.
@@ -148,7 +152,6 @@ def perplexity(
         texts: token sequences (n,), each at least `length` long.
         length: window length.
         tokens_at_once: windows are batched up to this many tokens.
-        chunk: longer windows are read in pieces of this many tokens through a cache, to bound memory.
 
     >>> from farspan import FarspanConfig
     >>> model = FarspanForCausalLM(FarspanConfig.preset("tiny", num_hidden_layers=1)).eval()
@@ -165,7 +168,7 @@ def perplexity(
         f"window length {length} is longer than a sequence of {shortest} tokens; choose a shorter window",
     )
     batches = list(window_batches(texts, length, stride, tokens_at_once))
-    made = in_shares(lambda batch: _sums(model, batch, chunk), batches, progress, f"windows of {length:,} tokens")
+    made = in_shares(lambda batch: _sums(model, batch), batches, progress, f"windows of {length:,} tokens")
     nll, tokens = _total([one for batch in made for one in batch])
     row = {"length": length, "stride": stride, "mode": "sliding", "nll": nll, "tokens": tokens, "texts": len(texts)}
     return {**row, "ppl": math.exp(min(nll / tokens, 700.0))}
@@ -173,14 +176,7 @@ def perplexity(
 
 @torch.no_grad()
 def loss_by_position(
-    model: FarspanForCausalLM,
-    sequences: Sequence[Tensor],
-    *,
-    tokens_at_once: int = 2**16,
-    chunk: int = 8192,
-    draws: int = 1000,
-    seed: int = 0,
-    progress: Progress = silent,
+    model: FarspanForCausalLM, sequences: Sequence[Tensor], *, progress: Progress = silent
 ) -> list[dict[str, Any]]:
     """Compute the loss in bins of positions that double from the training length, and the gain over a cut context.
 
@@ -196,18 +192,16 @@ def loss_by_position(
     >>> [(row["start"], row["stop"]) for row in loss_by_position(model, [torch.arange(200)])]
     [(1, 64), (64, 128), (128, 200)]
     """
-    require(len(sequences) > 0, "sequences must hold at least one sequence, got none")
-    for ids in sequences:
-        require(len(ids) >= 2, f"a sequence must have at least 2 tokens, got {len(ids)}")
+    require(min(map(len, sequences), default=0) >= 2, "sequences must be given, each of at least 2 tokens")
     longest, (length, stride) = max(map(len, sequences)), truncation_control(model.config.train_length)
     edges = [1, *takewhile(lambda edge: edge < longest, (length << i for i in count())), longest]
 
     def blocks(ids: Tensor) -> list[list[tuple[float, float, int]]]:
         """Sum the losses of a sequence, with all context and with a cut one, over blocks of each bin."""
-        full = window_losses(model, [(ids, Window(0, len(ids), 1))], chunk)[0].double().cpu().numpy()
+        full = window_losses(model, [(ids, Window(0, len(ids), 1))])[0].double().cpu().numpy()
         cut = np.empty_like(full)
-        for batch in window_batches([ids], length, stride, tokens_at_once):
-            for (_, window), losses in zip(batch, window_losses(model, batch, chunk).cpu(), strict=True):
+        for batch in window_batches([ids], length, stride):
+            for (_, window), losses in zip(batch, window_losses(model, batch).cpu(), strict=True):
                 cut[window.score_from - 1 : window.end - 1] = losses.numpy()
         parts = [
             [slice(low, min(low + BLOCK, stop - 1)) for low in range(start - 1, min(stop - 1, len(full)), BLOCK)]
@@ -221,11 +215,11 @@ def loss_by_position(
         sums = np.array([block for sequence in made for block in sequence[number]])
         nll, control, tokens = (float(total) for total in sums.sum(0))
         row: dict[str, Any] = {"start": start, "stop": stop, "nll": nll, "tokens": int(tokens), "control_nll": control}
-        rows.append(row | {"gain": (control - nll) / tokens, "gain_ci95": _gain_interval(sums, draws, seed)})
+        rows.append(row | {"gain": (control - nll) / tokens, "gain_ci95": _gain_interval(sums)})
     return rows
 
 
-def _gain_interval(sums: Any, draws: int, seed: int) -> list[float] | None:
+def _gain_interval(sums: Any) -> list[float] | None:
     """Bootstrap the mean gain per token: blocks (n, 3) of loss, loss with a cut context, and tokens, drawn as one."""
     from scipy.stats import bootstrap  # type: ignore[import-untyped]
 
@@ -236,7 +230,7 @@ def _gain_interval(sums: Any, draws: int, seed: int) -> list[float] | None:
         return (control.sum(axis) - nll.sum(axis)) / tokens.sum(axis)
 
     how: dict[str, Any] = {"paired": True, "vectorized": True, "method": "percentile", "batch": 64}
-    drawn = bootstrap(tuple(sums.T), gain, n_resamples=draws, rng=np.random.default_rng(seed), **how)
+    drawn = bootstrap(tuple(sums.T), gain, n_resamples=DRAWS, rng=np.random.default_rng(0), **how)
     return [float(end) for end in drawn.confidence_interval]
 
 

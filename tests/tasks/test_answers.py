@@ -1,13 +1,11 @@
 """Answers are counted one by one, whatever the batches."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
 from farspan import FarspanConfig, FarspanForCausalLM, FarspanForSequenceClassification
-from farspan.data import load_tokenizer
-from farspan.evaluation import answers, evaluate_bits
+from farspan.tasks import task
+from farspan.tasks.task import AskedTokens, RowLabel, count_right
 
 CONFIG = FarspanConfig.preset("tiny", attention="cosformer", num_hidden_layers=1, vocab_size=20, num_labels=4)
 
@@ -19,8 +17,8 @@ def test_labels_are_counted_in_batches_of_any_size(monkeypatch: pytest.MonkeyPat
     rows = torch.cat([tokens, labels[:, None]], dim=1)
     told: list[float] = []
     for at_once in (1, 40, 10_000):
-        monkeypatch.setattr(answers, "TOKENS_AT_ONCE", at_once)
-        found = answers.row_labels(model, rows, told.append)
+        monkeypatch.setattr(task, "TOKENS_AT_ONCE", at_once)
+        found = count_right(RowLabel(model), rows, lambda done, total, *_, **__: told.append(done / total))
         assert (found["cases"], found["correct"], found["accuracy"]) == (13, 5, 5 / 13)
         assert told[-1] == 1.0
     assert found["ci95"][0] < 5 / 13 < found["ci95"][1]
@@ -35,20 +33,11 @@ def test_only_what_is_asked_is_counted() -> None:
     asked = torch.zeros_like(tokens)
     asked[:, 3], asked[:, 5] = said[:, 3], wrong[:, 5]
     right = int((said[:, 3] > 0).sum())
-    found = answers.asked_tokens(model, torch.cat([tokens, asked], dim=1))
+    found = count_right(AskedTokens(model), torch.cat([tokens, asked], dim=1))
     assert (found["correct"], found["cases"]) == (right, right + 6)
 
 
 def test_where_nothing_is_asked_no_share_is_right_or_wrong() -> None:
     rows = torch.cat([torch.randint(1, 20, (2, 8)), torch.zeros(2, 8, dtype=torch.long)], dim=1)
-    found = answers.asked_tokens(FarspanForCausalLM(CONFIG).eval(), rows)
+    found = count_right(AskedTokens(FarspanForCausalLM(CONFIG).eval()), rows)
     assert found == {"cases": 0, "correct": 0, "accuracy": None, "ci95": None}
-
-
-def test_a_tokenizer_larger_than_the_vocabulary_is_an_error(tmp_path: Path) -> None:
-    config = FarspanConfig.preset("tiny", num_hidden_layers=1, vocab_size=100)
-    FarspanForCausalLM(config).save_pretrained(tmp_path / "model")
-    load_tokenizer("bytes").save(tmp_path / "model")
-    (tmp_path / "text.txt").write_text("and some text")
-    with pytest.raises(ValueError, match="at most the model's vocab_size = 100 tokens, got 257"):
-        evaluate_bits(tmp_path / "model", [str(tmp_path / "text.txt")])
