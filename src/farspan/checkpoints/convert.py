@@ -59,8 +59,8 @@ def load(
         require(
             # aminmax gives NaN where there is one, and makes no copy, unlike isfinite.
             stored.is_floating_point() and bool(torch.stack(tensor.aminmax()).isfinite().all()),
-            f"tensor {name!r} in {str(source.path)!r} must hold finite numbers, got {stored.dtype} with NaN or infinity "
-            f"as {dtype}; download it again, unquantised, or choose a wider dtype",
+            f"tensor {name!r} in {str(source.path)!r} must hold finite floating-point numbers as {dtype}, got NaN, "
+            f"infinity or whole numbers in {stored.dtype}; download it again, or choose a wider dtype",
         )
         owner, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(owner), leaf, nn.Parameter(tensor))
