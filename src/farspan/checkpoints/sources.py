@@ -24,7 +24,7 @@ from transformers import AutoTokenizer, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
 from farspan.checkpoints.configuration import config_of, valid_config
-from farspan.errors import require, unknown
+from farspan.errors import require, require_choice
 from farspan.ops.rotary import Llama3, Rotary
 
 if TYPE_CHECKING:
@@ -201,9 +201,8 @@ class GgufFile(Source):
         self.path = path
         self._fields, self._tensors = _parse_gguf(path)
         self._kind = str(self._fields.get("general.architecture"))
-        if self._kind not in INTERLEAVED:
-            remedy = "checkpoints of other families cannot be converted"
-            raise unknown(f"general.architecture of {str(path)!r}", self._kind, INTERLEAVED, remedy)
+        remedy = "checkpoints of other families cannot be converted"
+        require_choice(f"general.architecture of {str(path)!r}", self._kind, INTERLEAVED, remedy)
         self._divisors = self._tensors.pop("rope_freqs.weight", None)
         self.shapes = {name: tuple(int(n) for n in reversed(tensor.shape)) for name, tensor in self._tensors.items()}
         with valid_config({"model_type": self._kind}, self.where):
