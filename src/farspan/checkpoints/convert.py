@@ -81,13 +81,16 @@ def _empty_model(source: Source) -> FarspanForCausalLM:
 
 def _check_tensors(source: Source, model: FarspanForCausalLM) -> list[str]:
     """Return the names to read. Raise for the first tensor that is unknown, missing or of another shape."""
-    path, shapes = str(source.path), {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
+    path, shapes = (
+        str(source.path),
+        {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)},
+    )
     known = {source.stored(name) for name in shapes}
     unknown = [name for name in source.shapes if name not in known and not name.endswith(".rotary_emb.inv_freq")]
     require(
         not unknown,
         f"tensors {unknown[:3]} in {path!r} are unknown to a {source.config.get('model_type')} model of "
-        f"{model.config.num_hidden_layers} layers; check num_hidden_layers, biases and model_type, and merge LoRA weights",
+        f"{model.config.num_hidden_layers} layers; check num_hidden_layers, biases and model_type; merge LoRA weights",
     )
     tied = model.config.tie_word_embeddings
     names = [name for name in shapes if name != HEAD or not tied]

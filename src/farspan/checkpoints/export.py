@@ -10,7 +10,6 @@ import re
 import sys
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -178,7 +177,7 @@ def flat_name(module: str) -> str:
 
 
 IMPORT = re.compile(r"^( *)((?:from ([\w.]+) )?import (\([^)]*\)|[\w., ]*\w))(.*)", re.MULTILINE)
-"""An import that begins a line: indent, statement, the module of a `from`, what it imports, and the rest of the line."""
+"""An import that begins a line: indent, statement, the module of a `from`, what it imports, the rest of the line."""
 
 
 def rewrite(text: str, left_out: Collection[str] = ()) -> tuple[str, list[str]]:

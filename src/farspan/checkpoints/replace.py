@@ -81,7 +81,7 @@ class Target:
         entries = [given] * len(source) if isinstance(given, str | Mapping | AttentionSpec) else list(given)
         require(
             len(entries) == len(source),
-            f"attention must have one entry for each of the {len(source)} layers, got {len(entries)}; repeat the pattern",
+            f"attention must have one entry for each of the {len(source)} layers, got {len(entries)}; repeat them",
         )
         specs = [AttentionSpec.parse(entry) for entry in entries]
         for spec in specs:
@@ -111,12 +111,12 @@ class Target:
             "convert it with attention 'rope', or choose another checkpoint",
         )
         local, everywhere = replace(local, window=self.keys), AttentionSpec("rope", rotary=False)
-        if self.global_layers in (None, AUTO):
+        if self.global_layers is None or self.global_layers == AUTO:
             every = GLOBAL_EVERY if self.global_every is None else self.global_every
             pattern = hybrid(str(self.attention), layers, global_every=every)
             chosen = [layer for layer, spec in enumerate(pattern) if spec == everywhere]
         else:
-            chosen = list(self.global_layers or ())
+            chosen = list(self.global_layers)  # type: ignore[arg-type]
         require(
             0 < len(set(chosen)) < layers and all(type(one) is int and 0 <= one < layers for one in chosen),
             f"global_layers must be 'auto', or at least 1 and at most {layers - 1} of the layers 0 … {layers - 1}, "

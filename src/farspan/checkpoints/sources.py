@@ -80,7 +80,9 @@ def open_source(path: Path) -> Source:
     # OWNER/NAME, where no such folder exists, is a model of the hub.
     of_hub = len(path.parts) == 2 and not (path.is_absolute() or path.suffix or path.parent.exists())
     remedy = f"download it first: hf download {path} --local-dir {path.name}" if of_hub else "check the path"
-    require(path.exists(), f"checkpoint must be a folder or a .gguf file, got {str(path)!r}, which does not exist; {remedy}")
+    require(
+        path.exists(), f"checkpoint must be a folder or a .gguf file, got {str(path)!r}, which does not exist; {remedy}"
+    )
     found = sorted(path.glob("*.gguf")) if path.is_dir() else [path]
     if path.is_dir() and (not found or (path / "config.json").exists()):
         return Folder(path)
@@ -391,8 +393,8 @@ def check_tokenizer(folder: Path, vocab_size: int, named: Path | None = None) ->
     tokens = max(vocabulary.values(), default=-1) + 1
     require(
         tokens <= vocab_size,
-        f"the tokenizer of {str(named or folder)!r} must have at most the model's vocab_size = {vocab_size} tokens, got {tokens}; "
-        "add the tokenizer that the model was trained with",
+        f"the tokenizer of {str(named or folder)!r} must have at most the model's vocab_size = {vocab_size} tokens, "
+        f"got {tokens}; add the tokenizer that the model was trained with",
     )
 
 
