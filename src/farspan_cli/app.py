@@ -189,9 +189,9 @@ def torch_dtype(name: str | None) -> Any:
     return getattr(torch, name) if name else None
 
 
-def show_table(console: Console, headings: Iterable[str], rows: Iterable[Iterable[Any]]) -> None:
+def show_table(console: Console, headings: Iterable[str], rows: Iterable[Iterable[Any]], **style: Any) -> None:
     """Print a table: numbers with three digits, intervals, and "–" for None."""
-    table = Table(*headings)
+    table = Table(*headings, **style)
     for row in rows:
         table.add_row(*map(_cell, row))
     console.print(table)

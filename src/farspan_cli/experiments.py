@@ -66,7 +66,7 @@ def reproduce(
         names = only.split(",") if only else None
         page, failed = run(replace(chosen, corpus=corpus), out, only=names, progress=progress)
     if rows := main_table(out):
-        show_table(console, rows[0], rows[1:])
+        show_table(console, rows[0], rows[1:], box=None)
     for line in failed:
         console.print(f"failed: {line}", style="red", markup=False, soft_wrap=True)
     console.print(f"page: {page}", soft_wrap=True)
