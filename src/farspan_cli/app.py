@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from typer.core import TyperGroup
 
 UsageError: Any = typer.BadParameter.__base__  # typer carries its own click, and does not export the name
@@ -189,7 +189,7 @@ def torch_dtype(name: str | None) -> Any:
     return getattr(torch, name) if name else None
 
 
-def show_table(console: Console, headings: Iterable[str], rows: Iterable[Iterable[Any]], **style: Any) -> None:
+def show_table(console: Console, headings: Iterable[str | Column], rows: Iterable[Iterable[Any]], **style: Any) -> None:
     """Print a table: numbers with three digits, intervals, and "–" for None."""
     table = Table(*headings, **style)
     for row in rows:

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.table import Column
 
 from farspan_cli.app import Dtype, Folder, Model, app, fail, show_table, torch_dtype
 from farspan_cli.progress import show_progress
@@ -95,7 +96,8 @@ def convert(
             progress=show,
         )
     if done.report is not None:
-        heads = "layer", "attention", "KL copied", "KL closed form", "KL fitted", "output error", "of the stream"
+        kind = Column("attention", no_wrap=True)  # 80 columns are enough: the other heads may wrap
+        heads = "layer", kind, "KL copied", "KL closed form", "KL fitted", "output error", "of the stream"
         errors = ((row, row.copied, row.closed, row.fitted) for row in done.report.layers)
         lines = (
             [row.layer, row.attention, *(one.attention_kl for one in found), found[-1].output_error, row.stream_error]

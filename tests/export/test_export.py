@@ -102,7 +102,7 @@ def test_imports_are_rewritten_and_nothing_else(before: str, after: str, needed:
 
 
 def test_imports_that_cannot_be_flat() -> None:
-    with pytest.raises(ValueError, match="name what it uses"):
+    with pytest.raises(ValueError, match="must say what it imports"):
         rewrite("import farspan.ops")
 
 

@@ -62,6 +62,7 @@ def load(
             f"tensor {name!r} in {str(source.path)!r} must hold finite floating-point numbers as {dtype}, got NaN, "
             f"infinity or whole numbers in {stored.dtype}; download it again, or choose a wider dtype",
         )
+        del stored  # its file is mapped for as long
         owner, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(owner), leaf, nn.Parameter(tensor))
         progress(done + 1, len(names), "reading", phase="reading")
@@ -340,7 +341,7 @@ def convert_folder(
     """
     require(
         not text or attention is not None,
-        f"text needs attention, the one to fit, got {', '.join(text)} without; give for example attention='coca-exact'",
+        f"calibration needs attention, the one to fit, got {', '.join(text)} without; give for example coca-exact",
     )
     out = Path(out)
     with new_folder(out):

@@ -88,7 +88,7 @@ def open_source(path: Path) -> Source:
         return Folder(path)
     require(
         len(found) == 1 and found[0].suffix == ".gguf",
-        f"checkpoint must be a folder or one .gguf file, got {', '.join(map(str, found))}; name one of these",
+        f"checkpoint must be a folder or one .gguf file, got {', '.join(map(str, found))}; pickles are never opened",
     )
     return GgufFile(found[0])
 
@@ -380,9 +380,16 @@ def text_tokenizer(path: str | os.PathLike[str]) -> "TextTokenizer":
 
 
 def check_tokenizer(folder: Path, vocab_size: int, named: Path | None = None) -> None:
-    """Raise for a broken tokenizer.json, or one with more tokens than the model. A folder without one passes."""
+    """Raise for broken files of a tokenizer, and more tokens than the model has. A folder without any passes."""
     from tokenizers import Tokenizer
 
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        for key, token in (read_json(folder / name) if (folder / name).is_file() else {}).items():
+            text = token.get("content") if isinstance(token, dict) else token
+            require(
+                not re.fullmatch("(bos|eos|pad|unk)_token", key) or text is None or isinstance(text, str),
+                f"{key} in {str(folder / name)!r} must be text, got {token!r}; correct it",
+            )
     file = folder / "tokenizer.json"
     if not file.is_file():
         return
