@@ -14,20 +14,9 @@ if TYPE_CHECKING:
     from farspan.checkpoints.sources import Source
 
 SAME = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "max_position_embeddings",
-    "hidden_act",
-    "rms_norm_eps",
-    "initializer_range",
-    "tie_word_embeddings",
-    "pad_token_id",
-    "bos_token_id",
-    "eos_token_id",
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "max_position_embeddings", "hidden_act", "rms_norm_eps", "initializer_range"),
+    *("tie_word_embeddings", "pad_token_id", "bos_token_id", "eos_token_id"),
 )
 """Fields with one name and one meaning on both sides."""
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")

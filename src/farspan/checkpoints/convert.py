@@ -118,18 +118,9 @@ def _head_is_embedding(source: Source) -> bool:
 
 
 COUNTS = (
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "hidden_act",
-    "coca_activation",
-    "cosformer_max_length",
-    "cosformer_beyond",
-    "cosformer_activation",
-    "causal",
+    *("num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act", "coca_activation", "causal"),
+    *("cosformer_max_length", "cosformer_beyond", "cosformer_activation", "polar_activation", "kv_shift"),
     "train_length",
-    "polar_activation",
-    "kv_shift",
 )
 """Fields of a configuration that change what the same tensors compute, beside those that :func:`fingerprint` adds."""
 

@@ -32,13 +32,8 @@ if TYPE_CHECKING:
 
 INDEX = "model.safetensors.index.json"
 TOKENIZERS = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("tokenizer.model", "vocab.json", "merges.txt"),
 )
 CARRIED = (*TOKENIZERS, "chat_template.jinja", "generation_config.json")
 """Files that travel with a model unchanged."""
