@@ -19,7 +19,7 @@ import os
 import time
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from mmap import mmap
 from tempfile import TemporaryFile, gettempdir
 from typing import Any
@@ -99,10 +99,6 @@ class CalibrationReport:
     layers: tuple[LayerReport, ...]
     tokens: int
     seconds: float
-
-    def rows(self) -> list[dict[str, Any]]:
-        """Return one plain mapping per layer, for a result file."""
-        return [asdict(layer) for layer in self.layers]
 
 
 def calibrate(
