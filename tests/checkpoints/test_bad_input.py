@@ -82,7 +82,7 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "adapter": (
         tensors(lambda t: t.update({"model.layers.0.self_attn.q_proj.lora_A.weight": torch.ones(4, 4)})),
-        r"tensors \['model.*q_proj.lora_A.weight'\] .* are unknown to .*; merge LoRA weights",
+        "must be a plain model, got .* with LoRA weights",
     ),
     "wrong shape": (
         tensors(lambda t: t.update({UP: torch.ones(64, 31)})),

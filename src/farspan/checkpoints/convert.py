@@ -86,12 +86,16 @@ def _check_tensors(source: Source, model: FarspanForCausalLM) -> list[str]:
         str(source.path),
         {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)},
     )
+    if adapter := min((name for name in source.shapes if ".lora_" in name), default=None):
+        merged = source.path.resolve().with_name("merged")  # where `farspan finetune` leaves it
+        remedy = f"give {str(merged)!r}" if (merged / "config.json").is_file() else "merge them into its weights first"
+        raise ValueError(f"checkpoint must be a plain model, got {path!r} with LoRA weights ({adapter!r}); {remedy}")
     known = {source.stored(name) for name in shapes}
     unknown = [name for name in source.shapes if name not in known and not name.endswith(".rotary_emb.inv_freq")]
     require(
         not unknown,
         f"tensors {unknown[:3]} in {path!r} are unknown to a {source.config.get('model_type')} model of "
-        f"{model.config.num_hidden_layers} layers; check num_hidden_layers, biases and model_type; merge LoRA weights",
+        f"{model.config.num_hidden_layers} layers; check num_hidden_layers, biases and model_type",
     )
     tied = model.config.tie_word_embeddings
     names = [name for name in shapes if name != HEAD or not tied]
