@@ -16,7 +16,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_killed_command_writes_what_an_uninterrupted_one_does(name: str, inputs: Path) -> None:
-    kills = {"train": 3, "finetune": 2}.get(name, 1)
+    kills = {"train": 3, "finetune": 2, "convert": 4, "export": 4}.get(name, 1)
     outcome = kill_and_compare(COMMANDS[name].split(), inputs, seed=1, kills=kills)
     assert outcome.kills == kills
     assert outcome.good, outcome

@@ -5,32 +5,38 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Column, Table
 
-from farspan_cli.app import app, fail
+from farspan_cli.app import Force, Model, Seed, Texts, app, fail, show_table
 from farspan_cli.progress import show_progress
+
+
+def _layers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        fail(f"--layers must be whole numbers separated by commas, got {text!r}; try --layers 0,1")
 
 
 @app.command()
 def analyze(
-    model: Annotated[str, typer.Argument(help="Folder of a farspan or LLaMA-family model, or a GGUF file.")],
+    model: Model,
     text: Annotated[list[str], typer.Option(help="Long texts; documents of two windows or more are used.")],
     out: Annotated[Path, typer.Option(help="Folder for numbers, figures and the page; several models may share it.")],
+    layers: Annotated[Any, typer.Option(parser=_layers, metavar="N,N", help="Only these layers, e.g. 0,5,11.")] = None,
+    queries: Annotated[int, typer.Option(help="Sampled queries per text, half inside the window.", min=2)] = 64,
     label: Annotated[str | None, typer.Option(help="Name of the model in results; by default its attention.")] = None,
-    layers: Annotated[str | None, typer.Option(help="Only these layers, e.g. 0,5,11.")] = None,
     scalings: Annotated[str, typer.Option(help="Methods to compare.")] = "none,linear,ntk,dynamic_ntk,yarn",
     factor: Annotated[float, typer.Option(help="Factor of the scalings.", min=1)] = 4.0,
-    queries: Annotated[int, typer.Option(help="Sampled queries per text, half inside the window.", min=2)] = 64,
     text_tokens: Annotated[
         int | None, typer.Option(help="Cut each document; by default 32 windows or 32,768.", min=2)
     ] = None,
-    texts: Annotated[int, typer.Option(help="At most so many documents.", min=1)] = 4,
+    texts: Texts = 4,
     tokenizer: Annotated[str | None, typer.Option(help="A tokenizer.json or folder; by default the model's.")] = None,
     ablate: Annotated[
         bool, typer.Option("--ablate", help="Also measure the loss without each head, on every text: slow.")
     ] = False,
-    seed: Annotated[int, typer.Option(help="Seed of the sampled queries.", min=0)] = 0,
-    force: Annotated[bool, typer.Option("--force", help="Replace an earlier result of this label.")] = False,
+    seed: Seed = 0,
+    force: Force = False,
 ) -> None:
     """Measure what rotary attention does: initial angles, decay, borders, and attention past the window.
 
@@ -38,35 +44,33 @@ def analyze(
 
     Example: `farspan analyze SmolLM2.gguf --text book.txt --layers 0,10,20 --queries 32 --out runs/smollm2`
     """
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()  # it warns of every scaling that is tried
-    logging.disable_progress_bar()
     from farspan.analysis import Settings, analyze_checkpoint
+    from farspan.checkpoints.sources import quiet
 
-    chosen = None
-    if layers is not None:
-        try:
-            chosen = tuple(int(part) for part in layers.split(","))
-        except ValueError:
-            fail(f"--layers must be whole numbers separated by commas, got {layers!r}; try --layers 0,1")
-    settings = Settings(tuple(dict.fromkeys(scalings.split(","))), factor, queries, layers=chosen, seed=seed)
+    settings = Settings(tuple(dict.fromkeys(scalings.split(","))), factor, queries, layers=layers, seed=seed)
+    options: dict[str, Any] = {"label": label, "tokenizer": tokenizer, "texts": texts, "text_tokens": text_tokens}
     console = Console()
-    with show_progress(console) as show:
+    with show_progress(console) as show, quiet():  # transformers warns of every scaling that is tried
         rows, path = analyze_checkpoint(
-            model,
-            text,
-            out,
-            settings,
-            label=label,
-            tokenizer=tokenizer,
-            texts=texts,
-            text_tokens=text_tokens,
-            ablate=ablate,
-            force=force,
-            progress=show,
+            model, text, out, settings, ablate=ablate, force=force, progress=show, **options
         )
-    console.print(_summary(rows))
+    _show_summary(console, rows)
+    for file in (path, *_page(out)):
+        console.print(f"written: {file}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _show_summary(console: Console, rows: list[dict[str, Any]]) -> None:
+    # Eq. 20 is a theorem only where all initial angles are zero.
+    zero = rows[0]["attention"] in ("coca-exact", "coca-strict")
+    checks = ("eq19", "eq20", "eq21") if zero else ("eq19", "eq21")
+    broken = {row["layer"]: sum(row["broken"][check] for check in checks) for row in rows if row["kind"] == "curve"}
+    lines = []
+    for row in rows:
+        if row["kind"] == "census" and row["region"] == "inside":
+            shares = [f"{100 * row['past_pi'][weight]:.1f}%" for weight in ("plain", "energy", "attention")]
+            lines.append([row["layer"], *shares, f"{row['damped']['none']:.1f}", broken[row["layer"]]])
+    print("initial angles, inside the training length")
+    show_table(console, ("layer", "Θ past π", "by |q||k|", "by attention", "damped tokens", "bound failed"), lines)
     for row in rows:
         if row["kind"] == "study" and row["primary"]:
             low, high = row["ci95"]
@@ -75,23 +79,6 @@ def analyze(
                 f"(95% {low:.2f} to {high:.2f}), {'not ' if row['null'] else ''}told from chance",
                 soft_wrap=True,
             )
-    for file in (path, *_page(out)):
-        console.print(f"written: {file}", markup=False, highlight=False, soft_wrap=True)
-
-
-def _summary(rows: list[dict[str, Any]]) -> Table:
-    names = "layer", "Θ past π", "by |q||k|", "by attention", "damped tokens", "bound failed"
-    columns = [Column(name, justify="right") for name in names]
-    table = Table(*columns, title="initial angles, inside the training length")
-    # Eq. 20 is a theorem only where all initial angles are zero.
-    zero = rows[0]["attention"] in ("coca-exact", "coca-strict")
-    checks = ("eq19", "eq20", "eq21") if zero else ("eq19", "eq21")
-    broken = {row["layer"]: sum(row["broken"][check] for check in checks) for row in rows if row["kind"] == "curve"}
-    for row in rows:
-        if row["kind"] == "census" and row["region"] == "inside":
-            shares = [f"{100 * row['past_pi'][w]:.1f}%" for w in ("plain", "energy", "attention")]
-            table.add_row(str(row["layer"]), *shares, f"{row['damped']['none']:.1f}", str(broken[row["layer"]]))
-    return table
 
 
 def _page(out: Path) -> list[Path]:

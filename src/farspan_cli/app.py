@@ -1,14 +1,17 @@
-"""The application object, and how every command fails: one line on stderr, exit 2, never a traceback."""
+"""The application, what commands share, and how each fails: one line on stderr, exit 2, never a traceback."""
 
 import math
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from functools import partial, wraps
 from importlib import metadata
+from inspect import Signature, signature
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
 import typer
+from rich.console import Console
+from rich.table import Column, Table
 from typer.core import TyperGroup
 
 UsageError: Any = typer.BadParameter.__base__  # typer carries its own click, and does not export the name
@@ -72,33 +75,19 @@ def main() -> None:
         fail("out of memory; give shorter lengths, fewer rows at a time or a smaller model")
 
 
-def is_out_of_memory(error: MemoryError | RuntimeError) -> bool:
-    """Return whether Python or torch could not allocate; a size beyond int64 counts too."""
-    texts = "out of memory", "not enough memory", "can't allocate memory", "Storage size calculation overflowed"
-    return isinstance(error, MemoryError) or any(text in str(error) for text in texts)
-
-
 def _given(error: UsageError) -> str:
-    """Say what the option in question was given, where the message does not."""
+    """Say what the option in question was given, which typer's message does not."""
     for name in getattr(getattr(error, "param", None), "opts", []):
         for word, after in zip(sys.argv, [*sys.argv[1:], ""], strict=True):
-            value = after if word == name else word.removeprefix(f"{name}=") if word.startswith(f"{name}=") else ""
-            if value and repr(value) not in error.format_message():
+            if value := after if word == name else word.removeprefix(f"{name}=") if word.startswith(f"{name}=") else "":
                 return f", got {value}"
     return ""
 
 
-@contextmanager
-def making(out: Path) -> Iterator[None]:
-    """Make a Ctrl-C that comes after the model's folder is complete say so: the same command would raise for it."""
-    config = out / "config.json"  # the last of its files to come
-    before = config.exists()
-    try:
-        yield
-    except KeyboardInterrupt as error:
-        if before or not config.exists():
-            raise
-        raise KeyboardInterrupt(f"{out} is complete") from error
+def is_out_of_memory(error: MemoryError | RuntimeError) -> bool:
+    """Return whether Python or torch could not allocate; a size beyond int64 counts too."""
+    texts = "out of memory", "not enough memory", "can't allocate memory", "Storage size calculation overflowed"
+    return isinstance(error, MemoryError) or any(text in str(error) for text in texts)
 
 
 def fail(message: str) -> NoReturn:
@@ -120,25 +109,95 @@ def options(
     """Transformers that work far beyond the length they were trained on."""
 
 
-def whole_numbers(text: str, option: str = "--lengths", example: str = "2048,8192") -> list[int]:
+# Options that several commands have
+
+
+def sharing(shared: Callable[..., None]) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """Give a command the options of `shared`, which is called with the command, its own options bound.
+
+    Arguments come first, then what the command cannot do without, its first two options, and the shared ones.
+    """
+    _, *more = signature(shared).parameters.values()
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., None]:
+        _, *own = signature(command).parameters.values()
+
+        @wraps(command)
+        def whole(**given: Any) -> None:
+            bound = partial(command, **{one.name: given.pop(one.name) for one in own})
+            shared(bound, **given)
+
+        needed = [one for one in (*more, *own) if one.default is one.empty]
+        first = [one for one in own if one not in needed][:2]
+        parameters = list(dict.fromkeys((*needed, *first, *more, *own)))
+        whole.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+        whole.__annotations__ = {one.name: one.annotation for one in parameters}
+        del whole.__wrapped__
+        return whole
+
+    return decorate
+
+
+def numbers(option: str, example: str, help: str, most: int = 2**63 - 1) -> Any:
+    """Make an option that reads "512,1024" as [512, 1024]."""
+    return typer.Option(
+        option, parser=lambda text: whole_numbers(text, option, example, most), metavar="N,N", help=help
+    )
+
+
+def whole_numbers(text: str, option: str, example: str, most: int) -> list[int]:
     """Read "512,1024" as [512, 1024]."""
     try:
-        numbers = [int(part) for part in text.split(",")]
+        found = [int(part) for part in text.split(",")]
     except ValueError:
-        numbers = []
-    if not numbers or min(numbers) < 1:
+        found = [0]
+    if min(found) < 1:
         fail(f"{option} must be whole numbers ≥ 1 separated by commas, got {text!r}; try {option} {example}")
-    return numbers
+    if max(found) > most:
+        fail(f"{option} must be at most {most:,}, got {max(found)}; try {option} {example}")
+    return found
 
 
 def weighted(text: str, option: str, kind: str, example: str) -> tuple[str, float]:
     """Read "books=0.75" as ("books", 0.75), and "books" as ("books", 1.0). `kind`: what the option calls a source."""
     source, sign, weight = text.rpartition("=")
-    if not sign:
-        return text, 1.0
     try:
-        if 0 < float(weight) < math.inf:
-            return source, float(weight)
+        if 0 < float(weight if sign else 1) < math.inf:
+            return (source, float(weight)) if sign else (text, 1.0)
     except ValueError:
         pass
     fail(f"{option} must be {kind} or {kind}=WEIGHT with a weight above 0, got {text!r}; try {example}")
+
+
+Model = Annotated[
+    Path, typer.Argument(help="A farspan folder, or anything `farspan convert` reads, with its tokenizer.")
+]
+Folder = Annotated[Path, typer.Option("--out", help="Folder for the model; new or empty.", show_default=False)]
+RunFolder = Annotated[Path, typer.Option("--out", help="Folder of the run; the same command continues there.")]
+Result = Annotated[Path | None, typer.Option("--out", help="Write the result as JSON.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace an existing result.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+Seed = Annotated[int, typer.Option(help="Seed of what is drawn.", min=0, max=2**63 - 1)]
+Texts = Annotated[int, typer.Option(help="At most so many documents.", min=1)]
+Dtype = Annotated[Literal["float32", "bfloat16", "float16"] | None, typer.Option(help="Default: the source's.")]
+
+
+def torch_dtype(name: str | None) -> Any:
+    """Return torch's dtype of that name; None for None."""
+    import torch
+
+    return getattr(torch, name) if name else None
+
+
+def show_table(console: Console, headings: Iterable[str | Column], rows: Iterable[Iterable[Any]], **style: Any) -> None:
+    """Print a table: numbers with three digits, intervals, and "–" for None."""
+    table = Table(*headings, **style)
+    for row in rows:
+        table.add_row(*map(_cell, row))
+    console.print(table)
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, list):
+        return " … ".join(map(_cell, value))
+    return f"{value:.3f}" if isinstance(value, float) else "–" if value is None else str(value)

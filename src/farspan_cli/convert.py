@@ -2,29 +2,22 @@
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Column, Table
+from rich.table import Column
 
-from farspan_cli.app import app, fail, making
+from farspan_cli.app import Dtype, Folder, Model, app, fail, show_table, torch_dtype
 from farspan_cli.progress import show_progress
 
-if TYPE_CHECKING:
-    from farspan.checkpoints import CalibrationReport
 
-DTYPES = ("float32", "bfloat16", "float16")
-Dtype = Annotated[str | None, typer.Option("--dtype", help="float32, bfloat16 or float16. Default: the source's.")]
-
-
-def torch_dtype(name: str | None) -> Any:
-    """Return torch's dtype of that name; None for None."""
-    import torch
-
-    if name is not None and name not in DTYPES:
-        fail(f"--dtype must be one of {', '.join(DTYPES)}, got {name!r}; choose one of these")
-    return getattr(torch, name) if name else None
+def _layers(text: str) -> str | list[int]:
+    """Read "auto", or "3,7,11" as [3, 7, 11]."""
+    parts = text.split(",")
+    if text != "auto" and not all(part.strip().isdecimal() and len(part) < 10 for part in parts):
+        fail(f"--global-layers must be auto or layer numbers separated by commas, got {text!r}; try 3,7,11")
+    return text if text == "auto" else [int(part) for part in parts]
 
 
 @app.command()
@@ -32,7 +25,7 @@ def convert(
     source: Annotated[
         Path, typer.Argument(help="Folder with config.json and safetensors, or a .gguf file.", show_default=False)
     ],
-    out: Annotated[Path, typer.Option(help="Folder for the model; new or empty.", show_default=False)],
+    out: Folder,
     attention: Annotated[
         str | None,
         typer.Option(
@@ -41,21 +34,22 @@ def convert(
             "Default: rope, or what a farspan folder has."
         ),
     ] = None,
-    to: Annotated[str | None, typer.Option(help="Write for transformers instead: llama, mistral, qwen2 …")] = None,
-    window: Annotated[int | None, typer.Option(help="Keys in a window layer of a hybrid. Default: 512.", min=1)] = None,
-    global_every: Annotated[int | None, typer.Option(help="Layers per global layer. Default: 4.", min=1)] = None,
-    global_layers: Annotated[
-        str | None,
-        typer.Option(
-            help="Of a hybrid: the global layers, as 3,7,11; or auto: those whose attention reaches furthest on the "
-            "text of --calibrate (without it, the Python library's sources)."
-        ),
-    ] = None,
     calibrate: Annotated[
         list[str] | None,
         typer.Option(
             help="Text to fit new layers on, as `farspan data` takes it. Without it they start from copied weights "
             "and write noise until `farspan finetune` has trained them."
+        ),
+    ] = None,
+    window: Annotated[int | None, typer.Option(help="Keys in a window layer of a hybrid. Default: 512.", min=1)] = None,
+    global_every: Annotated[int | None, typer.Option(help="Layers per global layer. Default: 4.", min=1)] = None,
+    global_layers: Annotated[
+        object,
+        typer.Option(
+            parser=_layers,
+            metavar="N,N|auto",
+            help="Of a hybrid: the global layers, as 3,7,11; or auto: those whose attention reaches furthest on the "
+            "text of --calibrate (without it, the Python library's sources).",
         ),
     ] = None,
     calibrate_tokens: Annotated[
@@ -66,6 +60,7 @@ def convert(
         int, typer.Option(help="Tokens per sequence; longer ones fit farther keys, and cost their square.", min=2)
     ] = 512,
     calibrate_steps: Annotated[int, typer.Option(help="Adam steps per layer; 0 = the closed form.", min=0)] = 100,
+    to: Annotated[str | None, typer.Option(help="Write for transformers instead: llama, mistral, qwen2 …")] = None,
     dtype: Dtype = None,
 ) -> None:
     """Convert a LLaMA, Mistral, Qwen2, Qwen3 or SmolLM checkpoint to a farspan model, or back.
@@ -82,76 +77,56 @@ def convert(
 
     from farspan.checkpoints import CalibrationConfig, convert_folder
 
-    weights, console = torch_dtype(dtype), Console()
-    if calibrate and attention is None:
-        fail(f"--calibrate needs --attention, the one to fit, got {calibrate[0]} without; add --attention coca-exact")
-    layers = global_layers if global_layers in (None, "auto") else _layers(str(global_layers))
-    with making(out):
-        with show_progress(console) as show:
-            done = convert_folder(
-                source,
-                out,
-                attention.split(",") if attention and "," in attention else attention,
-                to=to,
-                text=calibrate or (),
-                tokens=calibrate_tokens,
-                length=calibrate_length,
-                calibration_config=CalibrationConfig(steps=calibrate_steps),
-                window=window,
-                global_every=global_every,
-                global_layers=layers,
-                dtype=weights,
-                device="cuda" if calibrate and torch.cuda.is_available() else "cpu",
-                progress=show,
-            )
-        if done.report is not None:
-            _show(console, done.report)
-        if done.global_layers:
-            reach = {layer: f" (reach {done.reach[layer]:.0f})" if done.reach else "" for layer in done.global_layers}
-            console.print("global layers: " + ", ".join(f"{layer}{more}" for layer, more in reach.items()))
-        console.print(f"written: {out}")
-        if done.copied:
-            print(
-                f"farspan: {len(done.copied)} layers start from copied weights and do not yet compute what the "
-                "original did: convert with --calibrate TEXT, or train them with farspan finetune",
-                file=sys.stderr,
-            )
-
-
-def _layers(text: str) -> list[int]:
-    parts = text.split(",")
-    if not all(part.strip().isdecimal() and len(part) < 10 for part in parts):
-        fail(f"--global-layers must be auto or layer numbers separated by commas, got {text!r}; try 3,7,11")
-    return [int(part) for part in parts]
-
-
-def _show(console: Console, report: "CalibrationReport") -> None:
-    table = Table("layer", Column("attention", no_wrap=True))  # 80 columns are enough: the other heads may wrap
-    for head in ("KL copied", "KL closed form", "KL fitted", "output error", "of the stream"):
-        table.add_column(head, min_width=6, justify="right")
-    for row in report.layers:
-        numbers = (row.copied.attention_kl, row.closed.attention_kl, row.fitted.attention_kl, row.fitted.output_error)
-        table.add_row(str(row.layer), row.attention, *(f"{x:.3f}" for x in numbers), f"{row.stream_error:.4f}")
-    console.print(table)
-    console.print(f"calibrated on {report.tokens:,} tokens in {report.seconds:.0f} s")
+    console = Console()
+    with show_progress(console) as show:
+        done = convert_folder(
+            source,
+            out,
+            attention.split(",") if attention and "," in attention else attention,
+            to=to,
+            text=calibrate or (),
+            tokens=calibrate_tokens,
+            length=calibrate_length,
+            calibration_config=CalibrationConfig(steps=calibrate_steps),
+            window=window,
+            global_every=global_every,
+            global_layers=global_layers,  # type: ignore[arg-type]
+            dtype=torch_dtype(dtype),
+            device="cuda" if calibrate and torch.cuda.is_available() else "cpu",
+            progress=show,
+        )
+    if done.report is not None:
+        kind = Column("attention", no_wrap=True)  # 80 columns are enough: the other heads may wrap
+        heads = "layer", kind, "KL copied", "KL closed form", "KL fitted", "output error", "of the stream"
+        errors = ((row, row.copied, row.closed, row.fitted) for row in done.report.layers)
+        lines = (
+            [row.layer, row.attention, *(one.attention_kl for one in found), found[-1].output_error, row.stream_error]
+            for row, *found in errors
+        )
+        show_table(console, heads, lines)
+        console.print(f"calibrated on {done.report.tokens:,} tokens in {done.report.seconds:.0f} s")
+    if done.global_layers:
+        reach = {layer: f" (reach {done.reach[layer]:.0f})" if done.reach else "" for layer in done.global_layers}
+        console.print("global layers: " + ", ".join(f"{layer}{more}" for layer, more in reach.items()))
+    console.print(f"written: {out}")
+    if done.copied:
+        print(
+            f"farspan: {len(done.copied)} layers start from copied weights and do not yet compute what the "
+            "original did: convert with --calibrate TEXT, or train them with farspan finetune",
+            file=sys.stderr,
+        )
 
 
 @app.command()
 def export(
-    model: Annotated[
-        Path,
-        typer.Argument(
-            help="A farspan folder, or anything `farspan convert` reads, with its tokenizer.", show_default=False
-        ),
-    ],
-    out: Annotated[Path, typer.Option(help="Folder to upload; new or empty.", show_default=False)],
+    model: Model,
+    out: Folder,
     as_: Annotated[
         str | None,
         typer.Option("--as", help="Write a plain folder of this family, without custom code: smollm3 for hybrid-rope."),
     ] = None,
     results: Annotated[
-        list[Path] | None,
-        typer.Option(help="A file of `farspan eval` ppl, passkey, pairs or bits; may be repeated."),
+        list[Path] | None, typer.Option(help="A result of `farspan eval` for the card; may be repeated.")
     ] = None,
     name: Annotated[str | None, typer.Option(help="OWNER/NAME on the hub. Default: the folder's name.")] = None,
     license: Annotated[str | None, typer.Option(help="For example apache-2.0.")] = None,
@@ -171,31 +146,29 @@ def export(
     """
     from farspan.checkpoints import export_as, export_folder
 
-    weights, console, lost = torch_dtype(dtype), Console(), list[str]()
-    if as_ is not None and (results or name or license or base_model):
+    card, lost, console = {"name": name, "license": license, "base_model": base_model}, list[str](), Console()
+    if as_ is not None and (results or any(card.values())):
         fail(
             "--results, --name, --license and --base-model are for the card, which --as does not write; leave them out"
         )
-    with making(out):
-        with show_progress(console) as show:
-            if as_ is not None:
-                lost = export_as(model, out, as_, dtype=weights, progress=show)
-            else:
-                card = {"name": name, "license": license, "base_model": base_model}
-                export_folder(model, out, results=results or (), dtype=weights, progress=show, **card)
-        console.print(f"written: {out}")
+    with show_progress(console) as show:
+        if as_ is not None:
+            lost = export_as(model, out, as_, dtype=torch_dtype(dtype), progress=show)
+        else:
+            export_folder(model, out, results=results or (), dtype=torch_dtype(dtype), progress=show, **card)
+    console.print(f"written: {out}")
     for sentence in lost:
         print(f"farspan: {sentence}", file=sys.stderr)
 
 
 @app.command()
 def generate(
-    model: Annotated[Path, typer.Argument(help="A farspan folder, or anything `farspan convert` reads.")],
+    model: Model,
     prompt: Annotated[str, typer.Argument(help="The text to continue.", show_default=False)],
+    chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")] = False,
     max_new_tokens: Annotated[int, typer.Option(help="At most so many tokens.", min=1)] = 128,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.", min=0)] = 0.0,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
-    chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")] = False,
 ) -> None:
     """Continue a text, printing each word as it comes.
 
@@ -203,8 +176,10 @@ def generate(
 
     Example: `farspan generate SmolLM2-135M-Instruct.Q4_1.gguf --chat "Why is the sky blue?"`
     """
-    from farspan.checkpoints import stream
+    from farspan.checkpoints import generate
 
-    for piece in stream(model, prompt, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, chat=chat):
+    def show(piece: str) -> None:
         print(piece, end="", flush=True)
+
+    generate(model, prompt, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, chat=chat, show=show)
     print()

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from farspan_cli.app import app, fail, weighted
+from farspan_cli.app import RunFolder, app, fail, show_table, weighted
 from farspan_cli.progress import show_progress
 
 PRESETS = (
@@ -22,7 +22,7 @@ Labelled = Annotated[list[str] | None, typer.Option(help="Three files of labelle
 
 @app.command()
 def reproduce(
-    out: Annotated[Path, typer.Option(help="Folder of the run; the same command continues there.")],
+    out: RunFolder,
     preset: Annotated[str, typer.Option(help=PRESETS)] = "cpu",
     only: Annotated[str | None, typer.Option(help=ONLY)] = None,
     text: Sources = None,
@@ -65,23 +65,13 @@ def reproduce(
     with show_progress(console) as progress:
         names = only.split(",") if only else None
         page, failed = run(replace(chosen, corpus=corpus), out, only=names, progress=progress)
-    _show_table(main_table(out), console)
+    if rows := main_table(out):
+        show_table(console, rows[0], rows[1:], box=None)
     for line in failed:
         console.print(f"failed: {line}", style="red", markup=False, soft_wrap=True)
     console.print(f"page: {page}", soft_wrap=True)
     if failed:
         raise typer.Exit(1)
-
-
-def _show_table(rows: list[list[str]], console: Console, width: int = 80) -> None:
-    """Print a table with as many columns as fit; those in the middle say least."""
-    columns = list(zip(*rows, strict=True))
-    while len(columns) > 3 and sum(max(map(len, column)) + 2 for column in columns) > width:
-        columns.pop((len(columns) + 1) // 2)
-    sizes = [max(map(len, column)) for column in columns]
-    for row in list(zip(*columns, strict=True))[:40]:
-        text = "  ".join([row[0].ljust(sizes[0]), *(c.rjust(n) for c, n in zip(row[1:], sizes[1:], strict=True))])
-        console.print(text[:width].rstrip(), markup=False, highlight=False)
 
 
 @app.command()

@@ -7,9 +7,8 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Column, Table
 
-from farspan_cli.app import app, fail, weighted
+from farspan_cli.app import RunFolder, Seed, app, fail, show_table, weighted
 from farspan_cli.progress import show_progress
 
 
@@ -21,7 +20,7 @@ def finetune(
     data: Annotated[
         list[str], typer.Option(help="Token folder of `farspan data --tokenizer MODEL`, or DIR=WEIGHT; repeat to mix.")
     ],
-    out: Annotated[Path, typer.Option(help="Folder of the run; the same command continues there.", show_default=False)],
+    out: RunFolder,
     recipe: Annotated[str, typer.Option(help="One of those above, or a TOML file.")] = "distill",
     teacher: Annotated[
         str | None,
@@ -36,7 +35,7 @@ def finetune(
         ),
     ] = None,
     length: Annotated[int | None, typer.Option(help="Rows of at most so many tokens.", min=2)] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the rows.", min=0)] = 0,
+    seed: Seed = 0,
     compile: Annotated[bool, typer.Option(help="torch.compile, block by block.")] = False,
     precision: Annotated[str, typer.Option(help="auto (bf16 on a GPU), bf16 or fp32.")] = "auto",
     gradient_checkpointing: Annotated[bool, typer.Option(help="Less memory, more time.")] = False,
@@ -77,15 +76,17 @@ def finetune(
             written = run(model, sources, chosen, out, teacher=teacher, run=section, begin=plan, progress=show)
         except TrainingStoppedError as error:
             fail(str(error))
-    table = Table("stage", "objective", "trained", "tokens", "time", Column("loss", no_wrap=True))
-    for row in json.loads((out / "recipe.json").read_text())["rows"]:
-        table.add_row(
+    rows = json.loads((out / "recipe.json").read_text())["rows"]
+    lines = (
+        [
             row["name"],
             " + ".join(name if weight == 1 else f"{weight:g} {name}" for name, weight in row["objective"].items()),
             f"{row['trained_parameters'] / row['parameters']:.0%}",
             f"{row['tokens']:,}",
-            str(timedelta(seconds=round(row["seconds"]))),
+            timedelta(seconds=round(row["seconds"])),
             f"{format_loss(row['first_loss'])} → {format_loss(row['last_loss'])}",
-        )
-    console.print(table)
+        ]
+        for row in rows
+    )
+    show_table(console, ("stage", "objective", "trained", "tokens", "time", "loss"), lines)
     console.print(f"model: {written}")

@@ -1,13 +1,13 @@
 """`farspan demo` and `farspan doctor`: the first two commands of a new user."""
 
+import json as json_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
-from farspan_cli.app import app
+from farspan_cli.app import Json, app, show_table
 from farspan_cli.experiments import reproduce
 
 if TYPE_CHECKING:
@@ -28,8 +28,19 @@ def demo(
     print("Each model was trained on sequences of 64 bytes and reads longer ones here. Lower is better.")
 
 
+EXTRAS = {
+    "data": ("numpy", "tokenizers", "zstandard", "pyarrow"),
+    "train": ("accelerate", "safetensors", "tensorboard"),
+    "eval": ("wonderwords", "scipy"),
+    "report": ("matplotlib", "jinja2"),
+    "gguf": ("gguf",),
+    "lora": ("peft",),
+    "gpu": ("triton",),
+}
+
+
 @app.command()
-def doctor() -> None:
+def doctor(json: Json = False) -> None:
     """Print versions, the device, and which implementation of each op runs here and why not the others.
 
     Example: `farspan doctor`
@@ -42,31 +53,28 @@ def doctor() -> None:
 
     console, device = Console(), "cuda" if torch.cuda.is_available() else "cpu"
     names = ("farspan", "torch", "transformers", "accelerate", "triton", "flash-attn", "vllm")
-    versions = {"python": platform.python_version()} | {name: version(name) for name in names}
-    console.print(", ".join(f"{name} {found}" for name, found in versions.items() if found), highlight=False)
-    console.print(f"device: {device_name(device)}", highlight=False)
+    versions = {"python": platform.python_version()} | {name: found for name in names if (found := version(name))}
     missing = [name for name, need in EXTRAS.items() if any(version(package) is None for package in need)]
-    console.print(f"extras not installed: {', '.join(missing) or 'none'}", highlight=False)
-    table = Table("call", "runs on", "because others do not", expand=False)
+    calls: dict[str, dict[str, Any]] = {}
     for label, chosen in choices(device):
-        steps, reasons = [], []
+        steps, reasons = list[str](), dict[str, str]()
         while chosen is not None:
             steps.append(chosen.name)
-            reasons += [f"{name}: {why}" for name, why in chosen.skipped.items()]
+            reasons |= chosen.skipped
             chosen = chosen.then
-        table.add_row(label, " → ".join(steps), "\n".join(reasons))
-    console.print(table)
-
-
-EXTRAS = {
-    "data": ("numpy", "tokenizers", "zstandard", "pyarrow"),
-    "train": ("accelerate", "safetensors", "tensorboard"),
-    "eval": ("wonderwords", "scipy"),
-    "report": ("matplotlib", "jinja2"),
-    "gguf": ("gguf",),
-    "lora": ("peft",),
-    "gpu": ("triton",),
-}
+        calls[label] = {"runs": steps, "skipped": reasons}
+    if json:
+        told = {"versions": versions, "device": device_name(device), "missing": missing, "calls": calls}
+        print(json_module.dumps(told))
+        return
+    console.print(", ".join(f"{name} {found}" for name, found in versions.items()), highlight=False)
+    console.print(f"device: {device_name(device)}", highlight=False)
+    console.print(f"extras not installed: {', '.join(missing) or 'none'}", highlight=False)
+    lines = (
+        [label, " → ".join(call["runs"]), "\n".join(f"{name}: {why}" for name, why in call["skipped"].items())]
+        for label, call in calls.items()
+    )
+    show_table(console, ("call", "runs on", "because others do not"), lines)
 
 
 def choices(device: str) -> list[tuple[str, Any]]:

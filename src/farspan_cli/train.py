@@ -6,14 +6,14 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from farspan_cli.app import app, fail
+from farspan_cli.app import RunFolder, app, fail
 from farspan_cli.progress import show_progress
 
 
 @app.command()
 def train(
     config: Annotated[Path, typer.Argument(metavar="CONFIG.toml", help="Model, data, optimizer and run.")],
-    out: Annotated[Path, typer.Option(help="Folder of the run.", show_default=False)],
+    out: RunFolder,
 ) -> None:
     """Pre-train a model; the same command continues where it stopped.
 

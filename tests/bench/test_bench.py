@@ -153,7 +153,7 @@ def test_an_out_that_exists_or_cannot_be_written_is_noticed_before_measuring(
         ("attention --lengths a,b", "--lengths must be whole numbers ≥ 1 separated by commas, got 'a,b'; try"),
         ("attention --lengths 0", "--lengths must be whole numbers ≥ 1"),
         ("attention --lengths 99999999999999999999", "--lengths must be at most 16,777,216, got 9999"),
-        ("attention --device tpu", "--device must be cpu or cuda, got 'tpu'"),
+        ("attention --device tpu", "Invalid value for '--device': Value error, 'tpu' is not one of 'cpu', 'cuda'"),
         ("attention --repeats 0", "'--repeats'"),
         ("attention --repetas 3", "No such option: --repetas"),
         ("attention --window 0", "'--window'"),

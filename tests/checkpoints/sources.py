@@ -55,17 +55,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def random_model(case: str) -> PreTrainedModel:
-    """A model whose every tensor is random: zero biases and unit norms would hide a lost one."""
     name, options = CASES[case]
     config = getattr(transformers, f"{name}Config")(**{**SHAPE, **options})
-    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    return randomize(getattr(transformers, f"{name}ForCausalLM")(config))
+
+
+def randomize(model: PreTrainedModel) -> PreTrainedModel:
+    """Make every tensor of a model random: zero biases and unit norms would hide a lost one."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.2)
             else:
                 parameter.copy_(torch.randn_like(parameter) * 0.15)
-    return model
+    return model.eval()
 
 
 def saved(folder: Path, case: str = "llama", **options: Any) -> PreTrainedModel:

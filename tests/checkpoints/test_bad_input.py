@@ -75,11 +75,10 @@ def climbing(folder: Path) -> None:
 BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "architecture": (config(model_type="gemma"), "model_type must be one of 'llama', .*, got 'gemma'; checkpoints of"),
     "no architecture": (config(("model_type",)), "model_type must be one of .*, got None"),
-    "architecture as a list": (config(model_type=[]), r"model_type must be one of .*, got \[\]"),
-    "missing tensor": (tensors(lambda t: t.pop(UP)), f"tensor '{UP}' is missing from"),
+    "missing tensor": (tensors(lambda t: t.pop(UP)), rf"tensor '{UP}' .* must have shape \(64, 32\) by .*, got none"),
     "extra tensor": (
         tensors(lambda t: t.update({"model.layers.1.self_attn.sinks": torch.ones(4)})),
-        "tensor 'model.layers.1.self_attn.sinks' .* is unknown to a llama model of 3 layers",
+        r"tensors \['model.layers.1.self_attn.sinks'\] .* are unknown to a llama model of 3 layers",
     ),
     "adapter": (
         tensors(lambda t: t.update({"model.layers.0.self_attn.q_proj.lora_A.weight": torch.ones(4, 4)})),
@@ -87,14 +86,13 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "wrong shape": (
         tensors(lambda t: t.update({UP: torch.ones(64, 31)})),
-        rf"tensor '{UP}' must have shape \(64, 32\) by the configuration, got \(64, 31\)",
+        rf"tensor '{UP}' .* must have shape \(64, 32\) by the configuration, got \(64, 31\)",
     ),
     "integers": (
         tensors(lambda t: t.update({UP: torch.ones(64, 32, dtype=torch.int8)})),
-        f"tensor '{UP}' must hold floating-point numbers, got I8",
+        f"tensor '{UP}' .* must hold finite floating-point numbers as .*, got .* whole numbers in torch.int8",
     ),
-    "NaN": (tensors(lambda t: t[UP][2].fill_(torch.nan)), f"tensor '{UP}' in '.*' must hold finite numbers, got NaN"),
-    "infinity": (tensors(lambda t: t["model.norm.weight"].fill_(-torch.inf)), "'model.norm.weight' .* or infinity"),
+    "NaN": (tensors(lambda t: t[UP][2].fill_(torch.nan)), f"tensor '{UP}' in '.*' must hold finite .*, got NaN"),
     "untied head": (config(tie_word_embeddings=True), "tensor 'lm_head.weight' must equal 'model.embed_tokens.weight'"),
     "too many layers": (config(num_hidden_layers=2), r"'model\.layers\.2\..*of 2 layers"),
     "quantised": (config(quantization_config={"quant_method": "gptq"}), "quantization_config must be absent, got 'gp"),
@@ -102,17 +100,19 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:-100]),
         r"model.safetensors' is not a complete safetensors file .*; download or save it again",
     ),
-    "empty file": (lambda f: (f / "model.safetensors").write_bytes(b""), "is not a complete safetensors file"),
-    "lost shard": (lose_shard, "names the shard 'model-00002-of-.*', which is missing"),
-    "another shard": (swap_shards, "tensor '.*' is missing from "),
-    "a shard that climbs": (climbing, r"must name files beside it, got '\.\./elsewhere/x.safetensors'; do not trust"),
+    "lost shard": (lose_shard, "must name files beside it, got 'model-00002-of-.*'; download all shards"),
+    "another shard": (swap_shards, "tensor '.*' must have shape .*, got none"),
+    "a shard that climbs": (
+        climbing,
+        r"must name files beside it, got '\.\./elsewhere.*; .* do not trust",
+    ),
     "an absolute shard": (index({UP: "/etc/hostname"}), "must name files beside it, got '/etc/hostname'"),
     "no weight map": (
         lambda f: (f / "model.safetensors").rename(f / INDEX).write_text("{}"),
         "weight_map of .*index.json' must name a file for each tensor; download it again",
     ),
-    "a shard as a number": (index({"a": 3}), "weight_map of .* must name a file for each tensor"),
-    "pickle": (only_pickle, "got the pickle '.*pytorch_model.bin', which could run code"),
+    "a shard as a number": (index({"a": 3}), "weight_map of .* must name files beside it, got '3'"),
+    "pickle": (only_pickle, r"must have model.safetensors .* a pickle .* could run code when opened: save the model"),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "checkpoint must have model.safetensors or"),
     "no configuration": (lambda f: (f / "config.json").unlink(), "checkpoint must have a config.json"),
     "broken configuration": (lambda f: (f / "config.json").write_text("{"), "config.json' is not JSON"),
@@ -121,36 +121,31 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
         r"generation_config.json' is not JSON \(Infinity is not a number of JSON\)",
     ),
     "deep configuration": (lambda f: (f / "config.json").write_text("[" * 10**5), "config.json' is not JSON"),
-    "configuration of another kind": (lambda f: (f / "config.json").write_text("[]"), "must hold a JSON object"),
-    "rope type": (rope(rope_type="longrope"), r"rope_parameters\['rope_type'\] must be .* got 'longrope'; checkpoints"),
+    "rope type": (
+        rope(rope_type="longrope", short_factor=[1.0] * 4, long_factor=[1.0] * 4),
+        r"rope_parameters\['rope_type'\] must be one of 'default', .*, got 'longrope'",
+    ),
     "rope type of our own": (
         config(model_type="farspan", rope_parameters={"rope_type": "longrope", "rope_theta": 1e4}),
         r"rope_parameters\['rope_type'\] must be one of 'default', .*, got 'longrope'; choose one of these$",
     ),
     "old rope type": (
         config(("rope_parameters",), rope_scaling={"type": "su", "factor": 2.0}),
-        r"rope_scaling\['rope_type'\] must be one of .*, got 'su'",
+        r"rope_parameters\['rope_type'\] must be one of .*, got 'su'",
     ),
     "partial rotation": (rope(partial_rotary_factor=0.5), "partial_rotary_factor must be 1, got 0.5"),
-    "rope as text": (config(rope_parameters="x"), "rope_parameters must be an object .*, got 'x'"),
-    "factor as text": (rope(rope_type="linear", factor="four"), "config.json: .* must be real number, not str"),
-    "negative base": (config(("rope_parameters",), rope_theta=-1.0), "config.json: base must be greater .*, got -1.0"),
-    "activation": (config(hidden_act="slu"), "hidden_act must be one of .*, got 'slu'; did you mean"),
-    "no layers": (config(num_hidden_layers=0), "config.json: num_hidden_layers must be 1 … 4096, got 0"),
+    "rope as text": (config(rope_parameters="x"), "must be a valid llama configuration .*rope_parameters.* value 'x'"),
     "billions of layers": (config(num_hidden_layers=2**31), "num_hidden_layers must be at most 4096, got 2147483648"),
-    "huge vocabulary": (config(vocab_size=10**11), "config.json: vocab_size must be 1 … 16777216, got 100000000000"),
-    "epsilon": (config(rms_norm_eps=-1.0), "config.json: rms_norm_eps must be .*, got -1.0"),
     "dtype": (config(dtype="x"), "must be a valid llama configuration"),
     "half a width": (config(head_dim=1.5), "must be a valid llama configuration"),
-    "text for a number": (config(hidden_size="wide"), "must be a valid llama configuration"),
     "too few flags": (config(model_type="smollm3", no_rope_layers=[1]), "must be a valid smollm3 configuration"),
     "settings of generate": (
         lambda f: (f / "generation_config.json").write_text('{"watermarking_config": 3}'),
-        "generation_config.json of .* is not valid .*; correct or remove it",
+        "generation_config.json' is not valid .*; correct or remove it",
     ),
     "end token": (
         lambda f: (f / "generation_config.json").write_text('{"eos_token_id": "a"}'),
-        "generation_config.json of .*eos_token_id must be a token id or a list of them, got 'a'",
+        "generation_config.json' is .*eos_token_id must be a token id or a list of them, got 'a'",
     ),
 }
 
@@ -160,18 +155,11 @@ def test_bad_sources_raise_one_line(case: str, tmp_path: Path) -> None:
     saved(tmp_path / "source")
     spoil, message = BAD[case]
     spoil(tmp_path / "source")
+    # A fine-tuning opens its model, and then writes its first file.
+    read = open_source if case in ("settings of generate", "end token") else from_pretrained
     with pytest.raises(ValueError, match=message) as caught:
-        from_pretrained(tmp_path / "source")
+        read(tmp_path / "source")
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("case", ["settings of generate", "end token"])
-def test_settings_of_generate_are_checked_before_weights_are_read(case: str, tmp_path: Path) -> None:
-    """A fine-tuning opens its model, and then writes its first file."""
-    saved(tmp_path)
-    BAD[case][0](tmp_path)
-    with pytest.raises(ValueError, match=BAD[case][1]):
-        open_source(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -184,10 +172,10 @@ def test_settings_of_generate_are_checked_before_weights_are_read(case: str, tmp
         ({"attention": "hybrid-rop", "window": 8}, "did you mean 'hybrid-rope'"),
         ({"attention": "hybrid-rope", "window": 17}, "window must be 1 … 16, the training length, got 17"),
         ({"attention": "hybrid-rope", "window": 8, "global_every": 4}, "global_every must be 2 … 3"),
-        ({"attention": "hybrid-rope", "window": 8, "global_layers": []}, "must be at least 1 and at most 2 of the"),
-        ({"attention": "hybrid-rope", "window": 8, "global_layers": [0, 1, 2]}, "must be at least 1 and at most 2 of"),
+        ({"attention": "hybrid-rope", "window": 8, "global_layers": []}, "at least 1 and at most 2 of the"),
+        ({"attention": "hybrid-rope", "window": 8, "global_layers": [0, 1, 2]}, "at least 1 and at most 2 of"),
         ({"attention": "hybrid-rope", "window": 8, "global_layers": [3]}, "of the layers 0 … 2, got"),
-        ({"attention": "hybrid-rope", "window": 8, "global_layers": "all"}, "must be 'auto' or a list"),
+        ({"attention": "hybrid-rope", "window": 8, "global_layers": "all"}, "must be 'auto', or at least 1"),
         ({"attention": "hybrid-rope", "global_layers": [1], "global_every": 2}, "give global_every or global_layers"),
         ({"attention": ["rope"] * 3, "window": 8}, "need attention, the name of a hybrid"),
     ],
@@ -216,7 +204,7 @@ def test_a_hybrid_is_written_for_another_family_by_export_alone(tmp_path: Path) 
 
 def test_a_hybrid_of_a_checkpoint_with_windows_or_without_positions(tmp_path: Path) -> None:
     saved(tmp_path / "mistral", "mistral")
-    with pytest.raises(ValueError, match="needs a checkpoint without windows of its own, got one with windows in 3 of"):
+    with pytest.raises(ValueError, match="a checkpoint without windows of its own, got one with windows"):
         from_pretrained(tmp_path / "mistral", "hybrid-rope", window=4, global_every=3)
     saved(tmp_path / "smollm3", "smollm3")
     with pytest.raises(ValueError, match=r"layers \[1\] of the checkpoint have no positions and must be global"):
@@ -229,8 +217,7 @@ def test_a_hybrid_of_a_checkpoint_with_windows_or_without_positions(tmp_path: Pa
     ("name", "message"),
     [
         ("owner/model", "which does not exist; check the path"),
-        ("model.pt", "got the pickle .*model.pt', which could run code when opened"),
-        ("model.txt", "checkpoint must be a folder or a .gguf file"),
+        ("model.pt", "must be a folder or one .gguf file, got .*model.pt; pickles are never opened"),
         ("model.gguf", "is not a complete GGUF file|needs the package gguf"),
     ],
 )
@@ -245,7 +232,7 @@ def test_files_of_other_kinds(name: str, message: str, tmp_path: Path) -> None:
 def test_numbers_too_large_for_the_wanted_dtype(tmp_path: Path) -> None:
     saved(tmp_path)
     tensors(lambda t: t[UP][2].fill_(1e5))(tmp_path)
-    with pytest.raises(ValueError, match=f"tensor '{UP}' .* as torch.float16; .* choose a wider dtype"):
+    with pytest.raises(ValueError, match=f"tensor '{UP}' .* as torch.float16, .* choose a wider dtype"):
         from_pretrained(tmp_path, dtype=torch.float16)
     assert from_pretrained(tmp_path, dtype=torch.bfloat16).dtype == torch.bfloat16
 

@@ -8,16 +8,7 @@ import torch
 
 from farspan import FarspanConfig, FarspanForCausalLM
 from farspan.checkpoints import CalibrationConfig, Target, calibrate, from_pretrained, give_attention, replace_attention
-from farspan.checkpoints.calibrate import (
-    attention_rows,
-    closed_form,
-    descend,
-    divergence,
-    mapped,
-    moments,
-    output_error,
-    start_closed_form,
-)
+from farspan.checkpoints.calibrate import attention_rows, closed_form, descend, errors, mapped, start_closed_form
 from farspan.layers import Attention, AttentionSpec
 from tests.checkpoints.sources import saved
 
@@ -45,16 +36,16 @@ def layer(kind: str, **options: object) -> Attention:
 def test_rows_are_what_the_layer_computes(kind: str, options: dict) -> None:
     spec = AttentionSpec(**{**AttentionSpec.parse(kind).to_dict(), **options})
     one, x = layer(spec, qk_norm_eps=1e-6), torch.randn(2, 11, 32, dtype=torch.float64)  # type: ignore[arg-type]
-    rows = attention_rows(one, x)
-    assert (rows.output - one(x)).abs().max() <= 1e-12
-    assert torch.allclose(rows.log_weights.exp().sum(-1), torch.ones(2, 4, 11, dtype=torch.float64))
+    log_weights, output = attention_rows(one, x)
+    assert (output - one(x)).abs().max() <= 1e-12
+    assert torch.allclose(log_weights.exp().sum(-1), torch.ones(2, 4, 11, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("form", ["exact", "slack"])
 def test_the_closed_form_is_the_least_squares_fit_over_evenly_spread_angles(form: str) -> None:
     """One pair, written out with its angles: no other t is nearer to the teacher's scores."""
     q, k = torch.randn(1, 1, 40, 2, dtype=torch.float64), torch.randn(2, dtype=torch.float64)
-    best = float(closed_form(moments(q, q, form, 1))[0, :, 0] @ k)
+    best = float(closed_form([(q, q)], form, 1)[0, :, 0] @ k)
     m, n = torch.meshgrid(*[torch.arange(16, dtype=torch.float64) * 2 * torch.pi / 16] * 2, indexing="ij")
     query = torch.complex(*q[0, 0].T)[:, None, None]
     rotated = query * torch.polar(torch.ones_like(m), m)  # f(q, m), for each query
@@ -82,10 +73,7 @@ def test_the_closed_form_finds_a_teacher_that_is_coca(qk_norm: bool) -> None:
     student = replace_attention(model, 0, AttentionSpec("coca", "exact"))
     x = torch.rand(2, 20, 32)  # positive, so that t ≥ 0 without the ReLU
     start_closed_form(student, original, [(x, x)])
-    goal, rows = attention_rows(original, x), attention_rows(student, x)
-    limit = 0.2 if qk_norm else 1e-6  # RMS over t is not RMS over k
-    assert divergence(goal, rows) <= limit
-    assert output_error(goal, rows) <= limit
+    assert max(errors(student, original, x, x)) <= (0.2 if qk_norm else 1e-6)  # RMS over t is not RMS over k
 
 
 @pytest.mark.parametrize("spec", ["coca-exact", "coca-slack", "coca-strict"])
@@ -99,7 +87,6 @@ def test_each_stage_comes_nearer_to_the_teacher(spec: str) -> None:
         assert one.fitted.attention_kl < 0.7 * one.copied.attention_kl
     assert report.tokens == 10 * 12
     assert {s.name for s in model.config.attention_specs} == {spec}
-    assert len(report.rows()) == 2
 
 
 def test_the_report_is_true_of_the_model_that_is_returned() -> None:
@@ -107,10 +94,10 @@ def test_the_report_is_true_of_the_model_that_is_returned() -> None:
     first = model.model.layers[0].self_attn
     report = calibrate(model, "coca-exact", ids, CalibrationConfig(steps=5, batch=1, held_out=0.25))
     x = model.model.layers[0].input_layernorm(model.model.embed_tokens(ids[-2:]))
+    last = model.model.layers[0].self_attn
     with torch.no_grad():
-        pairs = [(attention_rows(first, w), attention_rows(model.model.layers[0].self_attn, w)) for w in x.split(1)]
-        expected = sum(float(divergence(a, b)) for a, b in pairs) / 2
-        out, goal = (torch.cat([pair[i].output for pair in pairs]) for i in (1, 0))
+        expected = sum(float(errors(last, first, w, w)[0]) for w in x.split(1)) / 2
+        out, goal = last(x), first(x)
         stream = model.model.embed_tokens(ids[-2:]) + goal
         felt = float(((out - goal).norm(dim=-1) / stream.norm(dim=-1)).pow(2).mean())
     assert report.layers[0].fitted.attention_kl == pytest.approx(expected, rel=1e-4)
@@ -127,17 +114,15 @@ def test_layers_left_rope_are_untouched_and_dtypes_stay() -> None:
     assert model(ids).logits.isfinite().all()
 
 
-@pytest.mark.parametrize(("windows", "options"), [(2, {}), (8, {"batch": 8}), (3, {"batch": 1, "held_out": 0.99})])
-def test_some_windows_are_held_out_and_some_fitted_whatever_their_number(windows: int, options: dict) -> None:
+@pytest.mark.parametrize(
+    ("windows", "options"), [(2, {}), (8, {"batch": 8}), (3, {"batch": 1, "held_out": 0.99}), (6, {"lr": 1e20})]
+)
+def test_any_number_of_windows_is_split_and_a_descent_that_diverges_is_not_kept(windows: int, options: dict) -> None:
     model, ids = teacher_model(), torch.randint(0, 12, (windows, 16))
-    report = calibrate(model, "coca-exact", ids, CalibrationConfig(steps=2, **options))
+    report = calibrate(model, "coca-exact", ids, CalibrationConfig(**{"steps": 3, **options}))
     assert [one.layer for one in report.layers] == [0, 1]
-
-
-def test_a_descent_that_diverges_is_not_kept() -> None:
-    model, ids = teacher_model(), torch.randint(0, 12, (6, 16))
-    report = calibrate(model, "coca-exact", ids, CalibrationConfig(steps=3, lr=1e20))
-    assert all(one.fitted == one.closed for one in report.layers)
+    if "lr" in options:
+        assert all(one.fitted == one.closed for one in report.layers)
     assert all(parameter.isfinite().all() for parameter in model.parameters())
 
 
@@ -207,13 +192,10 @@ def test_a_descent_changes_queries_and_keys_of_the_student_alone() -> None:
     teacher = model.model.layers[0].self_attn
     theirs = {name: p.detach().clone() for name, p in teacher.named_parameters()}
     student = replace_attention(model, 0, AttentionSpec("coca", "polar"))
-    student.v_proj.requires_grad_(False)
-    before = {name: (p.detach().clone(), p.requires_grad) for name, p in student.named_parameters()}
+    before = {name: p.detach().clone() for name, p in student.named_parameters()}
     descend(student, teacher, [(x, x)], steps=2, lr=1e-2)
     for name, p in student.named_parameters():
-        assert torch.equal(p, before[name][0]) == name.startswith(("v_proj", "o_proj"))
-        assert p.requires_grad == before[name][1]
-        assert p.grad is None
+        assert torch.equal(p, before[name]) == name.startswith(("v_proj", "o_proj"))
     assert all(torch.equal(p, theirs[name]) for name, p in teacher.named_parameters())
 
 

@@ -1,24 +1,18 @@
-"""Flipped bits, killed processes and two processes at once leave no wrong weights, no traceback and no half folder."""
+"""Flipped bits and two processes at once leave no wrong weights, no traceback and no half folder."""
 
-import json
-import os
 import random
 import signal
-import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from shutil import rmtree
 
 import pytest
 
 from farspan.checkpoints.convert import new_folder
 from farspan.convert import convert_folder, from_pretrained
-from farspan.utils import sha256
 from tests.checkpoints.sources import random_model, saved, with_tokenizer
-from tests.command_line import called, program
-from tests.processes import Started
+from tests.command_line import called
 
 # Flipped bits
 
@@ -94,64 +88,6 @@ def test_a_damaged_length_of_a_list_is_no_endless_loop(tmp_path: Path) -> None:
     (tmp_path / "m.gguf").write_bytes(data)
     with at_most(10), pytest.raises(ValueError, match=r"m.gguf' is not a complete GGUF file \(it ends before byte"):
         from_pretrained(tmp_path / "m.gguf")
-
-
-# Killed processes
-
-WRITES = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.chmod")
-KILL = """
-import os, signal, sys
-seen = 0
-def hook(event, arguments):
-    global seen
-    if event in {writes} and arguments and str(arguments[0]).startswith({folder!r}):
-        if seen == {last}:
-            os.kill(os.getpid(), signal.SIGKILL)
-        seen += 1
-sys.addaudithook(hook)
-"""
-
-
-def kill_again_and_again(command: str, source: Path, folder: Path, every: int, moments: int) -> None:
-    """Kill a command at every n-th of its writes to the folder, then at random moments. Run in a process of its own."""
-    arguments, out = (command, str(source), "--out", str(folder / "out")), folder / "out"
-    drawn, wholes, kills = random.Random(0), [], 0
-    delays = [*[None] * 100, *(drawn.uniform(0, 0.5) for _ in range(moments)), None]
-    at = iter(range(0, 100 * every, every))
-    while delays:
-        delay = delays.pop(0)
-        write = 10**9 if delay is not None or not delays else next(at)  # the last one runs to its end
-        child = os.fork()
-        if child == 0:
-            try:
-                program(KILL.format(writes=WRITES, folder=str(folder), last=write), *arguments)
-            except SystemExit as exit_:
-                os._exit(int(exit_.code or 0))
-        if delay is not None:
-            time.sleep(delay)
-            os.kill(child, signal.SIGKILL)
-        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        assert status in (0, -signal.SIGKILL), status
-        kills += status != 0
-        if out.exists() and any(out.iterdir()):
-            wholes.append({file.name: sha256(file) for file in out.iterdir() if file.name != "conversion.json"})
-            rmtree(out)
-        if status == 0 and delay is None and delays:
-            delays = delays[-moments - 1 :]  # every write has been killed at
-    print(json.dumps({"kills": kills, "wholes": wholes, "left": sorted(path.name for path in folder.iterdir())}))
-
-
-@pytest.mark.parametrize("command", ["convert", "export"])
-def test_a_killed_command_leaves_all_or_nothing_and_the_next_one_cleans_up(command: str, tmp_path: Path) -> None:
-    source, folder = with_tokenizer(tmp_path / "source"), tmp_path / "work"
-    folder.mkdir()
-    with Started(kill_again_and_again, command, source, folder, 4, 2) as running:
-        done = running.wait()
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["kills"] > 5
-    assert all(whole == found["wholes"][-1] for whole in found["wholes"])
-    assert found["left"] == []
 
 
 # Two processes

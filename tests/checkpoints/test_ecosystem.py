@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils.data import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments, pipeline
 
 from farspan.convert import convert_folder
@@ -20,19 +19,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return parent / "ours"
 
 
-class Windows(Dataset[dict[str, torch.Tensor]]):
-    """Eight windows of one repeated sentence."""
-
-    def __init__(self, tokenizer: AutoTokenizer) -> None:
-        self.ids = torch.tensor(tokenizer("a line to learn by heart " * 8).input_ids[:128]).view(8, 16)
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {"input_ids": self.ids[index], "labels": self.ids[index]}
-
-
 def test_pipeline_gives_what_generate_gives(folder: Path) -> None:
     write = pipeline("text-generation", model=str(folder), device="cpu")
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
@@ -42,7 +28,8 @@ def test_pipeline_gives_what_generate_gives(folder: Path) -> None:
 
 
 def test_trainer_lowers_the_loss_and_saves_what_loads(folder: Path, tmp_path: Path) -> None:
-    model, data = AutoModelForCausalLM.from_pretrained(folder), Windows(AutoTokenizer.from_pretrained(folder))
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    ids = torch.tensor(tokenizer("a line to learn by heart " * 8).input_ids[:128]).view(8, 16)
     settings = TrainingArguments(
         output_dir=str(tmp_path),
         max_steps=4,
@@ -53,14 +40,14 @@ def test_trainer_lowers_the_loss_and_saves_what_loads(folder: Path, tmp_path: Pa
         disable_tqdm=True,
         use_cpu=True,
     )
-    trainer = Trainer(model=model, args=settings, train_dataset=data)
+    trainer = Trainer(model=model, args=settings, train_dataset=[{"input_ids": row, "labels": row} for row in ids])
     trainer.train()
     losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
     assert losses[-1] < losses[0]
     trainer.save_model(str(tmp_path / "saved"))
-    again, batch = AutoModelForCausalLM.from_pretrained(tmp_path / "saved").eval(), data.ids[:2]
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved").eval()
     with torch.no_grad():
-        assert torch.equal(again(batch).logits, model.eval()(batch).logits)
+        assert torch.equal(again(ids).logits, model.eval()(ids).logits)
 
 
 def test_lora_on_a_converted_model_trains_t_and_merges(folder: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from farspan.checkpoints import stream
+from farspan.checkpoints import generate
 from farspan.convert import from_pretrained
 from tests.checkpoints.sources import with_tokenizer
 from tests.command_line import called
@@ -24,14 +24,14 @@ def with_template(folder: Path, template: object) -> Path:
 
 
 def test_text_comes_in_pieces_and_is_what_generate_gives(tmp_path: Path) -> None:
-    source = with_tokenizer(tmp_path)
+    source, pieces = with_tokenizer(tmp_path), list[str]()
     model, tokenizer = from_pretrained(source), AutoTokenizer.from_pretrained(source)
     prompt = tokenizer("some words", return_tensors="pt")
     ids = model.generate(**prompt, max_new_tokens=30, do_sample=False, pad_token_id=0, eos_token_id=0)
     expected = tokenizer.decode(ids[0, prompt.input_ids.shape[1] :], skip_special_tokens=True)
-    pieces = list(stream(source, "some words", max_new_tokens=30))
-    assert "".join(pieces) == expected
-    sampled = ["".join(stream(source, "some words", max_new_tokens=9, temperature=2.0, seed=s)) for s in (0, 0, 1)]
+    assert generate(source, "some words", max_new_tokens=30, show=pieces.append) == expected == "".join(pieces)
+    assert len(pieces) > 1
+    sampled = [generate(source, "some words", max_new_tokens=9, temperature=2.0, seed=seed) for seed in (0, 0, 1)]
     assert sampled[0] == sampled[1] != sampled[2]
 
 
@@ -39,44 +39,34 @@ def test_a_chat_is_the_template_and_then_text(tmp_path: Path) -> None:
     source = with_template(tmp_path, TEMPLATE)
     status, out, err = called("generate", source, "--chat", "why?", "--max-new-tokens", 9)
     assert status == 0, err
-    assert out == "".join(stream(source, "user: why?; a:", max_new_tokens=9)) + "\n"
-    assert out != "".join(stream(source, "why?", max_new_tokens=9)) + "\n"
+    assert out == generate(source, "user: why?; a:", max_new_tokens=9) + "\n"
+    assert out != generate(source, "why?", max_new_tokens=9) + "\n"
 
 
 @pytest.mark.parametrize(
-    ("template", "message"),
+    ("template", "options", "message"),
     [
-        (None, "--chat needs a tokenizer with a chat template, got one without; leave --chat out"),
-        ("{% for m in messages %}", "the model's chat template fails (TemplateSyntaxError: "),
-        ("{{ messages[7].content.x }}", "the model's chat template fails (UndefinedError: "),
-        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "the model's chat template fails (SecurityError: "),
-        ("{{ raise_exception('no user') }}", "the model's chat template fails (TemplateError: no user)"),
-        ("{% for i in range(10**9) %}x{% endfor %}", "the model's chat template fails (OverflowError: "),
-        ("{# nothing #}", "prompt must have at least one token"),
-        (5, "chat template fails|tokenizer of"),
-    ],
-    ids=str,
-)
-def test_bad_templates(template: object, message: str, tmp_path: Path) -> None:
-    source = with_tokenizer(tmp_path) if template is None else with_template(tmp_path, template)
-    status, out, err = called("generate", source, "--chat", "a")
-    assert (status, out, err.count("\n")) == (2, "", 1)
-    assert any(part in err for part in message.split("|")), err
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("",), "prompt must have at least one token"),
-        (("a\ud800b",), "prompt must be valid Unicode, got "),
-        (("a", "--temperature", "1e-320"), "temperature must be 0 or 0.001 … 1000, got 1e-320"),
-        (("a", "--temperature", "nan"), "got nan"),
-        (("a", "--max-new-tokens", 10**20), "max_new_tokens must be below 2^31"),
+        (None, ("--chat", "a"), "--chat needs a tokenizer with a chat template, got one without; leave --chat out"),
+        ("{% for m in messages %}", ("--chat", "a"), "the model's chat template fails (TemplateSyntaxError: "),
+        ("{{ messages[7].content.x }}", ("--chat", "a"), "the model's chat template fails (UndefinedError: "),
+        ("{{ ''.__class__.__mro__ }}", ("--chat", "a"), "the model's chat template fails (SecurityError: "),
+        ("{{ raise_exception('no user') }}", ("--chat", "a"), "chat template fails (TemplateError: no user)"),
+        ("{% for i in range(10**9) %}x{% endfor %}", ("--chat", "a"), "chat template fails (OverflowError: "),
+        ("{# nothing #}", ("--chat", "a"), "prompt must have at least one token"),
+        (5, ("--chat", "a"), "the model's chat template fails (TypeError: "),
+        (None, ("",), "prompt must have at least one token"),
+        (None, ("a\ud800b",), "prompt must be valid Unicode, got "),
+        (None, ("a", "--temperature", "1e-320"), "temperature must be 0 or 0.001 … 1000, got 1e-320"),
+        (None, ("a", "--temperature", "nan"), "got nan"),
+        (None, ("a", "--max-new-tokens", 10**20), "max_new_tokens must be below 2^31"),
     ],
     ids=ascii,
 )
-def test_bad_arguments(options: tuple[object, ...], message: str, tmp_path: Path) -> None:
-    status, out, err = called("generate", with_tokenizer(tmp_path), *options)
+def test_bad_templates_and_arguments(
+    template: object, options: tuple[object, ...], message: str, tmp_path: Path
+) -> None:
+    source = with_tokenizer(tmp_path) if template is None else with_template(tmp_path, template)
+    status, out, err = called("generate", source, *options)
     assert (status, out, err.count("\n")) == (2, "", 1)
     assert message in err
 
@@ -95,10 +85,10 @@ def test_a_model_without_its_tokenizer(command: tuple[str, str], tmp_path: Path,
 
 def test_settings_of_generate_come_along(tmp_path: Path) -> None:
     source = with_tokenizer(tmp_path)
-    text = "".join(stream(source, "some words", max_new_tokens=12))
+    text = generate(source, "some words", max_new_tokens=12)
     ids = AutoTokenizer.from_pretrained(source)(text).input_ids
     settings = {"eos_token_id": [ids[5], 0], "temperature": 0.5, "top_p": 0.9, "do_sample": True}
     (source / "generation_config.json").write_text(json.dumps(settings))
     held = from_pretrained(source).generation_config
     assert (held.eos_token_id, held.temperature, held.top_p) == ([ids[5], 0], 0.5, 0.9)
-    assert len("".join(stream(source, "some words", max_new_tokens=12))) < len(text)
+    assert len(generate(source, "some words", max_new_tokens=12)) < len(text)

@@ -91,15 +91,6 @@ def test_w_t_starts_as_the_mean_of_the_halves_of_w_k(tmp_path: Path) -> None:
     assert torch.allclose(t.transpose(1, 2), k.mean(3).relu(), atol=1e-5)
 
 
-def test_layers_may_differ(tmp_path: Path) -> None:
-    saved(tmp_path, "llama")
-    entries = ["rope", {"kind": "coca", "window": 4}, "coca-strict"]
-    model = from_pretrained(tmp_path, entries)
-    assert [s.name for s in model.config.attention_specs] == ["rope", "coca-exact", "coca-strict"]
-    assert model.config.attention_specs[1].window == 4
-    assert model(tokens()).logits.isfinite().all()
-
-
 def test_tensors_pass_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside the model there is never more than the tensor being read."""
     saved(tmp_path, "qwen3")

@@ -78,29 +78,26 @@ def test_an_equal_head_is_a_tied_one_however_it_is_stored(dtype: torch.dtype, ch
     assert (digest(tied, tmp_path / "tied") == digest(apart, tmp_path / "apart")) == (change == 0)
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+
+
 @pytest.mark.parametrize(
-    ("change", "same"),
+    ("attention", "change", "same"),
     [
-        ({"rms_norm_eps": float(torch.tensor(1e-6))}, True),  # as a GGUF file keeps it
-        ({"rms_norm_eps": 1e-5}, False),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}}, False),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}}, True),
+        ("rope", {"rms_norm_eps": float(torch.tensor(1e-6))}, True),  # as a GGUF file keeps it
+        ("rope", {"rms_norm_eps": 1e-5}, False),
+        ("rope", {"rope_parameters": YARN | {"original_max_position_embeddings": 64}}, False),
+        ("rope", {"rope_parameters": dict(YARN)}, True),
+        ("hybrid", {"polar_activation": "relu"}, False),
+        ("hybrid", {"log_length": "step"}, False),
     ],
+    ids=str,
 )
 def test_a_fingerprint_tells_apart_what_computes_something_else(
-    change: dict[str, Any], same: bool, tmp_path: Path
+    attention: str, change: dict[str, Any], same: bool, tmp_path: Path
 ) -> None:
-    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
-    model = make("rope", dtype=torch.float32, rms_norm_eps=1e-6, rope_parameters=rope)
-    first = digest(model, tmp_path / "one")
-    for name, value in change.items():
-        setattr(model.config, name, value)
-    assert (digest(model, tmp_path / "other") == first) == same
-
-
-@pytest.mark.parametrize("change", [{"polar_activation": "relu"}, {"log_length": "step"}], ids=str)
-def test_a_fingerprint_tells_apart_forms_of_a_hybrid(change: dict[str, Any], tmp_path: Path) -> None:
-    usual = make("hybrid", global_every=2, dtype=torch.float32)
-    other = make("hybrid", global_every=2, dtype=torch.float32, **change)
-    other.load_state_dict(usual.state_dict())
-    assert digest(usual, tmp_path / "usual") != digest(other, tmp_path / "other")
+    usual = {"rope_parameters": YARN} if attention == "rope" else {"global_every": 2}
+    options: dict[str, Any] = {"dtype": torch.float32, "rms_norm_eps": 1e-6, **usual}
+    model, other = make(attention, **options), make(attention, **(options | change))
+    other.load_state_dict(model.state_dict())
+    assert (digest(model, tmp_path / "one") == digest(other, tmp_path / "other")) == same

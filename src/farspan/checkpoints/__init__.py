@@ -14,7 +14,7 @@ from farspan.checkpoints.convert import (
     write_note,
 )
 from farspan.checkpoints.export import export_as, export_folder
-from farspan.checkpoints.generate import stream
+from farspan.checkpoints.generate import generate
 from farspan.checkpoints.replace import Target, attention_reach, replace_attention
 from farspan.checkpoints.sources import Source, open_source, text_tokenizer, tokenizer_of
 
@@ -32,13 +32,13 @@ __all__ = [
     "export_folder",
     "fingerprint",
     "from_pretrained",
+    "generate",
     "give_attention",
     "load",
     "open_source",
     "read_note",
     "replace_attention",
     "save",
-    "stream",
     "text_tokenizer",
     "tokenizer_of",
     "write_config",

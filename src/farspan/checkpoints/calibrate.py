@@ -17,9 +17,9 @@ other kinds from the start, gradient descent fits W_Q and W_K (or W_T).
 import math
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from copy import deepcopy
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from mmap import mmap
 from tempfile import TemporaryFile, gettempdir
 from typing import Any
@@ -38,7 +38,7 @@ from farspan.utils import DISK_FULL, Progress, silent
 PASS = 8192
 """Tokens that go through a block together on a GPU: fewer leave it idle."""
 FITTED = ("q_proj", "k_proj", "t_proj", "t_norm", "phase")
-Batches = Sequence[tuple[Tensor, Tensor]]
+Batches = Sequence[tuple[Tensor, ...]]
 """Inputs of the teacher and of the student for the same tokens, (b, n, hidden) each."""
 
 
@@ -100,10 +100,6 @@ class CalibrationReport:
     tokens: int
     seconds: float
 
-    def rows(self) -> list[dict[str, Any]]:
-        """Return one plain mapping per layer, for a result file."""
-        return [asdict(layer) for layer in self.layers]
-
 
 def calibrate(
     model: FarspanForCausalLM,
@@ -137,7 +133,19 @@ def calibrate(
     )
     old = model.config.attention_specs
     specs = (attention if isinstance(attention, Target) else Target(attention)).specs(model.config)
-    fitted = _layers_to_fit(specs, old, ids.shape[1], model.config.train_length)
+    changed = [index for index in range(len(old)) if specs[index] != old[index]]
+    fitted = [index for index in changed if needs_fit(specs[index], old[index])]
+    require(
+        bool(fitted),
+        f"calibration needs layers of another kind to fit, got {sorted({spec.name for spec in specs})}; leave it out",
+    )
+    windows = [specs[index].window for index in changed if specs[index].window != old[index].window]
+    most = min([model.config.train_length, *filter(None, windows)])
+    require(
+        ids.shape[1] <= most,
+        f"ids must have at most {most} tokens per sequence, the training length or a new window, got {ids.shape[1]}; "
+        "cut shorter",
+    )
     held = min(max(1, round(len(ids) * config.held_out)), len(ids) - 1)
     streams, reports = Streams(model, ids, config.batch), list[LayerReport]()
     for index, (block, spec) in enumerate(zip(model.model.layers, specs, strict=True)):
@@ -155,25 +163,6 @@ def calibrate(
 def needs_fit(new: AttentionSpec, old: AttentionSpec) -> bool:
     """Return whether a layer's weights must change: another kind, or no positions where there were some."""
     return new.name != old.name or new.rotary != old.rotary
-
-
-def _layers_to_fit(
-    new: Sequence[AttentionSpec], old: Sequence[AttentionSpec], length: int, train_length: int
-) -> list[int]:
-    changed = [index for index in range(len(new)) if new[index] != old[index]]
-    fitted = [i for i in changed if needs_fit(new[i], old[i])]
-    require(
-        bool(fitted),
-        f"calibration needs layers of another kind to fit, got {sorted({spec.name for spec in new})}; leave it out",
-    )
-    windows = [new[index].window for index in changed if new[index].window != old[index].window]
-    most = min([train_length, *filter(None, windows)])
-    require(
-        length <= most,
-        f"ids must have at most {most} tokens per sequence, the training length or a new window, got {length}; "
-        "cut shorter",
-    )
-    return fitted
 
 
 def _fit_layer(
@@ -201,7 +190,7 @@ def _fit_layer(
             work.load_state_dict(before)
             fitted = closed
     student.load_state_dict(work.state_dict())
-    felt = _stream_error(work, teacher, test, streams.original(slice(-held, None)))
+    felt = _stream_error(work, teacher, test)
     require(
         math.isfinite(fitted.total) and math.isfinite(felt),
         f"layer {index} computes numbers that are not finite in {student.q_proj.weight.dtype}; "
@@ -211,12 +200,12 @@ def _fit_layer(
 
 
 @torch.no_grad()
-def _stream_error(student: Attention, teacher: Attention, test: Batches, hidden: Iterable[Tensor]) -> float:
+def _stream_error(student: Attention, teacher: Attention, test: "Inputs") -> float:
     """Compute the mean of ratios per token: a ratio of sums would see only the few tokens of giant norm."""
     total, tokens = 0.0, 0
-    for (theirs, ours), below in zip(test, hidden, strict=True):
+    for (theirs, ours), (below, _) in zip(test, test.hidden, strict=True):
         goal = teacher(theirs)
-        ratio = (student(ours) - goal).pow(2).sum(-1) / (below + goal).pow(2).sum(-1)
+        ratio = (student(ours) - goal).pow(2).sum(-1) / (below.to(goal.device).float() + goal).pow(2).sum(-1)
         total, tokens = total + float(ratio.sum()), tokens + ratio.numel()
     return total / tokens
 
@@ -224,16 +213,8 @@ def _stream_error(student: Attention, teacher: Attention, test: Batches, hidden:
 # One layer
 
 
-@dataclass(frozen=True)
-class Rows:
-    """What a layer did with an input: log-probabilities (b, h, n, n) and its output (b, n, hidden)."""
-
-    log_weights: Tensor
-    output: Tensor
-
-
-def attention_rows(layer: Attention, x: Tensor) -> Rows:
-    """Compute all attention rows of a layer for x (b, n, hidden), n × n each: for sequences of some hundred tokens."""
+def attention_rows(layer: Attention, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute log-probabilities (b, h, n, n) and output of a layer for x (b, n, hidden), some hundred tokens long."""
     q, k, v = layer.project(x)
     n = x.shape[1]
     mask = make_mask(n, n, len(x), x.device, causal=layer.causal, window=layer.spec.window)
@@ -241,29 +222,25 @@ def attention_rows(layer: Attention, x: Tensor) -> Rows:
     scores = q @ repeat_heads(k, layer.num_heads).mT * layer.scaling
     log_weights = scores.masked_fill(~visible(mask), -torch.inf).log_softmax(-1)
     out = log_weights.exp() @ repeat_heads(v, layer.num_heads)
-    return Rows(log_weights, layer.o_proj(out.transpose(1, 2).flatten(2)))
+    return log_weights, layer.o_proj(out.transpose(1, 2).flatten(2))
 
 
-def divergence(teacher: Rows, student: Rows) -> Tensor:
-    """Compute the mean over rows of KL(teacher ‖ student); masked keys count nothing."""
-    hidden = teacher.log_weights.isneginf()
-    difference = (teacher.log_weights - student.log_weights).masked_fill(hidden, 0)
-    return (teacher.log_weights.exp() * difference).sum(-1).mean()
-
-
-def output_error(teacher: Rows, student: Rows) -> Tensor:
-    """Compute ‖student - teacher‖² / ‖teacher‖² of the outputs."""
-    return (student.output - teacher.output).pow(2).sum() / teacher.output.pow(2).sum()
+def errors(student: Attention, teacher: Attention, theirs: Tensor, ours: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute KL(teacher ‖ student), the mean over attention rows, and ‖student - teacher‖² / ‖teacher‖² of outputs."""
+    with torch.no_grad():
+        log_goal, goal = attention_rows(teacher, theirs)
+    log_weights, output = attention_rows(student, ours)
+    difference = (log_goal - log_weights).masked_fill(log_goal.isneginf(), 0)
+    return (log_goal.exp() * difference).sum(-1).mean(), (output - goal).pow(2).sum() / goal.pow(2).sum()
 
 
 @torch.no_grad()
 def measure(student: Attention, teacher: Attention, batches: Batches) -> Errors:
     """Compute mean errors over batches."""
     kl = relative = 0.0
-    for theirs, ours in batches:
-        goal, rows = attention_rows(teacher, theirs), attention_rows(student, ours)
-        kl += float(divergence(goal, rows)) / len(batches)
-        relative += float(output_error(goal, rows)) / len(batches)
+    for batch in batches:
+        found = errors(student, teacher, *batch)
+        kl, relative = kl + float(found[0]) / len(batches), relative + float(found[1]) / len(batches)
     return Errors(kl, relative)
 
 
@@ -274,11 +251,9 @@ def start_closed_form(student: Attention, teacher: Attention, batches: Batches) 
     Under qk-norm t has a norm of its own, which removes the length of W_T x again; its weight starts at the length that
     the closed form has on the first batch.
     """
-    groups, sums = student.num_key_heads, list[Tensor]()
-    for theirs, ours in batches:
-        parts = moments(teacher.project(theirs)[0].double(), student.project(ours)[0].double(), student.form, groups)
-        sums = [total + part for total, part in zip(sums, parts, strict=True)] if sums else parts
-    coefficients = closed_form(sums).to(batches[0][0].dtype)
+    groups = student.num_key_heads
+    queries = ((teacher.project(theirs)[0].double(), student.project(ours)[0].double()) for theirs, ours in batches)
+    coefficients = closed_form(queries, student.form, groups).to(batches[0][0].dtype)
     if teacher.qk_norm:
         k = teacher.project(batches[0][0])[1]
         wanted = (k.unflatten(-1, (2, -1)) * coefficients[:, None]).sum(-2)
@@ -289,45 +264,39 @@ def start_closed_form(student: Attention, teacher: Attention, batches: Batches) 
         ours.copy_((pairs * coefficients.view(*coefficients.shape, *[1] * (pairs.ndim - 3))).sum(1).flatten(0, 1))
 
 
-def moments(teacher_q: Tensor, student_q: Tensor, form: str, groups: int) -> list[Tensor]:
-    """Sum P a - Q b, P b + Q a and P² + Q² + R² + S² over un-rotated queries (b, h, n, d): (groups, d/2) each."""
-    (a, b), (x, y) = teacher_q.chunk(2, dim=-1), student_q.chunk(2, dim=-1)
-    if form == "exact":
-        even, odd = x * x + y * y, torch.zeros_like(x)
-        power = even * even
-    else:
-        even, odd, rest = (x + y) ** 2 / 2, (x * x - y * y) / 2, (x - y) ** 2 / 2
-        power = even**2 + 2 * odd**2 + rest**2
-    parts = (even * a - odd * b, even * b + odd * a, power)
-    return [part.unflatten(1, (groups, -1)).sum((0, 2, 3)) for part in parts]
+def closed_form(queries: Iterable[tuple[Tensor, Tensor]], form: str, groups: int) -> Tensor:
+    """Return (groups, 2, d/2): the coefficient in t of each member of a key's pair.
 
-
-def closed_form(sums: Sequence[Tensor]) -> Tensor:
-    """Return (groups, 2, d/2): the coefficient in t of each member of a key's pair."""
-    first, second, power = sums
-    return torch.stack((first, second), dim=1) / power.clamp(min=1e-30)[:, None]
+    Args:
+        queries: batches of un-rotated queries (b, h, n, d) of the teacher and of the student.
+    """
+    sums: Any = 0
+    for theirs, ours in queries:
+        (a, b), (x, y) = theirs.chunk(2, dim=-1), ours.chunk(2, dim=-1)
+        if form == "exact":
+            even, odd = x * x + y * y, torch.zeros_like(x)
+            power = even * even
+        else:
+            even, odd, rest = (x + y) ** 2 / 2, (x * x - y * y) / 2, (x - y) ** 2 / 2
+            power = even**2 + 2 * odd**2 + rest**2
+        parts = torch.stack((even * a - odd * b, even * b + odd * a, power))
+        sums = sums + parts.unflatten(2, (groups, -1)).sum((1, 3, 4))
+    return torch.stack((sums[0], sums[1]), dim=1) / sums[2].clamp(min=1e-30)[:, None]
 
 
 @torch.enable_grad()
 def descend(student: Attention, teacher: Attention, batches: Batches, *, steps: int, lr: float) -> None:
     """Run Adam on KL of the attention rows plus relative error of the output; only queries and keys change."""
-    warm, before = max(1, steps // 10), {p: p.requires_grad for p in student.parameters()}
+    warm = max(1, steps // 10)
     for name, parameter in student.named_parameters():
         parameter.requires_grad_(name.split(".")[0] in FITTED)
-    optimizer = torch.optim.Adam([p for p in before if p.requires_grad], lr=lr)
+    optimizer = torch.optim.Adam([p for p in student.parameters() if p.requires_grad], lr=lr)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: min(1.0, (s + 1) / warm) * (1 - s / steps))
     for step in range(steps):
-        theirs, ours = batches[step % len(batches)]
-        with torch.no_grad():
-            goal = attention_rows(teacher, theirs)
-        rows = attention_rows(student, ours)
         optimizer.zero_grad()
-        (divergence(goal, rows) + output_error(goal, rows)).backward()
+        sum(errors(student, teacher, *batches[step % len(batches)])).backward()  # type: ignore[union-attr]
         optimizer.step()
         schedule.step()
-    for parameter, wanted in before.items():
-        parameter.requires_grad_(wanted)
-        parameter.grad = None
 
 
 # Hidden states of all sequences on their way up through a model
@@ -372,11 +341,6 @@ class Streams:
             for hidden, rows in zip(self.teacher.split(batch), ids.split(batch), strict=True):
                 hidden.copy_(embed(rows.to(self.device)))
 
-    def original(self, part: slice) -> Iterator[Tensor]:
-        """Yield the original's stream in float32, batch by batch."""
-        for hidden in self.teacher[part].split(self.batch):
-            yield hidden.to(self.device).float()
-
     @torch.no_grad()
     def advance(self, block: FarspanBlock, teacher: Attention, student: Attention) -> None:
         """Send both through a block, each with its own attention; once, as long as they agree."""
@@ -398,22 +362,17 @@ def _run(block: FarspanBlock, attention: Attention, h: Tensor) -> Tensor:
     return h + block.mlp(block.post_attention_layernorm(h))
 
 
-class Inputs(Sequence[tuple[Tensor, Tensor]]):
+class Inputs(Sequence[tuple[Tensor, ...]]):
     """Inputs of a block's attention in the original and the new model, in float32, each batch made when it is read."""
 
     def __init__(self, streams: Streams, block: FarspanBlock, part: slice) -> None:
-        self._block, self._streams = block, streams
-        self._teacher, self._student = (x[part].split(streams.batch) for x in (streams.teacher, streams.student))
+        self._norm, self._device = block.input_layernorm, streams.device
+        both = (stream[part].split(streams.batch) for stream in (streams.teacher, streams.student))
+        self.hidden = list(zip(*both, strict=True))
 
     def __len__(self) -> int:
-        return len(self._teacher)
-
-    def __getitem__(self, index: Any) -> Any:
-        theirs = self._normed(self._teacher[index])
-        agree = self._streams.student is self._streams.teacher
-        return theirs, theirs if agree else self._normed(self._student[index])
+        return len(self.hidden)
 
     @torch.no_grad()
-    def _normed(self, hidden: Tensor) -> Tensor:
-        normed: Tensor = self._block.input_layernorm(hidden.to(self._streams.device)).float()
-        return normed
+    def __getitem__(self, index: Any) -> Any:
+        return tuple(self._norm(hidden.to(self._device)).float() for hidden in self.hidden[index])

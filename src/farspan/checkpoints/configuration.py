@@ -7,27 +7,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from farspan.configuration_farspan import LIMITS, FarspanConfig
-from farspan.errors import require, unknown
+from farspan.errors import require, require_choice
 from farspan.layers import AttentionSpec
 
 if TYPE_CHECKING:
     from farspan.checkpoints.sources import Source
 
 SAME = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "max_position_embeddings",
-    "hidden_act",
-    "rms_norm_eps",
-    "initializer_range",
-    "tie_word_embeddings",
-    "pad_token_id",
-    "bos_token_id",
-    "eos_token_id",
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "max_position_embeddings", "hidden_act", "rms_norm_eps", "initializer_range"),
+    *("tie_word_embeddings", "pad_token_id", "bos_token_id", "eos_token_id"),
 )
 """Fields with one name and one meaning on both sides."""
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
@@ -89,9 +78,8 @@ def read_config(raw: dict[str, Any], where: str = "config.json") -> FarspanConfi
     >>> config.attention_specs[0], config.rotary().base
     (AttentionSpec(kind='rope', form=None, window=8, rotary=True), 1000000.0)
     """
-    kind, ours, remedy = raw.get("model_type"), FarspanConfig.model_type, "checkpoints of other {} cannot be converted"
-    if not isinstance(kind, str) or kind not in (*FAMILIES, ours):
-        raise unknown(f"{where}'s model_type", kind, [*FAMILIES, ours], remedy.format("families"))
+    kind, kinds = raw.get("model_type"), [*FAMILIES, FarspanConfig.model_type]
+    require_choice(f"{where}'s model_type", kind, kinds, "checkpoints of other families cannot be converted")
     quantised = raw.get("quantization_config")
     method = quantised.get("quant_method", quantised) if isinstance(quantised, dict) else quantised
     require(
@@ -99,32 +87,33 @@ def read_config(raw: dict[str, Any], where: str = "config.json") -> FarspanConfi
         f"{where}'s quantization_config must be absent, got {method!r}; convert the unquantised checkpoint",
     )
     with valid_config(raw, where):
-        if kind == ours:
+        if kind == FarspanConfig.model_type:
             return FarspanConfig.from_dict(raw)
         layers, most = raw.get("num_hidden_layers", 1), LIMITS["num_hidden_layers"][1]
         require(layers <= most, f"num_hidden_layers must be at most {most}, got {layers}")  # lists are made of it
-        for field in ("rope_parameters", "rope_scaling"):  # transformers would warn about other methods and go on
-            rope = raw.get(field) or {}
-            require(isinstance(rope, dict), f"{field} must be an object or null, got {rope!r}; correct that field")
-            method = rope.get("rope_type", rope.get("type", "default"))
-            if method not in ROPE_TYPES:
-                raise unknown(f"{field}['rope_type']", method, ROPE_TYPES, remedy.format("scaling methods"))
-        return _translate(raw, kind)
+        return _translate(raw, FAMILIES[str(kind)])
 
 
-def _translate(raw: dict[str, Any], kind: str) -> FarspanConfig:
+def _translate(raw: dict[str, Any], family: Family) -> FarspanConfig:
     from transformers import CONFIG_MAPPING
 
-    family, source = FAMILIES[kind], CONFIG_MAPPING[kind].from_dict(raw)
+    source = CONFIG_MAPPING[raw["model_type"]].from_dict(raw)
     rope = _rope(source)
     fields: dict[str, Any] = {name: getattr(source, name) for name in SAME}
     for bias in BIASES:
         rule = getattr(family, bias)
         fields[bias] = rule if isinstance(rule, bool) else bool(getattr(source, rule, False))
+    layers = range(source.num_hidden_layers)
+    windows = [source.sliding_window if family.windows == "all" else None for _ in layers]
+    if family.windows == "layers":
+        windows = [source.sliding_window if kind == "sliding_attention" else None for kind in source.layer_types]
+    rotary = [family.nope is None or bool(getattr(source, family.nope)[layer]) for layer in layers]
+    specs = [AttentionSpec("rope", None, windows[layer], rotary[layer]) for layer in layers]
+    plain = all(spec == AttentionSpec("rope") for spec in specs)
     return FarspanConfig(
         **fields,
         head_dim=getattr(source, "head_dim", None) or source.hidden_size // source.num_attention_heads,
-        attention=_attention(source, family),
+        attention="rope" if plain else [spec.to_dict() for spec in specs],
         rope_parameters=rope,
         train_length=rope.get("original_max_position_embeddings") or source.max_position_embeddings,
         qk_norm=family.qk_norm,
@@ -149,26 +138,13 @@ def _rope(source: Any) -> dict[str, Any]:
     return rope
 
 
-def _attention(source: Any, family: Family) -> str | list[dict[str, Any]]:
-    layers = source.num_hidden_layers
-    windows: list[int | None] = [None] * layers
-    if family.windows == "all":
-        windows = [source.sliding_window] * layers
-    elif family.windows == "layers":
-        windows = [source.sliding_window if kind == "sliding_attention" else None for kind in source.layer_types]
-    rotary = [True] * layers if family.nope is None else [bool(flag) for flag in getattr(source, family.nope)]
-    specs = [AttentionSpec("rope", None, windows[i], rotary[i]) for i in range(layers)]
-    return "rope" if all(spec == AttentionSpec("rope") for spec in specs) else [spec.to_dict() for spec in specs]
-
-
 def write_config(config: FarspanConfig, to: str, *, without: Collection[str] = ()) -> dict[str, Any]:
     """Return the config.json of another family for a rope model. Raise if that loses anything but `without`.
 
     >>> write_config(FarspanConfig.preset("tiny", attention="rope"), "llama")["architectures"]
     ['LlamaForCausalLM']
     """
-    if to not in FAMILIES:
-        raise unknown("family", to, FAMILIES)
+    require_choice("family", to, FAMILIES)
     family = FAMILIES[to]
     rope = dict(config.rope_parameters or {"rope_type": "default", "rope_theta": 10_000.0})
     kind = rope.setdefault("rope_type", "default")

@@ -5,7 +5,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from hashlib import sha256
 from itertools import islice
 from pathlib import Path
@@ -49,16 +49,20 @@ def load(
 
     Memory holds the model and one tensor more.
     """
-    model, dtype = _empty_model(source), dtype or source.dtype
+    model = _empty_model(source)
     names = _check_tensors(source, model)
+    dtype = dtype or source.read(EMBEDDING).dtype
     for done, name in enumerate(names):
         # A copy: what safetensors gives is a view of the file, which may change or vanish.
-        tensor = source.read(name).to(device=device, dtype=dtype, copy=True)
+        stored = source.read(name)
+        tensor = stored.to(device=device, dtype=dtype, copy=True)
         require(
-            bool(torch.stack(tensor.aminmax()).isfinite().all()),  # NaN where there is one; no copy, unlike isfinite
-            f"tensor {name!r} in {str(source.path)!r} must hold finite numbers, got NaN or infinity as {dtype}; "
-            "download it again, or choose a wider dtype",
+            # aminmax gives NaN where there is one, and makes no copy, unlike isfinite.
+            stored.is_floating_point() and bool(torch.stack(tensor.aminmax()).isfinite().all()),
+            f"tensor {name!r} in {str(source.path)!r} must hold finite floating-point numbers as {dtype}, got NaN, "
+            f"infinity or whole numbers in {stored.dtype}; download it again, or choose a wider dtype",
         )
+        del stored  # its file is mapped for as long
         owner, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(owner), leaf, nn.Parameter(tensor))
         progress(done + 1, len(names), "reading", phase="reading")
@@ -77,59 +81,50 @@ def _empty_model(source: Source) -> FarspanForCausalLM:
 
 
 def _check_tensors(source: Source, model: FarspanForCausalLM) -> list[str]:
-    """Return the names to read. Raise for the first tensor that is missing, unknown or of another shape."""
-    path = str(source.path)
+    """Return the names to read. Raise for the first tensor that is unknown, missing or of another shape."""
+    path, shapes = (
+        str(source.path),
+        {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)},
+    )
     if adapter := min((name for name in source.shapes if ".lora_" in name), default=None):
         merged = source.path.resolve().with_name("merged")  # where `farspan finetune` leaves it
         remedy = f"give {str(merged)!r}" if (merged / "config.json").is_file() else "merge them into its weights first"
         raise ValueError(f"checkpoint must be a plain model, got {path!r} with LoRA weights ({adapter!r}); {remedy}")
+    known = {source.stored(name) for name in shapes}
+    unknown = [name for name in source.shapes if name not in known and not name.endswith(".rotary_emb.inv_freq")]
+    require(
+        not unknown,
+        f"tensors {unknown[:3]} in {path!r} are unknown to a {source.config.get('model_type')} model of "
+        f"{model.config.num_hidden_layers} layers; check num_hidden_layers, biases and model_type",
+    )
     tied = model.config.tie_word_embeddings
-    wanted = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
-    read = [name for name in wanted if name != HEAD or not tied]
-    for name in read:
+    names = [name for name in shapes if name != HEAD or not tied]
+    for name in names:
+        found = source.shapes.get(source.stored(name))
         require(
-            name in source.shapes,
-            f"tensor {name!r} is missing from {path!r}; download it again, or check that its configuration fits",
-        )
-        require(
-            source.shapes[name] == wanted[name],
-            f"tensor {name!r} must have shape {wanted[name]} by the configuration, got {source.shapes[name]} in "
-            f"{path!r}; check hidden_size, head counts and vocab_size",
-        )
-    for name in source.shapes:
-        require(
-            name in wanted or name.endswith(".rotary_emb.inv_freq"),  # older exporters stored frequencies
-            f"tensor {name!r} in {path!r} is unknown to a {source.config.get('model_type')} model of "
-            f"{model.config.num_hidden_layers} layers; check num_hidden_layers, biases and model_type",
+            found == shapes[name],
+            f"tensor {name!r} in {path!r} must have shape {shapes[name]} by the configuration, got {found or 'none'}; "
+            "download it again, or check hidden_size, head counts and vocab_size",
         )
     require(
         not tied or _head_is_embedding(source),
         f"tensor {HEAD!r} must equal {EMBEDDING!r} where tie_word_embeddings is true; "
         "set tie_word_embeddings to false in config.json",
     )
-    return read
+    return names
 
 
 def _head_is_embedding(source: Source) -> bool:
-    if HEAD not in source.shapes:
+    if source.stored(HEAD) not in source.shapes:
         return True
     head, embedding = source.read(HEAD), source.read(EMBEDDING)
     return head.shape == embedding.shape and torch.equal(head.float(), embedding.float())
 
 
 COUNTS = (
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "hidden_act",
-    "coca_activation",
-    "cosformer_max_length",
-    "cosformer_beyond",
-    "cosformer_activation",
-    "causal",
+    *("num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act", "coca_activation", "causal"),
+    *("cosformer_max_length", "cosformer_beyond", "cosformer_activation", "polar_activation", "kv_shift"),
     "train_length",
-    "polar_activation",
-    "kv_shift",
 )
 """Fields of a configuration that change what the same tensors compute, beside those that :func:`fingerprint` adds."""
 
@@ -341,7 +336,7 @@ def convert_folder(
     """
     require(
         not text or attention is not None,
-        f"text needs attention, the one to fit, got {', '.join(text)} without; give for example attention='coca-exact'",
+        f"calibration needs attention, the one to fit, got {', '.join(text)} without; give for example coca-exact",
     )
     out = Path(out)
     with new_folder(out):
@@ -365,7 +360,7 @@ def convert_folder(
                 reach = {"reach": done.reach, "reach_measured_on": list(text) or [REACH_TEXT]} if done.reach else {}
                 write_note(folder, Path(source), **layers, **reach)
             if done.report is not None:
-                rows, on = done.report.rows(), str(model.device)
+                rows, on = [asdict(layer) for layer in done.report.layers], str(model.device)
                 write_result(folder / "calibration.json", rows, device=on, seed=0, kind="calibration")
 
         save(model, out, carry, config=raw)

@@ -5,18 +5,16 @@ module becomes one file of a flat folder, and each import of farspan a relative 
 exported models take them from an installed farspan, and run on torch without it.
 """
 
-import ast
 import os
 import re
 import sys
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from farspan.checkpoints.configuration import config_of, write_config
-from farspan.checkpoints.convert import fingerprint, load, new_folder, read_note, save
+from farspan.checkpoints.convert import EMBEDDING, fingerprint, load, new_folder, read_note, save
 from farspan.checkpoints.sources import Source, open_source, tokenizer_of
 from farspan.configuration_farspan import FarspanConfig
 from farspan.errors import require
@@ -25,14 +23,13 @@ from farspan.utils import Progress, silent
 
 ROOT = Path(__file__).parents[1]
 ENTRY = "modeling_farspan"
-CLASSES = {
-    "AutoConfig": "FarspanConfig",
-    "AutoModel": "FarspanModel",
-    "AutoModelForCausalLM": "FarspanForCausalLM",
-    "AutoModelForMaskedLM": "FarspanForMaskedLM",
-    "AutoModelForSequenceClassification": "FarspanForSequenceClassification",
+AUTO_MAP = {
+    "AutoConfig": f"{ENTRY}.FarspanConfig",
+    "AutoModel": f"{ENTRY}.FarspanModel",
+    "AutoModelForCausalLM": f"{ENTRY}.FarspanForCausalLM",
+    "AutoModelForMaskedLM": f"{ENTRY}.FarspanForMaskedLM",
+    "AutoModelForSequenceClassification": f"{ENTRY}.FarspanForSequenceClassification",
 }
-AUTO_MAP = {auto: f"{ENTRY}.{name}" for auto, name in CLASSES.items()}
 """What config.json tells the Auto classes. All through one file: transformers keeps a copy of the source for each file
 that the map names, and a class is not the same in two copies."""
 ALWAYS_THERE = {"torch", "transformers", "huggingface_hub", *sys.stdlib_module_names}
@@ -78,13 +75,19 @@ def export_folder(
         run = collect_files([Path(path) for path in results], name)
         opened = open_source(Path(source))
         tokenizer_of(opened)  # raises before any work is done
-        _check_results(run, opened)
+        named = [result for result in run.sources if result.model_fingerprint is not None]  # the card says if not
+        own = fingerprint(opened) if named else None
+        for result in named:
+            require(
+                result.model_fingerprint == own,
+                f"results must be about {str(opened.path)!r}, got {result.file!r} of another model ({result.command}); "
+                "measure this one with farspan eval, or leave the file out",
+            )
         model = load(opened, dtype=dtype, progress=progress)
         model.config.auto_map = dict(AUTO_MAP)
         original = base_model or _original(opened)
-        if base_model is None and original and "/" in original:
-            base_model = original
-        rounded = model.dtype != opened.dtype
+        base_model = original if original and "/" in original else base_model
+        rounded = dtype not in (None, opened.read(EMBEDDING).dtype)
         card = render(name, model, run, license=license, base_model=base_model, original=original, rounded=rounded)
 
         def carry(folder: Path) -> None:
@@ -128,28 +131,15 @@ def export_as(
     return lost
 
 
-def _check_results(run: Any, source: Source) -> None:
-    """Raise for results of another model. Results that do not name their model pass; the card says so."""
-    named = [result for result in run.sources if result.model_fingerprint is not None]
-    own = fingerprint(source) if named else None
-    for result in named:
-        require(
-            result.model_fingerprint == own,
-            f"results must be about {str(source.path)!r}, got {result.file!r} of another model "
-            f"({result.command}); measure this one with farspan eval, or leave the file out",
-        )
-
-
 def _original(source: Source) -> str | None:
     """Return the name of what a source was converted from, or is converted from now.
 
     That is "owner/name" for a folder in the hub's cache, and elsewhere the name of the file or folder.
     """
     found = read_note(source.path) if source.path.is_dir() else None
-    if found is None and source.config.get("model_type") != FarspanConfig.model_type:
-        found = source.path.absolute()
-    if found is None:
+    if found is None and source.config.get("model_type") == FarspanConfig.model_type:
         return None
+    found = found or source.path.absolute()
     cached = next((part for part in found.parts if part.startswith("models--")), None)
     return cached.removeprefix("models--").replace("--", "/", 1) if cached else found.name
 
@@ -186,37 +176,31 @@ def flat_name(module: str) -> str:
     return module.removeprefix("farspan.") if module.endswith("_farspan") else module.replace(".", "_")
 
 
+IMPORT = re.compile(r"^( *)((?:from ([\w.]+) )?import (\([^)]*\)|[\w., ]*\w))(.*)", re.MULTILINE)
+"""An import that begins a line: indent, statement, the module of a `from`, what it imports, the rest of the line."""
+
+
 def rewrite(text: str, left_out: Collection[str] = ()) -> tuple[str, list[str]]:
     """Return a module's text with flat imports, and the modules of farspan that it imports.
 
     >>> print(rewrite("from farspan.ops import Rotary  # angles")[0])
     from .farspan_ops import Rotary  # angles
     """
-    lines, needed = text.splitlines(keepends=True), list[str]()
-    statements = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Import | ast.ImportFrom)]
-    for node in sorted(statements, key=lambda node: node.lineno, reverse=True):
-        first, last = node.lineno - 1, (node.end_lineno or node.lineno) - 1
-        before, after = lines[first][: node.col_offset], lines[last][node.end_col_offset :]
-        statement = "".join(lines[first : last + 1])[len(before) :].removesuffix(after)
-        modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
-        ours = modules[0].partition(".")[0] == "farspan"
-        if ours and not modules[0].startswith("farspan.ops.triton") and modules[0] not in left_out:
-            module, statement = _relative(node, statement)
+    needed = list[str]()
+
+    def flat(found: re.Match[str]) -> str:
+        indent, statement, module, names, rest = found.groups()
+        if module == "farspan":  # `from farspan import modeling_farspan`
+            needed.append(f"farspan.{names}")
+            return f"{indent}from . import {flat_name(needed[-1])}{rest}"
+        module = module or names.split()[0]
+        if module.startswith("farspan.") and not module.startswith("farspan.ops.triton") and module not in left_out:
+            require(statement.startswith("from"), f"an exported module must say what it imports, got {statement!r}")
             needed.append(module)
-        elif any(module.partition(".")[0] not in ALWAYS_THERE for module in modules):
-            # transformers rejects a model whose other imports are missing, used or not, unless they may fail.
-            statement = f"try:\n{before}    {statement}\n{before}except ImportError:\n{before}    raise"
-        lines[first : last + 1] = [before + statement + after]
-    return "".join(lines), needed
+            return f"{indent}from .{flat_name(module)} import {names}{rest}"
+        if module.partition(".")[0] in ALWAYS_THERE:
+            return found[0]
+        # transformers rejects a model whose other imports are missing, used or not, unless they may fail.
+        return f"{indent}try:\n{indent}    {statement}\n{indent}except ImportError:\n{indent}    raise{rest}"
 
-
-def _relative(node: ast.Import | ast.ImportFrom, statement: str) -> tuple[str, str]:
-    """Return the module that an import of farspan needs, and the statement that finds it in the same folder."""
-    if isinstance(node, ast.Import) or node.module is None:
-        raise ValueError(f"an exported module must say `from farspan.… import …`, got {statement!r}; name what it uses")
-    if node.module == "farspan":  # `from farspan import modeling_farspan`
-        (alias,) = node.names
-        module = f"farspan.{alias.name}"
-        return module, f"from . import {flat_name(module)}"
-    pattern = rf"from\s+{re.escape(node.module)}\b"
-    return node.module, re.sub(pattern, f"from .{flat_name(node.module)}", statement, count=1)
+    return IMPORT.sub(flat, text), needed

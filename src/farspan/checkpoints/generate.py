@@ -1,13 +1,12 @@
-"""Write text with any checkpoint that can be read, piece by piece."""
+"""Write text with any checkpoint that can be read."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import torch
-from transformers import TextIteratorStreamer
+from transformers import TextStreamer
 
 from farspan.checkpoints.convert import load
 from farspan.checkpoints.sources import open_source, tokenizer_of
@@ -16,7 +15,7 @@ from farspan.errors import require
 COLDEST, HOTTEST = 1e-3, 1e3
 
 
-def stream(
+def generate(
     path: str | os.PathLike[str],
     prompt: str,
     *,
@@ -24,13 +23,15 @@ def stream(
     temperature: float = 0.0,
     seed: int = 0,
     chat: bool = False,
-) -> Iterator[str]:
-    """Yield pieces of the continuation of a prompt, each as soon as its word is complete.
+    show: Callable[[str], object] | None = None,
+) -> str:
+    """Return the continuation of a prompt.
 
     Args:
         path: a farspan folder, or anything :func:`farspan.convert.from_pretrained` reads, with its tokenizer.
         temperature: 0 takes the likeliest token; above it the model's own top_p and top_k hold too.
         chat: put the prompt into the model's chat template.
+        show: called with each piece of the text as soon as its word is complete.
     """
     require(
         temperature == 0 or COLDEST <= temperature <= HOTTEST,
@@ -46,32 +47,30 @@ def stream(
     device = "cuda" if torch.cuda.is_available() else "cpu"
     ids = torch.tensor([_ids(tokenizer, prompt, chat)], dtype=torch.long, device=device)
     require(ids.shape[1] > 0, "prompt must have at least one token, got an empty text; write a word")
-    model = load(source, device=device)
-    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    model, pieces = load(source, device=device), list[str]()
+
+    class Streamer(TextStreamer):
+        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+            pieces.append(text)
+            if show is not None:
+                show(text)
+
     settings: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     if temperature > 0:
         torch.manual_seed(seed % 2**63)
         settings = {"do_sample": True, "temperature": temperature}
-    settings |= {"attention_mask": torch.ones_like(ids), "max_new_tokens": max_new_tokens}
-    settings["pad_token_id"] = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    pad, end = tokenizer.pad_token_id, tokenizer.eos_token_id
     known = model.generation_config.eos_token_id
-    ends = {*(known if isinstance(known, list) else [known]), tokenizer.eos_token_id} - {None}
-    settings["eos_token_id"] = sorted(ends) or None
-    failure: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            model.generate(ids, streamer=streamer, **settings)  # type: ignore[misc]
-        except BaseException as error:  # must reach the reader, who would wait for ever
-            failure.append(error)
-            streamer.end()
-
-    thread = Thread(target=work, daemon=True)
-    thread.start()
-    yield from streamer
-    thread.join()
-    if failure:
-        raise failure[0]
+    model.generate(  # type: ignore[misc]
+        ids,
+        attention_mask=torch.ones_like(ids),
+        streamer=Streamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+        max_new_tokens=max_new_tokens,
+        pad_token_id=end if pad is None else pad,
+        eos_token_id=sorted({*(known if isinstance(known, list) else [known]), end} - {None}) or None,
+        **settings,
+    )
+    return "".join(pieces)
 
 
 def _ids(tokenizer: Any, prompt: str, chat: bool) -> list[int]:

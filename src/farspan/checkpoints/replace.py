@@ -49,23 +49,16 @@ class Target:
     global_layers: Sequence[int] | str | None = None
 
     def __post_init__(self) -> None:
-        named = isinstance(self.attention, str)
-        options = (self.window, self.global_every, self.global_layers)
-        given = any(option is not None for option in options)
-        if named:
+        if isinstance(self.attention, str):
             require_choice("attention", self.attention, [*NAMES, *HYBRIDS])
         require(
-            self.hybrid or not given,
+            self.hybrid or (self.window, self.global_every, self.global_layers) == (None, None, None),
             "window, global_every and global_layers need attention, the name of a hybrid, "
             f"got {self.attention!r}; give for example 'hybrid-rope'",
         )
         require(
             self.global_every is None or self.global_layers in (None, AUTO),
             f"give global_every or global_layers, got {self.global_every} and {self.global_layers}",
-        )
-        require(
-            not isinstance(self.global_layers, str) or self.global_layers == AUTO,
-            f"global_layers must be 'auto' or a list of layer numbers, got {self.global_layers!r}",
         )
 
     @property
@@ -80,51 +73,61 @@ class Target:
 
     def specs(self, config: FarspanConfig) -> tuple[AttentionSpec, ...]:
         """Return one spec per layer for a model of this configuration; "auto" counts as the pattern."""
-        specs = self._hybrid(config) if self.hybrid else _plain(self.attention, config.attention_specs)
+        source, given = config.attention_specs, self.attention
+        if given is None:
+            return tuple(source)
+        if isinstance(given, str):
+            given = HYBRIDS.get(given, given)
+        entries = [given] * len(source) if isinstance(given, str | Mapping | AttentionSpec) else list(given)
+        require(
+            len(entries) == len(source),
+            f"attention must have one entry for each of the {len(source)} layers, got {len(entries)}; repeat them",
+        )
+        specs = [AttentionSpec.parse(entry) for entry in entries]
         for spec in specs:
             require(
-                self.attention is None or spec.kind in KINDS,
-                f"attention must be rope, CoCA with a softmax or PoPE in a conversion, got {spec.name!r}; "
+                spec.kind in KINDS,
+                f"attention must be rope, CoCA with a softmax or PoPE in a conversion, got {self.attention!r}; "
                 "train a model with it instead",
             )
-        return specs
-
-    def _hybrid(self, config: FarspanConfig) -> tuple[AttentionSpec, ...]:
-        source, layers = config.attention_specs, config.num_hidden_layers
-        every = GLOBAL_EVERY if self.global_every is None else self.global_every
-        local_kind = HYBRIDS.get(str(self.attention), "rope")
-        require(
-            local_kind != "cosformer",
-            f"attention must be rope, CoCA or PoPE in a conversion, got {self.attention!r}; train a model with it",
+        if self.hybrid:
+            return self._layout(specs[0], config)
+        # A name keeps the source layer's window and rotation; a mapping says all itself.
+        return tuple(
+            replace(spec, window=old.window, rotary=old.rotary) if isinstance(entry, str) else spec
+            for entry, spec, old in zip(entries, specs, source, strict=True)
         )
+
+    def _layout(self, local: AttentionSpec, config: FarspanConfig) -> tuple[AttentionSpec, ...]:
+        """Return window layers of the kind `local`, and global layers without positions."""
+        source, layers = config.attention_specs, config.num_hidden_layers
         require(
             1 <= self.keys <= config.train_length,
             f"window must be 1 … {config.train_length}, the training length, got {self.keys}; give a shorter window",
         )
-        own = [index for index, spec in enumerate(source) if spec.window is not None]
         require(
-            not own,
-            f"a hybrid needs a checkpoint without windows of its own, got one with windows in {len(own)} of {layers} "
-            "layers; convert it with attention 'rope', or choose another checkpoint",
+            all(spec.window is None for spec in source),
+            "a hybrid needs a checkpoint without windows of its own, got one with windows; "
+            "convert it with attention 'rope', or choose another checkpoint",
         )
-        chosen = self.global_layers
-        if chosen is None or isinstance(chosen, str):
-            hybrid(str(self.attention), layers, window=self.keys, global_every=every)  # raises for bad names and sizes
-            chosen = [layer for layer in range(layers) if (layer + 1) % every == 0]
+        local, everywhere = replace(local, window=self.keys), AttentionSpec("rope", rotary=False)
+        if self.global_layers is None or self.global_layers == AUTO:
+            every = GLOBAL_EVERY if self.global_every is None else self.global_every
+            pattern = hybrid(str(self.attention), layers, global_every=every)
+            chosen = [layer for layer, spec in enumerate(pattern) if spec == everywhere]
+        else:
+            chosen = list(self.global_layers)  # type: ignore[arg-type]
         require(
             0 < len(set(chosen)) < layers and all(type(one) is int and 0 <= one < layers for one in chosen),
-            f"global_layers must be at least 1 and at most {layers - 1} of the layers 0 … {layers - 1}, "
-            f"got {list(chosen)}",
+            f"global_layers must be 'auto', or at least 1 and at most {layers - 1} of the layers 0 … {layers - 1}, "
+            f"got {self.global_layers!r}",
         )
-        if self.global_layers != AUTO:
-            free = [i for i, spec in enumerate(source) if not spec.rotary and i not in chosen]
-            require(
-                not free,
-                f"layers {free} of the checkpoint have no positions and must be global, got {sorted(chosen)}; "
-                "add them to global_layers",
-            )
-        local = replace(AttentionSpec.parse(local_kind), window=self.keys)
-        everywhere = AttentionSpec("rope", rotary=False)
+        free = [i for i, spec in enumerate(source) if not spec.rotary and i not in chosen]
+        require(
+            not free or self.global_layers == AUTO,
+            f"layers {free} of the checkpoint have no positions and must be global, got {sorted(chosen)}; "
+            "add them to global_layers",
+        )
         return tuple(everywhere if layer in chosen else local for layer in range(layers))
 
     def measured(
@@ -139,27 +142,6 @@ class Target:
         order = sorted(range(len(specs)), key=lambda layer: (specs[layer].rotary, -reach[layer]))
         count = max(count, sum(not spec.rotary for spec in specs))
         return Target(self.attention, self.window, None, tuple(sorted(order[:count]))), reach
-
-
-def _plain(attention: AttentionArgument, source: Sequence[AttentionSpec]) -> tuple[AttentionSpec, ...]:
-    """Return one spec per layer. A name keeps the source layer's window and rotation; a mapping says all itself.
-
-    >>> source = [AttentionSpec("rope", window=8), AttentionSpec("rope")]
-    >>> [spec.window for spec in _plain("coca-exact", source)]
-    [8, None]
-    """
-    if attention is None:
-        return tuple(source)
-    entries = [attention] * len(source) if isinstance(attention, str | Mapping | AttentionSpec) else list(attention)
-    require(
-        len(entries) == len(source),
-        f"attention must have one entry for each of the {len(source)} layers, got {len(entries)}; repeat the pattern",
-    )
-    specs = [AttentionSpec.parse(entry) for entry in entries]
-    return tuple(
-        replace(spec, window=old.window, rotary=old.rotary) if isinstance(entry, str) and not spec.linear else spec
-        for entry, spec, old in zip(entries, specs, source, strict=True)
-    )
 
 
 @torch.no_grad()
