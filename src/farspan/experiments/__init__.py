@@ -44,8 +44,6 @@ class Look:
     heading: str
     digits: int
     subject: str = ""
-    ceiling: float = 0.0
-    """Upper end of a linear axis; 0: a logarithmic axis."""
 
     def title(self, group: str) -> str:
         """Return what was timed."""
