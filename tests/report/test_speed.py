@@ -15,7 +15,7 @@ from farspan.report.results import Record, Run
 from farspan.report.speed import Spread, decoding_tables, kernel_tables, speed_tables, timings
 from farspan.report.tables import to_markdown
 from farspan.reproduce import Preset, reproduce
-from farspan.reproduce.plan import plan
+from farspan.reproduce.steps import plan
 from tests.report.fabricate import shown, small, write
 
 RESULTS = Path(__file__).parents[2] / "results"

@@ -9,7 +9,7 @@ import pytest
 
 import farspan.training.loop as loop
 from farspan.reproduce import Preset, reproduce
-from farspan.reproduce.plan import plan
+from farspan.reproduce.steps import plan
 from tests.command_line import refusal
 from tests.helpers import losses
 from tests.reproduce.checkpoints import made

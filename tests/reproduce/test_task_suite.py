@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from farspan.reproduce import Preset, main_table, reproduce
-from farspan.reproduce.plan import Step, plan
+from farspan.reproduce.steps import Step, plan
 from farspan.tasks import TASKS
 from tests.command_line import refusal
 
@@ -123,7 +123,7 @@ def test_every_encoder_of_a_shipped_preset_learns_as_many_positions_as_its_texts
             ["--labelled", "a.jsonl"],
             "labelled must name three files, for training, for choices and for the test",
         ),
-        (["--labelled", "a", "--labelled", "b", "--labelled", "c"], "--labelled must name a JSON-lines file, got 'a'"),
+        (["--labelled", "a", "--labelled", "b", "--labelled", "c"], "source must exist, got 'a'"),
     ],
 )
 def test_bad_input_exits_2_with_one_line(arguments: list[str], message: str, tmp_path: Path) -> None:
