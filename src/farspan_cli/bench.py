@@ -2,7 +2,6 @@
 
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,7 +13,7 @@ from farspan_cli.progress import show_progress
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from farspan.bench import Row, Steps, Table
+    from farspan.bench import Steps
 
 bench = typer.Typer(help="Speed and memory against peers, in one run.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
@@ -68,7 +67,7 @@ def bench_attention(
             steps = attention.window_steps(chosen, window, **options)
         else:
             steps = attention.steps(chosen, published_length or (4096 if quick else 8192), **options)
-    show(steps, attention.tables, "bench-attention", device, seed, out, force)
+    show(steps, "bench-attention", device, seed, out, force)
 
 
 @bench.command("layer")
@@ -105,11 +104,11 @@ def bench_layer(
     if layouts is not None:
         options |= {"global_every": global_every, "compile": device == "cuda" and not eager}
         steps = model.bodies(preset or ("350m" if device == "cuda" else "tiny"), names(layouts), chosen, **options)
-        show(steps, model.tables, "bench-layer", device, seed, out, force)
+        show(steps, "bench-layer", device, seed, out, force)
         return
     todo = layer.shapes(chosen, numbers(groups, "--groups", "1,4"), device, window)
     only = layer.QUICK if quick and window is None else None
-    show(layer.steps(todo, only=only, eager=eager, **options), layer.tables, "bench-layer", device, seed, out, force)
+    show(layer.steps(todo, only=only, eager=eager, **options), "bench-layer", device, seed, out, force)
 
 
 @bench.command("decode")
@@ -157,7 +156,7 @@ def bench_decode(
     else:
         options |= {"contexts": given, "batches": batches, "prompts": reads, "device": device}
         steps = decode.steps(preset, window=window, global_every=global_every, **options)
-    show(steps, decode.tables, "bench-decode", device, seed, out, force)
+    show(steps, "bench-decode", device, seed, out, force)
 
 
 @bench.command("cosformer")
@@ -188,7 +187,7 @@ def bench_cosformer(
         chosen = numbers(lengths or ("256,1024" if quick else "256,512,1024,2048,4096,8192,16384,32768,65536"))
         published = published_length or (512 if quick else 2048)
         steps = cosformer.steps(chosen, published, repeats=repeats or 5, device=device, seed=seed)
-    show(steps, cosformer.tables, "bench-cosformer", device, seed, out, force)
+    show(steps, "bench-cosformer", device, seed, out, force)
 
 
 @bench.command("model")
@@ -213,7 +212,7 @@ def bench_model(
 
     options: dict[str, Any] = {"repeats": repeats, "compile": compile, "device": device, "seed": seed}
     steps = model.training(preset, length=length, rows=rows, variants=names(layouts) or model.VARIANTS, **options)
-    show(steps, model.tables, "bench-model", device, seed, out, force)
+    show(steps, "bench-model", device, seed, out, force)
 
 
 def numbers(text: str, option: str = "--lengths", example: str = "2048,8192") -> list[int]:
@@ -247,7 +246,6 @@ def check_device(device: str) -> None:
 
 def show(
     steps: "Steps",
-    tables: "Callable[[list[Row]], list[Table | str]]",
     kind: str,
     device: str,
     seed: int,
@@ -257,7 +255,7 @@ def show(
     """Take the steps with a progress bar, and print their tables; no figures when a candidate is wrong."""
     from rich.console import Console
 
-    from farspan.bench import run, unfinished
+    from farspan.bench import run, tables, unfinished
     from farspan.bench.checks import ResultsDifferError
 
     console = Console()
@@ -286,12 +284,13 @@ def show(
 
 
 def print_table(console: "Console", title: str, headings: list[str], lines: list[list[str]]) -> None:
-    """Print a table. Where it is too narrow, cells break at commas and brackets, so that no figure is cut."""
+    """Print a table. Where it is too narrow, lines break where no figure is cut."""
     from rich.table import Table
 
     cells = [headings, *lines]
     if sum(max(map(len, column)) + 3 for column in zip(*cells, strict=True)) + 1 > console.width:
-        cells = [[re.sub(r"(?<=,) | (?=[(/])", "\n", cell) for cell in line] for line in cells]
+        cells = [[re.sub(r"(?<=,) | (?=[(/])", "\n", cell) for cell in line] for line in lines]
+        cells.insert(0, [heading.replace(" ", "\n") for heading in headings])
     table = Table(*cells[0], title=title)
     for column in table.columns[1:]:
         column.justify, column.overflow = "right", "fold"

@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 
 from farspan import bench
-from farspan.bench import Steps, attention, cosformer, decode, layer, model, timing, unfinished
+from farspan.bench import Steps, attention, cosformer, layer, model, tables, timing, unfinished
 from farspan.bench.checks import ResultsDifferError, check
 from farspan.bench.timing import in_turn, peak_bytes, time_candidates
 from farspan_cli import bench as command
@@ -215,24 +215,24 @@ def rows_of_layers() -> list[dict[str, Any]]:
 
 def rows_of_decoding() -> list[dict[str, Any]]:
     row: dict[str, Any] = {"kind": "decode", "context": 131_072, "batch": 32, "mode": "graph"}
-    row |= {"attention": "hybrid-coca-exact", "tokens_per_second": 123456.0}
-    row |= {"peak_bytes": 123e9, "cache_bytes": 1234.5e6, "cache_over_rope": 0.75, "speed_over_rope": spread(1.07)}
-    return [row]
+    sizes = {"peak_bytes": 123e9, "cache_bytes": 1234.5e6, "cache_over_rope": 0.75, "speed_over_rope": spread(1.07)}
+    rope = row | {"attention": "rope", "tokens_per_second": 654_321.0, **dict.fromkeys(sizes, 1.0)}
+    return [rope, row | {"attention": "hybrid-coca-exact", "tokens_per_second": 123_456.0, **sizes}]
 
 
 @pytest.mark.parametrize("width", [80, 200])
 def test_tables_are_complete(width: int) -> None:
     console = Console(file=io.StringIO(), width=width)
-    for part in layer.tables(rows_of_layers()) + decode.tables(rows_of_decoding()):
+    for part in tables(rows_of_layers() + rows_of_decoding()):
         command.print_table(console, *part) if isinstance(part, tuple) else console.print(part, markup=False)
     assert isinstance(console.file, io.StringIO)
     printed = console.file.getvalue()
     lines = [line for line in printed.splitlines() if line and line[0] in "┏┃┡│└"]
     assert lines
     assert all(len(line) <= width and line[-1] in "┓┃┩│┘" for line in lines)
-    for figure in ("1234.567", "1.074", "(1.070–1.077)", "(21.341–21.348)", "(0.979–0.986)", "123,000.0"):
+    for figure in ("1,234.567", "1.074", "(1.070–1.077)", "(21.341–21.348)", "(0.979–0.986)", "123.00 GB"):
         assert figure in printed
-    for figure in ("123,456", "0.750", "1,234.5", "(1.07–1.07)", "missing: x: a reason in [brackets]"):
+    for figure in ("123,456", "0.750", "1.23 GB", "(1.066–1.073)", "missing: x: a reason in [brackets]"):
         assert figure in printed
 
 
