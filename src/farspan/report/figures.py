@@ -346,9 +346,8 @@ def loss_figure(rows: Sequence[Record], title: str = "Training loss", name: str 
 
 def speed_figures(run: Run, experiment: Experiment) -> Iterator[Figure | None]:
     """Draw time against length over a reference, and the paper's range, for each thing timed at two lengths or more."""
-    assert experiment.look
-    look, paper = experiment.look, {row.label: list(map(float, row.paper)) for row in experiment.rows if row.paper}
-    for group, found in timings(run, look.bench).items():
+    paper = {row.label: list(map(float, row.paper)) for row in experiment.rows if row.paper}
+    for group, found in timings(run, experiment.bench).items():
         lengths, curves = [x.length for x in found], []
         for row, colour, marker in zip(experiment.rows, cycle(COLOURS), cycle(MARKERS), strict=False):
             times = [(x.length, time) for x in found if (time := x.fastest(row.candidates or [row.variant]))]
@@ -359,13 +358,13 @@ def speed_figures(run: Run, experiment: Experiment) -> Iterator[Figure | None]:
 
         def reference(axes: Axes, ends: Sequence[Any] = ends) -> None:
             log_axis(axes, [1.0, *ends])
-            axes.axhline(1.0, color=INK, linestyle=":", label=look.reference, linewidth=1.4, zorder=1)
+            axes.axhline(1.0, color=INK, linestyle=":", label=experiment.reference, linewidth=1.4, zorder=1)
             for label, (low, high) in paper.items():
                 axes.axhspan(low, high, color=FAINT, alpha=0.35, lw=0, label=label, zorder=0)
 
-        labels = look.title(group), "tokens per sequence", f"time / {look.owner}"
+        labels = f"{experiment.subject}, {group}", "tokens per sequence", f"time / {experiment.owner}"
         ranged = any(low < high for each in curves for low, high in each.spread)
-        caption = f"Dotted: {look.reference}." + " Bars: the middle three fifths." * ranged
+        caption = f"Dotted: {experiment.reference}." + " Bars: the middle three fifths." * ranged
         name = file_of(experiment.name, group.replace(", ", "-"))
         if len(found) > 1:
             yield chart(name, labels, curves, caption, lengths=lengths, bars=ranged, legend=2, then=reference)

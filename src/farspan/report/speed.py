@@ -115,18 +115,17 @@ def _cosformer(row: Record) -> Iterator[Timing]:
 
 def speed_tables(run: Run, experiment: Experiment) -> list[Table]:
     """Make a table for each thing timed: candidates down, lengths across."""
-    assert experiment.look
-    made, look = [], experiment.look
-    for group, found in timings(run, look.bench).items():
-        lines: list[tuple[str, str, list[Value]]] = [(look.reference, "", [noted("1", x.unit) for x in found])]
+    made = []
+    for group, found in timings(run, experiment.bench).items():
+        lines: list[tuple[str, str, list[Value]]] = [(experiment.reference, "", [noted("1", x.unit) for x in found])]
         for row in experiment.rows:
             times = [x.fastest(row.candidates or [row.variant]) for x in found]
             paper = "–".join(f"{value:.2f}" for value in row.paper)
-            lines.append((row.label, "", [paper or (time and time.cell(look.digits)) for time in times]))
-        lines.append((look.memory, "", [None if x.memory is None else f"{x.memory:.2f}" for x in found]))
+            lines.append((row.label, "", [paper or (time and time.cell(experiment.digits)) for time in times]))
+        lines.append((experiment.memory, "", [None if x.memory is None else f"{x.memory:.2f}" for x in found]))
         name, heads = file_of(experiment.name, group.replace(", ", "-")), [x.heading for x in found]
-        title = f"{look.title(group)}: time over {look.owner}, and memory"
-        made.append(grid(name, title, heads, lines, caption=experiment.caption, heading=look.heading))
+        title = f"{experiment.subject}, {group}: time over {experiment.owner}, and memory"
+        made.append(grid(name, title, heads, lines, caption=experiment.caption, heading=experiment.heading))
     return [table for table in made if table]
 
 
