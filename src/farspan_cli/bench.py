@@ -3,7 +3,6 @@
 import json as json_module
 import os
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -16,7 +15,7 @@ from farspan_cli.progress import show_progress
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from farspan.bench import Row, Steps, Table
+    from farspan.bench import Steps
 
 bench = typer.Typer(help="Speed and memory against peers, in one run.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
@@ -71,12 +70,8 @@ class Case:
         return {"repeats": self.repeats or repeats, "device": self.device, "seed": self.seed}
 
 
-Measured = tuple["Steps", "Callable[[list[Row]], list[Table | str]]"]
-"""The steps of a benchmark, and what makes tables of their rows."""
-
-
 def timed(
-    command: partial[Measured],
+    command: "partial[Steps]",
     out: Result = None,
     device: Literal["cpu", "cuda"] = "cpu",
     repeats: Annotated[
@@ -93,10 +88,10 @@ def timed(
 
     if device == "cuda" and not torch.cuda.is_available():
         fail("--device cuda needs a CUDA device, and none is visible; use --device cpu")
-    from farspan.bench import run, unfinished
+    from farspan.bench import run, tables, unfinished
     from farspan.bench.checks import ResultsDifferError
 
-    steps, tables = command(Case(device, repeats, quick, seed))
+    steps = command(Case(device, repeats, quick, seed))
     console = Console()
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console = Console(width=PIPE)
@@ -137,7 +132,7 @@ def timed(
 @sharing(timed)
 def attention(
     case: Case, lengths: Lengths = None, window: Window = None, published_length: Published = None
-) -> Measured:
+) -> "Steps":
     """Attention alone: CoCA, RoPE, ALiBi and CoCA as published on a CPU; the half-width kernel on a GPU.
 
     With `--window`: windows of this library, FlexAttention's and flash-attn's beside full RoPE, on either device.
@@ -150,13 +145,11 @@ def attention(
         if lengths is not None or published_length is not None:
             fail("--lengths on cuda needs --window: the half-width kernel has its own shapes; leave the lengths out")
         shapes = attention.NOTED if case.quick else attention.decoding_shapes()
-        return attention.kernel_steps(shapes, **case.options(3)), attention.tables
+        return attention.kernel_steps(shapes, **case.options(3))
     chosen = lengths or ([1024, 4096] if case.quick else [8192, 32768])
     if window is not None:
-        return attention.window_steps(chosen, window, **case.options(3)), attention.tables
-    return attention.steps(
-        chosen, published_length or (4096 if case.quick else 8192), **case.options(3)
-    ), attention.tables
+        return attention.window_steps(chosen, window, **case.options(3))
+    return attention.steps(chosen, published_length or (4096 if case.quick else 8192), **case.options(3))
 
 
 @bench.command("layer")
@@ -170,7 +163,7 @@ def layer(
     global_every: GlobalEvery = None,
     preset: Preset = None,
     eager: Annotated[bool, typer.Option("--eager", help="Without torch.compile.")] = False,
-) -> Measured:
+) -> "Steps":
     """One compiled attention layer with its projections: CoCA against RoPE on every kernel, FlexAttention and ALiBi.
 
     On a GPU in bfloat16: 64 × 512, 16 × 2048, 2 × 16384 and 1 × 32768 tokens, up to 4096 wide. On a CPU each length is
@@ -185,9 +178,9 @@ def layer(
     options = {**case.options(20 if window is None or case.gpu else 3), "window": window}
     if layouts is not None:
         options |= {"global_every": global_every, "compile": case.gpu and not eager}
-        return model.bodies(preset or ("350m" if case.gpu else "tiny"), layouts, chosen, **options), model.tables
+        return model.bodies(preset or ("350m" if case.gpu else "tiny"), layouts, chosen, **options)
     shapes, only = layer.shapes(chosen, groups, case.device, window), layer.QUICK if case.quick and not window else None
-    return layer.steps(shapes, only=only, eager=eager, **options), layer.tables
+    return layer.steps(shapes, only=only, eager=eager, **options)
 
 
 @bench.command("decode")
@@ -202,7 +195,7 @@ def decode(
     window: Window = None,
     global_every: GlobalEvery = None,
     llama: Annotated[bool, typer.Option("--llama", help="Only a token beside transformers' LLaMA, on a CPU.")] = False,
-) -> Measured:
+) -> "Steps":
     """A complete model: greedy tokens per second after a context, reading a long prompt, and what the cache holds.
 
     On a GPU the half-width kernel reads CoCA's cache. The context is random numbers, written into the cache. Decoding
@@ -217,18 +210,18 @@ def decode(
     options, preset = case.options(10), preset or ("350m" if case.gpu else "tiny")
     if llama:
         del options["device"]
-        return decode.llama_steps(preset, layouts=layouts, **options), decode.tables
+        return decode.llama_steps(preset, layouts=layouts, **options)
     given = contexts or ([512, 8192, 32768] if case.gpu else [512, 2048])
     reads = ([32768, 131072] if case.gpu else [2048]) if prompts is None else prompts
     if case.quick:
         given, reads = [max(given)], sorted(reads)[:1]
     options |= {"window": window, "global_every": global_every, "layouts": layouts}
-    return decode.steps(preset, contexts=given, batches=batch, prompts=reads, **options), decode.tables
+    return decode.steps(preset, contexts=given, batches=batch, prompts=reads, **options)
 
 
 @bench.command("cosformer")
 @sharing(timed)
-def cosformer(case: Case, lengths: Lengths = None, published_length: Published = None) -> Measured:
+def cosformer(case: Case, lengths: Lengths = None, published_length: Published = None) -> "Steps":
     """Causal cosFormer (8 heads, width 64): against softmax attention up to 4,096 tokens, and as it was published.
 
     On a CUDA device: the kernels (bfloat16, 16 heads, widths 64 and 128, 65,536 tokens at a time), forward and
@@ -240,10 +233,10 @@ def cosformer(case: Case, lengths: Lengths = None, published_length: Published =
 
     if case.gpu:
         shapes = cosformer.shapes(lengths or (cosformer.QUICK if case.quick else cosformer.LENGTHS))
-        return cosformer.kernel_steps(shapes, **case.options(20)), cosformer.tables
+        return cosformer.kernel_steps(shapes, **case.options(20))
     chosen = lengths or ([256, 1024] if case.quick else [2**k for k in range(8, 17)])
     published = published_length or (512 if case.quick else 2048)
-    return cosformer.steps(chosen, published, **case.options(5)), cosformer.tables
+    return cosformer.steps(chosen, published, **case.options(5))
 
 
 @bench.command("model")
@@ -255,7 +248,7 @@ def model(
     length: Annotated[int, typer.Option(help="Tokens of a training row.", min=2, max=LONGEST)] = 512,
     rows: Annotated[int, typer.Option(help="Rows of a training step.", min=1, max=LONGEST)] = 64,
     compile: Annotated[bool, typer.Option(help="torch.compile, block by block.")] = True,
-) -> Measured:
+) -> "Steps":
     """The complete model: training steps of RoPE and of each CoCA form or layout, in turn.
 
     Example: `farspan bench model --preset 350m --device cuda --out results/model.json`
@@ -263,16 +256,17 @@ def model(
     from farspan.bench import model
 
     options = case.options(10) | {"compile": compile, "variants": layouts or model.VARIANTS}
-    return model.training(str(preset), length=length, rows=rows, **options), model.tables
+    return model.training(str(preset), length=length, rows=rows, **options)
 
 
 def print_table(console: "Console", title: str, headings: list[str], lines: list[list[str]]) -> None:
-    """Print a table. Where it is too narrow, cells break at commas and brackets, so that no figure is cut."""
+    """Print a table. Where it is too narrow, lines break where no figure is cut."""
     from rich.table import Table
 
     cells = [headings, *lines]
     if sum(max(map(len, column)) + 3 for column in zip(*cells, strict=True)) + 1 > console.width:
-        cells = [[re.sub(r"(?<=,) | (?=[(/])", "\n", cell) for cell in line] for line in cells]
+        cells = [[re.sub(r"(?<=,) | (?=[(/])", "\n", cell) for cell in line] for line in lines]
+        cells.insert(0, [heading.replace(" ", "\n") for heading in headings])
     table = Table(*cells[0], title=title)
     for column in table.columns[1:]:
         column.justify, column.overflow = "right", "fold"

@@ -61,7 +61,12 @@ def retrieval_rows(variant: str, seed: int = 0, task: str = "phonebook", right: 
 
 def shown(table: Table) -> list[tuple[str, ...]]:
     """Each line of a table without its small print."""
-    return [(line.label, line.source, *(cell.text for cell in line.cells)) for line in table.lines]
+    return [tuple(text.split("\n")[0] for text in line) for line in table.lines]
+
+
+def small(text: str) -> str:
+    """The small print of a text."""
+    return "; ".join(text.split("\n")[1:])
 
 
 def write(folder: Path, name: str, rows: list[dict[str, Any]], **replace: Any) -> Path:

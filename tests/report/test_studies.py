@@ -64,7 +64,7 @@ def test_each_scaling_stands_above_the_papers_and_dynamic_ntk_changes_nothing_in
         (LONG, "dynamic NTK 4", "31.50", "32.00", "33.08", "×1.05", "31.40", "—", "0.90", *none),
         ("mine", "no scaling", "—", "—", "—", "—", "—", "—", "—", "—", "2.000", "1M", "—"),
     ]
-    shares = {line.label: line.cells[-1].text for line in caches.lines}
+    shares = {line[0]: line[-1] for line in caches.lines}
     assert shares == {"Original": "1.0000", "a": "0.2500", "mine": "0.7500"}  # the original's layers see everything
     assert shown(stages)[:2] == [(LONG, "", "3", "—", "—"), ("mine", "", "1", "0.0%", "5.0%")]
 

@@ -65,6 +65,12 @@ optimizer = {{ steps = 4, peak_lr = 1e-3, accumulation = 1 }}
 """
 
 
+def write_texts(path: Path, name: str, count: int) -> None:
+    """Write documents that differ."""
+    lines = [json.dumps({"text": f"{name} {i} says {i * 7} and {i * i}. " * 20}) for i in range(count)]
+    path.write_text("\n".join(lines) + "\n")
+
+
 def made(folder: Path) -> Path:
     """Write everything a study needs; return its preset, whose second recipe is the first and one stage more."""
     shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -72,8 +78,7 @@ def made(folder: Path) -> Path:
     LlamaForCausalLM(config).save_pretrained(folder / "llama")
     load_tokenizer("bytes").save(folder / "llama")
     for name, count in (("train", 60), ("test", 3)):
-        lines = [json.dumps({"text": f"{name} {i} says {i * 7} and {i * i}. " * 20}) for i in range(count)]
-        (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+        write_texts(folder / f"{name}.jsonl", name, count)
     pairs = [{"good": f"{i} cats sleep", "bad": f"{i} cats sleeps", "set": "s", "field": "f"} for i in range(4)]
     (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)) + "\n")
     scaling = 'rope_parameters = { rope_type = "dynamic", factor = 4.0 }'

@@ -11,13 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from farspan.configuration_farspan import PRESETS
 from farspan.reproduce import Preset, main_table, reproduce
-from farspan.reproduce.plan import plan
 from farspan.reproduce.preset import NAMES
-from farspan.reproduce.work import Work
+from farspan.reproduce.steps import Work, plan
 from farspan.utils import lock
 from tests.command_line import called, refusal, started
+from tests.reproduce.checkpoints import write_texts
 
 TOML = """
 [corpus]
@@ -61,6 +60,7 @@ retrieval_tasks = ["abcdigits"]
 retrieval_lengths = [240]
 """
 ROPE = "[models.rope]\n"
+CONVERSION = "[models.a]\nstart = 'checkpoint'\nattention = 'coca-exact'\n"
 OFTEN = "import farspan.reproduce.run as run; run.POLL_SECONDS = 0.05"
 TELL = (
     OFTEN
@@ -74,8 +74,7 @@ run._attempt = lambda step, *more: (print("doing", step.name, flush=True), attem
 @pytest.fixture(scope="module")
 def toml(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("text")
-    lines = [json.dumps({"text": f"Document {i} says {i * 7} and {i * i}. " * 20}) for i in range(120)]
-    (folder / "text.jsonl").write_text("\n".join(lines) + "\n")
+    write_texts(folder / "text.jsonl", "Document", 120)
     (folder / "preset.toml").write_text(TOML % (folder / "text.jsonl"))
     return folder / "preset.toml"
 
@@ -224,8 +223,6 @@ def test_a_folder_keeps_to_its_preset_and_is_no_other_commands(toml: Path, whole
 
 @pytest.mark.parametrize("name", NAMES)
 def test_shipped_presets_plan_what_is_needed_first(name: str, tmp_path: Path) -> None:
-    if name == "hybrid-124m" and "124m" not in PRESETS:
-        pytest.skip("needs FarspanConfig.preset('124m')")
     steps = plan(Preset.load(name), tmp_path)
     assert steps[0].name == "tokens source-0"
     assert len({step.result for step in steps}) == len({step.name for step in steps}) == len(steps)
@@ -321,6 +318,12 @@ def test_only_chooses_models_and_kinds_with_what_they_need(tmp_path: Path) -> No
         (["--text", "nowhere.txt=1"], "source must exist, got 'nowhere.txt'"),
         (["--held-out", "nowhere.txt"], "source must exist, got 'nowhere.txt'"),
         (["--tokenizer", "nowhere.json"], "tokenizer must exist, got 'nowhere.json'"),
+        (["--preset", "cosformer-cpu", "--only", "listop"], "--only must name some of cosformer-"),
+        (
+            ["--preset", "cosformer-cpu", "--labelled", "a"],
+            "labelled must name three files, for training, for choices and",
+        ),
+        (["--preset", "cosformer-cpu", *["--labelled", "a"] * 3], "source must exist, got 'a'"),
         (["--tokenizer", "5"], "tokenizer must be a name, a folder or a size from 257 on, got 5; try 8192"),
     ],
 )
@@ -333,11 +336,6 @@ def test_texts_that_are_too_short_are_noticed_before_they_are_tokenized(toml: Pa
     long = replace(preset, evaluation=replace(preset.evaluation, text_tokens=2000))
     with pytest.raises(ValueError, match="--held-out must have a document of at least 2000 tokens, got none in"):
         reproduce(long, tmp_path / "out")
-    data = {**preset.training["data"], "passkey_share": 0.04}
-    with pytest.raises(
-        ValueError, match=r"training length of rope must be at least \d+ tokens for a passkey .*, got 16"
-    ):
-        reproduce(replace(preset, training={**preset.training, "data": data}), tmp_path / "out")
     small = {**preset.measures["small"], "retrieval_tasks": ["abcdigits", "cwe"]}
     with pytest.raises(ValueError, match="length must leave space for task 'cwe', got 240; use a longer one"):
         reproduce(replace(preset, measures={**preset.measures, "small": small}), tmp_path / "out")
@@ -355,7 +353,6 @@ def test_texts_that_are_too_short_are_noticed_before_they_are_tokenized(toml: Pa
         ("base = 'hybird'", "preset must be one of .* got 'hybird'; did you mean 'hybrid'?"),
         ("[models.rope]\nlenth = 3", "configuration key models.rope.lenth must be one of .* did you mean 'length'?"),
         ("[models.rope]\nlength = 3", r"models.rope.length must divide the 256 × 512 tokens of a step"),
-        ("[models.x]\nattention = 'hybrid'\noptions = { window = 0 }", "window must be .*got 0"),
         ("[models.rope]\noptions = { windo = 3 }", "options of preset '350m' must be a model's fields, got 'windo'"),
         ("[models.'a/b']", "names of models must be letters, digits, - and _, got 'a/b'"),
         (
@@ -365,19 +362,30 @@ def test_texts_that_are_too_short_are_noticed_before_they_are_tokenized(toml: Pa
         ("[models.rope]\nmeasures = 'full'", r"models.rope.measures must be left out without .*, got 'full'; add that"),
         ("[models.rope]\nscalings = ['ntk4']", r"models.rope.scalings must be own, none, ntk-F.* got 'ntk4'"),
         ("[measures.full]\ncase = 3\n[models.rope]\nmeasures = 'full'", "key measures.full.case must be one of"),
-        (ROPE + '[evaluation]\nscalings = ["ntk4"]', "evaluation.scalings must be own, none, ntk-F.* got 'ntk4'"),
         (ROPE + "[evaluation]\nretrieval_tasks = ['cew']", "retrieval_tasks must be one of .* did you mean 'cwe'"),
         (ROPE + "[evaluation]\nperplexity_lengths = [-64]", "perplexity_lengths.0. must be greater than or .* got -64"),
         (ROPE + "[evaluation]\nperplexity_lengths = [99999]", "text_tokens must be at least the longest window 99999"),
         (ROPE + "[evaluation]\nlong = [4]\nlong_cases = [1, 2]", "long_cases must have a number for each limit"),
-        (ROPE + "[training]\noptimizer = { steps = -2 }", "training.optimizer.steps must be greater than .* got -2"),
-        (ROPE + "[training]\nmodel = { preset = 'tny' }", "preset must be one of .* got 'tny'; did you mean 'tiny'"),
         (ROPE + "[corpus]\ntrain = { a = -1 }", "corpus.train.a must be greater than 0, got -1"),
-        (ROPE + "[corpus]\ntokenizer = '5'", "tokenizer must be a name, a folder or a size from 257 on, got 5"),
         (ROPE + "[corpus]\nlabelled = ['a', 'b', 'c']", "--labelled is for a preset that has tasks, such as cosformer"),
-        (ROPE + "[corpus]\nlabelled = ['a']", "labelled must name three files"),
         (ROPE + "[speed.layr]", "speed must be one of 'cosformer', 'layer', 'decode', got 'layr'"),
-        (ROPE + "[trainin]", "configuration key trainin must be one of .* did you mean 'training'?"),
+        ("[models.x]\nstart = 'a'", "models.x.start must be one of '', 'checkpoint', got 'a'; it must come before"),
+        (
+            "[models.rope]\n[tasks.mqar]\nlength = 64\n[models.x]\nstart = 'rope'",
+            "models.x.start .* got 'rope'; .* not be for tasks",
+        ),
+        ("[models.rope]\n[models.x]\nstart = 'rope'\nrecipe = 'distill'", "recipe of x must not distil where"),
+        (CONVERSION + "[models.x]\nstart = 'a'\nrecipe = 'papr'", "--recipe must be one of .* mean 'paper'"),
+        (CONVERSION.replace("exact", "exat"), "must be one of .* got 'coca-exat'; did you mean 'coca-exact'"),
+        (CONVERSION + "global_every = 3", "global_every .*needs window, got 3 without"),
+        (ROPE + "[tasks.lm]\nlength = 1", "data.length must be greater than or equal to 2, got 1"),
+        (ROPE + "[tasks.listops]\nlength = 7", "tasks.listops.length must be 2000 with this generator, got 7"),
+        (ROPE + "[tasks.finetuning]\nsteps = 3", "tasks.finetuning.pretraining_steps must be at least 1, got 0"),
+        (ROPE + "[tasks.listop]", "tasks must be one of .* got 'listop'; did you mean 'listops'?"),
+        (
+            ROPE + "[tasks.listops]\nstep = 3",
+            "configuration key tasks.listops.step must be one of .* did you mean 'steps'?",
+        ),
     ],
 )
 def test_a_preset_that_cannot_be_meant_raises(text: str, message: str, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 import farspan.training.loop as loop
 from farspan.reproduce import Preset, reproduce
-from farspan.reproduce.plan import plan
+from farspan.reproduce.steps import plan
 from tests.command_line import refusal
 from tests.helpers import losses
 from tests.reproduce.checkpoints import made
@@ -159,27 +159,3 @@ def test_bad_input_exits_2_with_one_line(
         (folder / "long.txt").write_text("some words " * 1000)
     given = [f"--{name}={folder / value}" for name, value in {**GIVEN, **changed}.items() if value]
     assert message in refusal("reproduce", "--preset", preset, *given, "--out", "out", cwd=tmp_path)
-
-
-CONVERSION = "[models.a]\nstart = 'checkpoint'\nattention = 'coca-exact'\n"
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("[models.x]\nstart = 'a'", "models.x.start must be one of '', 'checkpoint', got 'a'; it must come before"),
-        (
-            "[models.rope]\n[tasks.mqar]\nlength = 64\n[models.x]\nstart = 'rope'",
-            "models.x.start .* got 'rope'; .* not be for tasks",
-        ),
-        ("[models.rope]\n[models.x]\nstart = 'rope'\nrecipe = 'distill'", "recipe of x must not distil where"),
-        (CONVERSION + "[models.x]\nstart = 'a'\nrecipe = 'papr'", "--recipe must be one of .* mean 'paper'"),
-        (CONVERSION.replace("exact", "exat"), "must be one of .* got 'coca-exat'; did you mean 'coca-exact'"),
-        (CONVERSION + "global_every = 3", "global_every .*needs window, got 3 without"),
-    ],
-)
-def test_a_study_that_cannot_be_meant_raises(text: str, message: str, tmp_path: Path) -> None:
-    path = tmp_path / "mine.toml"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=message):
-        Preset.load(path)

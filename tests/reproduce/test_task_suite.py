@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from farspan.reproduce import Preset, main_table, reproduce
-from farspan.reproduce.plan import Step, plan
+from farspan.reproduce.steps import Step, plan
 from farspan.tasks import TASKS
-from tests.command_line import refusal
+from tests.reproduce.checkpoints import write_texts
 
 TOML = """
 [models]
@@ -50,8 +50,7 @@ batch_size = 4
 @pytest.fixture(scope="module")
 def toml(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("text")
-    lines = [json.dumps({"text": f"Document {i} says {i * 7} and {i * i}. " * 20}) for i in range(120)]
-    (folder / "text.jsonl").write_text("\n".join(lines) + "\n")
+    write_texts(folder / "text.jsonl", "Document", 120)
     for name in "abc":
         reviews = [json.dumps({"text": f"{name} review {i}", "label": i % 2}) for i in range(12)]
         (folder / f"{name}.jsonl").write_text("\n".join(reviews) + "\n")
@@ -113,36 +112,3 @@ def test_every_encoder_of_a_shipped_preset_learns_as_many_positions_as_its_texts
     learned = {task: preset.tasks[task].options.get("learned_positions", 0) for task in preset.tasks}
     assert learned == {task: preset.tasks[task].length if TASKS[task].encoder else 0 for task in preset.tasks}
     assert [task for task in learned if learned[task]] == ["listops", "text", "finetuning", "pathfinder"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--only", "listop"], "--only must name some of cosformer-"),
-        (
-            ["--labelled", "a.jsonl"],
-            "labelled must name three files, for training, for choices and for the test",
-        ),
-        (["--labelled", "a", "--labelled", "b", "--labelled", "c"], "--labelled must name a JSON-lines file, got 'a'"),
-    ],
-)
-def test_bad_input_exits_2_with_one_line(arguments: list[str], message: str, tmp_path: Path) -> None:
-    said = refusal("reproduce", "--preset", "cosformer-cpu", "--out", "x", *arguments, cwd=tmp_path)
-    assert message in said
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("[tasks.lm]\nlength = 1", "data.length must be greater than or equal to 2, got 1"),
-        ("[tasks.listops]\nlength = 7", "tasks.listops.length must be 2000 with this generator, got 7"),
-        ("[tasks.finetuning]\nsteps = 3", "tasks.finetuning.pretraining_steps must be at least 1, got 0"),
-        ("[tasks.listop]", "tasks must be one of .* got 'listop'; did you mean 'listops'?"),
-        ("[tasks.listops]\nstep = 3", "configuration key tasks.listops.step must be one of .* did you mean 'steps'?"),
-    ],
-)
-def test_tasks_that_cannot_be_meant_raise(text: str, message: str, tmp_path: Path) -> None:
-    path = tmp_path / "mine.toml"
-    path.write_text("[models.rope]\n" + text)
-    with pytest.raises(ValueError, match=message):
-        Preset.load(path)

@@ -3,7 +3,7 @@
 Each module makes a list of steps, :data:`Steps`; :func:`run` takes them one by one and keeps their rows on disk.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,29 +14,68 @@ from farspan.utils import Progress, silent
 Row = dict[str, Any]
 Steps = list[tuple[str, Callable[[], list[Row]]]]
 """What is measured, in words, and the function that measures it."""
+HIDDEN = (
+    *("kind", "error", "allowed", "gradient_error", "gradient_allowed", "weight_bytes", "flops_a_token", "matmul_peak"),
+    *("sdpa_first", "copy_terabytes_a_second", "ptxas", "chunk", "missing"),
+)
+"""What is in the file alone."""
+NOTHING = "–"
 Table = tuple[str, list[str], list[list[str]]]
 """Title, headings and lines to print."""
 
 
-def table(title: str, rows: Iterable[Row], columns: Mapping[str, Callable[[Row], str]]) -> list[Table | str]:
-    """Make a table from rows and a function per column; return an empty list if there are no rows.
+def tables(rows: list[Row]) -> list[Table | str]:
+    """Tabulate rows under the names that the file has; what is the same in all lines of a kind stands in the title.
 
-    >>> table("squares", [{"n": 2}], {"n": lambda row: str(row["n"]), "n²": lambda row: str(row["n"] ** 2)})
-    [('squares', ['n', 'n²'], [['2', '4']])]
+    A quantity with a number for each candidate makes a line for each. Checks are summarized below.
+
+    >>> tables([{"kind": "op", "n": 2, "ms": {"ours": 0.5, "theirs": n}} for n in (3, 4)])
+    [('op, n 2', ['candidate', 'ms'], [['ours', '0.500'], ['theirs', '3'], ['ours', '0.500'], ['theirs', '4']])]
     """
-    lines = [[column(row) for column in columns.values()] for row in rows]
-    return [(title, list(columns), lines)] if lines else []
+    kinds: dict[str, list[dict[str, str]]] = {}
+    for row in rows:
+        if row["kind"] != "check":
+            kinds.setdefault(row["kind"], []).extend(_lines(row))
+    found: list[Table | str] = []
+    for kind, lines in kinds.items():
+        values = {name: [line.get(name, NOTHING) for line in lines] for line in lines for name in line}
+        same = {name: texts[0] for name, texts in values.items() if len(set(texts)) == 1 and len(texts) > 1}
+        title = ", ".join([kind, *(f"{name} {text}" for name, text in same.items() if text != NOTHING)])
+        columns = {name.replace("_", " "): texts for name, texts in values.items() if name not in same}
+        if columns:
+            found.append((title, list(columns), [list(line) for line in zip(*columns.values(), strict=True)]))
+    return [*found, *notes(rows)]
 
 
-def show(found: dict[str, float] | None, digits: int = 3) -> str:
-    """Format a ratio with the quantiles around it.
+def _lines(row: Row) -> list[dict[str, str]]:
+    """Return the texts of a row, or of each of its candidates."""
+    plain, each = dict[str, str](), dict[str, dict[str, str]]()
+    for name, value in row.items():
+        if name in HIDDEN or isinstance(value, list):
+            continue
+        if not isinstance(value, dict) or "low" in value:
+            plain[name] = _text(name, value)
+            continue
+        for candidate, found in value.items():
+            parts = found if isinstance(found, dict) and "low" not in found else {name: found}
+            each.setdefault(candidate, {}).update((part, _text(part, x)) for part, x in parts.items())
+    return [{**plain, "candidate": name, **texts} for name, texts in each.items()] or [plain]
 
-    >>> show({"median": 1.0, "low": 0.9, "high": 1.25}, 2), show(None)
-    ('1.00 (0.90–1.25)', '–')
+
+def _text(name: str, value: Any) -> str:
+    """Format a value.
+
+    >>> _text("peak_bytes", 1_500_000), _text("", 1.5), _text("", {"low": 0.9, "high": 1.25}), _text("", None)
+    ('1.5 MB', '1.500', '0.900–1.250', '–')
     """
-    if found is None:
-        return "–"
-    return f"{found['median']:.{digits}f} ({found['low']:.{digits}f}–{found['high']:.{digits}f})"
+    if isinstance(value, dict):
+        ends = f"{value['low']:,.3f}–{value['high']:,.3f}"
+        return f"{value['median']:,.3f} ({ends})" if "median" in value else ends
+    if name.endswith("bytes"):
+        return f"{value / 1e9:,.2f} GB" if value >= 1e9 else f"{value / 1e6:,.1f} MB"
+    if isinstance(value, float):
+        return f"{value:,.3f}" if abs(value) < 10_000 else f"{value:,.0f}"
+    return NOTHING if value is None else f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def notes(rows: list[Row]) -> list[Table | str]:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 
-from farspan.bench import Row, Steps, Table, layer, table
+from farspan.bench import Row, Steps, layer
 from farspan.bench.checks import PASSES, check, worst
 from farspan.bench.timing import best, copy_speed, spread, time_candidates
 from farspan.ops import Rotary, coca_attention, coca_attention_reference
@@ -118,19 +118,3 @@ def time_decoding(shape: Shape, device: str, repeats: int) -> list[Row]:
     row |= {"terabytes_a_second": rate, "of_copy": {form: rate[form] / max(copies) for form in FORMS}}
     row |= {"copy_terabytes_a_second": dict(zip(("before", "after"), copies, strict=True)), "missing": timed.missing}
     return [row | {"ptxas": ".".join(map(str, assembler())), **worst(checks)}]
-
-
-def tables(rows: list[Row]) -> list[Table | str]:
-    """Tabulate ops, and decoding on the half-width kernel."""
-    kernels = table(
-        "one token: speed over the best peer",
-        [row for row in rows if "best_peer" in row and row["kind"] == "decode"],
-        {
-            "sequences × tokens": lambda x: f"{x['b']} × {x['m']:,}, {x['h']} × {x['d']} on {x['g']}",
-            "peer": lambda x: str(x["best_peer"]),
-            "exact ms": lambda x: f"{x['milliseconds']['exact']['median']:.3f}",
-            **{f"{form} ×": lambda x, form=form: f"{x['speedup'].get(form, 0):.2f}" for form in FORMS},  # type: ignore[misc]
-            "of copy": lambda x: f"{x['of_copy']['exact']:.0%}",
-        },
-    )
-    return [*layer.tables(rows), *kernels]

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from farspan.bench import Row, Steps, Table, notes, show, table
+from farspan.bench import Row, Steps
 from farspan.bench.checks import PASSES, Blocks, Candidate, by_blocks, by_heads, compare, smaller
 from farspan.bench.timing import ratio, spread
 from farspan.ops import cosformer_attention
@@ -208,39 +208,3 @@ def flash_linear_attention(device: str) -> tuple[Attention | None, dict[str, str
         return None, {"fla": "not installed; pip install fla-core"}
     chunk_linear_attn = import_module("fla.ops.linear_attn").chunk_linear_attn
     return lambda q, k, v: chunk_linear_attn(q, k, v, scale=1.0, normalize=True)[0], {}
-
-
-def tables(rows: list[Row]) -> list[Table | str]:
-    """Tabulate growth with length and ratios to peers."""
-    found = table(
-        "kernels",
-        [{**row, "other": name} for row in rows if row["kind"] == "linear" for name in row["speedup"]],
-        {
-            "passes": lambda x: f"{x['passes']}, {x['b']} × {x['n']:,}, width {x['d']}",
-            "ms": lambda x: f"{x['milliseconds'][OURS]['median']:.3f}",
-            "memory / least": lambda x: f"{x['memory_over_least'][OURS]:.2f}",
-            "other": lambda x: x["other"],
-            "time / ours": lambda x: show(x["speedup"][x["other"]], 2),
-        },
-    )
-    found += table(
-        "causal cosFormer, forward",
-        [row for row in rows if row["kind"] == "length"],
-        {
-            "tokens": lambda x: f"{x['length']:,}",
-            "seconds": lambda x: f"{x['median']:.3f}",
-            "µs per token": lambda x: f"{1e6 * x['median'] / x['length']:.1f}",
-            "peak MB": lambda x: f"{x['peak_bytes'] / 1e6:,.0f}",
-        },
-    )
-    found += table(
-        "others over cosFormer",
-        [row for row in rows if row["kind"] in ("softmax", "published")],
-        {
-            "passes": lambda x: f"{x['passes']}, {x['length']:,} tokens",
-            "other": lambda x: x["kind"],
-            "time": lambda x: f"{x['speedup']:.2f}",
-            "memory": lambda x: f"{x['memory_ratio']:.1f}",
-        },
-    )
-    return [*found, *notes(rows)]

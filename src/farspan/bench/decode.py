@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from farspan.bench import Row, Steps, Table, show, table
+from farspan.bench import Row, Steps
 from farspan.bench.checks import ROUNDING, ResultsDifferError, check, wider
 from farspan.bench.timing import captured, in_turn, peak_bytes, ratio, reason, spread
 from farspan.configuration_farspan import FarspanConfig
@@ -35,16 +35,16 @@ to 0.04 in bfloat16."""
 
 
 def steps(
-    preset: str = "350m",
+    preset: str,
     *,
-    contexts: Sequence[int] = (512, 8192, 32_768),
-    batches: Sequence[int] = (1, 8),
-    prompts: Sequence[int] = (32_768, 131_072),
-    repeats: int = 10,
+    contexts: Sequence[int],
+    batches: Sequence[int],
+    prompts: Sequence[int],
+    repeats: int,
     layouts: Sequence[str] = VARIANTS,
     window: int | None = None,
     global_every: int | None = None,
-    device: str = "cpu",
+    device: str,
     seed: int = 0,
 ) -> Steps:
     """Decode after each context in each batch and mode, then read prompts of random tokens, one sequence in chunks.
@@ -69,20 +69,15 @@ def steps(
         models.update({name: build(config, device, seed) for name, config in configs.items()})
         return []
 
-    def one_mode(mode: str, context: int, batch: int, rows: list[Row], eager: dict[str, Any]) -> list[Row]:
-        new = decode(models, mode, context, batch, repeats=repeats, device=device, seed=seed, eager=eager)
-        rows += new
-        return new
+    def every_mode(context: int, batch: int) -> list[Row]:
+        rows: list[Row] = []
+        eager: dict[str, Any] = {}
+        for mode in ("eager", "graph", "compiled") if device == "cuda" else ("eager",):
+            rows += decode(models, mode, context, batch, repeats=repeats, device=device, seed=seed, eager=eager)
+        return rows + best_modes(rows)
 
     found: Steps = [("models", make)]
-    for context in contexts:
-        for batch in batches:
-            rows: list[Row] = []
-            eager: dict[str, Any] = {}
-            for mode in ("eager", "graph", "compiled") if device == "cuda" else ("eager",):
-                work = partial(one_mode, mode, context, batch, rows, eager)
-                found.append((f"{mode}, {batch} × {context:,} tokens", work))
-            found.append((f"best, {batch} × {context:,} tokens", partial(best_modes, rows)))
+    found += [(f"{b} × {n:,} tokens", partial(every_mode, n, b)) for n in contexts for b in batches]
     read_prompt = partial(prefill, models, device=device, repeats=repeats)
     return found + [(f"prompt of {length:,} tokens", partial(read_prompt, length)) for length in prompts]
 
@@ -209,6 +204,8 @@ class Decoder:
         tried: dict[str | None, tuple[float, Callable[[], Any] | None]] = {}
         for order in ORDERS if device == "cuda" else (None,):
             self.order, self.replay = order, None
+            if self.mode == "compiled":
+                torch.compiler.reset()  # a compiled step keeps the kernel that SDPA chose when it was traced
             self.replay = captured(self.plain_step) if self.mode != "eager" and device == "cuda" else None
             tried[order] = min(in_turn({"": self.several}, repeats=3, device=device)[""]), self.replay
             self.rewind()
@@ -353,41 +350,3 @@ def after_prompt(model: Any) -> Callable[[], None]:
 
     call(5)
     return call
-
-
-def tables(rows: list[Row]) -> list[Table | str]:
-    """Tabulate speeds over RoPE's and what caches hold."""
-    found: list[Table | str] = []
-    decoded = [row for row in rows if row["kind"] == "decode"]
-    sizes: dict[str, Callable[[Row], str]] = {
-        "cache MB": lambda x: f"{x['cache_bytes'] / 1e6:,.1f}",
-        "/ RoPE's": lambda x: f"{x['cache_over_rope']:.3f}",
-        "peak GB": lambda x: f"{x['peak_bytes'] / 1e9:.2f}",
-    }
-    for context, batch in dict.fromkeys((row["context"], row["batch"]) for row in decoded):
-        found += table(
-            f"one token after {context:,}, sequences at once: {batch}",
-            [row for row in decoded if (row["context"], row["batch"]) == (context, batch)],
-            {
-                "attention, mode": lambda x: f"{x['attention']}, {x['mode']}",
-                "speed / RoPE": lambda x: show(x["speed_over_rope"], 2),
-                "tok/s": lambda x: f"{x['tokens_per_second']:,.0f}",
-                **sizes,
-            },
-        )
-    for row in (row for row in rows if row["kind"] == "best"):
-        each = [f"{name} ({x['mode']}) {x['speed_over_rope']:.2f}" for name, x in row["each"].items()]
-        found.append(f"each in its best mode, over RoPE, {row['batch']} × {row['context']:,}: {', '.join(each)}")
-    found += table(
-        "reading a prompt, one sequence",
-        [row for row in rows if row["kind"] == "prefill"],
-        {
-            "attention": lambda x: x["attention"],
-            "tokens": lambda x: f"{x['length']:,}",
-            "speed / RoPE": lambda x: f"{x['speed_over_rope']:.2f}",
-            **sizes,
-        },
-    )
-    beside = [row for row in rows if row["kind"] == "llama"]
-    found += table("one token, eager", beside, {"model": lambda x: x["model"], "time / LLaMA": show})
-    return [*found, *(f"missing: {row['mode']}: {row['why']}" for row in rows if row["kind"] == "missing")]

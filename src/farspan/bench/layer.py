@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from farspan.bench import Row, Steps, Table, notes, show, table
+from farspan.bench import Row, Steps
 from farspan.bench.checks import PASSES, SMALL, Blocks, Candidate, checked_queries, compare, definition, smaller
 from farspan.bench.timing import Timed, best, ratio, spread
 from farspan.errors import require
@@ -323,23 +323,3 @@ def report(shape: Shape, found: Timed) -> Row:
         "time_over_best_peer": {x: ratio(seconds[x], seconds[peer]) for x in others if peer and x not in PEERS},
         "peak_bytes": found.peaks,
     }
-
-
-def tables(rows: list[Row]) -> list[Table | str]:
-    """Tabulate ratios of times to the best RoPE's and the best other window's, and memory."""
-    found: list[Table | str] = []
-    for row in (row for row in rows if "best_rope" in row):
-        how = [f"window {row['window']}"] * bool(row["window"]) + ["not compiled"] * (row["compiler"] == "none")
-        size = f"{row['b']} × {row['n']:,} tokens, {row['h']} heads of {row['d']} on {row['g']}"
-        columns: dict[str, Callable[[Row], str]] = {
-            "attention": lambda x: x["name"] + " (best)" * (x["name"] == x["best_rope"]),
-            "ms": lambda x: f"{x['milliseconds'][x['name']]['median']:.3f}",
-            "time / best RoPE": lambda x: show(x["time_over_best_rope"].get(x["name"])),
-            "time / best peer": lambda x: show(x["time_over_best_peer"].get(x["name"])),
-            "peak MB": lambda x: f"{x['peak_bytes'][x['name']] / 1e6:,.1f}",
-        }
-        if not row["time_over_best_peer"]:
-            del columns["time / best peer"]
-        lines = [{**row, "name": name} for name in row["milliseconds"]]
-        found += table(", ".join([row["passes"], size, *how]), lines, columns)
-    return [*found, *notes(rows)]

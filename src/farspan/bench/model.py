@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from farspan.bench import Row, Steps, Table, show, table
+from farspan.bench import Row, Steps
 from farspan.bench.checks import WIDER, apart, check, worst
 from farspan.bench.decode import make_config
 from farspan.bench.layer import ALLOWED_GRAPHS
@@ -68,13 +68,13 @@ def body_loss(model: FarspanForCausalLM, ids: Tensor) -> Tensor:
 
 
 def training(
-    preset: str = "350m",
+    preset: str,
     *,
     variants: Sequence[str] = VARIANTS,
-    length: int = 512,
-    rows: int = 64,
-    repeats: int = 10,
-    compile: bool = True,
+    length: int,
+    rows: int,
+    repeats: int,
+    compile: bool,
     body: bool = False,
     window: int | None = None,
     global_every: int | None = None,
@@ -164,19 +164,3 @@ def check_step(variant: str, step: Step, dtype: torch.dtype) -> dict[str, float]
         checks.append(check(what, ours.grad, theirs.grad, limit=GRADIENTS[dtype], error_of=apart))
     step.optimizer.zero_grad()
     return found | {f"gradient_{name}": value for name, value in worst(checks).items()}
-
-
-def tables(rows: list[Row]) -> list[Table | str]:
-    """Tabulate ratios of times to RoPE's."""
-    return table(
-        "training step, or forward and backward of the body",
-        [row for row in rows if row["kind"] in ("training", "body")],
-        {
-            "attention": lambda x: x["attention"],
-            "rows × tokens": lambda x: f"{x['rows']} × {x['length']:,}",
-            "time / RoPE": lambda x: show(x["range_over_rope"] | {"median": x["time_over_rope"]}),
-            "tokens/s": lambda x: f"{x['tokens_per_second']:,.0f}",
-            "of peak": lambda x: f"{x['mfu']:.1%}",
-            "peak GB": lambda x: f"{x['peak_bytes'] / 1e9:.2f}",
-        },
-    )

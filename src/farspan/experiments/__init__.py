@@ -32,27 +32,6 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Look:
-    """How the tables and figures of a benchmark look."""
-
-    bench: str
-    """The kind of the results."""
-    reference: str
-    owner: str
-    """Whose time the times are multiples of, as a label and in a sentence."""
-    memory: str
-    heading: str
-    digits: int
-    subject: str = ""
-    ceiling: float = 0.0
-    """Upper end of a linear axis; 0: a logarithmic axis."""
-
-    def title(self, group: str) -> str:
-        """Return what was timed."""
-        return f"{self.subject}, {group}" if self.subject else group.capitalize()
-
-
-@dataclass(frozen=True)
 class Experiment:
     """One table or figure. Lengths are the paper's, in tokens; ours have the same ratio to the training length."""
 
@@ -70,9 +49,18 @@ class Experiment:
     columns: list[str] = field(default_factory=list)
     """Names of tasks."""
     headings: list[str] = field(default_factory=list)
-    look: Look | None = None
-    """Of a benchmark."""
     measure: Literal["accuracy", "perplexity", "speed", "memory"] = "perplexity"
+    bench: str = ""
+    """The kind of the results of a benchmark."""
+    subject: str = ""
+    """What is timed."""
+    reference: str = ""
+    owner: str = ""
+    """Whose time the times are multiples of, as a label and in a sentence."""
+    memory: str = ""
+    heading: str = ""
+    """Labels of the line of memory, and of the first column."""
+    digits: int = 2
 
     def __post_init__(self) -> None:
         require(len(self.headings) == len(self.columns), f"headings must name all columns, got {self.headings}")

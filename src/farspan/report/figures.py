@@ -14,9 +14,9 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure as Canvas
-from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, MultipleLocator, NullLocator, PercentFormatter
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator, PercentFormatter
 
-from farspan.experiments import Experiment, Look, load
+from farspan.experiments import Experiment
 from farspan.report.measured import by_distance, condition, distance_ranges, loss_of, variants_in
 from farspan.report.results import Estimate, Record, Run, find, scaling_order, share_of
 from farspan.report.speed import timings
@@ -47,14 +47,16 @@ LENGTH, SHARE = "prompt length (tokens)", "accuracy (share of cases)"
 
 @dataclass(frozen=True)
 class Figure:
-    """A finished figure; `group` is the section that shows it."""
+    """A finished figure."""
 
     name: str
-    group: str
     title: str
     caption: str
     svg: str
     png: bytes
+
+
+Figures = Iterable[Figure | None]
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,6 @@ def blank(title: str, x: str, y: str, size: tuple[float, float] = (5.0, 3.9)) ->
 
 def chart(
     name: str,
-    group: str,
     labels: tuple[str, str, str],
     curves: Iterable[Curve],
     caption: str = "",
@@ -91,7 +92,6 @@ def chart(
     ranges: Sequence[str] = (),
     bars: bool = False,
     percent: int | None = None,
-    whole: bool = False,
     mark: float | None = None,
     at: str = "top",
     then: Callable[[Axes], object] = lambda axes: None,
@@ -106,7 +106,6 @@ def chart(
         ranges: names of the values 0, 1, … of x.
         bars: draw the spreads as bars, with the curves slightly apart so that bars do not hide; else as bands.
         percent: digits of y as a percentage.
-        whole: whole numbers on x.
         mark: the training length, with its name at the end of the axis where the curves are not.
         then: what else to do with the axes.
         limits: other properties of the axes, such as `ylim`.
@@ -129,12 +128,12 @@ def chart(
         axes.set_xscale("log", base=2)
         axes.set_xticks(lengths, [short(n) for n in lengths])
         axes.set_xlim(min(lengths) / 1.25, max(lengths) * 1.25)
-    if ranges:
+    elif ranges:
         axes.set_xticks(range(len(ranges)), ranges)
+    elif labels[1] == "layer":
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     if percent is not None:
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=percent))
-    if whole:
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set(**limits)
     axes.xaxis.set_minor_locator(NullLocator())
     if mark is not None:
@@ -143,10 +142,10 @@ def chart(
         how: Any = {"xycoords": axes.get_xaxis_transform(), "textcoords": "offset points", "rotation": 90, "va": at}
         axes.annotate("training length", point, offset, fontsize=8, color=FAINT, **how)
     then(axes)
-    return finish(canvas, name, group, caption, legend)
+    return finish(canvas, name, caption, legend)
 
 
-def finish(canvas: Canvas, name: str, group: str, caption: str = "", legend: int = 3) -> Figure:
+def finish(canvas: Canvas, name: str, caption: str = "", legend: int = 3) -> Figure:
     """Put the legend below the axes and draw both formats."""
     axes = canvas.axes[0]
     handles, labels = axes.get_legend_handles_labels()
@@ -161,7 +160,7 @@ def finish(canvas: Canvas, name: str, group: str, caption: str = "", legend: int
         svg, png = io.BytesIO(), io.BytesIO()
         canvas.savefig(svg, format="svg", transparent=True, metadata={"Date": None})
         canvas.savefig(png, format="png", dpi=160)
-    return Figure(name, group, axes.get_title().replace("\n", " "), caption, svg.getvalue().decode(), png.getvalue())
+    return Figure(name, axes.get_title().replace("\n", " "), caption, svg.getvalue().decode(), png.getvalue())
 
 
 def inline_svg(figure: Figure) -> str:
@@ -189,9 +188,8 @@ def log_axis(axes: Axes, values: Sequence[float], top: float = math.inf) -> None
     low = max(min(values) / 1.1, 1e-4)
     high = max(min(max(values) * 1.2, top), low * 1.5)
     digits = (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8) if high / low < 8 else (1, 2, 5) if high / low < 1e4 else (1,)
-    axes.set_yscale("log")
-    axes.set_ylim(low, high)
     ticks = [digit * 10.0**power for power in range(-4, 13) for digit in digits]
+    axes.set(yscale="log", ylim=(low, high))
     axes.yaxis.set_major_locator(FixedLocator([tick for tick in ticks if low <= tick <= high]))
     axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
@@ -204,69 +202,60 @@ def curve(label: str | None, x: Iterable[float], found: Iterable[Estimate | None
     return Curve(label, [n for n, _ in known], [e.value for _, e in known], style, spread)
 
 
-# Figures
+def control_style(style: Mapping[str, Any], dash: str) -> dict[str, Any]:
+    return {"color": style["color"], "linestyle": dash, "linewidth": 1}
 
 
-def length_figures(run: Run) -> Iterator[Figure | None]:
-    for scaling in sorted({s for v in variants_in(run) for s in run.scalings(v)}, key=scaling_order):
-        yield perplexity_figure(run, scaling)
-        lines = [(variant_name(v), v, scaling) for v in variants_in(run, "passkey")]
-        name, title = file_of("passkey", scaling), f"Passkey, {scaling_name(scaling)}"
-        yield passkey_figure(run, "passkey", lines, name, "table2", title, mark=run.train_length, at="bottom")
-        for variant in variants_in(run):
-            yield depth_figure(run, variant, scaling)
-    for x in load("near-far"):
-        lines = [(f"{variant_name(r.variant)} + {scaling_name(r.scaling)}", r.variant, r.scaling) for r in x.rows]
+# Lengths
+
+
+def experiment_figures(run: Run, experiment: Experiment) -> Iterator[Figure | None]:
+    """Draw what a table or figure of the CoCA paper has, for every variant of the run."""
+    scalings = sorted({s for v in variants_in(run) for s in run.scalings(v)}, key=scaling_order)
+    if experiment.name == "figure1":
+        yield from (perplexity_figure(run, scaling) for scaling in scalings)
+    elif experiment.name == "table2":
+        for scaling in scalings:
+            lines = [(variant_name(v), v, scaling) for v in variants_in(run, "passkey")]
+            name, title = file_of("passkey", scaling), f"Passkey, {scaling_name(scaling)}"
+            yield passkey_figure(run, "passkey", lines, name, title, mark=run.train_length, at="bottom")
+    elif experiment.kind == "near-far":
+        lines = [
+            (f"{variant_name(r.variant)} + {scaling_name(r.scaling)}", r.variant, r.scaling) for r in experiment.rows
+        ]
         for part, where in (("near", "within one training length of the end"), ("far", "farther from the end")):
-            title = f"Passkey, key {where}"
-            yield passkey_figure(run, part, lines, file_of(x.name, part), x.name, title, legend=1)
-    for x in load("distance"):
-        for scaling in dict.fromkeys(row.scaling for row in x.rows):
-            yield distance_figure(run, x, scaling)
-
-
-def other_figures(run: Run) -> Iterator[Figure | None]:
-    yield loss_figure(run.of("training"), "Training loss", "loss", "training")
-    yield position_figure(run)
-    yield from retrieval_figures(run)
-    for task in dict.fromkeys(x.task for x in run.of("task")):
-        yield loss_figure(run.of("task", task=task), f"Training loss, {task}", file_of("loss", task), "task-training")
-    for experiment in load("speed"):
-        yield from speed_figures(run, experiment)
+            yield passkey_figure(run, part, lines, file_of(experiment.name, part), f"Passkey, key {where}", legend=1)
+    elif experiment.kind == "distance":
+        for scaling in dict.fromkeys(row.scaling for row in experiment.rows):
+            yield distance_figure(run, experiment, scaling)
 
 
 def perplexity_figure(run: Run, scaling: str) -> Figure | None:
     """Draw perplexity against the window, with the truncation control of each variant."""
     lengths, base, curves = run.lengths("perplexity"), run.train_length or 0, []
     for v in variants_in(run, "perplexity"):
-        whole = curve(
-            variant_name(v), lengths, [run.at("perplexity", v, scaling, n) for n in lengths], variant_style(v)
-        )
+        found, style = [run.at("perplexity", v, scaling, n) for n in lengths], variant_style(v)
+        whole = curve(variant_name(v), lengths, found, style)
         past = [int(n) for n in whole.x if n >= base]
-        cut = curve(None, past, [run.control(v, scaling, n) for n in past], cut_style(whole.style, "--"))
+        cut = curve(None, past, [run.control(v, scaling, n) for n in past], control_style(style, "--"))
         curves += [whole, replace(cut, spread=())]
     if any(row.mode == "truncated" for row in run.of("perplexity")) and any(each.x for each in curves):
-        curves.append(Curve("context cut (control)", [math.nan], [math.nan], cut_style({"color": FAINT}, "--")))
+        curves.append(Curve("context cut (control)", [math.nan], [math.nan], control_style({"color": FAINT}, "--")))
     labels = f"Perplexity, {scaling_name(scaling)}", "window length (tokens)", "perplexity"
     values = [row.ppl for row in run.of("perplexity") if math.isfinite(row.ppl)]
-    caption, name = "Bands: range over seeds. The axis ends at a million.", file_of("perplexity", scaling)
-    then = partial(log_axis, values=values, top=1e6)
-    return chart(name, "figure1", labels, curves, caption, lengths=lengths, mark=base, then=then)
-
-
-def cut_style(style: Mapping[str, Any], dash: str) -> dict[str, Any]:
-    return {"color": style["color"], "linestyle": dash, "linewidth": 1}
+    caption, then = "Bands: range over seeds. The axis ends at a million.", partial(log_axis, values=values, top=1e6)
+    return chart(file_of("perplexity", scaling), labels, curves, caption, lengths=lengths, mark=base, then=then)
 
 
 def passkey_figure(
-    run: Run, part: str, lines: Iterable[tuple[str, str, str]], name: str, group: str, title: str, **how: Any
+    run: Run, part: str, lines: Iterable[tuple[str, str, str]], name: str, title: str, **how: Any
 ) -> Figure | None:
     """Draw accuracy against the prompt's length for each (label, variant, scaling)."""
     lengths, curves = run.lengths("passkey"), []
     for label, variant, scaling in lines:
         found = [run.at(part, variant, scaling, n) for n in lengths]
         curves.append(curve(label, lengths, found, variant_style(variant)))
-    return chart(name, group, (title, LENGTH, SHARE), curves, lengths=lengths, **ACCURACY, **how)
+    return chart(name, (title, LENGTH, SHARE), curves, lengths=lengths, **ACCURACY, **how)
 
 
 def distance_figure(run: Run, experiment: Experiment, scaling: str) -> Figure | None:
@@ -276,18 +265,18 @@ def distance_figure(run: Run, experiment: Experiment, scaling: str) -> Figure | 
         found, style = by_distance(run, row, ranges), variant_style(row.variant)
         curves.append(curve(variant_name(row.variant), range(len(ranges)), found, style))
     labels = f"Passkey by distance, {scaling_name(scaling)}", "tokens from the key to the end", SHARE
-    name, names = file_of(experiment.name, scaling), [name for name, *_ in ranges]
-    return chart(name, experiment.name, labels, curves, ranges=names, **ACCURACY)
+    names = [name for name, *_ in ranges]
+    return chart(file_of(experiment.name, scaling), labels, curves, ranges=names, **ACCURACY)
 
 
-def heat_map(
-    name: str, title: str, found: list[list[Estimate | None]], lengths: list[int], depths: list[str]
-) -> Figure | None:
+def heat_map(name: str, title: str, rows: Sequence[Record], depth_name: Callable[[Any], str]) -> Figure | None:
     """Draw accuracies by length and depth with their numbers."""
-    if not any(any(row) for row in found):
+    lengths, depths = (sorted({row[name] for row in rows}) for name in ("length", "depth"))
+    if not depths:
         return None
     canvas, axes = blank(title, LENGTH, "depth of the key", (4.2, 2.9))
     axes.grid(visible=False)
+    found = [[share_of(find(rows, depth=depth, length=n)) for n in lengths] for depth in depths]
     values = [[estimate.value if estimate else math.nan for estimate in row] for row in found]
     axes.imshow(values, vmin=0, vmax=1, cmap="cividis", aspect="auto")
     for i, row in enumerate(values):
@@ -296,31 +285,28 @@ def heat_map(
             text = "–" if math.isnan(value) else f"{value:.2f}"
             axes.text(k, i, text, ha="center", va="center", fontsize=8, color=colour)
     axes.set_xticks(range(len(lengths)), [short(n) for n in lengths])
-    axes.set_yticks(range(len(depths)), depths)
-    return finish(canvas, name, name.partition("-")[0], "0% is the start of the prompt, 100% its end.")
+    axes.set_yticks(range(len(depths)), map(depth_name, depths))
+    return finish(canvas, name, "0% is the start of the prompt, 100% its end.")
 
 
-def depth_figure(run: Run, variant: str, scaling: str) -> Figure | None:
-    """Draw where in the prompt, at which length, the key is found."""
-
-    def at(row: Record, i: int) -> dict[str, int]:
-        depths = [(min(DEPTHS - 1, int((1 - x["distance"] / row.length) * DEPTHS)), x["right"]) for x in row.outcomes]
-        return {"cases": sum(depth == i for depth, _ in depths), "correct": sum(r for depth, r in depths if depth == i)}
-
-    rows = run.of("passkey", variant=variant, scaling=scaling)
-    lengths = sorted({row.length for row in rows})
-    found = [[share_of(at(row, i) for row in find(rows, length=n)) for n in lengths] for i in range(DEPTHS)]
-    names = [f"{100 * i // DEPTHS}–{100 * (i + 1) // DEPTHS}%" for i in range(DEPTHS)]
-    return heat_map(file_of("depth", variant, scaling), condition(variant, scaling), found, lengths, names)
+def depth_figures(run: Run) -> Iterator[Figure | None]:
+    """Draw where in the prompt, at which length, each variant finds the passkey."""
+    pairs = [(v, s) for v in variants_in(run) for s in run.scalings(v, "passkey")]
+    for variant, scaling in sorted(pairs, key=lambda pair: scaling_order(pair[1])):
+        found = []
+        for row in run.of("passkey", variant=variant, scaling=scaling):
+            for x in row.outcomes:
+                depth = min(DEPTHS - 1, int((1 - x["distance"] / row.length) * DEPTHS))
+                found.append(Record(length=row.length, depth=depth, cases=1, correct=x["right"]))
+        name, title = file_of("depth", variant, scaling), condition(variant, scaling)
+        yield heat_map(name, title, found, lambda i: f"{100 * i // DEPTHS}–{100 * (i + 1) // DEPTHS}%")
 
 
 def retrieval_figures(run: Run) -> Iterator[Figure | None]:
     for task, variant, scaling in dict.fromkeys((x.task, x.variant, x.scaling) for x in run.of("retrieval")):
         rows = run.of("retrieval", task=task, variant=variant, scaling=scaling)
-        lengths, depths = sorted({x.length for x in rows}), sorted({x.depth for x in rows if x.depth is not None})
-        found = [[share_of(find(rows, depth=depth, length=n)) for n in lengths] for depth in depths]
         name, title = file_of("retrieval", task, variant, scaling), f"{task}: {condition(variant, scaling)}"
-        yield heat_map(name, title, found, lengths, [f"{depth:.0%}" for depth in depths])
+        yield heat_map(name, title, [row for row in rows if row.depth is not None], "{:.0%}".format)
 
 
 def position_figure(run: Run) -> Figure | None:
@@ -330,14 +316,21 @@ def position_figure(run: Run) -> Figure | None:
     for v, s in dict.fromkeys((x.variant, x.scaling) for x in rows):
         each, style = [find(rows, variant=v, scaling=s, stop=stop) for stop in stops], variant_style(v)
         whole = curve(condition(v, s), stops, [loss_of(one, "nll") for one in each], style)
-        cut = curve(None, stops, [loss_of(one, "control_nll") for one in each], cut_style(style, ":"))
+        cut = curve(None, stops, [loss_of(one, "control_nll") for one in each], control_style(style, ":"))
         curves += [replace(whole, spread=()), replace(cut, spread=())]
     labels = "Loss by position", "position (end of the range, tokens)", "loss (nats per token)"
-    caption = "Dotted: context cut to the training length."
-    return chart("positions", "positions", labels, curves, caption, lengths=stops, legend=2)
+    return chart("positions", labels, curves, "Dotted: context cut to the training length.", lengths=stops, legend=2)
 
 
-def loss_figure(rows: Sequence[Record], title: str, name: str, group: str) -> Figure | None:
+# Training
+
+
+def task_loss_figures(run: Run) -> Iterator[Figure | None]:
+    for task in dict.fromkeys(x.task for x in run.of("task")):
+        yield loss_figure(run.of("task", task=task), f"Training loss, {task}", file_of("loss", task))
+
+
+def loss_figure(rows: Sequence[Record], title: str = "Training loss", name: str = "loss") -> Figure | None:
     """Draw the training loss, a line per seed."""
     rows, curves = [row for row in rows if row.losses], []
     first = {row.variant: row for row in reversed(rows)}
@@ -345,48 +338,33 @@ def loss_figure(rows: Sequence[Record], title: str, name: str, group: str) -> Fi
         label = variant_name(row.variant) if first[row.variant] is row else None
         style = variant_style(row.variant) | {"markevery": max(1, len(row.losses) // 8), "alpha": 0.9}
         curves.append(Curve(label, [step for step, _ in row.losses], [loss for _, loss in row.losses], style))
-    return chart(name, group, (title, "optimiser step", "loss (nats per token)"), curves, "One line per seed.")
+    return chart(name, (title, "optimiser step", "loss (nats per token)"), curves, "One line per seed.")
+
+
+# Speed
 
 
 def speed_figures(run: Run, experiment: Experiment) -> Iterator[Figure | None]:
-    """Draw time against length, for each thing timed at two lengths or more."""
-    assert experiment.look
-    look = experiment.look
-    for group, found in timings(run, look.bench).items():
-        if len(found) < 2:
-            continue
+    """Draw time against length over a reference, and the paper's range, for each thing timed at two lengths or more."""
+    paper = {row.label: list(map(float, row.paper)) for row in experiment.rows if row.paper}
+    for group, found in timings(run, experiment.bench).items():
         lengths, curves = [x.length for x in found], []
         for row, colour, marker in zip(experiment.rows, cycle(COLOURS), cycle(MARKERS), strict=False):
             times = [(x.length, time) for x in found if (time := x.fastest(row.candidates or [row.variant]))]
             style = variant_style(row.variant) if row.variant else {"color": colour, "marker": marker}
             x, y = [n for n, _ in times], [time.median for _, time in times]
             curves.append(Curve(row.label, x, y, style, [(time.low, time.high) for _, time in times]))
-        labels = look.title(group), "tokens per sequence", f"time / {look.owner}"
-        caption = "Above the dotted line cosFormer is faster."
-        if look.ceiling:
-            caption = "Bars: the middle three fifths. Values above the figure stand at its edge."
-        name, then = file_of(experiment.name, group.replace(", ", "-")), partial(_reference, look, experiment, curves)
+        ends = [end for each in [*paper.values(), *(pair for one in curves for pair in one.spread)] for end in each]
+
+        def reference(axes: Axes, ends: Sequence[Any] = ends) -> None:
+            log_axis(axes, [1.0, *ends])
+            axes.axhline(1.0, color=INK, linestyle=":", label=experiment.reference, linewidth=1.4, zorder=1)
+            for label, (low, high) in paper.items():
+                axes.axhspan(low, high, color=FAINT, alpha=0.35, lw=0, label=label, zorder=0)
+
+        labels = f"{experiment.subject}, {group}", "tokens per sequence", f"time / {experiment.owner}"
         ranged = any(low < high for each in curves for low, high in each.spread)
-        more: Any = {"lengths": lengths, "bars": ranged, "legend": 2 if look.ceiling else 1, "then": then}
-        yield chart(name, experiment.name, labels, curves, caption, **more)
-
-
-def _reference(look: Look, experiment: Experiment, curves: list[Curve], axes: Axes) -> None:
-    """Draw what the times are multiples of, the paper's claim, and the values that are off the top."""
-    paper = {row.label: [float(value) for value in row.paper] for row in experiment.rows if row.paper}
-    values = [1.0, *(end for ends in paper.values() for end in ends)]
-    values += [end for each in curves for ends in each.spread for end in ends]
-    log_axis(axes, values)
-    baseline: Any = {"color": INK, "linestyle": ":"}
-    if look.ceiling:
-        axes.set(yscale="linear", ylim=(min(values) - 0.07, min(max(values) + 0.07, look.ceiling)))
-        axes.yaxis.set_major_locator(MultipleLocator(0.1))
-        baseline = {"color": variant_style("rope")["color"], "label": look.reference}
-    axes.axhline(1.0, linewidth=1.4, zorder=1, **baseline)
-    for label, ends in paper.items():
-        axes.axhspan(*ends, color=FAINT, alpha=0.35, lw=0, label=label, zorder=0)
-    top = axes.get_ylim()[1]
-    for each in curves:
-        for x, y in zip(each.x, each.y, strict=True):
-            if y > top:
-                axes.annotate(f"↑ {y:.1f}", (x, top), ha="center", va="top", color=each.style["color"])
+        caption = f"Dotted: {experiment.reference}." + " Bars: the middle three fifths." * ranged
+        name = file_of(experiment.name, group.replace(", ", "-"))
+        if len(found) > 1:
+            yield chart(name, labels, curves, caption, lengths=lengths, bars=ranged, legend=2, then=reference)

@@ -9,14 +9,15 @@ from farspan.experiments import Experiment, Row, load
 from farspan.report.results import Estimate, Record, Run, find, mean_of, share_of
 from farspan.report.tables import (
     NOTHING,
-    Cell,
+    Entry,
     Table,
     Value,
-    amount,
-    cell_of,
+    cell,
     grid,
     listing,
+    noted,
     perplexity_text,
+    pivot,
     scaling_name,
     share_text,
     variant_name,
@@ -47,6 +48,7 @@ TASK_TRAINING = (
 )
 CACHE = "tokens {length:,}; bytes {bytes:,}; bytes per token {each:,.0f}; of the original's {share:.4f}"
 THREE, FOUR = partial(share_text, digits=3), partial(share_text, digits=4)
+Entries = list[tuple[str, str, Sequence[Value]]]
 
 
 def variants_in(run: Run, *kinds: str) -> list[str]:
@@ -65,13 +67,18 @@ def _column(ours: int | None, paper: int | None, same: bool) -> str:
     return f"{ours:,} (paper {paper:,})" if ours else f"(paper {paper:,})"
 
 
+# The CoCA paper
+
+
 def experiment_tables(run: Run, experiment: Experiment) -> list[Table]:
     """Make the tables of an experiment on lengths: the rows that were run, each with the paper's below."""
     kinds = {row.kind or experiment.kind for row in experiment.rows}
     ranges = distance_ranges(run, experiment)
-    heads = [name for name, *_ in ranges]
-    entries = [(row.label, "ours", by_distance(run, row, ranges)) for row in experiment.rows_of("distance")]
-    title = f"{experiment.title} (tokens from the key to the end, higher is better)"
+    entries: Entries = [(row.label, "ours", by_distance(run, row, ranges)) for row in experiment.rows_of("distance")]
+    title, heads = (
+        f"{experiment.title} (tokens from the key to the end, higher is better)",
+        [name for name, *_ in ranges],
+    )
     made = [grid(experiment.name, title, heads, entries, caption=experiment.caption, heading="Method")]
     for kind, of in (("perplexity", "perplexity"), ("passkey", "passkey"), ("near", "near-far"), ("far", "near-far")):
         name = f"{experiment.name}-{kind}" if len(kinds) > 1 or of == "near-far" else experiment.name
@@ -85,7 +92,7 @@ def _by_length(run: Run, experiment: Experiment, rows: list[Row], kind: str, nam
     paper = {Fraction(length, experiment.train_length): i for i, length in enumerate(experiment.lengths)}
     columns = [(ours.get(ratio), paper.get(ratio)) for ratio in sorted(ours.keys() | paper)]
     show = perplexity_text if kind == "perplexity" else share_text
-    entries: list[tuple[str, str, Sequence[Value]]] = []
+    entries: Entries = []
     for row in rows:
         modes = [scaling for scaling in run.scalings(row.variant) if scaling.startswith(f"{row.scaling}/")]
         before = len(entries)
@@ -110,6 +117,9 @@ def distance_ranges(run: Run, experiment: Experiment) -> list[tuple[str, float, 
 
 def by_distance(run: Run, row: Row, ranges: Sequence[tuple[str, float, float]]) -> list[Estimate | None]:
     return [run.passkey_between(row.variant, row.scaling, low, high) for _, low, high in ranges]
+
+
+# Everything measured
 
 
 def measured_tables(run: Run) -> list[Table]:
@@ -160,47 +170,40 @@ def training_table(run: Run) -> Table | None:
 
 def position_table(run: Run) -> Table | None:
     """Show the loss by position, and what the far context gains over one cut to the training length."""
-    rows = run.of("positions")
-    bins = sorted({(x.start, x.stop) for x in rows})
-    entries: list[tuple[str, str, Sequence[Value]]] = []
-    for variant, scaling in dict.fromkeys((x.variant, x.scaling) for x in rows):
-        each = [find(rows, variant=variant, scaling=scaling, start=a, stop=b) for a, b in bins]
-        label = condition(variant, scaling)
-        entries.append((label, "loss", [loss_of(one, "nll") for one in each]))
-        entries.append((label, "context cut", [loss_of(one, "control_nll") for one in each]))
-        entries.append((label, "gain", [_gain(one) for one in each]))
+    rows, entries = run.of("positions"), list[Entry]()
+    for v, s, a, b in dict.fromkeys((x.variant, x.scaling, x.start, x.stop) for x in rows):
+        found, label, at = (
+            find(rows, variant=v, scaling=s, start=a, stop=b),
+            condition(v, s),
+            ((a, b), f"{a:,}–{b - 1:,}"),
+        )
+        entries.append((label, "loss", at, loss_of(found, "nll")))
+        entries.append((label, "context cut", at, loss_of(found, "control_nll")))
+        entries.append((label, "gain", at, _gain(found)))
     title = "Loss by position (nats per token, lower is better)"
     caption = "Gain: loss with the context cut to the training length less loss with all of it, and its 95% interval."
-    heads = [f"{a:,}–{b - 1:,}" for a, b in bins]
-    return grid("positions", title, heads, entries, caption=caption, heading="Model", show=THREE)
+    return pivot("positions", title, entries, caption=caption, heading="Model", show=THREE)
 
 
 def loss_of(rows: Sequence[Record], name: str) -> Estimate | None:
     return mean_of([row[name] / row.tokens for row in rows if row[name] is not None])
 
 
-def _gain(rows: list[Record]) -> Cell:
+def _gain(rows: list[Record]) -> str:
     gains = [(row.gain, row.gain_ci95) for row in rows if row.gain is not None]
     if not gains:
-        return Cell()
+        return NOTHING
     note = f"95% {gains[0][1][0]:+.3f} to {gains[0][1][1]:+.3f}" if len(gains) == 1 and gains[0][1] else ""
-    return Cell(f"{sum(gain for gain, _ in gains) / len(gains):+.3f}", note)
-
-
-def retrieval_at(run: Run, depth: float | None, **wanted: str | int) -> Estimate | None:
-    """Return the accuracy of a task, variant, scaling and length at a depth; None: all depths."""
-    rows = run.of("retrieval", **wanted)
-    return share_of(find(rows, depth=depth) or (rows if depth is None else []))
+    return noted(f"{sum(gain for gain, _ in gains) / len(gains):+.3f}", note)
 
 
 def retrieval_table(run: Run) -> Table | None:
-    rows, entries = run.of("retrieval"), []
-    lengths = sorted({x.length for x in rows})
-    for task, v, s in sorted({(x.task, x.variant, x.scaling) for x in rows}):
-        found = [retrieval_at(run, None, task=task, variant=v, scaling=s, length=n) for n in lengths]
-        entries.append((task, condition(v, s), found))
-    title = "Retrieval by prompt length (accuracy, higher is better)"
-    return grid("retrieval", title, (f"{n:,}" for n in lengths), entries, heading="Task")
+    """Show the accuracy over all depths."""
+    entries: list[Entry] = []
+    for task, v, s, n in sorted({(x.task, x.variant, x.scaling, x.length) for x in run.of("retrieval")}):
+        rows = run.of("retrieval", task=task, variant=v, scaling=s, length=n)
+        entries.append((task, condition(v, s), ((n,), f"{n:,}"), share_of(find(rows, depth=None) or rows)))
+    return pivot("retrieval", "Retrieval by prompt length (accuracy, higher is better)", entries, heading="Task")
 
 
 # Tasks
@@ -218,7 +221,7 @@ def task_at(run: Run, measure: str, task: str, variant: str) -> Estimate | None:
 def task_table(run: Run, experiment: Experiment) -> Table | None:
     """Compare variants on tasks; below each that was run, the paper's numbers."""
     show = FOUR if experiment.measure == "accuracy" else perplexity_text  # as in the paper
-    entries: list[tuple[str, str, Sequence[Value]]] = []
+    entries: Entries = []
     for row in experiment.rows:
         found = [task_at(run, experiment.measure, task, row.variant) for task in experiment.columns]
         if any(found):
@@ -256,14 +259,19 @@ def study_tables(run: Run) -> list[Table]:
     heads += ["minimal pairs", "bits per byte", "tokens", "minutes"]
     labels = {row.variant: row.label for row in experiment.rows}
     order = [*(name for name in labels if name in made), *sorted(made.keys() - labels.keys())]
-    entries: list[tuple[str, str, Sequence[Value]]] = []
+    entries: Entries = []
     for name in order:
         label = labels.setdefault(name, name)
         mine = _model_values(run, made[name], [base * k for k in windows], [base * k for k in prompts])
         entries += [(label, source, values) for source, values in mine]
         for row in experiment.rows if mine else ():
             if row.variant == name and row.paper:
-                entries.append((label, f"paper, {scaling_name(row.scaling)}", _paper_values(row, len(windows))))
+                ppl, keys = row.paper[: len(windows)], row.paper[len(windows) :]
+                ratio = (
+                    f"×{ppl[-1] / ppl[0]:,.2f}" if isinstance(ppl[0], float) and isinstance(ppl[-1], float) else None
+                )
+                paper = [*map(perplexity_text, ppl), ratio, None, *map(share_text, keys), None, None, None, None]
+                entries.append((label, f"paper, {scaling_name(row.scaling)}", paper))
     table = grid(experiment.name, experiment.title, heads, entries, caption=experiment.caption, heading="Model")
     caches = _cache_table(run, f"{experiment.name}-cache", [(labels[name], made[name]) for name in order])
     rows = [(labels[name], "", made[name]) for name in order if made[name].stages]
@@ -275,29 +283,34 @@ def study_tables(run: Run) -> list[Table]:
 def _model_values(run: Run, model: Record, windows: list[int], prompts: list[int]) -> list[tuple[str, list[Value]]]:
     """Return each scaling's values; the first line has what depends on none: short context, and what the model took."""
     name, pairs = model.model, share_of(run.of("pairs", variant=model.model, kind="all"))
-    bits: Sequence[Value] = [f"{row.bits_per_byte:.3f}" for row in run.of("bits", variant=name)][:1]
+    bits: Value = next((f"{row.bits_per_byte:.3f}" for row in run.of("bits", variant=name)), None)
     minutes = f"{model.seconds / 60:,.1f}" if model.seconds is not None and model.tokens else NOTHING
-    once: list[Value] = [cell_of(pairs, THREE), *(bits or [None]), amount(model.tokens), minutes]
+    once: list[Value] = [cell(pairs, THREE), bits, amount(model.tokens), minutes]
     lines: list[tuple[str, list[Value]]] = []
     for scaling in run.scalings(name) or ["none"]:
         # Inside a model's training length dynamic NTK and log length change nothing.
         inside = model.train_length if scaling.startswith(("dynamic_ntk-", "none+")) else 0
-        found = [run.at("perplexity", name, scaling, n) for n in windows]
-        for i, n in enumerate(windows):
-            found[i] = found[i] or (run.at("perplexity", name, "none", n) if n <= inside else None)
+        found = [
+            run.at("perplexity", name, scaling, n) or (run.at("perplexity", name, "none", n) if n <= inside else None)
+            for n in windows
+        ]
         keys, cut = [run.at("passkey", name, scaling, n) for n in prompts], run.control(name, scaling, 0)
         ratio = f"×{found[-1].value / found[0].value:,.2f}" if found[0] and found[-1] else None
-        control = Cell(cell_of(cut).text, f"{model.train_length:,}") if cut else None
+        control = noted(cell(cut).split("\n")[0], f"{model.train_length:,}") if cut else None
         if any([*found, *keys, pairs, bits]):
             lines.append((scaling_name(scaling), [*found, ratio, control, *keys, *(once if not lines else [None] * 4)]))
     return lines
 
 
-def _paper_values(row: Row, windows: int) -> list[Value]:
-    start, end = row.paper[0], row.paper[windows - 1]
-    ratio = f"×{end / start:,.2f}" if isinstance(start, float) and isinstance(end, float) else None
-    ours: list[Value] = [None] * 4
-    return [*map(perplexity_text, row.paper[:windows]), ratio, None, *map(share_text, row.paper[windows:]), *ours]
+def amount(number: float) -> str:
+    """
+    >>> amount(33_400_000), amount(1500), amount(12)
+    ('33.4M', '1.5k', '12')
+    """
+    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.3g}{unit}"
+    return f"{number:g}"
 
 
 def _cache_table(run: Run, name: str, models: list[tuple[str, Record]]) -> Table | None:

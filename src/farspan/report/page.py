@@ -1,7 +1,7 @@
 """A run folder → one offline HTML page, with its tables and figures as files beside it."""
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -27,8 +27,8 @@ class Section:
     anchor: str
     title: str
     tables: list[Table]
-    text: str
     figures: "list[Figure]"
+    text: str
     folded: bool = False
     """Hide the tables behind a click: figures show the same."""
     small: bool = False
@@ -44,22 +44,16 @@ def write_report(folder: str | os.PathLike[str], out: str | os.PathLike[str] | N
     """
     target = Path(out) if out is not None else Path(folder) / "report"
     run = collect(Path(folder))
-    from farspan.report.analysis import analysis_figures  # loads matplotlib
-    from farspan.report.figures import length_figures, other_figures
-
     try:
         run.analyses.sort(key=lambda found: (found.model.attention != "rope", found.model.label))  # the baseline first
-        drawn = [*other_figures(run), *analysis_figures(run.analyses)]
-        drawn += [] if run.is_study else length_figures(run)
-        figures = [figure for figure in drawn if figure]
-        sections = make_sections(run, figures)
-        files = {"index.html": render(run, sections)}
-        for table in (table for section in sections for table in section.tables):
-            files |= {f"tables/{table.name}.md": to_markdown(table), f"tables/{table.name}.tex": to_latex(table)}
+        sections = make_sections(run)
     except (LookupError, TypeError, AttributeError, ArithmeticError) as error:  # in rows that are nested deeply
         said = f"{folder}: a row of a benchmark or an analysis is not complete ({error!r})"
         raise ValueError(f"{said}; write it again with `farspan`") from error
-    for figure in figures:
+    files = {"index.html": render(run, sections)}
+    for table in (table for section in sections for table in section.tables):
+        files |= {f"tables/{table.name}.md": to_markdown(table), f"tables/{table.name}.tex": to_latex(table)}
+    for figure in (figure for section in sections for figure in section.figures):
         files[f"figures/{figure.name}.svg"] = figure.svg
         with atomic_path(target / "figures" / f"{figure.name}.png") as path:
             path.write_bytes(figure.png)
@@ -68,9 +62,9 @@ def write_report(folder: str | os.PathLike[str], out: str | os.PathLike[str] | N
     return target / "index.html"
 
 
-def make_sections(run: Run, figures: "list[Figure]") -> list[Section]:
+def make_sections(run: Run) -> list[Section]:
     """Return everything on the page, in reading order."""
-    from farspan.report.analysis import SECTIONS, analysis_tables
+    from farspan.report import analysis, figures  # load matplotlib
 
     made: list[Section] = []
 
@@ -78,46 +72,44 @@ def make_sections(run: Run, figures: "list[Figure]") -> list[Section]:
         anchor: str,
         title: str,
         tables: Iterable[Table | None],
+        drawn: "figures.Figures" = (),
         text: str = "",
-        groups: Sequence[str] = (),
         **look: bool,
     ) -> None:
-        shown = [table for table in tables if table]
-        drawn = [figure for figure in figures if figure.group in groups]
+        shown, found = [table for table in tables if table], [figure for figure in drawn if figure]
         text = text or next((table.caption for table in shown), "")
-        if shown or drawn:
-            made.append(Section(anchor, title, shown, text, drawn, **look))
+        if shown or found:
+            made.append(Section(anchor, title, shown, found, text, **look))
 
     for x in load("tasks"):
         add(x.name, x.title, [measured.task_table(run, x)])
-    add(
-        "task-training", "Training for tasks", [measured.task_training_table(run)], groups=["task-training"], small=True
-    )
+    trained = [measured.task_training_table(run)]
+    add("task-training", "Training for tasks", trained, figures.task_loss_figures(run), small=True)
     for table in measured.study_tables(run):
         add(table.name, table.title, [table])
-    others = []  # figures of variants that the paper does not have
+    others: list[figures.Figure | None] = []  # of variants that the paper does not have
     experiments = {experiment.name: experiment for experiment in load_all()}
-    for name in READING:
-        x, tables = experiments[name], measured.experiment_tables(run, experiments[name])
-        others += [] if tables else [name]
-        add(name, x.title, tables, groups=[name] if tables else [], folded=name.startswith("figure"))
-    add("positions", "Loss by position", [measured.position_table(run)], groups=["positions"])
-    add("retrieval", "Retrieval", [measured.retrieval_table(run)], groups=["retrieval"], small=True)
+    for x in (experiments[name] for name in READING):
+        tables = measured.experiment_tables(run, x)
+        drawn = [] if run.is_study else list(figures.experiment_figures(run, x))
+        others += [] if tables else drawn
+        add(x.name, x.title, tables, drawn if tables else [], folded=x.name.startswith("figure"))
+    add("positions", "Loss by position", [measured.position_table(run)], [figures.position_figure(run)])
+    add("retrieval", "Retrieval", [measured.retrieval_table(run)], figures.retrieval_figures(run), small=True)
     for x in load("speed"):
-        add(x.name, x.title, speed.speed_tables(run, x), groups=[x.name], folded=True)
+        add(x.name, x.title, speed.speed_tables(run, x), figures.speed_figures(run, x), folded=True)
     above = "Speed over RoPE's in the same run; above 1 CoCA is faster."
-    add("coca-decode", "Decoding and reading: CoCA beside RoPE", speed.decoding_tables(run), above)
-    add("coca-kernels", "Attention alone: CoCA's kernels beside RoPE's", speed.kernel_tables(run), above)
-    depth = "Share of keys found, by depth and length of the prompt."
-    add("depth", "Passkey by depth and length", [], depth, ["depth"], small=True)
-    summaries = analysis_tables(run.analyses)
-    for group, (title, text) in SECTIONS.items():
-        add(f"look-{group}", title, [summaries.get(group)], text, [group], small=group == "drift")
+    add("coca-decode", "Decoding and reading: CoCA beside RoPE", speed.decoding_tables(run), text=above)
+    add("coca-kernels", "Attention alone: CoCA's kernels beside RoPE's", speed.kernel_tables(run), text=above)
+    for anchor, title, summary, found, text in analysis.sections(run.analyses):
+        add(anchor, title, [summary], found, text, small=anchor == "look-drift")
     if not run.is_study:  # whose own table has the control
+        depth = "Share of keys found, by depth and length of the prompt."
+        add("depth", "Passkey by depth and length", [], figures.depth_figures(run), depth, small=True)
         add("control", "Control", [measured.control_table(run)])
-    add("training", "Training", [measured.training_table(run)], groups=["training"])
+    add("training", "Training", [measured.training_table(run)], [figures.loss_figure(run.of("training"))])
     papers = all(variant in VARIANTS for variant in measured.variants_in(run))  # else the only table with all of them
-    add("measured", "All measurements", measured.measured_tables(run), groups=others, folded=papers or run.is_study)
+    add("measured", "All measurements", measured.measured_tables(run), others, folded=papers or run.is_study)
     return made
 
 

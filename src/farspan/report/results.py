@@ -1,5 +1,6 @@
 """Result files → checked rows and, over their seeds, estimates."""
 
+import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +18,6 @@ Count = Annotated[int, Field(ge=0, le=2**60)]
 Length = Annotated[int, Field(ge=1, le=2**40)]
 Number = Annotated[float, Field(gt=-math.inf)]  # nan is not
 Positive = Annotated[float, Field(gt=0)]
-STRICT = ConfigDict(strict=True, protected_namespaces=())
 Pair = Annotated[list[Number], Field(min_length=2, max_length=2)]
 
 
@@ -27,7 +27,7 @@ def _model(fields: str) -> type[BaseModel]:
     for name in fields.split():
         bare = name.removesuffix("?")
         made[bare] = (TYPES[bare], ...) if bare == name else (TYPES[bare] | None, None)
-    return create_model(fields, __config__=STRICT, **made)
+    return create_model(fields, __config__=ConfigDict(strict=True, protected_namespaces=()), **made)
 
 
 FIELDS: tuple[tuple[Any, str], ...] = (
@@ -47,7 +47,6 @@ FIELDS: tuple[tuple[Any, str], ...] = (
 TYPES = {name: of for of, names in FIELDS for name in names.split()}
 TYPES["near"] = TYPES["far"] = _model("cases correct")
 TYPES["outcomes"] = list[_model("distance right")]  # type: ignore[misc]
-ROW = "variant seed scaling "
 KINDS = {
     "task": "task length parameters steps pretraining_steps seconds losses tokens_per_second? peak_bytes? cases? "
     "correct? ppl?",
@@ -62,8 +61,8 @@ KINDS = {
     "pairs": "kind set field cases correct",
     "cache": "length bytes",
 }
-"""The fields of each kind of row beside ROW."""
-MODELS = {kind: _model(ROW + fields) for kind, fields in KINDS.items()}
+"""The fields of each kind of row beside variant, seed and scaling."""
+MODELS = {kind: _model(f"variant seed scaling {fields}") for kind, fields in KINDS.items()}
 SOURCE = _model("command commit? device seed versions model_fingerprint?")
 STEP = _model("step state message?")
 EVALUATIONS = ("perplexity", "passkey", "retrieval", "positions", "bits", "pairs")
@@ -190,9 +189,8 @@ class Run:
     @property
     def train_length(self) -> int | None:
         """The training length; without training records the shortest length measured."""
-        if training := self.of("training"):
-            return int(training[0].length)
-        return min((row.length for row in [*self.of("perplexity"), *self.of("passkey")]), default=None)
+        rows = self.of("training")[:1] or [*self.of("perplexity"), *self.of("passkey")]
+        return min((row.length for row in rows), default=None)
 
     def lengths(self, kind: str) -> list[int]:
         """Return the lengths of sliding windows, or of passkey prompts."""
@@ -288,10 +286,15 @@ def _add(run: Run, path: Path, variant: str | None = None) -> str | None:
     if kind not in (*MODELS, *BENCHES, "analysis"):
         return None
     run.sources.append(source)
+    if kind == "analysis":
+        names = "|".join(OLD_ANALYSIS)
+        rows = json.loads(re.sub(rf'"({names})"', lambda name: f'"{OLD_ANALYSIS[name[1]]}"', json.dumps(rows)))
     made = [_row(kind, schema, row, f"{path} row {i}", source, variant) for i, row in enumerate(rows)]
     if kind == "analysis":
-        kinds = dict.fromkeys(str(row.get("kind")) for row in made)
-        run.analyses.append(Run({name: [row for row in made if row.get("kind") == name] for name in kinds}))
+        found = Run()
+        for row in made:
+            found.records.setdefault(str(row.get("kind")), []).append(row)
+        run.analyses.append(found)
         return kind
     kept = run.records.setdefault(kind, [])
     seen = {_identity(row): row for row in kept}
@@ -312,12 +315,11 @@ def _identity(row: Record) -> str:
 def _row(kind: str, schema: int, row: Any, where: str, source: Record, variant: str | None) -> Record:
     """Check a row. Give it the names of schema 2 and, where it has none, its file's variant and seed."""
     require(isinstance(row, dict), f"{where} must be a JSON object, got {str(row)[:40]!r}; write it with `farspan`")
+    made = Record(row)
     if kind in MODELS:
         name, seed = label_of(Path(source.file).stem, source.seed)
         named = {"variant": variant or name, "seed": source.seed if variant else seed, "scaling": "none", **row}
         made = _record(MODELS[kind], {**named, "scaling": scaling_of(str(named["scaling"]), schema)}, where)
-    else:
-        made = Record(_translate(row) if kind == "analysis" else row)
     made.where, made.source = where, source
     return made
 
@@ -354,15 +356,6 @@ def label_of(stem: str, seed: int) -> tuple[str, int]:
     name = re.sub(r"^(ppl|passkey|retrieval|positions|bits|pairs)-", "", stem)
     found = re.fullmatch(r"(.+)-s(\d{1,9})(?:-(.+))?", name)
     return (found[1] + (f" ({found[3]})" if found[3] else ""), int(found[2])) if found else (name, seed)
-
-
-def _translate(value: Any) -> Any:
-    """Give an analysis today's names, wherever they stand in it."""
-    if isinstance(value, dict):
-        return {OLD_ANALYSIS.get(key, key): _translate(item) for key, item in value.items()}
-    if isinstance(value, list) and value and isinstance(value[0], str):
-        return [OLD_ANALYSIS.get(item, item) for item in value]
-    return OLD_ANALYSIS.get(value, value) if isinstance(value, str) else value
 
 
 def _record(model: type[BaseModel], row: Any, where: str) -> Record:

@@ -1,4 +1,4 @@
-"""Tables as values, their Markdown and LaTeX, and what readers call variants and scalings."""
+"""Tables of strings, their Markdown and LaTeX, and what readers call variants and scalings."""
 
 import math
 import re
@@ -43,15 +43,12 @@ def variant_name(variant: str) -> str:
     >>> variant_name("coca-exact"), variant_name("hybrid-pope"), variant_name("mine"), variant_name("coca-exact, cudnn")
     ('CoCA exact', 'Hybrid PoPE', 'mine', 'CoCA exact, cuDNN')
     """
-    return ", ".join(map(_part_name, variant.split(", ")))
-
-
-def _part_name(part: str) -> str:
-    base, bracket, rest = part.partition(" (")
-    hybrid = base.startswith("hybrid")
-    base = base.removeprefix("hybrid").removeprefix("-")
-    name = STYLES[base][0] if base in STYLES else PARTS.get(base, base)
-    return f"{'Hybrid ' * hybrid}{name}".strip() + bracket + rest
+    if ", " in variant:
+        return ", ".join(map(variant_name, variant.split(", ")))
+    base, bracket, rest = variant.partition(" (")
+    kind = base.removeprefix("hybrid").removeprefix("-")
+    name = STYLES[kind][0] if kind in STYLES else PARTS.get(kind, kind)
+    return (f"Hybrid {name}".strip() if base.startswith("hybrid") else name) + bracket + rest
 
 
 def variant_style(variant: str) -> dict[str, Any]:
@@ -88,104 +85,7 @@ def file_of(*parts: str) -> str:
     return re.sub(r"[^\w.-]+", "-", "-".join(filter(None, parts)))[:150]
 
 
-@dataclass(frozen=True)
-class Cell:
-    """A number, and its spread in small print."""
-
-    text: str = NOTHING
-    note: str = ""
-
-
-@dataclass(frozen=True)
-class Line:
-    """One line; lines with the same label, ours and the paper's, form a group."""
-
-    label: str
-    source: str
-    cells: tuple[Cell, ...]
-    counts: str = ""
-
-
-@dataclass(frozen=True)
-class Table:
-    """A titled table with a heading for each column of cells."""
-
-    name: str
-    title: str
-    caption: str
-    columns: tuple[str, ...]
-    lines: tuple[Line, ...]
-    heading: str = "Method"
-    beside: str = ""
-    """Heading of the sources."""
-
-    @property
-    def sourced(self) -> bool:
-        """Whether lines have sources."""
-        return any(line.source for line in self.lines)
-
-    @property
-    def groups(self) -> list[tuple[str, list[Line]]]:
-        """The lines by label."""
-        return [(label, list(lines)) for label, lines in groupby(self.lines, key=lambda line: line.label)]
-
-
-Value = Estimate | Cell | str | None
-
-
-def grid(
-    name: str,
-    title: str,
-    columns: Iterable[str],
-    entries: Iterable[tuple[str, str, Sequence[Value]]],
-    *,
-    caption: str = "",
-    heading: str = "Variant",
-    beside: str = "",
-    show: Callable[[float], str] | None = None,
-) -> Table | None:
-    """Make a table from (label, source, values); leave out lines without a value, and return None without a line."""
-    lines = [
-        Line(label, source, tuple(cell_of(value, show) for value in values), counts_text(values))
-        for label, source, values in entries
-        if any(values)
-    ]
-    return Table(name, title, caption, tuple(columns), tuple(lines), heading, beside) if lines else None
-
-
-def listing(
-    name: str, title: str, columns: str, rows: Iterable[tuple[str, str, Mapping[str, Any]]], **more: Any
-) -> Table | None:
-    """Make a table from (label, source, row).
-
-    Columns are headings with the formats of their numbers, such as "steps {steps:,}; minutes {minutes:.1f}". What a
-    row does not have, or has as None, is shown as "—".
-    """
-    specs = [(f"{{{text}", head) for head, _, text in (column.partition(" {") for column in columns.split("; "))]
-    entries = [(label, source, [_filled(text, row) for text, _ in specs]) for label, source, row in rows]
-    return grid(name, title, [head for _, head in specs], entries, **more)
-
-
-def _filled(text: str, row: Mapping[str, Any]) -> str:
-    try:
-        return text.format_map(row)
-    except (KeyError, AttributeError, TypeError):  # None has no value, and no format
-        return NOTHING
-
-
-Entry = tuple[str, str, tuple[tuple[int, ...], str], Cell]
-"""A cell of a line, given by label and source, in a column, given by its order and its heading."""
-
-
-def pivot(name: str, title: str, entries: Iterable[Entry], heading: str, beside: str = "") -> Table | None:
-    """Make a table from single cells; lines keep their first order, by label."""
-    cells: dict[tuple[str, str], dict[Any, Cell]] = {}
-    for label, source, column, cell in entries:
-        cells.setdefault((label, source), {})[column] = cell
-    columns, labels = sorted({column for line in cells.values() for column in line}), [label for label, _ in cells]
-    keys = sorted(cells, key=lambda key: labels.index(key[0]))
-    lines = [(*key, [cells[key].get(column) for column in columns]) for key in keys]
-    return grid(name, title, [head for _, head in columns], lines, heading=heading, beside=beside)
+# Numbers
 
 
 def perplexity_text(value: float | str) -> str:
@@ -204,30 +104,27 @@ def share_text(value: float | str, digits: int = 2) -> str:
     return value if isinstance(value, str) else f"{value:.{digits}f}"
 
 
-def amount(number: float) -> str:
-    """
-    >>> amount(33_400_000), amount(1500), amount(12)
-    ('33.4M', '1.5k', '12')
-    """
-    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if number >= size:
-            return f"{number / size:.3g}{unit}"
-    return f"{number:g}"
+def noted(text: str, *notes: str) -> str:
+    """Put small print below a text, a line for each note that is not empty."""
+    return "\n".join([text, *filter(None, notes)])
 
 
-def cell_of(value: Value, show: Callable[[float], str] | None = None) -> Cell:
-    """Show the mean; in small print a share's 95% interval, and the range over several seeds.
+Value = Estimate | str | None
 
-    >>> cell_of(Estimate(20.5, 20.0, 21.0, 2))
-    Cell(text='20.50', note='20.00–21.00')
+
+def cell(value: Value, show: Callable[[float], str] | None = None) -> str:
+    """Show a mean; in small print a share's 95% interval, and the range over several seeds.
+
+    >>> print(cell(Estimate(20.5, 20.0, 21.0, 2)))
+    20.50
+    20.00–21.00
     """
     if not isinstance(value, Estimate):
-        return Cell(value) if isinstance(value, str) else value or Cell()
+        return value or NOTHING
     show = show or (share_text if value.interval else perplexity_text)
-    notes = ["95% " + "–".join(map(show, value.interval))] if value.interval else []
-    if value.seeds > 1:
-        notes.append(f"{'seeds ' if notes else ''}{show(value.low)}–{show(value.high)}")
-    return Cell(show(value.value), "; ".join(notes))
+    interval = "95% " + "–".join(map(show, value.interval)) if value.interval else ""
+    seeds = f"{show(value.low)}–{show(value.high)}" if value.seeds > 1 else ""
+    return noted(show(value.value), interval, f"seeds {seeds}" if interval and seeds else seeds)
 
 
 def counts_text(values: Iterable[Value]) -> str:
@@ -245,6 +142,94 @@ def counts_text(values: Iterable[Value]) -> str:
     return ", ".join(parts)
 
 
+# Tables
+
+
+@dataclass(frozen=True)
+class Table:
+    """A titled table. A line has a label, a source that may be empty, and a cell for each column.
+
+    Of each text, what follows the first line break is small print. Lines with the same label form a group.
+    """
+
+    name: str
+    title: str
+    caption: str
+    columns: tuple[str, ...]
+    lines: list[tuple[str, ...]]
+    heading: str = "Method"
+    beside: str = ""
+    """Heading of the sources."""
+
+    @property
+    def sourced(self) -> bool:
+        """Whether lines have sources."""
+        return any(line[1] for line in self.lines)
+
+    @property
+    def groups(self) -> list[tuple[str, list[tuple[str, ...]]]]:
+        """The lines by label."""
+        return [(label, list(lines)) for label, lines in groupby(self.lines, key=lambda line: line[0])]
+
+
+def grid(
+    name: str,
+    title: str,
+    columns: Iterable[str],
+    entries: Iterable[tuple[str, str, Sequence[Value]]],
+    *,
+    caption: str = "",
+    heading: str = "Variant",
+    beside: str = "",
+    show: Callable[[float], str] | None = None,
+) -> Table | None:
+    """Make a table from (label, source, values); leave out lines without a value, and return None without a line."""
+    lines = [
+        (label, source and noted(source, counts_text(values)), *(cell(value, show) for value in values))
+        for label, source, values in entries
+        if any(values)
+    ]
+    return Table(name, title, caption, tuple(columns), lines, heading, beside) if lines else None
+
+
+def listing(
+    name: str, title: str, columns: str, rows: Iterable[tuple[str, str, Mapping[str, Any]]], **more: Any
+) -> Table | None:
+    """Make a table from (label, source, row).
+
+    Columns are headings with the formats of their numbers, such as "steps {steps:,}; minutes {minutes:.1f}". What a
+    row does not have, or has as None, is shown as "—".
+    """
+
+    def filled(text: str, row: Mapping[str, Any]) -> str:
+        try:
+            return text.format_map(row)
+        except (KeyError, AttributeError, TypeError):  # None has no value, and no format
+            return NOTHING
+
+    specs = [(f"{{{text}", head) for head, _, text in (column.partition(" {") for column in columns.split("; "))]
+    entries = [(label, source, [filled(text, row) for text, _ in specs]) for label, source, row in rows]
+    return grid(name, title, [head for _, head in specs], entries, **more)
+
+
+Entry = tuple[str, str, tuple[tuple[int, ...], str], Value]
+"""A cell of a line, given by label and source, in a column, given by its order and its heading."""
+
+
+def pivot(name: str, title: str, entries: Iterable[Entry], **more: Any) -> Table | None:
+    """Make a table from single cells; lines keep their first order, by label."""
+    found: dict[tuple[str, str], dict[Any, Value]] = {}
+    for label, source, column, value in entries:
+        found.setdefault((label, source), {})[column] = value
+    columns, labels = sorted({column for line in found.values() for column in line}), [label for label, _ in found]
+    keys = sorted(found, key=lambda key: labels.index(key[0]))
+    lines = [(*key, [found[key].get(column) for column in columns]) for key in keys]
+    return grid(name, title, [head for _, head in columns], lines, **more)
+
+
+# Markdown and LaTeX
+
+
 def markdown_text(text: str) -> str:
     r"""Escape plain text, HTML in it too.
 
@@ -259,18 +244,18 @@ def to_markdown(table: Table) -> str:
     text = markdown_text
     heads = [table.heading, *[table.beside or "source"] * table.sourced, *table.columns]
     rows = [list(map(text, heads)), ["---"] * (1 + table.sourced) + ["---:"] * len(table.columns)]
-    rows += _rows(table, text, " ({})")
+    rows += _escaped(table, text, " ({})")
     body = "\n".join(f"| {' | '.join(row)} |" for row in rows)
     return f"### {text(table.title)}\n\n{body}\n\n{text(table.caption)}\n"
 
 
-def _rows(table: Table, escaped: Callable[[str], str], small: str) -> list[list[str]]:
-    """Return the texts of all lines, with what stands in small print."""
+def _escaped(table: Table, escaped: Callable[[str], str], small: str) -> list[list[str]]:
+    """Return the texts of all lines, with their small print."""
     made = []
-    for line in table.lines:
-        cells = [*[(line.source, line.counts)] * table.sourced, *((cell.text, cell.note) for cell in line.cells)]
-        texts = [escaped(text) + (small.format(escaped(note)) if note else "") for text, note in cells]
-        made.append([escaped(line.label), *texts])
+    for label, source, *cells in table.lines:
+        parts = [text.split("\n") for text in [*[source] * table.sourced, *cells]]
+        texts = [escaped(text) + (small.format(escaped("; ".join(notes))) if notes else "") for text, *notes in parts]
+        made.append([escaped(label), *texts])
     return made
 
 
@@ -296,22 +281,21 @@ def latex_text(text: str) -> str:
 def to_latex(table: Table) -> str:
     """Return a booktabs table (``\\usepackage{booktabs}``); a group of lines has its label once."""
     heads = [table.heading, *[table.beside] * table.sourced, *table.columns]
-    rows = _rows(table, latex_text, r" {{\scriptsize ({})}}")
+    rows = _escaped(table, latex_text, r" {{\scriptsize ({})}}")
     for above, row in reversed(list(pairwise(rows))):
         row[0] = "" if row[0] == above[0] else row[0]
-    lines = [
-        "\\begin{table}",
-        "\\centering",
-        rf"\caption{{{latex_text(table.title)}. {latex_text(table.caption)}}}",
-        rf"\label{{tab:{table.name}}}",
-        rf"\begin{{tabular}}{{{'l' * (1 + table.sourced)}{'r' * len(table.columns)}}}",
-        "\\toprule",
-        " & ".join(map(latex_text, heads)) + r" \\",
-        "\\midrule",
-        *(" & ".join(row) + r" \\" for row in rows),
-        "\\bottomrule",
-        "\\end{tabular}",
-        "\\end{table}",
-        "",
-    ]
-    return "\n".join(lines)
+    head, *lines = [" & ".join(row) + r" \\" for row in [map(latex_text, heads), *rows]]
+    body = "\n".join(lines)
+    return rf"""\begin{{table}}
+\centering
+\caption{{{latex_text(table.title)}. {latex_text(table.caption)}}}
+\label{{tab:{table.name}}}
+\begin{{tabular}}{{{"l" * (1 + table.sourced)}{"r" * len(table.columns)}}}
+\toprule
+{head}
+\midrule
+{body}
+\bottomrule
+\end{{tabular}}
+\end{{table}}
+"""

@@ -1,5 +1,6 @@
 """What a reproduction is made of: texts, models, tasks and measures, as TOML."""
 
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -158,20 +159,19 @@ class Preset:
 
     def __post_init__(self) -> None:
         require(bool(self.models), "models must name at least one model, got none; try [models.rope]")
-        for names, options in ((self.tasks, TASKS), (self.speed, ("cosformer", "layer", "decode"))):
+        for what, names, options in (
+            ("tasks", self.tasks, TASKS),
+            ("speed", self.speed, ("cosformer", "layer", "decode")),
+        ):
             for name in names:
-                require_choice("tasks" if names is self.tasks else "speed", name, options)
+                require_choice(what, name, options)
         before = ["", CHECKPOINT]
         for name, model in self.models.items():
-            good = bool(name) and name != CHECKPOINT and all(c.isalnum() or c in "-_" for c in name)
+            good = name != CHECKPOINT and re.fullmatch(r"[\w-]+", name) is not None
             require(good, f"names of models must be letters, digits, - and _, got {name!r}; they name folders")
             require_choice(f"models.{name}.start", model.start, before, "it must come before, and not be for tasks")
             before += [] if self.tasks_of(name) else [name]
             self._check_model(name, model)
-            for task in self.tasks_of(name):
-                require_choice(f"models.{name}.tasks", task, self.tasks)
-                attention, settings = self.task_settings(name, task)
-                make_task(task, settings, Material(Path(), {"tokens": 1.0}, lambda: [])).check([attention])
         labelled, corpus = any(TASKS[task].needs_labelled for task in self.tasks), self.corpus
         for option, value, needed, such in (
             ("labelled", corpus.labelled, labelled, "has tasks, such as cosformer-cpu"),
@@ -201,6 +201,10 @@ class Preset:
             require(self.converts or not distils, need)
         elif not self.tasks_of(name):
             self.train_config(name, 0, {"tokens": 1.0})
+        for task in self.tasks_of(name):
+            require_choice(f"models.{name}.tasks", task, self.tasks)
+            attention, settings = self.task_settings(name, task)
+            make_task(task, settings, Material(Path(), {"tokens": 1.0}, lambda: [])).check([attention])
 
     @property
     def converts(self) -> bool:
@@ -229,16 +233,6 @@ class Preset:
         recipe = Recipe.load(model.recipe)
         recipe = recipe.capped(model.length) if model.length else recipe
         return recipe.scaled(model.tokens) if model.tokens else recipe
-
-    def rows_of(self, name: str) -> list[tuple[str, int, float]]:
-        """Return where a model's training rows are set, their length, and the share that holds passkeys."""
-        if self.models[name].start == CHECKPOINT or self.tasks_of(name):
-            return []
-        if self.models[name].start:
-            stages = self.recipe(name).stages
-            return [(f"length of stage {stage.name} of {name}", stage.length, stage.passkey_share) for stage in stages]
-        data = self.train_config(name, 0, {"tokens": 1.0}).data
-        return [(f"training length of {name}", data.length, data.passkey_share)]
 
     def task_settings(self, name: str, task: str) -> tuple[str, TaskSettings]:
         """Return the attention and the settings of a model that is trained for a task."""

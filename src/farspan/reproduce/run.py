@@ -3,7 +3,6 @@
 import json
 import os
 import time
-from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,14 +10,14 @@ from typing import Any, NamedTuple
 import torch
 
 from farspan.data import documents, load_tokenizer
-from farspan.data.passkey import check_prompt, check_row
+from farspan.data.passkey import check_prompt
 from farspan.data.sources import resolve
 from farspan.errors import require
 from farspan.evaluation import read_pairs, scaling_name
 from farspan.evaluation.evaluate import check_retrieval, configuration
-from farspan.reproduce.plan import Step, plan
+from farspan.report.results import collect
 from farspan.reproduce.preset import Preset
-from farspan.reproduce.work import Work
+from farspan.reproduce.steps import Step, Work, plan
 from farspan.utils import Progress, check_folder, check_same, lock, silent, write_json
 
 POLL_SECONDS = 2.0
@@ -43,14 +42,16 @@ def reproduce(
     step that fails leaves the others running; steps that need it are skipped.
 
     Args:
-        only: names of tables, figures, kinds of step, models or tasks (:func:`farspan.reproduce.plan.plan`).
+        only: names of tables, figures, kinds of step, models or tasks (:func:`farspan.reproduce.steps.plan`).
     """
     world = os.environ.get("WORLD_SIZE", "1")
     require(world == "1", f"reproduce runs in one process, got WORLD_SIZE {world}; use farspan train for several")
     folder = Path(out).resolve()
     check_folder(folder, SETTINGS, what="begun by farspan reproduce")
     steps = plan(preset, folder, only)
-    _check_inputs(preset, Work(preset, folder), [step for step in steps if not step.result.exists()])
+    todo = [step for step in steps if not step.result.exists()]
+    if todo:
+        check_inputs(preset, Work(preset, folder), todo)
     recipes = {name: asdict(preset.recipe(name)) for name in preset.models if preset.origin(name) != name}
     with lock(folder, wait=True):
         check_same(folder / SETTINGS, {**asdict(preset), "recipes": recipes}, "reproduction")
@@ -72,18 +73,22 @@ def _run(steps: list[Step], folder: Path, progress: Progress) -> dict[str, str]:
         left = [step for step in steps if step.name not in done | blocked]
         if not left:
             return failed
-        for step in (step for step in left if done.issuperset(step.needs)):
-            with ExitStack() as held:
-                try:
-                    held.enter_context(lock(folder / "locks", name=step.name.replace("/", "-") + ".lock"))
-                except ValueError:
-                    continue  # another process works on it
-                if not step.result.exists():  # it may have been done since
-                    message = _attempt(step, len(done), len(steps), progress)
-                    failed |= {step.name: message} if message else {}
-            break  # back to the top: what comes first in the plan may be ready by now
-        else:
+        ready = (step for step in left if done.issuperset(step.needs))
+        # After each step back to the top: what comes first in the plan may be ready by now.
+        if not any(_take(step, folder, failed, len(done), len(steps), progress) for step in ready):
             time.sleep(POLL_SECONDS)
+
+
+def _take(step: Step, folder: Path, failed: dict[str, str], before: int, steps: int, progress: Progress) -> bool:
+    """Do a step, and note in `failed` why it failed; return False if another process works on it."""
+    try:
+        with lock(folder / "locks", name=step.name.replace("/", "-") + ".lock"):
+            if not step.result.exists():  # it may have been done since
+                message = _attempt(step, before, steps, progress)
+                failed |= {step.name: message} if message else {}
+            return True
+    except ValueError:
+        return False
 
 
 def _attempt(step: Step, before: int, steps: int, progress: Progress) -> str:
@@ -120,34 +125,26 @@ def _write_status(path: Path, steps: list[Step], failed: dict[str, str]) -> None
 def main_table(folder: str | os.PathLike[str]) -> list[list[str]]:
     """Return the main numbers of a run as text: perplexity by length, or the result of each task, over all seeds."""
     found: dict[str, dict[str, list[float]]] = {}
-    heading = "task"
-    for path in sorted(Path(folder, "results").glob("*.json")):
-        result = json.loads(path.read_text(encoding="utf-8"))
-        for row in result["rows"]:
-            name, measured = row.get("variant"), result.get("kind")
-            if measured == "perplexity" and row["mode"] == "sliding":
-                heading = "perplexity at"
-                name += "" if row["scaling"] == "none" else f" + {row['scaling']}"
-                found.setdefault(name, {}).setdefault(f"{row['length']:,}", []).append(row["ppl"])
-            elif measured == "task":
-                found.setdefault(name, {}).setdefault(row["task"], []).append(row.get("ppl", row.get("accuracy")))
+    run = collect(Path(folder))
+    for row in run.of("perplexity", mode="sliding"):
+        name = row.variant + ("" if row.scaling == "none" else f" + {row.scaling}")
+        found.setdefault(name, {}).setdefault(f"{row.length:,}", []).append(row.ppl)
+    for row in run.of("task"):
+        result = row.correct / row.cases if row.ppl is None else row.ppl
+        found.setdefault(row.variant, {}).setdefault(row.task, []).append(result)
     columns = sorted({column for row in found.values() for column in row}, key=lambda column: (len(column), column))
-    body = [[name, *(_mean(row.get(column, [])) for column in columns)] for name, row in sorted(found.items())]
-    return [[heading, *columns], *body] if found else []
-
-
-def _mean(values: list[float]) -> str:
-    return f"{sum(values) / len(values):.4g}" if values else "–"
+    body = []
+    for name, of in sorted(found.items()):
+        body.append([name, *(f"{sum(of[c]) / len(of[c]):.4g}" if c in of else "–" for c in columns)])
+    return [["perplexity at" if run.of("perplexity") else "task", *columns], *body] if found else []
 
 
 # What is checked before any work
 
 
-def _check_inputs(preset: Preset, work: Work, steps: list[Step]) -> None:
+def check_inputs(preset: Preset, work: Work, steps: list[Step]) -> None:
     """Raise for what is missing, misspelt or too short, before anything is tokenized."""
     corpus, kinds, chosen = preset.corpus, {s.kind for s in steps}, set[str]().union(*(s.chosen_by for s in steps))
-    if not steps:
-        return
     if preset.converts:
         for option, value, example in (
             ("checkpoint", corpus.checkpoint, "SmolLM2.gguf"),
@@ -164,32 +161,22 @@ def _check_inputs(preset: Preset, work: Work, steps: list[Step]) -> None:
         )
     vocabulary = work.vocabulary
     tokenizer: Any = load_tokenizer(vocabulary) if isinstance(vocabulary, str) else vocabulary
-    for source in [*corpus.train, *corpus.held_out]:
+    for source in [*corpus.train, *corpus.held_out, *corpus.labelled]:
         resolve(source)
-    for path in corpus.labelled:
-        require(Path(path).is_file(), f"--labelled must name a JSON-lines file, got {path!r}, which does not exist")
     for path in corpus.pairs:
         list(read_pairs(path))
-    _check_long_texts(preset, kinds)
-    if isinstance(tokenizer, int):  # is to be trained
-        return
-    for name in (name for name in preset.models if name in chosen):
-        for where, length, share in preset.rows_of(name):
-            if share:
-                check_row(tokenizer, length, where)
-        of = preset.measured(name)
+    measured = {name: preset.measured(name) for name in preset.models}
+    wanted = [one.text_tokens for one in measured.values() if one.perplexity_lengths and "ppl" in kinds]
+    wanted += [one.position_tokens for one in measured.values() if "positions" in kinds]
+    needed, sources = max(wanted, default=0), corpus.held_out or list(corpus.train)
+    # A token has at least one byte.
+    found = (len(document.text.encode()) >= needed for source in sources for document in documents(source))
+    need = f"--held-out must have a document of at least {needed} tokens, got none in {', '.join(sources)}; "
+    require(not needed or any(found), need + "use longer texts")
+    for name, of in measured.items():
+        if name not in chosen or isinstance(tokenizer, int):  # an int is the size of one to be trained
+            continue
         if of.passkey_lengths and "passkey" in kinds:
             check_prompt(tokenizer, min(of.passkey_lengths), f"passkey length of {name}")
         if of.retrieval_tasks and of.retrieval_lengths and "retrieval" in kinds:
             check_retrieval(tokenizer, of.retrieval_tasks, of.retrieval_lengths)
-
-
-def _check_long_texts(preset: Preset, kinds: set[str]) -> None:
-    """Raise unless some document may have the tokens that are measured: a token has at least one byte."""
-    groups = [preset.measured(name) for name in preset.models]
-    wanted = [one.text_tokens for one in groups if one.perplexity_lengths and "ppl" in kinds]
-    wanted += [one.position_tokens for one in groups if "positions" in kinds]
-    needed, sources = max(wanted, default=0), preset.corpus.held_out or list(preset.corpus.train)
-    found = (len(document.text.encode()) >= needed for source in sources for document in documents(source))
-    need = f"--held-out must have a document of at least {needed} tokens, got none in {', '.join(sources)}; "
-    require(not needed or any(found), need + "use longer texts")
