@@ -161,6 +161,9 @@ def found(folder: Path) -> list[dict[str, float]]:
     [
         (["--ntk", 4], False, "dynamic_ntk-4"),
         (["--ntk", 4], True, "dynamic_ntk-4+log"),
+        (["--yarn", 4], False, "yarn-4"),
+        (["--log-length"], False, "none+log"),
+        (["--yarn", 4, "--log-length"], False, "yarn-4+log"),
     ],
 )
 def test_options_of_the_first_version_mean_what_they_meant(

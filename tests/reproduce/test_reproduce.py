@@ -336,6 +336,11 @@ def test_texts_that_are_too_short_are_noticed_before_they_are_tokenized(toml: Pa
     long = replace(preset, evaluation=replace(preset.evaluation, text_tokens=2000))
     with pytest.raises(ValueError, match="--held-out must have a document of at least 2000 tokens, got none in"):
         reproduce(long, tmp_path / "out")
+    data = {**preset.training["data"], "passkey_share": 0.04}
+    with pytest.raises(
+        ValueError, match=r"training length of rope must be at least \d+ tokens for a passkey .*, got 16"
+    ):
+        reproduce(replace(preset, training={**preset.training, "data": data}), tmp_path / "out")
     small = {**preset.measures["small"], "retrieval_tasks": ["abcdigits", "cwe"]}
     with pytest.raises(ValueError, match="length must leave space for task 'cwe', got 240; use a longer one"):
         reproduce(replace(preset, measures={**preset.measures, "small": small}), tmp_path / "out")

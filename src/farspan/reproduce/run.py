@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from farspan.data import documents, load_tokenizer
-from farspan.data.passkey import check_prompt
+from farspan.data.passkey import check_prompt, check_row
 from farspan.data.sources import resolve
 from farspan.errors import require
 from farspan.evaluation import read_pairs, scaling_name
@@ -176,6 +176,9 @@ def check_inputs(preset: Preset, work: Work, steps: list[Step]) -> None:
     for name, of in measured.items():
         if name not in chosen or isinstance(tokenizer, int):  # an int is the size of one to be trained
             continue
+        for where, length, share in preset.rows_of(name):
+            if share:
+                check_row(tokenizer, length, where)
         if of.passkey_lengths and "passkey" in kinds:
             check_prompt(tokenizer, min(of.passkey_lengths), f"passkey length of {name}")
         if of.retrieval_tasks and of.retrieval_lengths and "retrieval" in kinds:
