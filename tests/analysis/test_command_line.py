@@ -67,10 +67,10 @@ def test_figures_are_titled_labelled_and_have_units(out: Path) -> None:
     folder = out / "report" / "figures"
     names = {path.stem for path in folder.glob("*.svg")}
     assert names == {path.stem for path in folder.glob("*.png")}
-    wanted = {"angles-layers", "angles-histogram-rope", "angles-pairs-rope", "zone-rope", "borders-rope"}
-    wanted |= {f"{kind}-{label}" for kind in ("scores", "bounds", "drift-even") for label in ("rope", "my-slack")}
-    wanted |= {"scores-mixed", "bounds-mixed"}  # window layers have no scores beyond their window
-    assert wanted | {"slack-my-slack", "study-rope"} <= names
+    wanted = {"angles-layers", "angles-histogram-rope", "borders-rope"}
+    wanted |= {f"{kind}-{label}" for kind in ("scores", "drift-even") for label in ("rope", "my-slack")}
+    wanted |= {"scores-mixed"}  # window layers have no scores beyond their window
+    assert wanted <= names
     assert "angles-histogram-my-slack" not in names  # all at 0: the layers' figure says so
     for name in names:
         texts = re.findall(r"<text[^>]*>([^<]+)</text>", (folder / f"{name}.svg").read_text())
