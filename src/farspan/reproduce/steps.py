@@ -40,7 +40,7 @@ from farspan.utils import Progress, remove, write_json
 ANSWERS = {"perplexity": "ppl", "passkey": "passkey", "near-far": "passkey", "distance": "passkey"}
 """The kind of step that gives a kind of table or figure its numbers."""
 MODELS, FOR_TASKS, COSTLY, SPEED = 0, 1, 2, 1000
-"""Phases: models with what is quick to measure, by seed; tasks; what takes longer; beyond each limit; benchmarks."""
+"""Phases: seed by seed, models with all their measures; tasks; measures beyond the last limit; benchmarks."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Step:
     chosen_by: frozenset[str] = frozenset()
     """Names of models and tasks that choose it with ``--only``."""
     order: tuple[int, ...] = ()
-    """Phase, seed, and what is made before what is measured."""
+    """Phase, seed, and what is made before what is measured, quick measures first."""
 
 
 def plan(preset: Preset, folder: Path, only: list[str] | None = None) -> list[Step]:
@@ -258,16 +258,17 @@ class Work:
         """Make the steps that measure a model."""
         of, (_, _, subject) = self.preset.measured(name), make.name.partition(" ")
 
-        def step(kind: str, phase: int, scaling: str = "none", lengths: Sequence[int] = (), far: int = 0) -> Step:
+        def step(kind: str, scaling: str = "none", lengths: Sequence[int] = (), far: int = 0) -> Step:
             scaled = scaling if kind in ("ppl", "passkey", "retrieval", "positions") else ""
             title = " ".join(filter(None, (kind, subject, scaled, f"from {lengths[0]}" if far else "")))
             result = self.results / (title.replace(" seed ", "-s").replace("/", "-").replace(" ", "-") + ".json")
             needs = (make.name, *(self.token_steps if kind in ("ppl", "positions") else ()))
             do = partial(self.measure, kind, name, seed, scaling, lengths, far)
-            return Step(kind, title, result, do, needs, make.chosen_by, (phase, seed, 2))
+            phase = COSTLY if far and far == len(of.long) else MODELS
+            return Step(kind, title, result, do, needs, make.chosen_by, (phase, seed, 2 + (kind == "retrieval") + far))
 
         if of.window:
-            yield from (step(kind, MODELS) for kind in ["cache"] * (make.kind == "convert") + ["bits", "pairs"])
+            yield from (step(kind) for kind in ["cache"] * (make.kind == "convert") + ["bits", "pairs"])
         asked = of.retrieval_lengths if of.retrieval_tasks else []
         for scaling in self.scalings(name):
             # Inside the training length dynamic NTK changes nothing, and log length nothing that "none" does not show.
@@ -277,10 +278,9 @@ class Work:
                     beyond = [n for n in every if sum(n > limit for limit in of.long) == far]
                     lengths = [n for n in beyond if n > of.inside or not same]
                     if lengths:
-                        phase = COSTLY + far if far or kind == "retrieval" else MODELS
-                        yield step(kind, phase, scaling, lengths, far)
+                        yield step(kind, scaling, lengths, far)
             if of.position_tokens:
-                yield step("positions", MODELS, scaling)
+                yield step("positions", scaling)
 
     def scalings(self, name: str) -> list[str]:
         """Return the scalings that a model is measured under; ALiBi and linear layers take none."""
