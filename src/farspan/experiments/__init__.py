@@ -22,7 +22,7 @@ class Row:
     label: str
     variant: str = ""
     """Of results; in a study the name of a model."""
-    scaling: Literal["none", "dynamic_ntk-2", "dynamic_ntk-4", "dynamic_ntk-8"] = "none"
+    scaling: Literal["none", "dynamic_ntk-2", "dynamic_ntk-4", "dynamic_ntk-8", "none+log"] = "none"
     kind: Kind | Literal[""] = ""
     """Default: the experiment's."""
     candidates: list[str] = field(default_factory=list)
