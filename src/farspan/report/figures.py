@@ -101,7 +101,7 @@ def chart(
 
     Args:
         labels: the title, and the names of x and y.
-        legend: columns of the legend.
+        legend: columns of the legend, if so many fit.
         lengths: a logarithmic x with one tick for each.
         ranges: names of the values 0, 1, … of x.
         bars: draw the spreads as bars, with the curves slightly apart so that bars do not hide; else as bands.
@@ -152,7 +152,9 @@ def finish(canvas: Canvas, name: str, caption: str = "", legend: int = 3) -> Fig
     with matplotlib.rc_context(STYLE):
         texts = [axes.title, axes.xaxis.label, axes.yaxis.label, *axes.texts]
         if handles:
-            texts += canvas.legend(handles, labels, loc="outside lower center", ncols=legend).get_texts()
+            fit = int(14 * canvas.get_figwidth()) // (6 + max(map(len, labels)))  # 14 letters per inch
+            columns = max(1, min(legend, fit))
+            texts += canvas.legend(handles, labels, loc="outside lower center", ncols=columns).get_texts()
         for text in texts:  # a label such as "$\frac{$" is no formula
             text.set_parse_math(False)
         canvas.draw_without_rendering()
