@@ -26,7 +26,8 @@ def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.Monke
 def command_lines(page: Path) -> list[str]:
     """Return the lines of a page's blocks that call farspan, continued ones joined."""
     text = page.read_text(encoding="utf-8").replace("\\\n", " ")
-    blocks = re.findall(r"```(?:sh|bash|console)?\n(.*?)```", text, re.DOTALL)
+    fences = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    blocks = [block for kind, block in fences if kind != "python"]
     indented = [line for line in text.splitlines() if line.startswith("    ")]
     lines = [line.strip() for block in blocks for line in block.splitlines()] + [line.strip() for line in indented]
     return [line for line in lines if re.match(r"(accelerate launch .*-m farspan_cli|farspan) [a-z]", line)]
