@@ -179,7 +179,7 @@ def _may_write(buffer: Tensor) -> bool:
 
 
 def is_alike(held: Tensor, new: Tensor) -> bool:
-    """Whether storage held for an earlier batch serves a new one."""
+    """Return whether storage held for an earlier batch serves a new one."""
     return (held.shape[0], held.dtype, held.device) == (new.shape[0], new.dtype, new.device)
 
 

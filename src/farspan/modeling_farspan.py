@@ -454,7 +454,7 @@ class FarspanModel(FarspanPreTrainedModel):
         return context
 
     def _can_be_continued(self, attention_mask: Tensor | None, position_ids: Tensor | None) -> bool:
-        """Whether a later call would use a cache made by this one (see :class:`AttentionContext`)."""
+        """Return whether a later call would use a cache made by this one (see :class:`AttentionContext`)."""
         if not self.config.causal or (self.training and torch.is_grad_enabled()):
             return False
         if position_ids is None or torch.compiler.is_compiling():

@@ -37,7 +37,7 @@ BLOCK_ELEMENTS = 2**18
 
 
 def is_decoding_step(n: int, group: int) -> bool:
-    """Whether n new tokens with `group` query heads per key head are few enough to count as decoding."""
+    """Return whether n new tokens with `group` query heads per key head are few enough to count as decoding."""
     return n * group <= FOLD_ROWS
 
 

@@ -28,13 +28,13 @@ def constant(function: F) -> F:
 
 @constant
 def is_hopper(index: int | None) -> bool:
-    """Whether a CUDA device is a Hopper GPU, for which the kernels' tile sizes were tuned."""
+    """Return whether a CUDA device is a Hopper GPU, for which the kernels' tile sizes were tuned."""
     return _capability(index) == (9, 0)
 
 
 @constant
 def is_ampere(index: int | None) -> bool:
-    """Whether a CUDA device is an Nvidia GPU from Ampere on: earlier ones have no bfloat16."""
+    """Return whether a CUDA device is an Nvidia GPU from Ampere on: earlier ones have no bfloat16."""
     return _capability(index) >= (8, 0)
 
 
@@ -57,7 +57,7 @@ def why_not_compiled_triton() -> str | None:
 
 @constant
 def has_sound_wgmma() -> bool:
-    """Whether the ptxas that Triton calls for Hopper handles every wgmma: version 12.9 or later.
+    """Return whether the ptxas that Triton calls for Hopper handles every wgmma: version 12.9 or later.
 
     Triton 3.6 ships 12.8; TRITON_PTXAS_PATH names another, such as the `ptxas-blackwell` in the same folder.
     """
@@ -66,7 +66,7 @@ def has_sound_wgmma() -> bool:
 
 @constant
 def has_autocast(kind: str) -> bool:
-    """Whether a type of device has autocast; torch 2.11 cannot ask this while it traces a graph."""
+    """Return whether a type of device has autocast; torch 2.11 cannot ask this while it traces a graph."""
     return torch.amp.is_autocast_available(kind)
 
 
@@ -95,7 +95,7 @@ def _start() -> str | None:
 
 @cache
 def _interpreted() -> bool | None:
-    """Whether Triton interprets kernels on the CPU; None if there are no kernels.
+    """Return whether Triton interprets kernels on the CPU; None if there are no kernels.
 
     The code of an exported model has none of its own. It takes those of an installed farspan that has the same calls.
     """
@@ -159,15 +159,15 @@ def power_of_2(x: int) -> int:
 
 
 def wants_gradient(*inputs: Tensor | None) -> bool:
-    """Whether autograd will ask for the gradient of some input."""
+    """Return whether autograd will ask for the gradient of some input."""
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
 
 
 def takes_forward_derivatives() -> bool:
-    """Whether forward-mode derivatives are being taken; the kernels have none and would return zeros."""
+    """Return whether forward-mode derivatives are being taken; the kernels have none and would return zeros."""
     return forward_ad._current_level >= 0
 
 
 def is_traced() -> bool:
-    """Whether a graph is being traced, or tensors are fake."""
+    """Return whether a graph is being traced, or tensors are fake."""
     return torch.compiler.is_compiling() or type(torch.empty(0)) is not Tensor  # the latter under FakeTensorMode

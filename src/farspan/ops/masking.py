@@ -568,7 +568,7 @@ class AttentionContext:
 
 
 def is_consecutive(position_ids: Tensor, padding: Tensor | None = None) -> bool:
-    """Whether every position (b, n) is its neighbour's plus one, except at padding (b, n)."""
+    """Return whether every position (b, n) is its neighbour's plus one, except at padding (b, n)."""
     follows = position_ids[..., 1:] == position_ids[..., :-1] + 1
     if padding is not None:
         follows = follows | ~(padding[:, 1:] & padding[:, :-1])
@@ -576,7 +576,7 @@ def is_consecutive(position_ids: Tensor, padding: Tensor | None = None) -> bool:
 
 
 def _has_holes(padding: Tensor) -> bool:
-    """Whether a row has padding after real tokens."""
+    """Return whether a row has padding after real tokens."""
     return bool((padding[:, 1:] < padding[:, :-1]).any())
 
 
