@@ -94,6 +94,8 @@ class LayerCache(_CacheLayer):
         self._buffers: list[Tensor] | None = None
         """Keys and values from token `_start` on, with spare capacity, so that a new token copies none before it.
         What was handed out is never overwritten; None where others may hold the tokens after the last."""
+        self._held: list[Tensor | None] = []
+        """The keys and values that lie in the buffers: other ones were put in their place from outside."""
 
     @property
     def is_initialized(self) -> bool:
@@ -107,9 +109,17 @@ class LayerCache(_CacheLayer):
         self.keys, self.values = keys, values
         if self.window is not None and self.record_past:  # `crop` cuts to the window later
             seen = self.window - 1 + new
+            self._held = [keys, values]
             return keys[:, :, -seen:], values[:, :, -seen:]
         self._keep_window()
+        self._held = [self.keys, self.values]
         return keys, values
+
+    def __copy__(self) -> "LayerCache":
+        """Share the tokens with a copy, and no buffers: each would write its next token behind them."""
+        self._buffers, made = None, self.__class__.__new__(self.__class__)
+        vars(made).update(vars(self))
+        return made
 
     def _append(self, held: list[Tensor], new: list[Tensor]) -> list[Tensor]:
         """Return what is held and then the new tokens, in the buffers where they serve."""
@@ -122,7 +132,8 @@ class LayerCache(_CacheLayer):
             return [torch.cat(pair, dim=2) for pair in zip(held, new, strict=True)]
         old, more = kept.shape[2], new[0].shape[2]
         end = self._start + old + more
-        if self._buffers is None or end > self._buffers[0].shape[2] or not _may_write(self._buffers[0]):
+        ours = all(x is y for x, y in zip(held, self._held, strict=False))
+        if self._buffers is None or not ours or end > self._buffers[0].shape[2] or not _may_write(self._buffers[0]):
             end = old + more
             spare = end // 4 if more <= ONE_BY_ONE else 0
             self._buffers = [x.new_empty(*x.shape[:2], end + spare, x.shape[3]) for x in held]

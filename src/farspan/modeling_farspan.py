@@ -254,11 +254,11 @@ class FarspanBlock(GradientCheckpointingLayer):
             cache = past_key_values.layers[self.layer_idx]
         elif past_key_values is not None:
             cache = _LayerOf(past_key_values, self.layer_idx)
-            require(
-                not self.is_linear,
-                "past_key_values must be a FarspanCache where there are linear layers, got "
-                f"{type(past_key_values).__name__}; build FarspanCache(config)",
-            )
+        require(
+            cache is None or not self.is_linear or isinstance(cache, StateCache),
+            "past_key_values must be a FarspanCache of this configuration where there are linear layers, got "
+            f"{type(past_key_values).__name__}; build FarspanCache(config)",
+        )
         normed = self.input_layernorm(hidden_states)
         if self.is_linear or self.config._attn_implementation == "farspan":
             attended = self.self_attn(normed, context, cache)

@@ -243,7 +243,7 @@ def cosformer(case: Case, lengths: Lengths = None, published_length: Published =
 @sharing(timed)
 def model(
     case: Case,
-    preset: Preset = "350m",
+    preset: Preset = None,
     layouts: Layouts = None,
     length: Annotated[int, typer.Option(help="Tokens of a training row.", min=2, max=LONGEST)] = 512,
     rows: Annotated[int, typer.Option(help="Rows of a training step.", min=1, max=LONGEST)] = 64,
@@ -256,7 +256,8 @@ def model(
     from farspan.bench import model
 
     options = case.options(10) | {"compile": compile, "variants": layouts or model.VARIANTS}
-    return model.training(str(preset), length=length, rows=rows, **options)
+    preset = preset or ("350m" if case.gpu else "tiny")
+    return model.training(preset, length=length, rows=rows, **options)
 
 
 def print_table(console: "Console", title: str, headings: list[str], lines: list[list[str]]) -> None:

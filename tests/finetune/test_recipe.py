@@ -99,8 +99,14 @@ BAD = {
             "reach = 2\nlength = 17": "length of stage a must be even where reach > 1, .* got 17; try 18",
             "optimizer = { end_lr = -1.0 }": "optimizer.end_lr must be greater than or equal to 0, got -1.0",
             "reach = 1073741824": "reach of stage a must be a power of two",
-            "rope_parameters = { factor = 2.0 }": "rope_parameters of stage a must have a rope_type",
-            "rope_parameters = { rope_type = 'ntk', factr = 2 }": "rope_parameters.*'rope_theta', .*got 'factr'",
+            "rope_parameters = { factor = 2.0 }": "rope_type of stage a must be one of 'default'",
+            "rope_parameters = { rope_type = 'lin' }": "rope_type of stage a .*did you mean 'linear'",
+            "rope_parameters = { rope_type = 'linear', factor = 'x' }": "factor must be a number above 0, got 'x'",
+            "rope_parameters = { rope_type = 'linear', factr = 2 }": "key must be one of .*did you mean 'factor'",
+            "rope_parameters = { rope_type = 'default', factor = 4.0 }": "key must be one of .* got 'factor'",
+            "rope_parameters = { rope_type = 'dynamic' }": "must have a factor for 'dynamic'",
+            "rope_parameters = { rope_type = 'dynamic', factor = 2, mode = 'x' }": "mode must be one of",
+            "rope_parameters = { rope_type = 'yarn', truncate = 1 }": "truncate must be true or false, got 1",
         }.items()
     },
 }

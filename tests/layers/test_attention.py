@@ -1,5 +1,6 @@
 """Layers: the same numbers in one piece, in chunks and token by token, with the cache each kind promises."""
 
+import copy
 import math
 from typing import Any
 
@@ -306,3 +307,21 @@ def test_a_cache_made_in_inference_mode_goes_on_outside_and_gradients_flow_throu
     cache.update(2 * leaf, leaf)[0].sum().backward()
     assert keys.shape[2] == 8
     assert torch.equal(leaf.grad, torch.full_like(leaf, 3.0))
+
+
+@pytest.mark.parametrize("tokens", [1, 2000])
+def test_a_copied_or_changed_cache_keeps_its_own_tokens(tokens: int) -> None:
+    """Buffers with spare capacity serve long caches; a copy must not write into those of the first."""
+    with torch.no_grad():
+        first, new = LayerCache(), torch.zeros(1, 1, 1, 4)
+        for _ in range(2):
+            first.update(torch.randn(1, 1, tokens, 4), torch.randn(1, 1, tokens, 4))
+        second = copy.copy(first)
+        ours, _ = first.update(new + 1, new)
+        theirs, _ = second.update(new + 2, new)
+        assert (ours[..., -1, :] == 1).all()
+        assert (theirs[..., -1, :] == 2).all()
+        assert first.keys is not None
+        first.keys = first.keys * 0
+        changed, _ = first.update(new + 3, new)
+        assert (changed[..., :-1, :] == 0).all()

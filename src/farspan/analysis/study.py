@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from farspan.analysis.census import WEIGHTS, share
 from farspan.analysis.run import Analysis, band_losses
+from farspan.errors import require
 from farspan.modeling_farspan import FarspanForCausalLM
 from farspan.utils import Progress, silent
 
@@ -73,6 +74,7 @@ def rank_correlation(x: Tensor, y: Tensor, seed: int = 0) -> dict[str, Any]:
     """
     from scipy import stats  # type: ignore[import-untyped]
 
+    require(bool(x.isfinite().all() and y.isfinite().all()), "values must be finite for a correlation, got NaN or inf")
     both = x.double().numpy(), y.double().numpy()
 
     def spearman(units: Any, axis: int = -1) -> Any:

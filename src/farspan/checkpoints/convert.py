@@ -51,16 +51,16 @@ def load(
     """
     model = _empty_model(source)
     names = _check_tensors(source, model)
-    dtype = dtype or source.read(EMBEDDING).dtype
+    dtype = dtype or source.dtype
     for done, name in enumerate(names):
         # A copy: what safetensors gives is a view of the file, which may change or vanish.
         stored = source.read(name)
         tensor = stored.to(device=device, dtype=dtype, copy=True)
         require(
             # aminmax gives NaN where there is one, and makes no copy, unlike isfinite.
-            stored.is_floating_point() and bool(torch.stack(tensor.aminmax()).isfinite().all()),
-            f"tensor {name!r} in {str(source.path)!r} must hold finite floating-point numbers as {dtype}, got NaN, "
-            f"infinity or whole numbers in {stored.dtype}; download it again, or choose a wider dtype",
+            bool(torch.stack(tensor.aminmax()).isfinite().all()),
+            f"tensor {name!r} in {str(source.path)!r} must hold finite numbers as {dtype}, got NaN or infinity in "
+            f"{stored.dtype}; download it again, or choose a wider dtype",
         )
         del stored  # its file is mapped for as long
         owner, _, leaf = name.rpartition(".")

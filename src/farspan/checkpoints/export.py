@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from farspan.checkpoints.configuration import config_of, write_config
-from farspan.checkpoints.convert import EMBEDDING, fingerprint, load, new_folder, read_note, save
+from farspan.checkpoints.convert import fingerprint, load, new_folder, read_note, save
 from farspan.checkpoints.sources import Source, open_source, tokenizer_of
 from farspan.configuration_farspan import FarspanConfig
 from farspan.errors import require
@@ -87,7 +87,7 @@ def export_folder(
         model.config.auto_map = dict(AUTO_MAP)
         original = base_model or _original(opened)
         base_model = original if original and "/" in original else base_model
-        rounded = dtype not in (None, opened.read(EMBEDDING).dtype)
+        rounded = dtype not in (None, opened.dtype)
         card = render(name, model, run, license=license, base_model=base_model, original=original, rounded=rounded)
 
         def carry(folder: Path) -> None:

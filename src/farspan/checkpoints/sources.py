@@ -10,6 +10,7 @@ import math
 import os
 import re
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from farspan.data import TextTokenizer
 
 INDEX = "model.safetensors.index.json"
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 TOKENIZERS = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("tokenizer.model", "vocab.json", "merges.txt"),
@@ -49,6 +51,8 @@ class Source(ABC):
     """Where the configuration was read, for errors."""
     shapes: dict[str, tuple[int, ...]]
     """The shape of every tensor, by its name in the file."""
+    dtype: torch.dtype
+    """The dtype of most tensors; float32 where they are packed."""
     generation: GenerationConfig | None = None
     """What generation_config.json says, where there is one."""
 
@@ -104,11 +108,17 @@ class Folder(Source):
         self.config = read_json(path / "config.json")
         settings = path / "generation_config.json"
         self.generation = _generation(read_json(settings), settings) if settings.is_file() else None
-        self.shapes, self._files = {}, dict[str, Path]()
+        self.shapes, self._files, kinds = {}, dict[str, Path](), Counter[str]()
         for file in self._safetensors():
             with _open(file) as opened:
                 for name in opened.keys():  # noqa: SIM118  (not a dict)
-                    self._files[name], self.shapes[name] = file, tuple(opened.get_slice(name).get_shape())
+                    piece = opened.get_slice(name)
+                    kind = piece.get_dtype()
+                    need = f"tensor {name!r} must hold floating-point numbers, got {kind}; convert unquantised weights"
+                    require(kind in DTYPES, need)
+                    kinds[kind] += 1
+                    self._files[name], self.shapes[name] = file, tuple(piece.get_shape())
+        self.dtype = DTYPES[kinds.most_common(1)[0][0]] if kinds else torch.float32
 
     def _safetensors(self) -> list[Path]:
         """Return the file, or the shards that the index names, which must lie beside it."""
@@ -192,7 +202,7 @@ GGUF_CONFIG = {
 class GgufFile(Source):
     """One .gguf file of a LLaMA-family model; packed weights are unpacked to float32."""
 
-    where = "the GGUF metadata"
+    where, dtype = "the GGUF metadata", torch.float32
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -202,6 +212,10 @@ class GgufFile(Source):
         require_choice(f"general.architecture of {str(path)!r}", self._kind, INTERLEAVED, remedy)
         self._divisors = self._tensors.pop("rope_freqs.weight", None)
         self.shapes = {name: tuple(int(n) for n in reversed(tensor.shape)) for name, tensor in self._tensors.items()}
+        for field in ("block_count", "embedding_length", "attention.head_count"):
+            held = self._field(field)
+            need = f"{str(path)!r} must give {self._kind}.{field} as a number from 1 on, got {held!r}; export it again"
+            require(isinstance(held, int) and held >= 1, need)
         with valid_config({"model_type": self._kind}, self.where):
             self.config = self._config()
 

@@ -118,7 +118,7 @@ class Shards:
     @property
     def documents_total(self) -> int:
         """Number of documents."""
-        return len(self.starts)
+        return sum(map(len, self._index))
 
     @property
     def document_lengths(self) -> npt.NDArray[np.int64]:

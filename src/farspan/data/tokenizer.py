@@ -22,8 +22,9 @@ BYTES_VOCABULARY = 257
 LARGEST = 2**20
 """Largest vocabulary that is trained: the trainer reserves memory for all of it at once."""
 USUAL_ENDS = (END, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
-PIECE = 2**18
-"""Characters of a text tokenized at once: an encoding takes a hundred times the memory of its text."""
+PIECE, GROUP = 2**16, 2**20
+"""Characters of a piece, which one thread tokenizes, and of the pieces at once: an encoding takes a hundred times the
+memory of its text."""
 Key = TypeVar("Key")
 
 
@@ -65,7 +66,7 @@ class TextTokenizer:
             return self._ids(texts)
         pieces = ((number, piece) for number, text in enumerate(texts) for piece in cut(text))
         found: list[list[npt.NDArray[np.int64]]] = [[] for _ in texts]
-        for group in grouped(pieces, 4 * PIECE):
+        for group in grouped(pieces, GROUP):
             for (number, _), ids in zip(group, self._ids([piece for _, piece in group]), strict=True):
                 found[number].append(ids)
         return [np.concatenate(ids) for ids in found]
@@ -90,7 +91,7 @@ def cut(text: str) -> Iterator[str]:
     """Cut a text into pieces of about PIECE characters, before a new line where words end anyway.
 
     >>> len(list(cut("some words\\n" * 100_000)))
-    5
+    17
     """
     start = 0
     while len(text) - start > PIECE:

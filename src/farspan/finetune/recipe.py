@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from importlib.resources import as_file, files
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -32,20 +32,32 @@ class Lora:
     """Names of linear layers; empty = all of them but the head."""
 
 
-RopeKey = Literal[
-    "rope_type",
-    "rope_theta",
-    "factor",
-    "mode",
-    "original_max_position_embeddings",
-    "beta_fast",
-    "beta_slow",
-    "attention_factor",
-    "truncate",
-    "low_freq_factor",
-    "high_freq_factor",
-]
-"""transformers would ignore others, with a warning; the model's configuration checks the values."""
+ROPE_KEYS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "ntk": ("factor",),
+    "dynamic": ("factor", "mode"),
+    "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "truncate"),
+    "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+}
+"""What each scaling takes beside its rope_type and rope_theta; transformers would ignore others, with a warning."""
+
+
+def _check_rope(stage: str, rope: Mapping[str, Any]) -> None:
+    """Raise for keys that would be ignored, and for values that would fail when the stage begins."""
+    where, kind = f"rope_parameters of stage {stage}", str(rope.get("rope_type"))
+    require_choice(f"rope_type of stage {stage}", kind, ROPE_KEYS)
+    for key, value in rope.items():
+        require_choice(f"{where}: key", key, ("rope_type", "rope_theta", *ROPE_KEYS[kind]))
+        if key == "mode":
+            require_choice(f"{where}: mode", value, ("per_query", "per_request"))
+        elif key == "truncate":
+            require(isinstance(value, bool), f"{where}: truncate must be true or false, got {value!r}")
+        elif key != "rope_type":
+            good = type(value) in (int, float) and value > 0
+            require(good, f"{where}: {key} must be a number above 0, got {value!r}")
+    follows = "factor" in rope or kind in ("default", "linear", "yarn")
+    require(follows, f"{where} must have a factor for {kind!r}, got {dict(rope)}; try factor = 4.0")
 
 
 @dataclass(frozen=True)
@@ -68,7 +80,7 @@ class Stage:
     train_length: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
     """The model's training length from here on, which dynamic NTK and YaRN measure against; 0 = as it is, or `length`
     times `reach` where linear scaling takes its factor from the lengths."""
-    rope_parameters: dict[RopeKey, Any] = field(default_factory=dict)
+    rope_parameters: dict[str, Any] = field(default_factory=dict)
     """Another scaling of the angles from here on, as in transformers. A missing factor of linear and yarn takes the
     training length to `length` times `reach`. See :func:`farspan.finetune.run.give_lengths`."""
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
@@ -83,10 +95,8 @@ class Stage:
             f"objective next-token of stage {name} must have weight 1 where it stands alone, got "
             f"{self.objective.get(NEXT_TOKEN)}; change optimizer.peak_lr instead",
         )
-        require(
-            not self.rope_parameters or "rope_type" in self.rope_parameters,
-            f"rope_parameters of stage {name} must have a rope_type, got {self.rope_parameters}; add it",
-        )
+        if self.rope_parameters:
+            _check_rope(name, self.rope_parameters)
         require(
             self.reach.bit_count() == 1 and self.length * self.reach <= LIMIT,
             f"reach of stage {name} must be a power of two, which keeps positions within {LIMIT}, "

@@ -247,7 +247,7 @@ def _key_waves(
     return chosen[:, :, None]
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=2)
 def _kept_table(rotary: Rotary, length: int | None, start: int, count: int, dtype: torch.dtype, sines: bool) -> Tensor:
     """Compute the waves of phases start … start+count-1 once for many steps."""
     with torch.inference_mode(False), torch.no_grad():  # a first call in inference mode serves training later

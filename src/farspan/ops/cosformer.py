@@ -20,7 +20,7 @@ from torch import Tensor
 
 from farspan.errors import require, require_choice
 from farspan.ops.cosformer_chunked import Keys, absorb, advance, causal_attention, hide, recall
-from farspan.ops.device import is_hopper, takes_forward_derivatives, why_not_triton, working_dtype
+from farspan.ops.device import is_hopper, is_traced, takes_forward_derivatives, why_not_triton, working_dtype
 from farspan.ops.dispatch import Implementation, Table, mask_of, operation, reference_twin
 from farspan.ops.masking import AttentionMask, MaskOptions, Positions, check_tensors
 from farspan.ops.reference import ACTIVATIONS, MIN_DENOMINATOR, MIN_WEIGHT, cosformer_weights, seen_only, visible, weigh
@@ -484,7 +484,8 @@ def _kernel_angles(call: LinearCall) -> Tensor:
         positions = (mask.key_positions - anchor).double()
         return torch.cat([x[:, :, :, 0] for x in weighting.angles(positions, torch.float32)], dim=1)
 
-    return mask.share(("linear angles", weighting.name), make) if state is None else make()
+    # A compiled block would be another graph where an earlier one has filled the mask.
+    return make() if state is not None or is_traced() else mask.share(("linear angles", weighting.name), make)
 
 
 CHUNKED = Implementation("chunked", ("auto", "chunked"), _chunked, _why_not_chunked)

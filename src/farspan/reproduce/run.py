@@ -3,6 +3,7 @@
 import json
 import os
 import time
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -81,14 +82,15 @@ def _run(steps: list[Step], folder: Path, progress: Progress) -> dict[str, str]:
 
 def _take(step: Step, folder: Path, failed: dict[str, str], before: int, steps: int, progress: Progress) -> bool:
     """Do a step, and note in `failed` why it failed; return False if another process works on it."""
-    try:
-        with lock(folder / "locks", name=step.name.replace("/", "-") + ".lock"):
-            if not step.result.exists():  # it may have been done since
-                message = _attempt(step, before, steps, progress)
-                failed |= {step.name: message} if message else {}
-            return True
-    except ValueError:
-        return False
+    with ExitStack() as held:
+        try:
+            held.enter_context(lock(folder / "locks", name=step.name.replace("/", "-") + ".lock"))
+        except ValueError:
+            return False
+        if not step.result.exists():  # it may have been done since
+            message = _attempt(step, before, steps, progress)
+            failed |= {step.name: message} if message else {}
+        return True
 
 
 def _attempt(step: Step, before: int, steps: int, progress: Progress) -> str:
@@ -163,6 +165,8 @@ def check_inputs(preset: Preset, work: Work, steps: list[Step]) -> None:
     tokenizer: Any = load_tokenizer(vocabulary) if isinstance(vocabulary, str) else vocabulary
     for source in [*corpus.train, *corpus.held_out, *corpus.labelled]:
         resolve(source)
+    for path in corpus.labelled:
+        require(Path(path).is_file(), f"--labelled must name a JSON-lines file, got {path!r}, which is none")
     for path in corpus.pairs:
         list(read_pairs(path))
     measured = {name: preset.measured(name) for name in preset.models}
