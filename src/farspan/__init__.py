@@ -19,7 +19,7 @@ if TYPE_CHECKING:
         FarspanModel,
     )
 
-__version__ = "0.2.0.dev0"
+__version__ = "0.2.0"
 
 __all__ = [
     "FarspanCache",
