@@ -164,6 +164,12 @@ class FarspanConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         kwargs.pop("cache_layout", None)  # of version 0.1, which could also cache rotated keys; the logits are the same
+        for alias, name in self.attribute_map.items():
+            if alias in kwargs:
+                setattr(self, name, kwargs.pop(alias))
+        labels = kwargs.get("num_labels")
+        good = labels is None or (isinstance(labels, int) and 1 <= labels <= 2**20)
+        require(good, f"num_labels must be 1 … {2**20}, got {labels!r}")
         self._check_numbers(kwargs.get("torch_dtype"))
         self._expand_hybrid(**{name: kwargs.pop(name) for name in HYBRID_OPTIONS if name in kwargs})
         for key in _unknown_keys(kwargs):

@@ -4,8 +4,10 @@ Read top to bottom: cache, attention adapter, block, decoder, language-model hea
 are in :mod:`farspan.layers`, the formulas in :mod:`farspan.ops`.
 """
 
+import json
 from copy import deepcopy
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -307,6 +309,11 @@ class FarspanPreTrainedModel(PreTrainedModel):
             kwargs.get("use_safetensors") is not False,
             "use_safetensors must be True, got False: pickles are not read; convert the weights to safetensors",
         )
+        index = Path(str(pretrained_model_name_or_path)) / "model.safetensors.index.json"
+        if index.is_file():  # transformers would follow a path out of the folder
+            named = json.loads(index.read_text()).get("weight_map")
+            inside = isinstance(named, dict) and all(isinstance(x, str) and Path(x).name == x for x in named.values())
+            require(inside, f"weight_map of {str(index)!r} must name files beside it; do not trust this folder")
         return super().from_pretrained(pretrained_model_name_or_path, *args, **{**kwargs, "use_safetensors": True})
 
     def set_rope_parameters(self, **rope_parameters: Any) -> None:

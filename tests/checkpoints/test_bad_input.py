@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from farspan import FarspanConfig, FarspanForCausalLM
 from farspan.checkpoints.sources import open_source
 from farspan.convert import convert_folder, from_pretrained
 from tests.checkpoints.sources import edit_config, saved, with_tokenizer
@@ -287,3 +288,12 @@ def test_a_name_of_the_hub_says_how_to_download_it(tmp_path: Path, monkeypatch: 
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match="download it first: hf download owner/model --local-dir model"):
         from_pretrained(Path("owner/model"))
+
+
+@pytest.mark.parametrize("name", ["../other/model.safetensors", "/etc/passwd", 3])
+def test_transformers_own_loader_stays_in_the_folder(name: Any, tmp_path: Path) -> None:
+    FarspanForCausalLM(FarspanConfig.preset("tiny", num_hidden_layers=1)).save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").rename(tmp_path / "model.safetensors")
+    (tmp_path / "model" / INDEX).write_text(json.dumps({"weight_map": {"lm_head.weight": name}}))
+    with pytest.raises(ValueError, match=r"weight_map of .* must name files beside it"):
+        FarspanForCausalLM.from_pretrained(tmp_path / "model")

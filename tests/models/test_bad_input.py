@@ -95,6 +95,8 @@ def test_an_encoder_is_no_language_model(tmp_path: Path) -> None:
         ({"num_key_value_heads": 0}, "num_key_value_heads must be 1 … 4096, got 0"),
         ({"num_attention_heads": True}, "Field 'num_attention_heads' expected int, got bool"),
         ({"initializer_range": math.nan}, "initializer_range must be 0.0 … 10.0, got nan"),
+        ({"norm_eps": math.nan}, "rms_norm_eps must be .* got nan"),
+        ({"num_labels": 99999999999}, "num_labels must be 1 … 1048576, got 99999999999"),
         ({"hidden_act": "swigloo"}, "hidden_act must be one of .*'silu'"),
         ({"torch_dtype": "float33"}, "dtype must be one of 'float16', .* got 'float33'; did you mean 'float32'"),
         ({"torch_dtype": "int8"}, "dtype must be one of"),

@@ -227,4 +227,11 @@ def test_the_command_line_writes_the_page_and_says_what_it_needs(tmp_path: Path)
     assert (status, error) == (0, "")
     assert out.replace("\n", "").strip() == f"written: {tmp_path / 'page' / 'index.html'}"
     assert (tmp_path / "page" / "index.html").read_text() == write_report(tmp_path).read_text()  # the same run
+    assert called("report", tmp_path, "--out", tmp_path / "page")[0] == 0  # drawn again
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "index.html").write_text("mine")
+    status, _, error = called("report", tmp_path, "--out", tmp_path / "own")
+    assert (status, error.count("\n")) == (2, 1)
+    assert "out must be a new folder or one with an earlier report" in error
+    assert (tmp_path / "own" / "index.html").read_text() == "mine"
     assert "farspan report runs/demo" in called("report", "--help")[1]

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -324,11 +325,30 @@ def test_only_chooses_models_and_kinds_with_what_they_need(tmp_path: Path) -> No
             "labelled must name three files, for training, for choices and",
         ),
         (["--preset", "cosformer-cpu", *["--labelled", "a"] * 3], "source must exist, got 'a'"),
-        (["--tokenizer", "5"], "tokenizer must be a name, a folder or a size from 257 on, got 5; try 8192"),
+        (["--tokenizer", "5"], "tokenizer must be a name, a folder or a size of 257 … 1048576, got 5"),
     ],
 )
 def test_bad_input_exits_2_with_one_line(arguments: list[str], message: str, tmp_path: Path) -> None:
     assert message in refusal("reproduce", *arguments, "--out", "x", cwd=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"vocab_size": 10}, "vocab_size must be at least the 257 tokens of the data, got 10"),
+        ({"pad_token_id": 400}, "pad_token_id must be 0 … 256, got 400"),
+        ({"attn_implementation": "flash_attention_2"}, "must be one that is installed, got 'flash_attention_2'"),
+        ({"learned_positions": 5}, "learned_positions must be 0 in a causal model, got 5"),
+    ],
+)
+def test_models_that_cannot_be_are_noticed_before_texts_are_tokenized(
+    options: dict[str, Any], message: str, toml: Path, tmp_path: Path
+) -> None:
+    preset = Preset.load(toml)
+    bad = replace(preset, models={"rope": replace(preset.models["rope"], options=options)})
+    with pytest.raises(ValueError, match=message):
+        reproduce(bad, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_texts_that_are_too_short_are_noticed_before_they_are_tokenized(toml: Path, tmp_path: Path) -> None:

@@ -46,6 +46,8 @@ DAMAGE = {
     "no checksums, as in version 0.1": (CHECKSUMS, Path.unlink),
     "deep checksums": (CHECKSUMS, lambda path: path.write_text("[" * 100_000)),
     "a list of checksums": (CHECKSUMS, lambda path: path.write_text("[]")),
+    "no entries": (CHECKSUMS, lambda path: path.write_text("{}")),
+    "a file without a checksum": ("adapter_config.json", Path.touch),
 }
 
 
@@ -59,12 +61,20 @@ def test_a_damaged_checkpoint_is_skipped_for_an_older_one(
     (run / "checkpoint-²").mkdir()  # a digit to Python, and no checkpoint
     (run / "checkpoint-00000099").touch()
     assert newest_intact(run) == older
-    assert f"skipped damaged checkpoints (checkpoint-00000008: {file} " in caplog.text
+    said = "config.json" if name == "no entries" else file  # the first of all files
+    assert f"skipped damaged checkpoints (checkpoint-00000008: {said} " in caplog.text
     assert checkpoints(run) == [older]
     truncate(older / "model.safetensors", 10)
     with pytest.raises(ValueError, match=r"no checkpoint in .* is intact \(checkpoint-00000004: .*\); remove them"):
         newest_intact(run)
     assert older.is_dir()
+
+
+def test_a_checkpoint_under_another_step_is_damaged(run: Path) -> None:
+    """It would finish the run with weights of the earlier step."""
+    (run / "checkpoint-00000004").rename(run / "checkpoint-00000012")
+    assert newest_intact(run) == run / "checkpoint-00000008"
+    assert damage(run / "checkpoint-00000012.damaged") is not None
 
 
 def test_every_flipped_bit_is_found(run: Path) -> None:

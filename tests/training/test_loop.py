@@ -74,6 +74,7 @@ def test_tensorboard_reads_the_events(whole: Path) -> None:
         ("manifest.json", "{}"),
         ("model/config.json", "{}"),
         ("metrics.jsonl", '{"epoch": 1, "loss": 2}'),
+        ("metrics.jsonl", '{"step": 5, "acc": 0.9}'),
         ("metrics.jsonl", '{"step": null, "loss": 1, "lr": 1, "grad_norm": 1}'),
     ],
 )
@@ -100,6 +101,9 @@ def test_two_processes_do_not_share_a_folder(source: str, tmp_path: Path) -> Non
         ({"data__passkey_share": 0.01}, r"data.length must be at least \d+ tokens for a passkey text .* got 16"),
         ({"data__sources": {"nowhere": 1.0}}, "manifest.json"),  # and nobody asks a hub for it
         ({"model__options": {"hidden_size": "x"}}, "expected int, got str"),
+        ({"model__options": {"vocab_size": 10}}, "vocab_size must be at least the 257 tokens of the data, got 10"),
+        ({"model__options": {"attention": "alibi"}}, "options must not hold attention, which has a key of its own"),
+        ({"model__options": {"norm_eps": -1.0}}, "rms_norm_eps must be .* got -1.0"),
         ({"model__attention": [3]}, "attention must be a name or a mapping for each layer, got 3"),
     ],
 )

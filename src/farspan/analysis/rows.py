@@ -18,7 +18,7 @@ from farspan.analysis.run import Analysis, Settings, analyze
 from farspan.analysis.study import head_worth, study_rows
 from farspan.checkpoints import load, open_source, text_tokenizer
 from farspan.data import documents, load_tokenizer
-from farspan.data.sources import needs
+from farspan.data.sources import needs, resolve
 from farspan.errors import require
 from farspan.evaluation.conditions import device
 from farspan.results import check_out, write_result
@@ -54,6 +54,8 @@ def analyze_checkpoint(
         force: replace an earlier result.
     """
     needs("scipy", "scipy", "farspan analyze")
+    for one in text:
+        resolve(one)
     settings, source = settings or Settings(), open_source(Path(model))
     loaded = load(source, dtype=torch.float32, device=device())
     loaded.set_log_length(False)  # the factors of its scores are those of plain ones

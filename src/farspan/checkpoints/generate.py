@@ -61,28 +61,28 @@ def generate(
         settings = {"do_sample": True, "temperature": temperature}
     pad, end = tokenizer.pad_token_id, tokenizer.eos_token_id
     known = model.generation_config.eos_token_id
-    model.generate(  # type: ignore[misc]
-        ids,
-        attention_mask=torch.ones_like(ids),
-        streamer=Streamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
-        max_new_tokens=max_new_tokens,
-        pad_token_id=end if pad is None else pad,
-        eos_token_id=sorted({*(known if isinstance(known, list) else [known]), end} - {None}) or None,
-        **settings,
-    )
+    settings["eos_token_id"] = sorted({*(known if isinstance(known, list) else [known]), end} - {None}) or None
+    settings |= {"pad_token_id": end if pad is None else pad, "max_new_tokens": max_new_tokens}
+    streamer = Streamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    try:
+        model.generate(ids, attention_mask=torch.ones_like(ids), streamer=streamer, **settings)  # type: ignore[misc]
+    except (TypeError, LookupError, AttributeError, ImportError) as error:  # of settings that nobody checked
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise ValueError(f"generation_config.json of {path} has settings that fail ({reason}); correct it") from error
     return "".join(pieces)
 
 
 def _ids(tokenizer: Any, prompt: str, chat: bool) -> list[int]:
-    if not chat:
-        return list(tokenizer(prompt).input_ids)
     require(
-        tokenizer.chat_template is not None,
+        not chat or tokenizer.chat_template is not None,
         "--chat needs a tokenizer with a chat template, got one without; leave --chat out",
     )
     messages = [{"role": "user", "content": prompt}]
     try:
+        if not chat:
+            return list(tokenizer(prompt).input_ids)
         return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
-    except Exception as error:  # a template is a program
+    except Exception as error:  # a template is a program, and tokenizer_config.json may hold anything
+        what = "chat template" if chat else "tokenizer"
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        raise ValueError(f"the model's chat template fails ({reason}); leave --chat out, or correct it") from error
+        raise ValueError(f"the model's {what} fails ({reason}); correct it, or leave --chat out") from error

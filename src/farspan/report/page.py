@@ -11,7 +11,7 @@ from farspan.experiments import VARIANTS, load, load_all
 from farspan.report import measured, speed
 from farspan.report.results import BENCHES, Run, collect
 from farspan.report.tables import Table, to_latex, to_markdown
-from farspan.utils import atomic_path, write_text
+from farspan.utils import atomic_path, check_folder, write_text
 
 if TYPE_CHECKING:
     from farspan.report.figures import Figure
@@ -34,6 +34,10 @@ class Section:
     small: bool = False
 
 
+TITLE = "<title>farspan: "
+"""Tells a page of ours."""
+
+
 def write_report(folder: str | os.PathLike[str], out: str | os.PathLike[str] | None = None) -> Path:
     """Write `index.html`, `tables/*.md|tex` and `figures/*.png|svg`; return the path of the page.
 
@@ -43,6 +47,9 @@ def write_report(folder: str | os.PathLike[str], out: str | os.PathLike[str] | N
         out: where to write; by default ``folder/report``.
     """
     target = Path(out) if out is not None else Path(folder) / "report"
+    page = target / "index.html"
+    if out is not None and not (page.is_file() and TITLE in page.read_text(encoding="utf-8", errors="replace")):
+        check_folder(target, what="with an earlier report")
     run = collect(Path(folder))
     try:
         run.analyses.sort(key=lambda found: (found.model.attention != "rope", found.model.label))  # the baseline first

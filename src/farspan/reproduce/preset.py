@@ -13,7 +13,7 @@ from pydantic import Field
 
 from farspan.configuration_farspan import FarspanConfig
 from farspan.data.retrieval import TASKS as RETRIEVAL
-from farspan.data.tokenizer import BYTES_VOCABULARY
+from farspan.data.tokenizer import BYTES_VOCABULARY, LARGEST
 from farspan.errors import require, require_choice
 from farspan.evaluation.conditions import check_scaling
 from farspan.finetune import Recipe
@@ -51,8 +51,8 @@ class Corpus:
     def __post_init__(self) -> None:
         require(bool(self.train), "corpus.train must name at least one source, got none; try { stdlib = 1.0 }")
         size = int(self.tokenizer) if self.tokenizer.isdigit() else BYTES_VOCABULARY
-        need = f"tokenizer must be a name, a folder or a size from {BYTES_VOCABULARY} on, got {size}; try 8192"
-        require(size >= BYTES_VOCABULARY, need)
+        need = f"tokenizer must be a name, a folder or a size of {BYTES_VOCABULARY} … {LARGEST}, got {size}; try 8192"
+        require(BYTES_VOCABULARY <= size <= LARGEST, need)
         require(
             len(self.labelled) in (0, 3),
             f"labelled must name three files, for training, for choices and for the test, got {len(self.labelled)}; "
@@ -265,6 +265,8 @@ class Preset:
             f"models.{name}.length must divide the {base.data.batch_size} × {base.data.length} tokens of a step, "
             f"got {length}; choose another",
         )
+        need = f"models.{name}.options must not hold attention, which has a key of its own"
+        require("attention" not in options, need)
         config = FarspanConfig.preset(base.model.preset, attention=attention, **options)
         named = attention if isinstance(attention, str) else [attention] * config.num_hidden_layers
         return replace(

@@ -16,9 +16,11 @@ from farspan.data.sources import resolve
 from farspan.errors import require
 from farspan.evaluation import read_pairs, scaling_name
 from farspan.evaluation.evaluate import check_retrieval, configuration
+from farspan.modeling_farspan import FarspanForCausalLM
 from farspan.report.results import collect
 from farspan.reproduce.preset import Preset
 from farspan.reproduce.steps import Step, Work, plan
+from farspan.training.pretraining import check_rows, model_config
 from farspan.utils import Progress, check_folder, check_same, lock, silent, write_json
 
 POLL_SECONDS = 2.0
@@ -177,6 +179,15 @@ def check_inputs(preset: Preset, work: Work, steps: list[Step]) -> None:
     found = (len(document.text.encode()) >= needed for source in sources for document in documents(source))
     need = f"--held-out must have a document of at least {needed} tokens, got none in {', '.join(sources)}; "
     require(not needed or any(found), need + "use longer texts")
+    for name in (name for name in preset.models if name in chosen):
+        if preset.models[name].start or preset.tasks_of(name):
+            continue
+        config = preset.train_config(name, 0, {"tokens": 1.0})
+        size, end = (tokenizer, None) if isinstance(tokenizer, int) else (tokenizer.vocab_size, tokenizer.end)
+        with torch.device("meta"):
+            FarspanForCausalLM(model_config(config, size, end))
+        if not isinstance(tokenizer, int):
+            check_rows(config.data, tokenizer, f"training length of {name}")
     for name, of in measured.items():
         if name not in chosen or isinstance(tokenizer, int):  # an int is the size of one to be trained
             continue

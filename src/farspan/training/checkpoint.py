@@ -81,15 +81,20 @@ def newest_intact(folder: Path) -> Path | None:
 
 
 def damage(path: Path) -> str | None:
-    """Say what is wrong with a checkpoint; None if each file has its checksum."""
+    """Say what is wrong with a checkpoint; None if each file has its checksum, and the step is that of its name."""
     try:
-        for name, digest in json.loads((path / CHECKSUMS).read_text()).items():
+        sums = json.loads((path / CHECKSUMS).read_text())
+        for name, digest in sums.items():
             if sha256(path / name) != digest:
                 return f"{name} is not as it was written"
+        if unlisted := sorted({file.name for file in path.iterdir()} - {*sums, CHECKSUMS}):
+            return f"{unlisted[0]} has no checksum"
+        if (step := json.loads((path / "trainer.json").read_text())["step"]) != step_of(path):
+            return f"trainer.json is of step {step}"
     except FileNotFoundError as error:
         name = Path(error.filename).name
         return f"{name} is missing" + " (is it of version 0.1? finish that run there)" * (name == CHECKSUMS)
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return f"{CHECKSUMS} cannot be read: {error!r}"
     return None
 

@@ -25,8 +25,11 @@ class ModelSection:
     """``[model]``: a preset of :class:`farspan.FarspanConfig` and the fields to replace in it."""
 
     preset: str = "350m"
-    attention: str | list[Any] = "coca-exact"
+    attention: str | list[Any] | dict[str, Any] = "coca-exact"
     options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        require("attention" not in self.options, "options must not hold attention, which has a key of its own")
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,7 @@ class DataSection:
 
     sources: dict[str, Weight] = field(default_factory=dict)
     length: Length = 512
-    batch_size: Count = 256
+    batch_size: Annotated[int, Field(ge=1, le=2**20)] = 256
     passkey_share: PasskeyShare = 0.0
     retrieval_share: RetrievalShare = 0.0
 

@@ -15,6 +15,7 @@ from farspan.data.batches import MakeRow
 from farspan.data.passkey import check_row, training_row
 from farspan.data.retrieval import TRAINED, retrieval_row
 from farspan.data.shards import read_manifest
+from farspan.errors import require
 from farspan.modeling_farspan import FarspanForCausalLM
 from farspan.ops.device import product_dtype
 from farspan.training.config import DataSection, TrainConfig
@@ -35,7 +36,8 @@ class NextToken(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         positions = skipped_positions(ids[:, :-1], self.reach)
-        hidden = self.model.model(ids[:, :-1], position_ids=positions, use_cache=False).last_hidden_state.flatten(0, 1)
+        read = self.model.model(ids[:, :-1], position_ids=positions, use_cache=False, return_dict=True)
+        hidden = read.last_hidden_state.flatten(0, 1)
         return linear_cross_entropy(hidden.to(product_dtype(hidden)), self.model.lm_head.weight, ids[:, 1:].flatten())
 
 
@@ -60,11 +62,7 @@ def pretraining_job(config: TrainConfig) -> Job:
         return load_tokenizer(first)
 
     def start() -> FarspanForCausalLM:
-        model, text = config.model, tokenizer()
-        data = {"vocab_size": text.vocab_size, "train_length": config.data.length, "eos_token_id": text.end}
-        return FarspanForCausalLM(
-            FarspanConfig.preset(model.preset, attention=model.attention, **{**data, **model.options})
-        )
+        return FarspanForCausalLM(model_config(config, tokenizer().vocab_size, tokenizer().end))
 
     return Job(
         settings=asdict(config),
@@ -80,18 +78,34 @@ def pretraining_job(config: TrainConfig) -> Job:
     )
 
 
-def text_batches(data: DataSection, tokenizer: TextTokenizer, seed: int, *, name: str = "data.length") -> Batches:
-    """Return random windows of the section's token folders, with passkey or retrieval rows mixed in.
+def model_config(config: TrainConfig, vocab_size: int, end: int | None) -> FarspanConfig:
+    """Return the configuration of the model that is trained on tokens of a vocabulary; raise if it cannot be."""
+    model = config.model
+    data = {"vocab_size": vocab_size, "train_length": config.data.length, "eos_token_id": end}
+    found = FarspanConfig.preset(model.preset, attention=model.attention, **{**data, **model.options})
+    need = f"vocab_size must be at least the {vocab_size} tokens of the data, got {found.vocab_size}; leave it out"
+    require(found.vocab_size >= vocab_size, need)
+    flex = found._attn_implementation == "flex_attention" and not torch.cuda.is_available()
+    require(not flex, "attn_implementation 'flex_attention' trains on a GPU only, and none is visible; leave it out")
+    return found
 
-    Raise if their length, which the user knows by `name`, does not hold such a row.
-    """
-    make_row: MakeRow = partial(training_row, tokenizer)
+
+def check_rows(data: DataSection, tokenizer: TextTokenizer, name: str) -> None:
+    """Raise if rows of this length, which the user knows by `name`, hold no passkey or retrieval task."""
     if data.passkey_share:
         check_row(tokenizer, data.length, name)
     elif data.retrieval_share:
-        make_row = partial(retrieval_row, tokenizer)
-        for task in TRAINED:  # raises if a row cannot hold it
+        for task in TRAINED:
             retrieval_row(tokenizer, np.random.default_rng(0), data.length + 1, (task,))
+
+
+def text_batches(data: DataSection, tokenizer: TextTokenizer, seed: int, *, name: str = "data.length") -> Batches:
+    """Return random windows of the section's token folders, with passkey or retrieval rows mixed in.
+
+    Raise as :func:`check_rows` does.
+    """
+    check_rows(data, tokenizer, name)
+    make_row: MakeRow = partial(training_row if data.passkey_share else retrieval_row, tokenizer)
     return Batches(
         [(Shards(path, verify=True), weight) for path, weight in data.sources.items()],
         data.length,
