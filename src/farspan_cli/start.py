@@ -25,7 +25,7 @@ def demo(
     Example: `farspan demo`
     """
     reproduce(out=out, preset="cpu")
-    print("Each model was trained on sequences of 64 bytes and reads longer ones here. Lower is better.")
+    print("Trained on sequences of 64 bytes, and read at longer ones. Lower is better.")
 
 
 EXTRAS = {
