@@ -182,7 +182,7 @@ class LayerCache(_CacheLayer):
 
     def _replace(self, change: Callable[[Tensor], Tensor]) -> None:
         if self.keys is not None and self.values is not None:
-            self.keys, self.values, self._buffers = change(self.keys), change(self.values), None
+            self.keys, self.values, self._buffers, self._held = change(self.keys), change(self.values), None, []
 
 
 def _may_write(buffer: Tensor) -> bool:

@@ -234,16 +234,6 @@ class Preset:
         recipe = recipe.capped(model.length) if model.length else recipe
         return recipe.scaled(model.tokens) if model.tokens else recipe
 
-    def rows_of(self, name: str) -> list[tuple[str, int, float]]:
-        """Return where a model's training rows are set, their length, and the share that holds passkeys."""
-        if self.models[name].start == CHECKPOINT or self.tasks_of(name):
-            return []
-        if self.models[name].start:
-            stages = self.recipe(name).stages
-            return [(f"length of stage {stage.name} of {name}", stage.length, stage.passkey_share) for stage in stages]
-        data = self.train_config(name, 0, {"tokens": 1.0}).data
-        return [(f"training length of {name}", data.length, data.passkey_share)]
-
     def task_settings(self, name: str, task: str) -> tuple[str, TaskSettings]:
         """Return the attention and the settings of a model that is trained for a task."""
         model, settings = self.models[name], self.tasks[task]

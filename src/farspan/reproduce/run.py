@@ -18,7 +18,7 @@ from farspan.evaluation import read_pairs, scaling_name
 from farspan.evaluation.evaluate import check_retrieval, configuration
 from farspan.modeling_farspan import FarspanForCausalLM
 from farspan.report.results import collect
-from farspan.reproduce.preset import Preset
+from farspan.reproduce.preset import CHECKPOINT, Preset
 from farspan.reproduce.steps import Step, Work, plan
 from farspan.training.pretraining import check_rows, model_config
 from farspan.utils import Progress, check_folder, check_same, lock, silent, write_json
@@ -179,22 +179,24 @@ def check_inputs(preset: Preset, work: Work, steps: list[Step]) -> None:
     found = (len(document.text.encode()) >= needed for source in sources for document in documents(source))
     need = f"--held-out must have a document of at least {needed} tokens, got none in {', '.join(sources)}; "
     require(not needed or any(found), need + "use longer texts")
-    for name in (name for name in preset.models if name in chosen):
-        if preset.models[name].start or preset.tasks_of(name):
-            continue
-        config = preset.train_config(name, 0, {"tokens": 1.0})
-        size, end = (tokenizer, None) if isinstance(tokenizer, int) else (tokenizer.vocab_size, tokenizer.end)
-        with torch.device("meta"):
-            FarspanForCausalLM(model_config(config, size, end))
-        if not isinstance(tokenizer, int):
-            check_rows(config.data, tokenizer, f"training length of {name}")
+    known = None if isinstance(tokenizer, int) else tokenizer  # an int is the size of one to be trained
+    size, end = (tokenizer, None) if known is None else (known.vocab_size, known.end)
     for name, of in measured.items():
-        if name not in chosen or isinstance(tokenizer, int):  # an int is the size of one to be trained
+        model = preset.models[name]
+        if name not in chosen:
             continue
-        for where, length, share in preset.rows_of(name):
-            if share:
-                check_row(tokenizer, length, where)
+        if not model.start and not preset.tasks_of(name):
+            config = preset.train_config(name, 0, {"tokens": 1.0})
+            with torch.device("meta"):
+                FarspanForCausalLM(model_config(config, size, end))
+            if known is not None:
+                check_rows(config.data, known, f"training length of {name}")
+        if known is None:
+            continue
+        for stage in preset.recipe(name).stages if model.start not in ("", CHECKPOINT) else ():
+            if stage.passkey_share:
+                check_row(known, stage.length, f"length of stage {stage.name} of {name}")
         if of.passkey_lengths and "passkey" in kinds:
-            check_prompt(tokenizer, min(of.passkey_lengths), f"passkey length of {name}")
+            check_prompt(known, min(of.passkey_lengths), f"passkey length of {name}")
         if of.retrieval_tasks and of.retrieval_lengths and "retrieval" in kinds:
-            check_retrieval(tokenizer, of.retrieval_tasks, of.retrieval_lengths)
+            check_retrieval(known, of.retrieval_tasks, of.retrieval_lengths)

@@ -39,7 +39,7 @@ from farspan.utils import Progress, remove, write_json
 
 ANSWERS = {"perplexity": "ppl", "passkey": "passkey", "near-far": "passkey", "distance": "passkey"}
 """The kind of step that gives a kind of table or figure its numbers."""
-MODELS, FOR_TASKS, COSTLY, SPEED = 0, 1, 2, 1000
+MODELS, FOR_TASKS, LAST, SPEED = 0, 1, 2, 1000
 """Phases: seed by seed, models with all their measures; tasks; measures beyond the last limit; benchmarks."""
 
 
@@ -264,7 +264,7 @@ class Work:
             result = self.results / (title.replace(" seed ", "-s").replace("/", "-").replace(" ", "-") + ".json")
             needs = (make.name, *(self.token_steps if kind in ("ppl", "positions") else ()))
             do = partial(self.measure, kind, name, seed, scaling, lengths, far)
-            phase = COSTLY if far and far == len(of.long) else MODELS
+            phase = LAST if far and far == len(of.long) else MODELS
             return Step(kind, title, result, do, needs, make.chosen_by, (phase, seed, 2 + (kind == "retrieval") + far))
 
         if of.window:

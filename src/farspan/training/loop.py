@@ -413,9 +413,8 @@ class Metrics:
         lines = path.read_text().splitlines() if path.exists() else []
         try:
             rows = [(line, json.loads(line)) for line in lines if line.endswith("}")]
-            kept = [line for line, row in rows if row["step"] < step and {"loss", "lr"} <= row.keys()]
-            if any(not {"loss", "lr"} <= row.keys() for _, row in rows):
-                raise KeyError("loss")
+            kept = [line for line, row in rows if row["step"] < step]
+            require(all({"loss", "lr"} <= row.keys() for _, row in rows), "a row has no loss")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise ValueError(
                 f"out must be a new folder or one of a training run, got {str(folder)!r} with the metrics of something "
