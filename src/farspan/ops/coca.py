@@ -222,10 +222,12 @@ def polar_features(x: Tensor, table: Tensor | None, phase: Tensor | None = None)
     """
     if table is None:
         return x
-    if phase is not None:
-        (cos, sin), phase = table.unbind(-2), phase[:, None].to(table.dtype)
-        table = torch.stack((cos * phase.cos() - sin * phase.sin(), sin * phase.cos() + cos * phase.sin()), dim=-2)
-    return (x.to(working_dtype(x.dtype))[..., None, :] * table).flatten(-2).to(x.dtype)
+    wide = x.to(working_dtype(x.dtype))
+    if phase is None:
+        return (wide[..., None, :] * table).flatten(-2).to(x.dtype)
+    (cos, sin), phase = table.unbind(-2), phase[:, None].to(table.dtype)
+    a, b = wide * phase.cos(), wide * phase.sin()  # at angle δ; a table per head would be larger than x
+    return torch.cat((torch.addcmul(a * cos, b, sin, value=-1), torch.addcmul(a * sin, b, cos)), dim=-1).to(x.dtype)
 
 
 def _polar_sdpa(call: Call) -> Tensor:

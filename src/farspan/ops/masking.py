@@ -78,6 +78,8 @@ class AttentionMask:
     """Find the position of slot 0, for all rows or (b), where slots are consecutive: a kernel needs no more."""
     is_clean: bool = False
     """Padded keys and values are known to be finite."""
+    sees_itself: bool = False
+    """Every query is known to see a key, at least its own."""
     rotary_length: int | Tensor | None = None
     """The length that sets `per_request` dynamic NTK, for all rows or (b); None = that of the queries."""
     _shared: dict[Hashable, Any] = field(default_factory=dict, repr=False)
@@ -94,6 +96,7 @@ class AttentionMask:
         if self.offset < 0:
             self.offset = self.m - self.n
         self.is_plain = self.padding is None and self.documents is None and self.aligned
+        self.sees_itself = self.sees_itself or (self.padding is None and self.aligned)
         # A compiled graph serves all lengths: it must not ask which of them a window covers.
         covered = self.window is None or (not torch.compiler.is_compiling() and self.window >= self.m)
         unbounded = self.is_plain and covered
@@ -487,6 +490,7 @@ class AttentionContext:
             lengths=lengths,
             firsts=(lambda: self._first_slot(past, length, offset)) if self.cached else None,
             is_clean=True,  # empty slots hold zeros
+            sees_itself=self.padding is None,
             rotary_length=self.rotary_length,
         )
 

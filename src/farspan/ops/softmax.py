@@ -417,7 +417,9 @@ def _block(
 ) -> Tensor:
     low, high = mask.key_range(start, stop)
     if stop - start == mask.n and not torch.compiler.is_compiling():  # layers share the only block of a mask
-        seen, blind = mask.share("block", lambda: _visible(mask, start, stop, low, high))
+        bias = mask.n == 1 and slopes is None  # of one query it is small, and SDPA would make one in each layer
+        key = ("block", q.dtype if bias else None)
+        seen, blind = mask.share(key, lambda: _visible(mask, start, stop, low, high, q.dtype if bias else None))
     else:
         seen, blind = _visible(mask, start, stop, low, high)
     if slopes is not None:
@@ -429,12 +431,19 @@ def _block(
     return out if blind is None else out.masked_fill(blind, 0.0)
 
 
-def _visible(mask: AttentionMask, start: int, stop: int, low: int, high: int) -> tuple[Tensor, Tensor | None]:
-    """Compute a block's mask, and which of its queries see nothing; those see everything in the mask."""
+def _visible(
+    mask: AttentionMask, start: int, stop: int, low: int, high: int, bias: torch.dtype | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Compute a block's mask, and which of its queries see nothing; those see everything in the mask.
+
+    Given a dtype, the mask is what SDPA adds to the scores.
+    """
     seen, blind = mask.block(start, stop, low, high), None
-    if mask.padding is not None or not mask.aligned:
+    if not mask.sees_itself:
         blind = ~seen.any(dim=-1, keepdim=True)
         seen = seen | blind  # a softmax over nothing is NaN: let it see everything, then discard the result
+    if bias is not None:
+        seen = torch.zeros_like(seen, dtype=bias).masked_fill_(~seen, -torch.inf)
     return seen, blind
 
 
