@@ -21,6 +21,16 @@ from farspan.ops.rotary import NTK, DynamicNTK, Linear, Llama3, Rotary, Scaling,
 PRESETS: dict[str, dict[str, Any]] = {
     # Section 3.2: 350M parameters, 24 layers, hidden 1024, 16 heads, length 512 (SwiGLU at the same size).
     "350m": {},
+    # As SmolLM2-135M.
+    "135m": {
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "vocab_size": 49_152,
+        "train_length": 2048,
+    },
     # As deep and wide as the smallest GPT-2; 124M parameters with RoPE.
     "124m": {
         "hidden_size": 768,

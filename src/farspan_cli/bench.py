@@ -25,15 +25,20 @@ LONGEST = 2**24
 """Most tokens of one sequence: more fit into no memory."""
 
 
-def _names(text: str) -> list[str]:
+def _names(text: str, *more: str) -> list[str]:
     """Read names of layouts."""
     from farspan.errors import require_choice
     from farspan.layers import HYBRIDS, NAMES
 
     found = [name.strip() for name in text.split(",")]
     for name in found:
-        require_choice("--layouts", name, [*NAMES, *HYBRIDS])
+        require_choice("--layouts", name, [*NAMES, *HYBRIDS, *more])
     return found
+
+
+def _models(text: str) -> list[str]:
+    """Read names of layouts, and transformers' LLaMA."""
+    return _names(text, "llama")
 
 
 def _reads(text: str) -> list[int]:
@@ -45,7 +50,7 @@ Lengths = Annotated[Any, numbers("--lengths", "2048,8192", "Tokens, separated by
 Published = Annotated[int | None, typer.Option(help="Tokens of the published formulation.", min=64, max=LONGEST)]
 Window = Annotated[int | None, typer.Option(help="Keys of a window, beside full RoPE.", min=1, max=LONGEST)]
 GlobalEvery = Annotated[int | None, typer.Option(help="Layers of a hybrid per global one.", min=2)]
-Preset = Annotated[str | None, typer.Option(help="350m, 124m, 33m or tiny. Default: 350m, on a CPU tiny.")]
+Preset = Annotated[str | None, typer.Option(help="350m, 135m, 124m, 33m or tiny. Default: 350m, on a CPU tiny.")]
 Layouts = Annotated[
     Any, typer.Option(parser=_names, metavar="NAME,NAME", help="What to compare: rope,hybrid-rope,hybrid-pope, …")
 ]
@@ -188,7 +193,9 @@ def layer(
 def decode(
     case: Case,
     contexts: Annotated[Any, numbers("--contexts", "2048,8192", "Tokens in the cache, by commas.", LONGEST)] = None,
-    layouts: Layouts = "rope,coca-exact",
+    layouts: Annotated[
+        Any, typer.Option(parser=_models, metavar="NAME,NAME", help="As elsewhere; llama is transformers' own.")
+    ] = "rope,coca-exact",
     batch: Annotated[Any, numbers("--batch", "1,8", "Sequences at once, separated by commas.", LONGEST)] = "1,8",
     preset: Preset = None,
     prompts: Annotated[Any, typer.Option(parser=_reads, metavar="N,N", help="Prompts to read, or none.")] = None,

@@ -8,16 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 
 from farspan.bench import Row, Steps
 from farspan.bench.checks import ROUNDING, ResultsDifferError, check, wider
 from farspan.bench.timing import captured, in_turn, peak_bytes, ratio, reason, spread
 from farspan.configuration_farspan import FarspanConfig
 from farspan.errors import require
+from farspan.layers import Attention
 from farspan.modeling_farspan import FarspanCache, FarspanForCausalLM
 
 VARIANTS = ("rope", "coca-exact")
 """The first is what the others are compared with."""
+LLAMA = "llama"
+"""Among layouts: transformers' own LLaMA of the same shape, with its own caches."""
 ORDERS = {
     "flash": [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH],
     "cudnn": [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH],
@@ -27,6 +31,16 @@ CHECKED = 4
 """Tokens whose logits are compared before any time that is reported."""
 AT_ONCE = 8
 """Tokens of one timing."""
+SHAPE = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "max_position_embeddings",
+)
+"""What transformers' LLaMA takes over from a preset."""
 CHUNK = 8192
 """Tokens of a long prompt read at a time."""
 EAGER = {torch.bfloat16: 0.1, torch.float32: 1e-4}
@@ -55,15 +69,15 @@ def steps(
     mode is RoPE's best everywhere: "best" takes each model's best mode.
 
     Args:
-        layouts: what is compared; "rope" comes first in any case.
+        layouts: what is compared; "rope" comes first in any case. "llama" is transformers' own model.
         window, global_every: of the hybrids among them.
     """
     names = list(dict.fromkeys(["rope", *layouts]))
     configs = {name: make_config(preset, name, window, global_every) for name in names}  # raises early
     for name, config in configs.items():
-        linear = any(spec.linear for spec in config.attention_specs)
+        linear = isinstance(config, FarspanConfig) and any(spec.linear for spec in config.attention_specs)
         require(not linear, f"layouts must have a softmax in every layer, got {name!r}; see farspan bench cosformer")
-    models: dict[str, FarspanForCausalLM] = {}
+    models: dict[str, Any] = {}
 
     def make() -> list[Row]:
         models.update({name: build(config, device, seed) for name, config in configs.items()})
@@ -84,22 +98,38 @@ def steps(
 
 def make_config(
     preset: str, name: str, window: int | None = None, global_every: int | None = None, **fields: Any
-) -> FarspanConfig:
-    """Make the configuration of an attention, or of a layout with its window."""
+) -> Any:
+    """Make the configuration of an attention, of a layout with its window, or of transformers' LLaMA."""
+    if name == LLAMA:
+        config = FarspanConfig.preset(preset, **fields)
+        return LlamaConfig(**{key: getattr(config, key) for key in SHAPE}, tie_word_embeddings=True)
     if name.startswith("hybrid"):
         fields |= {k: v for k, v in {"window": window, "global_every": global_every}.items() if v is not None}
     return FarspanConfig.preset(preset, attention=name, **fields)
 
 
-def build(config: FarspanConfig, device: str, seed: int) -> FarspanForCausalLM:
+def build(config: Any, device: str, seed: int) -> Any:
     """Make a model of random weights."""
     torch.manual_seed(seed)
-    return FarspanForCausalLM(config).eval().to(device, torch.bfloat16 if device == "cuda" else torch.float32)
+    model = FarspanForCausalLM(config) if isinstance(config, FarspanConfig) else LlamaForCausalLM(config)
+    return model.eval().to(device, torch.bfloat16 if device == "cuda" else torch.float32)
+
+
+def make_cache(config: Any, slots: int | None = None) -> Any:
+    """Make a model's own cache: growing, or static with so many slots."""
+    if isinstance(config, FarspanConfig):
+        return FarspanCache(config, max_length=slots)
+    return DynamicCache(config=config) if slots is None else StaticCache(config, max_cache_len=slots)
+
+
+def cache_bytes(cache: Any) -> int:
+    """Return the bytes of all keys and values."""
+    return sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values) if x is not None)
 
 
 @torch.no_grad()
 def decode(
-    models: dict[str, FarspanForCausalLM],
+    models: dict[str, Any],
     mode: str,
     context: int,
     batch: int,
@@ -109,7 +139,7 @@ def decode(
     seed: int,
     eager: dict[str, tuple[Tensor, float]],
 ) -> list[Row]:
-    """Return one row of figures for each model, or one row that tells why there are none.
+    """Return one row for each model: figures, or why there are none.
 
     Args:
         eager: takes the logits of mode "eager" and their error, which the other modes are compared with.
@@ -118,27 +148,30 @@ def decode(
     spare = CHECKED + AT_ONCE * max(repeats, 3) + 8
     figures: dict[str, Row] = {}
     decoders: dict[str, Decoder] = {}
-    try:
-        for name, model in models.items():
-            decoder = decoders[name] = Decoder(model, mode, context, batch, spare=spare, seed=seed)
+    rows: list[Row] = []
+    for name, model in models.items():
+        try:
+            decoder = Decoder(model, mode, context, batch, spare=spare, seed=seed)
             decoder.settle(device)
             # Of the step as settled. A replayed graph allocates nothing: its pool holds what the plain step needs.
             extra = peak_bytes(decoder.plain_step, device)
             decoder.rewind()
-            held, weights = decoder.cache.nbytes, sum(p.nbytes for p in model.parameters())
-            figures[name] = {"cache_bytes": held, "weight_bytes": weights, "peak_bytes": held + weights + extra}
-            figures[name] |= {"sdpa_first": decoder.order} | check_steps(decoder, name, mode, eager)
-    except RuntimeError as error:
-        if mode == "eager" or isinstance(error, ResultsDifferError):
-            raise
-        return [{"kind": "missing", **label, "why": reason(error)}]
+            held, weights = cache_bytes(decoder.cache), sum(p.nbytes for p in model.parameters())
+            found: Row = {"cache_bytes": held, "weight_bytes": weights, "peak_bytes": held + weights + extra}
+            figures[name] = found | {"sdpa_first": decoder.order} | check_steps(decoder, name, mode, eager)
+            decoders[name] = decoder
+        except RuntimeError as error:
+            if mode == "eager" or isinstance(error, ResultsDifferError):
+                raise
+            rows.append({"kind": "missing", **label, "attention": name, "why": reason(error)})
+    if "rope" not in decoders:  # what the others are compared with
+        return rows
     seconds = in_turn({name: x.several for name, x in decoders.items()}, repeats=repeats, device=device)
-    rows = []
-    for name, found in seconds.items():
-        times = spread(found, 1e3 / AT_ONCE)
-        row: Row = {"kind": "decode", **label, "attention": name, "milliseconds_a_step": times}
-        row |= {"tokens_per_second": 1e3 * batch / times["median"], "speed_over_rope": ratio(seconds["rope"], found)}
-        row |= {"time_over_rope": ratio(found, seconds["rope"])}
+    for name, times in seconds.items():
+        each = spread(times, 1e3 / AT_ONCE)
+        row: Row = {"kind": "decode", **label, "attention": name, "milliseconds_a_step": each}
+        row |= {"tokens_per_second": 1e3 * batch / each["median"], "speed_over_rope": ratio(seconds["rope"], times)}
+        row |= {"time_over_rope": ratio(times, seconds["rope"])}
         row |= {"cache_over_rope": figures[name]["cache_bytes"] / figures["rope"]["cache_bytes"]}
         rows.append(row | figures[name])
     return rows
@@ -162,14 +195,12 @@ class Decoder:
     A step runs it, and takes the next from its `logits` (b, vocabulary).
     """
 
-    def __init__(
-        self, model: FarspanForCausalLM, mode: str, context: int, batch: int, *, spare: int, seed: int
-    ) -> None:
+    def __init__(self, model: Any, mode: str, context: int, batch: int, *, spare: int, seed: int) -> None:
         weight = model.lm_head.weight
         self.model, self.mode, self.context, self.batch, self.seed = model, mode, context, batch, seed
         self.run = torch.compile(model, fullgraph=True, dynamic=False) if mode == "compiled" else model
         slots = None if mode == "eager" else -(-(context + spare) // 128) * 128
-        self.cache = FarspanCache(model.config, max_length=slots)
+        self.cache = make_cache(model.config, slots)
         self.rewind()
         self.token = torch.zeros(batch, 1, dtype=torch.long, device=weight.device)
         self.logits = torch.zeros(batch, model.config.vocab_size, dtype=weight.dtype, device=weight.device)
@@ -227,9 +258,7 @@ class Decoder:
 
 
 @torch.no_grad()
-def fill(
-    cache: FarspanCache, model: FarspanForCausalLM, batch: int, context: int, seed: int, rows: int | None = None
-) -> None:
+def fill(cache: Any, model: Any, batch: int, context: int, seed: int, rows: int | None = None) -> None:
     """Write random keys and values of `context` tokens into every layer, in the model's dtype; of the first `rows`.
 
     The numbers depend neither on the kind of cache nor on the dtype.
@@ -238,13 +267,16 @@ def fill(
     generator = torch.Generator(like.device).manual_seed(seed)
     for index, block in enumerate(model.model.layers):
         layer = block.self_attn
+        ours = isinstance(layer, Attention)
         keys, values = (
-            torch.empty(batch, layer.num_key_heads, context, size, dtype=torch.bfloat16, device=like.device)
+            torch.empty(
+                batch, model.config.num_key_value_heads, context, size, dtype=torch.bfloat16, device=like.device
+            )
             .normal_(generator=generator)[:rows]
             .to(like.dtype)
-            for size in (layer.key_width, layer.head_dim)
+            for size in (layer.key_width if ours else layer.head_dim, layer.head_dim)
         )
-        cache.update(keys.relu_() if layer.spec.collinear or layer.spec.polar else keys, values, index)
+        cache.update(keys.relu_() if ours and (layer.collinear or layer.polar) else keys, values, index)
 
 
 def check_steps(decoder: Decoder, name: str, mode: str, eager: dict[str, tuple[Tensor, float]]) -> Row:
@@ -270,13 +302,13 @@ def check_steps(decoder: Decoder, name: str, mode: str, eager: dict[str, tuple[T
 def exact(decoder: Decoder, tokens: Tensor) -> Tensor:
     """Return the first sequence's logits (steps, vocabulary) by the same model and cache in a wider dtype."""
     model = wider(decoder.model)
-    cache = FarspanCache(model.config)
+    cache = make_cache(model.config)
     fill(cache, model, decoder.batch, decoder.context, decoder.seed, rows=1)
     return torch.stack([model(given[None, :1], past_key_values=cache).logits[0, -1] for given in tokens])
 
 
 @torch.no_grad()
-def prefill(models: dict[str, FarspanForCausalLM], length: int, *, device: str, repeats: int) -> list[Row]:
+def prefill(models: dict[str, Any], length: int, *, device: str, repeats: int) -> list[Row]:
     """Read a prompt of random tokens through a growing cache, chunk by chunk: one row for each model.
 
     The logits that the last timed reading ended with are compared with those of the same weights in a wider dtype.
@@ -285,7 +317,7 @@ def prefill(models: dict[str, FarspanForCausalLM], length: int, *, device: str, 
     ids = torch.randint(0, vocabulary, (1, length), generator=torch.Generator().manual_seed(0)).to(device)
     kept: dict[str, tuple[Tensor, int]] = {}
 
-    def keep(name: str, model: FarspanForCausalLM) -> None:
+    def keep(name: str, model: Any) -> None:
         kept[name] = read(model, ids)
 
     calls = {name: partial(keep, name, model) for name, model in models.items()}
@@ -307,12 +339,12 @@ def prefill(models: dict[str, FarspanForCausalLM], length: int, *, device: str, 
 
 
 @torch.no_grad()
-def read(model: FarspanForCausalLM, ids: Tensor) -> tuple[Tensor, int]:
+def read(model: Any, ids: Tensor) -> tuple[Tensor, int]:
     """Read a prompt (1, n); return the logits (1, vocabulary) after its last token, and the cache's bytes."""
-    cache = FarspanCache(model.config)
+    cache = make_cache(model.config)
     for piece in ids.split(CHUNK, dim=1):
         logits: Tensor = model(piece, past_key_values=cache, logits_to_keep=1).logits[:, -1]
-    return logits, cache.nbytes
+    return logits, cache_bytes(cache)
 
 
 def llama_steps(preset: str, *, layouts: Sequence[str] = VARIANTS, repeats: int, seed: int) -> Steps:
@@ -320,13 +352,7 @@ def llama_steps(preset: str, *, layouts: Sequence[str] = VARIANTS, repeats: int,
 
     @torch.no_grad()
     def measure() -> list[Row]:
-        from transformers import LlamaConfig, LlamaForCausalLM
-
-        config = FarspanConfig.preset(preset)
-        names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-        llama = LlamaConfig(**{name: getattr(config, name) for name in names}, tie_word_embeddings=True)
-        models: dict[str, Any] = {"llama": LlamaForCausalLM(llama).eval()}
-        models |= {name: build(make_config(preset, name), "cpu", seed) for name in layouts}
+        models = {name: build(make_config(preset, name), "cpu", seed) for name in (LLAMA, *layouts)}
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
