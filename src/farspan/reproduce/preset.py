@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -127,6 +127,8 @@ class Model:
     """Of a conversion: the keys that each layer sees; 0 = as the checkpoint has it."""
     global_every: Natural = 0
     """Of a conversion: one layer in so many becomes global and position-free; 0 = none."""
+    global_layers: list[int] | Literal["", "auto"] = ""
+    """Which ones; "auto" = those whose attention reaches furthest, empty = the last of each `global_every`."""
     recipe: str = "paper"
     """Of fine-tuning."""
     tokens: Natural = 0

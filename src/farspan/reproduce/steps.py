@@ -204,6 +204,7 @@ class Work:
             calibration_config=CalibrationConfig(steps=model.calibrate_steps),
             window=model.window or None,
             global_every=model.global_every or None,
+            global_layers=model.global_layers or None,
             device=self.device if tokens else "cpu",
             progress=progress,
         )
