@@ -41,6 +41,17 @@ def _models(text: str) -> list[str]:
     return _names(text, "llama")
 
 
+def _modes(text: str) -> list[str]:
+    """Read modes of decoding."""
+    from farspan.bench.decode import MODES
+    from farspan.errors import require_choice
+
+    found = [name.strip() for name in text.split(",")]
+    for name in found:
+        require_choice("--modes", name, MODES)
+    return found
+
+
 def _reads(text: str) -> list[int]:
     """Read lengths of prompts; "none" is none."""
     return [] if text == "none" else whole_numbers(text, "--prompts", "32768", LONGEST)
@@ -201,6 +212,9 @@ def decode(
     prompts: Annotated[Any, typer.Option(parser=_reads, metavar="N,N", help="Prompts to read, or none.")] = None,
     window: Window = None,
     global_every: GlobalEvery = None,
+    modes: Annotated[
+        Any, typer.Option(parser=_modes, metavar="NAME,NAME", help="On a GPU, beside eager: graph, compiled.")
+    ] = "graph,compiled",
     llama: Annotated[bool, typer.Option("--llama", help="Only a token beside transformers' LLaMA, on a CPU.")] = False,
 ) -> "Steps":
     """A complete model: greedy tokens per second after a context, reading a long prompt, and what the cache holds.
@@ -222,7 +236,7 @@ def decode(
     reads = ([32768, 131072] if case.gpu else [2048]) if prompts is None else prompts
     if case.quick:
         given, reads = [max(given)], sorted(reads)[:1]
-    options |= {"window": window, "global_every": global_every, "layouts": layouts}
+    options |= {"window": window, "global_every": global_every, "layouts": layouts, "modes": modes}
     return decode.steps(preset, contexts=given, batches=batch, prompts=reads, **options)
 
 

@@ -22,6 +22,8 @@ VARIANTS = ("rope", "coca-exact")
 """The first is what the others are compared with."""
 LLAMA = "llama"
 """Among layouts: transformers' own LLaMA of the same shape, with its own caches."""
+MODES = ("eager", "graph", "compiled")
+"""In this order: the others are checked against "eager"."""
 ORDERS = {
     "flash": [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH],
     "cudnn": [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH],
@@ -58,6 +60,7 @@ def steps(
     layouts: Sequence[str] = VARIANTS,
     window: int | None = None,
     global_every: int | None = None,
+    modes: Sequence[str] = MODES,
     device: str,
     seed: int = 0,
 ) -> Steps:
@@ -71,6 +74,7 @@ def steps(
     Args:
         layouts: what is compared; "rope" comes first in any case. "llama" is transformers' own model.
         window, global_every: of the hybrids among them.
+        modes: which of them; without a GPU there is only "eager".
     """
     names = list(dict.fromkeys(["rope", *layouts]))
     configs = {name: make_config(preset, name, window, global_every) for name in names}  # raises early
@@ -86,7 +90,7 @@ def steps(
     def every_mode(context: int, batch: int) -> list[Row]:
         rows: list[Row] = []
         eager: dict[str, Any] = {}
-        for mode in ("eager", "graph", "compiled") if device == "cuda" else ("eager",):
+        for mode in [one for one in MODES if one == "eager" or (one in modes and device == "cuda")]:
             rows += decode(models, mode, context, batch, repeats=repeats, device=device, seed=seed, eager=eager)
         return rows + best_modes(rows)
 
