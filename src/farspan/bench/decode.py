@@ -204,6 +204,7 @@ class Decoder:
         self.model, self.mode, self.context, self.batch, self.seed = model, mode, context, batch, seed
         self.run = torch.compile(model, fullgraph=True, dynamic=False) if mode == "compiled" else model
         slots = None if mode == "eager" else -(-(context + spare) // 128) * 128
+        self.slots = slots
         self.cache = make_cache(model.config, slots)
         self.rewind()
         self.token = torch.zeros(batch, 1, dtype=torch.long, device=weight.device)
@@ -213,7 +214,10 @@ class Decoder:
 
     def rewind(self) -> None:
         """Write the context into the cache again: a window cannot take tokens back. Static storage stays in place."""
-        self.cache.reset()
+        if self.slots is None:  # transformers' growing cache would keep its length
+            self.cache = make_cache(self.model.config)
+        else:
+            self.cache.reset()
         fill(self.cache, self.model, self.batch, self.context, self.seed)
 
     def step(self) -> None:
