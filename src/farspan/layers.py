@@ -336,11 +336,7 @@ class Attention(nn.Module):
             return q, k, v, context.mask(self.spec.window), rotary
         if self.spec.kind == "rope" and rotary is not None and not rotary.is_dynamic:
             angles = context.new_tokens(cache.get_seq_length()).angles(rotary)
-            if q.shape[2] == 1:  # a short step costs its number of calls
-                q, k = angles.rotate_keys(torch.cat((q, k), dim=1)).split((self.num_heads, self.num_key_heads), dim=1)
-            else:
-                q, k = angles.rotate_keys(q), angles.rotate_keys(k)
-            rotary = None
+            (q, k), rotary = angles.rotate_new(q, k), None
         past, (length, offset) = cache.get_seq_length(), cache.get_mask_sizes(q.shape[2])
         mask = context.mask(self.spec.window, past=past, length=length, offset=offset)
         k, v = cache.update(k, v)

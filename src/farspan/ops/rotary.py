@@ -319,6 +319,16 @@ class Angles:
         """Rotate q (b, h, n, d) by the positions of the queries."""
         return self._rotate(q, "key" if self.aligned and self.n == self.m else "query", self.query(q.dtype))
 
+    def rotate_new(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotate q (b, h, n, d) and k (b, g, n, d) of the same tokens: in one call where it is one token for all rows.
+
+        A short step costs its number of calls. Both results are contiguous, as the cache wants to copy them.
+        """
+        if self.n > 1 or self.key(k.dtype).shape[0] > 1:
+            return self.rotate_keys(q), self.rotate_keys(k)
+        rows = self.rotate_keys(torch.cat((q.flatten(0, 1), k.flatten(0, 1)))[None])[0]
+        return rows[: -k.shape[0] * k.shape[1]].view(q.shape), rows[-k.shape[0] * k.shape[1] :].view(k.shape)
+
     def _rotate(self, x: Tensor, which: str, table: Tensor) -> Tensor:
         if torch.compiler.is_compiling():  # only views, or the graph would compute the rest per head
             return rotate(x, (table[..., 0, :], table[..., 1, :]))
