@@ -320,11 +320,12 @@ class Angles:
         return self._rotate(q, "key" if self.aligned and self.n == self.m else "query", self.query(q.dtype))
 
     def rotate_new(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotate q (b, h, n, d) and k (b, g, n, d) of the same tokens: in one call where it is one token for all rows.
+        """Rotate q (b, h, n, d) and k (b, g, n, d) of the same tokens.
 
-        A short step costs its number of calls. Both results are contiguous, as the cache wants to copy them.
+        On a GPU a step of one token costs its number of kernels: where all rows have one position, q and k share them.
+        Both results are contiguous, as the cache wants to copy them.
         """
-        if self.n > 1 or self.key(k.dtype).shape[0] > 1:
+        if self.n > 1 or not k.is_cuda or self.key(k.dtype).shape[0] > 1:
             return self.rotate_keys(q), self.rotate_keys(k)
         rows = self.rotate_keys(torch.cat((q.flatten(0, 1), k.flatten(0, 1)))[None])[0]
         return rows[: -k.shape[0] * k.shape[1]].view(q.shape), rows[-k.shape[0] * k.shape[1] :].view(k.shape)
