@@ -48,6 +48,7 @@ scalings = ["none+log"]
 measures = "small"
 [models.longer]
 start = "rope"
+seeds = 2
 recipe = "long-pi"
 length = 32
 tokens = 128
@@ -119,7 +120,8 @@ def test_everything_is_measured_once_and_ends_in_a_page(toml: Path, whole: Path)
         ),
         *("ppl-small-s0-none+log", "ppl-small-s0-none+log-from-64", "passkey-small-s0-none+log-from-240"),
         *("positions-small-s0-none+log", "retrieval-small-s0-none+log-from-240"),
-        *("train-longer-s0", "ppl-longer-own", "ppl-longer-own-from-64"),
+        *("train-longer-s0", "train-longer-s1"),
+        *(f"ppl-longer-{seed}-own{far}" for seed in ("s0", "s1") for far in ("", "-from-64")),
     }
     result = json.loads((whole / "results" / "ppl-rope-s0-none.json").read_text())
     assert (result["kind"], result["schema"]) == ("perplexity", 2)
@@ -129,7 +131,7 @@ def test_everything_is_measured_once_and_ends_in_a_page(toml: Path, whole: Path)
     assert (small["train_length"], small["tokens"]) == (32, 6 * 4 * 16)  # as many tokens as the others
     longer = json.loads((whole / "results" / "train-longer-s0.json").read_text())["rows"][0]
     assert (longer["train_length"], longer["tokens"], longer["steps"]) == (32, 6 * 4 * 16 + 4 * 32, 6 + 4)
-    scaled = json.loads((whole / "results" / "ppl-longer-own.json").read_text())["rows"]
+    scaled = json.loads((whole / "results" / "ppl-longer-s1-own.json").read_text())["rows"]
     assert {row["scaling"] for row in scaled} == {"linear-2"}
     before = stamps(whole)
     page, failed = reproduce(Preset.load(toml), whole)
@@ -399,6 +401,8 @@ def test_texts_that_are_too_short_are_noticed_before_they_are_tokenized(toml: Pa
             "[models.rope]\n[tasks.mqar]\nlength = 64\n[models.x]\nstart = 'rope'",
             "models.x.start .* got 'rope'; .* not be for tasks",
         ),
+        (ROPE + "[models.x]\nstart = 'rope'\nseeds = 2", "models.x.seeds must be at most 1, as 'rope' has them, got 2"),
+        (CONVERSION + "seeds = 2", "models.a.seeds must be at most 1, as 'checkpoint' has them, got 2"),
         ("[models.rope]\n[models.x]\nstart = 'rope'\nrecipe = 'distill'", "recipe of x must not distil where"),
         (CONVERSION + "[models.x]\nstart = 'a'\nrecipe = 'papr'", "--recipe must be one of .* mean 'paper'"),
         (CONVERSION.replace("exact", "exat"), "must be one of .* got 'coca-exat'; did you mean 'coca-exact'"),

@@ -111,9 +111,9 @@ class Model:
     attention: str = ""
     """Empty = NAME."""
     start: str = ""
-    """Empty = trained from nothing; "checkpoint" = converted; else the model (of seed 0) that is fine-tuned."""
+    """Empty = trained from nothing; "checkpoint" = converted; else the model that is fine-tuned, each of its seeds."""
     seeds: Count = 1
-    """Of a model from nothing."""
+    """Of a model from nothing, and of what is fine-tuned from it."""
     tasks: list[str] | None = None
     """Of a model from nothing: the tasks that it is trained for, by default all; without any, by ``[training]``."""
     length: Natural = 0
@@ -187,7 +187,11 @@ class Preset:
         )
 
     def _check_model(self, name: str, model: Model) -> None:
-        measured = self.measured(name)
+        measured, most = self.measured(name), model.seeds
+        if model.start:
+            most = 1 if model.start == CHECKPOINT else self.models[model.start].seeds
+        need = f"models.{name}.seeds must be at most {most}, as {model.start!r} has them, got {model.seeds}"
+        require(model.seeds <= most, need)
         need = "evaluation.window is for a preset that converts, such as dropin; leave it out"
         require(self.converts or measured.window == 0, need)
         if model.start == CHECKPOINT:

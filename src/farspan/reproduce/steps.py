@@ -4,7 +4,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -112,7 +112,7 @@ class Work:
             result, needs = self.folder / "data" / name / "manifest.json", self.token_steps[: min(i, 1)]
             yield Step("tokens", f"tokens {name}", result, partial(self.tokens, name), needs, order=(MODELS, -1, i))
         for number, (name, model) in enumerate(preset.models.items()):
-            for seed in range(0 if preset.tasks_of(name) else 1 if model.start else model.seeds):
+            for seed in range(0 if preset.tasks_of(name) else model.seeds):
                 make = self.making(name, seed, number)
                 yield make
                 yield from self.measuring(name, seed, make)
@@ -159,28 +159,31 @@ class Work:
     def making(self, name: str, seed: int, number: int) -> Step:
         """Make the step that trains, converts or fine-tunes a model."""
         models, result, chosen_by = self.preset.models, self.made(name, seed), frozenset({name})
-        start = models[name].start
+        start, title = models[name].start, self.titled(name, seed)
         if not start:
             do, order = partial(self.train, name, seed), (MODELS, seed, 0, number)
-            return Step("train", f"train {name} seed {seed}", result, do, self.token_steps, chosen_by, order)
+            return Step("train", f"train {title}", result, do, self.token_steps, chosen_by, order)
         if start == CHECKPOINT:  # the longest calibration first
             do, order = partial(self.convert, name), (MODELS, 0, 0, -models[name].calibrate_tokens)
-            return Step("convert", f"convert {name}", result, do, (), chosen_by, order)
-        before = {"": f"train {start} seed 0", CHECKPOINT: f"convert {start}"}.get(models[start].start)
-        do, needs = partial(self.finetune, name), (*self.token_steps, before or f"finetune {start}")
-        return Step("finetune", f"finetune {name}", result, do, needs, chosen_by, (MODELS, 0, 1, number))
+            return Step("convert", f"convert {title}", result, do, (), chosen_by, order)
+        how = {"": "train", CHECKPOINT: "convert"}.get(models[start].start, "finetune")
+        do, needs = partial(self.finetune, name, seed), (*self.token_steps, f"{how} {self.titled(start, seed)}")
+        return Step("finetune", f"finetune {title}", result, do, needs, chosen_by, (MODELS, seed, 1, number))
+
+    def titled(self, name: str, seed: int) -> str:
+        """Return a model's name, with its seed where it has one: what is made from a checkpoint has none."""
+        return name if self.preset.models[self.preset.origin(name)].start else f"{name} seed {seed}"
 
     def path(self, name: str, seed: int = 0) -> Path:
         """Return the folder of a model."""
-        start = self.preset.models[name].start
-        if start == CHECKPOINT:
+        if self.preset.models[name].start == CHECKPOINT:
             return self.folder / "models" / name
-        return self.folder / "runs" / (name if start else f"{name}-s{seed}") / "model"
+        return self.folder / "runs" / self.titled(name, seed).replace(" seed ", "-s") / "model"
 
     def made(self, name: str, seed: int = 0) -> Path:
         """Return the result that says what making a model took."""
-        converted = self.preset.models[self.preset.origin(name)].start
-        return self.results / (f"model-{name}.json" if converted else f"train-{name}-s{seed}.json")
+        title = self.titled(name, seed)
+        return self.results / (f"model-{name}.json" if title == name else f"train-{name}-s{seed}.json")
 
     def train(self, name: str, seed: int, result: Path, progress: Progress) -> None:
         """Train a model from nothing."""
@@ -211,21 +214,21 @@ class Work:
         took = {"tokens": tokens, "seconds": time.perf_counter() - began, "calibrated": tokens > 0}
         self._write_model(result, name, stages=0, **took, **_shares())
 
-    def finetune(self, name: str, result: Path, progress: Progress) -> None:
+    def finetune(self, name: str, seed: int, result: Path, progress: Progress) -> None:
         """Fine-tune a model with its recipe."""
-        preset, recipe, out = self.preset, self.preset.recipe(name), self.folder / "runs" / name
+        preset, recipe, out = self.preset, self.preset.recipe(name), self.path(name, seed).parent
         before, stages = preset.models[name].start, recipe.stages
         teacher = preset.corpus.checkpoint if any(stage.needs_teacher for stage in stages) else None
-        settings: Any = {"teacher": teacher, "run": preset.base_config.run, "progress": progress}
-        finetune(self.path(before), self.sources, recipe, out, **settings)
-        known = _rows(self.made(before))[0]
+        settings: Any = {"teacher": teacher, "run": replace(preset.base_config.run, seed=seed), "progress": progress}
+        finetune(self.path(before, seed), self.sources, recipe, out, **settings)
+        known = _rows(self.made(before, seed))[0]
         took = [known, *_rows(out / "recipe.json")]
         totals = {what: sum(one[what] for one in took) for what in ("tokens", "seconds")} | _shares(*took)
         if preset.models[preset.origin(name)].start:
             self._write_model(result, name, stages=known["stages"] + len(stages), **totals)
         else:
             run, steps = out / f"stage-{len(stages)}-{stages[-1].name}", sum(stage.optimizer.steps for stage in stages)
-            self._write_training(result, run, name, 0, steps=known["steps"] + steps, **totals)
+            self._write_training(result, run, name, seed, steps=known["steps"] + steps, **totals)
 
     def _write_training(self, result: Path, run: Path, name: str, seed: int, **more: Any) -> None:
         row = {
