@@ -34,10 +34,9 @@ def reproduce(
 ) -> None:
     """The papers' experiments, from nothing to a page, at the budget of the preset.
 
-    CoCA's Tables 1 to 3 and Figures 1, 4 and 5 (`cpu`, `gpu`; its speed, Figure 6, with `--only speed`), interpolation
-    as in its Table 4, whose own numbers the page does not show (`pi`), layouts of local and global layers (`hybrid…`),
-    cosFormer's tasks (`cosformer-…`), or CoCA dropped into a checkpoint (`dropin…`). Several processes may share one
-    folder and its steps.
+    CoCA's Tables 1 to 3 and Figures 1, 4 and 5 (`cpu`, `gpu`), interpolation as in its Table 4, whose own numbers the
+    page does not show (`pi`), layouts of local and global layers (`hybrid…`), cosFormer's tasks (`cosformer-…`), or
+    CoCA dropped into a checkpoint (`dropin…`). Several processes may share one folder and its steps.
 
     Example: `farspan reproduce --preset cpu --out runs/demo`
 

@@ -14,8 +14,7 @@ from farspan.report.figures import speed_figures
 from farspan.report.results import Record, Run
 from farspan.report.speed import Spread, decoding_tables, kernel_tables, speed_tables, timings
 from farspan.report.tables import to_markdown
-from farspan.reproduce import Preset, reproduce
-from farspan.reproduce.steps import plan
+from tests.command_line import called
 from tests.report.fabricate import shown, small, write
 
 RESULTS = Path(__file__).parents[2] / "results"
@@ -220,44 +219,24 @@ def test_the_committed_results_make_the_page(tmp_path: Path) -> None:
     assert {path.stem for path in (page.parent / "tables").glob("*.md")} == tables
 
 
-SPEED = """[models.rope]
-[speed.layer]
-lengths = [33]
-repeats = 1
-[speed.decode]
-model = "tiny"
-repeats = 1
-contexts = [16]
-batches = [1]
-prompts = [32]
-[speed.cosformer]
-lengths = [64, 128]
-repeats = 1
-"""
+BENCHES = (
+    ("layer", "--lengths", 33, "--quick"),
+    ("decode", "--preset", "tiny", "--contexts", 16, "--batch", 1, "--prompts", 32),
+    ("cosformer", "--lengths", "64,128", "--published-length", 64),
+)
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_a_reproduction_times_coca_and_cosformer_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_bench_measures_is_shown_on_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layer, "QUICK", {"rope", "coca-exact"})  # torch.compile takes a second for each
-    preset = tmp_path / "preset.toml"
-    preset.write_text(SPEED)
-    page = reproduce(Preset.load(preset), tmp_path / "run", only=["speed"]).page
-    steps = json.loads((tmp_path / "run" / "status.json").read_text())
-    assert [(step["step"], step["state"]) for step in steps] == [
-        (f"speed {part}", "done") for part in ("layer", "decode", "cosformer")
-    ]
+    (tmp_path / "results").mkdir()
+    for name, *options in BENCHES:
+        out = tmp_path / "results" / f"{name}.json"
+        status, said, err = called("bench", name, *options, "--repeats", 1, "--device", "cpu", "--out", out)
+        assert status == 0, err + said
+    page = write_report(tmp_path)
     assert {path.stem for path in (page.parent / "tables").glob("*.md")} == {
         *("coca-decode", "coca-prompt", "coca-speed-forward", "coca-speed-forward-and-backward"),
         "cosformer-length-forward-width-64",
     }
     assert [path.name for path in (page.parent / "figures").glob("*.png")] == ["cosformer-length-forward-width-64.png"]
-
-
-@pytest.mark.parametrize("name", ["cpu", "gpu"])
-def test_speed_is_measured_only_where_it_is_asked_for(name: str, tmp_path: Path) -> None:
-    preset = Preset.load(name)
-    assert "speed" not in {step.kind for step in plan(preset, tmp_path)}
-    assert [step.name for step in plan(preset, tmp_path, ["speed"])] == ["speed layer", "speed decode"]
-    both = plan(preset, tmp_path, ["table1", "speed"])
-    assert both[0].kind == "tokens"
-    assert [step.name for step in both[-2:]] == ["speed layer", "speed decode"]

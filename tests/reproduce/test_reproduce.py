@@ -304,7 +304,6 @@ def test_only_chooses_models_and_kinds_with_what_they_need(tmp_path: Path) -> No
         ),
     ]
     assert names("cpu", "table1") == names("cpu")
-    assert names("cpu", "speed") == ["speed layer", "speed decode"]
     assert names("gpu", "train")[-1] == "train coca-exact seed 1"
     with pytest.raises(ValueError, match=r"--only must name some of table1, .*, got 'table9'; separate"):
         names("cpu", "table9")
@@ -395,7 +394,6 @@ def test_texts_that_are_too_short_are_noticed_before_they_are_tokenized(toml: Pa
         (ROPE + "[evaluation]\nlong = [4]\nlong_cases = [1, 2]", "long_cases must have a number for each limit"),
         (ROPE + "[corpus]\ntrain = { a = -1 }", "corpus.train.a must be greater than 0, got -1"),
         (ROPE + "[corpus]\nlabelled = ['a', 'b', 'c']", "--labelled is for a preset that has tasks, such as cosformer"),
-        (ROPE + "[speed.layr]", "speed must be one of 'cosformer', 'layer', 'decode', got 'layr'"),
         ("[models.x]\nstart = 'a'", "models.x.start must be one of '', 'checkpoint', got 'a'; it must come before"),
         (
             "[models.rope]\n[tasks.mqar]\nlength = 64\n[models.x]\nstart = 'rope'",
@@ -438,4 +436,3 @@ def test_a_preset_with_a_base_has_its_values_and_names_its_models(tmp_path: Path
     assert (preset.evaluation.long, preset.evaluation.cases) == ([], 100)
     assert list(preset.models) == ["x", "rope"]
     assert preset.models["rope"] == replace(hybrid.models["rope"], seeds=1)
-    assert not hybrid.speed  # its base has some

@@ -155,18 +155,11 @@ class Preset:
     measures: dict[str, dict[str, Any]] = field(default_factory=dict)
     """``[measures.NAME]``: ``[evaluation]`` with other values, for the models that name it."""
     tasks: dict[str, TaskSettings] = field(default_factory=dict)
-    speed: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """``[speed.cosformer]``, ``[speed.layer]`` and ``[speed.decode]``: arguments of these benchmarks, which run only
-    with ``--only speed``: nothing else should be on the device."""
 
     def __post_init__(self) -> None:
         require(bool(self.models), "models must name at least one model, got none; try [models.rope]")
-        for what, names, options in (
-            ("tasks", self.tasks, TASKS),
-            ("speed", self.speed, ("cosformer", "layer", "decode")),
-        ):
-            for name in names:
-                require_choice(what, name, options)
+        for name in self.tasks:
+            require_choice("tasks", name, TASKS)
         before = ["", CHECKPOINT]
         for name, model in self.models.items():
             good = name != CHECKPOINT and re.fullmatch(r"[\w-]+", name) is not None
@@ -304,13 +297,12 @@ def _shipped(name: str) -> dict[str, Any]:
 def _with_base(values: Mapping[str, Any]) -> dict[str, Any]:
     """Put a preset over the shipped one that its ``base`` names, key by key.
 
-    ``[models]`` names all models: of the base's, only those that it names remain. ``[speed]`` is not taken over.
+    ``[models]`` names all models: of the base's, only those that it names remain.
     """
     own = dict(values)
     if "base" not in own:
         return own
     base = _with_base(_shipped(str(own.pop("base"))))
-    base.pop("speed", None)
     models = base.pop("models")
     kept = own.get("models", models)
     require(isinstance(kept, Mapping), f"models must be tables [models.NAME], got {kept!r}")

@@ -39,8 +39,8 @@ from farspan.utils import Progress, remove, write_json
 
 ANSWERS = {"perplexity": "ppl", "passkey": "passkey", "near-far": "passkey", "distance": "passkey"}
 """The kind of step that gives a kind of table or figure its numbers."""
-MODELS, FOR_TASKS, LAST, SPEED = 0, 1, 2, 1000
-"""Phases: seed by seed, models with all their measures; tasks; measures beyond the last limit; benchmarks."""
+MODELS, FOR_TASKS, LAST = range(3)
+"""Phases: seed by seed, models with all their measures; tasks; measures beyond the last limit."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def plan(preset: Preset, folder: Path, only: list[str] | None = None) -> list[St
 
     Args:
         only: names of tables and figures, kinds of step, models and tasks. Kinds, models and tasks narrow each other:
-            "ppl" and "rope" choose the perplexity of rope. None = all steps but "speed".
+            "ppl" and "rope" choose the perplexity of rope. None = all steps.
     """
     steps = sorted(Work(preset, folder).steps(), key=lambda step: step.order)
     kinds, names = {step.kind for step in steps}, set[str]().union(*(step.chosen_by for step in steps))
@@ -76,7 +76,7 @@ def plan(preset: Preset, folder: Path, only: list[str] | None = None) -> list[St
         missing = f"--only {name} needs labelled texts, got none; name three files with --labelled"
         require(name not in tasks - names, missing)
         chosen |= papers.get(name) or {name}
-    by_kind = chosen & kinds or kinds - {"speed"}
+    by_kind = chosen & kinds or kinds
     by_name = [some for some in (chosen & tasks, chosen - kinds - tasks) if some]
     wanted = [s for s in steps if s.kind in by_kind and all(some & s.chosen_by for some in by_name)]
     require(bool(wanted), f"--only must choose at least one step, got {','.join(only or [])}; leave it out for all")
@@ -119,9 +119,6 @@ class Work:
         for number, task in enumerate(preset.tasks):
             if preset.corpus.labelled or not TASKS[task].needs_labelled:
                 yield from self.task_steps(task, (FOR_TASKS, number))
-        for part in preset.speed:
-            result = self.results / ("speed-cosformer.json" if part == "cosformer" else f"{part}-coca.json")
-            yield Step("speed", f"speed {part}", result, partial(self.speed, part), order=(SPEED,))
 
     # Texts
 
@@ -391,25 +388,6 @@ class Work:
             **task.score(model, self.device, progress),
         }
         write_result(result, [row], device=self.device, seed=seed, kind="task")
-
-    # Speed
-
-    def speed(self, part: str, result: Path, progress: Progress) -> None:
-        """Time attention alone ("cosformer"), one layer of CoCA beside RoPE, or its decoding."""
-        from farspan.bench import cosformer, decode, layer, run
-
-        options, cuda = dict(self.preset.speed[part]), self.device == "cuda"
-        if part == "decode":
-            steps = decode.steps(options.pop("model"), device=self.device, **options)
-        elif part == "layer":
-            shapes = layer.shapes(options.pop("lengths"), [1], self.device)
-            steps = layer.steps(shapes, only=None if cuda else layer.QUICK, device=self.device, **options)
-        elif cuda:
-            steps = cosformer.kernel_steps(cosformer.shapes(options.pop("lengths")), device="cuda", seed=0, **options)
-        else:
-            lengths = options.pop("lengths")
-            steps = cosformer.steps(lengths, min(lengths), device="cpu", seed=0, **options)
-        run(steps, kind=f"bench-{part}", device=self.device, seed=0, out=result, force=True, progress=progress)
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
