@@ -215,7 +215,6 @@ def decode(
     modes: Annotated[
         Any, typer.Option(parser=_modes, metavar="NAME,NAME", help="On a GPU, beside eager: graph, compiled.")
     ] = "graph,compiled",
-    llama: Annotated[bool, typer.Option("--llama", help="Only a token beside transformers' LLaMA, on a CPU.")] = False,
 ) -> "Steps":
     """A complete model: greedy tokens per second after a context, reading a long prompt, and what the cache holds.
 
@@ -229,9 +228,6 @@ def decode(
     from farspan.bench import decode
 
     options, preset = case.options(10), preset or ("350m" if case.gpu else "tiny")
-    if llama:
-        del options["device"]
-        return decode.llama_steps(preset, layouts=layouts, **options)
     given = contexts or ([512, 8192, 32768] if case.gpu else [512, 2048])
     reads = ([32768, 131072] if case.gpu else [2048]) if prompts is None else prompts
     if case.quick:

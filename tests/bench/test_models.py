@@ -189,11 +189,41 @@ def test_no_figures_when_a_prompt_is_read_wrongly(
         decode.prefill(models, 40, device="cpu", repeats=1)
 
 
-def test_a_token_is_timed_beside_llamas() -> None:
-    rows = take(decode.llama_steps("tiny", layouts=["rope"], repeats=3, seed=0))
-    assert [row["model"] for row in rows] == ["llama", "rope"]
-    assert rows[0]["median"] == 1.0
-    assert rows[1]["low"] <= rows[1]["median"] <= rows[1]["high"]
+def test_decoding_is_timed_beside_transformers_llama() -> None:
+    """With its own growing cache, whose reset keeps the length, and reading a prompt."""
+    models = {name: decode.build(decode.make_config("tiny", name, 8), "cpu", 0) for name in ("rope", "llama")}
+    rows = decode.decode(models, "eager", 40, 2, eager={}, **ONCE)
+    assert [(row["attention"], row["cache_over_rope"]) for row in rows] == [("rope", 1.0), ("llama", 1.0)]
+    assert all(row["error"] <= 1e-5 for row in [*rows, *decode.prefill(models, 24, device="cpu", repeats=1)])
+    static = decode.Decoder(models["llama"], "graph", 40, 2, spare=20, seed=0)
+    assert static.cache.is_compileable
+    assert decode.check_steps(static, "llama", "eager", {})["error"] <= 1e-5
+
+
+def test_one_model_that_cannot_run_leaves_the_others_their_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    models, eager, settle = {name: made(name) for name in ("rope", "pope", "hybrid-rope")}, {}, decode.Decoder.settle
+    decode.decode(models, "eager", 40, 1, eager=eager, **ONCE)
+
+    def fails(name: str) -> list[tuple[str, str]]:
+        def broken(self: decode.Decoder, device: str) -> None:
+            if self.model is models[name]:
+                raise RuntimeError("no memory")
+            settle(self, device)
+
+        monkeypatch.setattr(decode.Decoder, "settle", broken)
+        return sorted(
+            (row["attention"], row["kind"]) for row in decode.decode(models, "graph", 40, 1, eager=eager, **ONCE)
+        )
+
+    assert fails("pope") == [("hybrid-rope", "decode"), ("pope", "missing"), ("rope", "decode")]
+    assert fails("rope") == [(name, "missing") for name in ("hybrid-rope", "pope", "rope")]
+
+
+def test_more_models_are_compiled_than_torch_keeps_graphs_of_one_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    compile, model = torch.compile, made("rope")
+    monkeypatch.setattr(torch, "compile", lambda *args, **options: compile(*args, backend="eager", **options))
+    for batch in range(1, torch._dynamo.config.recompile_limit + 2):
+        decode.Decoder(model, "compiled", 8, batch, spare=20, seed=0).settle("cpu")
 
 
 # Training

@@ -207,3 +207,16 @@ def test_bad_modes_and_widths_raise() -> None:
         Llama3(8, 512, low_rotations=5)
     with pytest.raises(ValueError, match="NTK scaling needs at least two rotary pairs"):
         Rotary(2, scaling=NTK(2)).frequencies()
+
+
+@pytest.mark.parametrize("heads", [4, 2])
+def test_a_new_token_s_query_and_key_rotate_together_as_they_do_apart(heads: int) -> None:
+    """Also for queries and keys that are not contiguous."""
+    angles = make_mask(1, 9, 3, CPU, positions=7).angles(Rotary(8))
+    q, k = torch.randn(3, 1, 4, 8).transpose(1, 2), torch.randn(3, 1, heads, 8).transpose(1, 2)
+    one = Angles(Rotary(8), make_mask(1, 1, 3, CPU, positions=15))
+    assert torch.equal(one.key(q.dtype), angles.query(q.dtype))
+    for together, apart in zip(one.rotate_together(q, k), (one.rotate_keys(q), one.rotate_keys(k)), strict=True):
+        assert torch.equal(together, apart)
+        assert together.is_contiguous()
+    assert all(torch.equal(x, y) for x, y in zip(one.rotate_new(q, k), one.rotate_together(q, k), strict=True))

@@ -48,7 +48,6 @@ scalings = ["none+log"]
 measures = "small"
 [models.longer]
 start = "rope"
-seeds = 2
 recipe = "long-pi"
 length = 32
 tokens = 128
@@ -404,7 +403,11 @@ def test_texts_that_are_too_short_are_noticed_before_they_are_tokenized(toml: Pa
         ("[models.rope]\n[models.x]\nstart = 'rope'\nrecipe = 'distill'", "recipe of x must not distil where"),
         (CONVERSION + "[models.x]\nstart = 'a'\nrecipe = 'papr'", "--recipe must be one of .* mean 'paper'"),
         (CONVERSION.replace("exact", "exat"), "must be one of .* got 'coca-exat'; did you mean 'coca-exact'"),
-        (CONVERSION + "global_every = 3", "global_every .*needs window, got 3 without"),
+        (CONVERSION + "global_every = 3", "global_every and global_layers need attention, the name of a hybrid, got"),
+        (
+            CONVERSION.replace("coca-exact", "hybrid-rope") + "global_every = 3\nglobal_layers = [1]",
+            r"give global_every or global_layers, got 3 and \[1\]",
+        ),
         (ROPE + "[tasks.lm]\nlength = 1", "data.length must be greater than or equal to 2, got 1"),
         (ROPE + "[tasks.listops]\nlength = 7", "tasks.listops.length must be 2000 with this generator, got 7"),
         (ROPE + "[tasks.finetuning]\nsteps = 3", "tasks.finetuning.pretraining_steps must be at least 1, got 0"),

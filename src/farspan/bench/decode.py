@@ -153,23 +153,27 @@ def decode(
     figures: dict[str, Row] = {}
     decoders: dict[str, Decoder] = {}
     rows: list[Row] = []
-    for name, model in models.items():
+
+    def settled(name: str) -> tuple[Decoder, Row]:  # where it fails, no name here holds its cache any longer
+        made = Decoder(models[name], mode, context, batch, spare=spare, seed=seed)
+        made.settle(device)
+        # Of the step as settled. A replayed graph allocates nothing: its pool holds what the plain step needs.
+        extra = peak_bytes(made.plain_step, device)
+        made.rewind()
+        held, weights = cache_bytes(made.cache), sum(p.nbytes for p in made.model.parameters())
+        found: Row = {"cache_bytes": held, "weight_bytes": weights, "peak_bytes": held + weights + extra}
+        return made, found | {"sdpa_first": made.order} | check_steps(made, name, mode, eager)
+
+    for name in models:
         try:
-            decoder = Decoder(model, mode, context, batch, spare=spare, seed=seed)
-            decoder.settle(device)
-            # Of the step as settled. A replayed graph allocates nothing: its pool holds what the plain step needs.
-            extra = peak_bytes(decoder.plain_step, device)
-            decoder.rewind()
-            held, weights = cache_bytes(decoder.cache), sum(p.nbytes for p in model.parameters())
-            found: Row = {"cache_bytes": held, "weight_bytes": weights, "peak_bytes": held + weights + extra}
-            figures[name] = found | {"sdpa_first": decoder.order} | check_steps(decoder, name, mode, eager)
-            decoders[name] = decoder
+            decoders[name], figures[name] = settled(name)
         except RuntimeError as error:
             if mode == "eager" or isinstance(error, ResultsDifferError):
                 raise
             rows.append({"kind": "missing", **label, "attention": name, "why": reason(error)})
-    if "rope" not in decoders:  # what the others are compared with
-        return rows
+    if "rope" not in decoders:
+        others = ({"kind": "missing", **label, "attention": name, "why": "RoPE is missing"} for name in decoders)
+        return [*rows, *others]
     seconds = in_turn({name: x.several for name, x in decoders.items()}, repeats=repeats, device=device)
     for name, times in seconds.items():
         each = spread(times, 1e3 / AT_ONCE)
@@ -240,6 +244,8 @@ class Decoder:
 
         Times here only choose; none is reported.
         """
+        if self.mode == "compiled":
+            torch.compiler.reset()  # torch keeps few graphs of one function
         tried: dict[str | None, tuple[float, Callable[[], Any] | None]] = {}
         # A compiled step keeps the kernel that SDPA chose when it was traced, so there the first choice is torch's own.
         for order in ORDERS if device == "cuda" and self.mode != "compiled" else (None,):
@@ -270,20 +276,18 @@ def fill(cache: Any, model: Any, batch: int, context: int, seed: int, rows: int 
 
     The numbers depend neither on the kind of cache nor on the dtype.
     """
-    like = model.lm_head.weight
+    like, heads = model.lm_head.weight, model.config.num_key_value_heads
     generator = torch.Generator(like.device).manual_seed(seed)
     for index, block in enumerate(model.model.layers):
         layer = block.self_attn
-        ours = isinstance(layer, Attention)
         keys, values = (
-            torch.empty(
-                batch, model.config.num_key_value_heads, context, size, dtype=torch.bfloat16, device=like.device
-            )
+            torch.empty(batch, heads, context, size, dtype=torch.bfloat16, device=like.device)
             .normal_(generator=generator)[:rows]
             .to(like.dtype)
-            for size in (layer.key_width if ours else layer.head_dim, layer.head_dim)
+            for size in (getattr(layer, "key_width", layer.head_dim), layer.head_dim)
         )
-        cache.update(keys.relu_() if ours and (layer.collinear or layer.polar) else keys, values, index)
+        magnitudes = isinstance(layer, Attention) and (layer.collinear or layer.polar)
+        cache.update(keys.relu_() if magnitudes else keys, values, index)
 
 
 def check_steps(decoder: Decoder, name: str, mode: str, eager: dict[str, tuple[Tensor, float]]) -> Row:
@@ -352,34 +356,3 @@ def read(model: Any, ids: Tensor) -> tuple[Tensor, int]:
     for piece in ids.split(CHUNK, dim=1):
         logits: Tensor = model(piece, past_key_values=cache, logits_to_keep=1).logits[:, -1]
     return logits, cache_bytes(cache)
-
-
-def llama_steps(preset: str, *, layouts: Sequence[str] = VARIANTS, repeats: int, seed: int) -> Steps:
-    """Time a decoded token of each model beside transformers' LLaMA of the same shape: eager, on a CPU, one thread."""
-
-    @torch.no_grad()
-    def measure() -> list[Row]:
-        models = {name: build(make_config(preset, name), "cpu", seed) for name in (LLAMA, *layouts)}
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
-            calls = {name: after_prompt(model) for name, model in models.items()}
-            found = in_turn(calls, repeats=repeats, device="cpu")
-        finally:
-            torch.set_num_threads(threads)
-        return [{"kind": "llama", "model": name, **ratio(x, found["llama"])} for name, x in found.items()]
-
-    return [("beside transformers' LLaMA", measure)]
-
-
-def after_prompt(model: Any) -> Callable[[], None]:
-    """Return a call that decodes 60 tokens after a prompt of 64 and what it decoded before."""
-    ids = torch.zeros(1, 64, dtype=torch.long)
-    cache = model(ids, use_cache=True).past_key_values
-
-    def call(tokens: int = 60) -> None:
-        for _ in range(tokens):
-            model(ids[:, :1], past_key_values=cache)
-
-    call(5)
-    return call

@@ -323,12 +323,16 @@ class Angles:
         """Rotate q (b, h, n, d) and k (b, g, n, d) of the same tokens.
 
         On a GPU a step of one token costs its number of kernels: where all rows have one position, q and k share them.
-        Both results are contiguous, as the cache wants to copy them.
         """
-        if self.n > 1 or not k.is_cuda or self.key(k.dtype).shape[0] > 1:
-            return self.rotate_keys(q), self.rotate_keys(k)
-        rows = self.rotate_keys(torch.cat((q.flatten(0, 1), k.flatten(0, 1)))[None])[0]
-        return rows[: -k.shape[0] * k.shape[1]].view(q.shape), rows[-k.shape[0] * k.shape[1] :].view(k.shape)
+        if k.is_cuda and self.n == 1 and self.key(k.dtype).shape[0] == 1:
+            return self.rotate_together(q, k)
+        return self.rotate_keys(q), self.rotate_keys(k)
+
+    def rotate_together(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotate q (b, h, 1, d) and k (b, g, 1, d) by one position; both are contiguous, as a cache copies fastest."""
+        heads = torch.cat((q.flatten(0, 1), k.flatten(0, 1)))[None]
+        q_, k_ = self.rotate_keys(heads)[0].split((q.shape[0] * q.shape[1], k.shape[0] * k.shape[1]))
+        return q_.view(q.shape), k_.view(k.shape)
 
     def _rotate(self, x: Tensor, which: str, table: Tensor) -> Tensor:
         if torch.compiler.is_compiling():  # only views, or the graph would compute the rest per head

@@ -417,9 +417,9 @@ def _block(
 ) -> Tensor:
     low, high = mask.key_range(start, stop)
     if stop - start == mask.n and not torch.compiler.is_compiling():  # layers share the only block of a mask
-        bias = mask.n == 1 and slopes is None  # of one query it is small, and SDPA would make one in each layer
-        key = ("block", q.dtype if bias else None)
-        seen, blind = mask.share(key, lambda: _visible(mask, start, stop, low, high, q.dtype if bias else None))
+        # What SDPA adds is small for one query, and SDPA would make it in each layer.
+        bias = q.dtype if mask.n == 1 and slopes is None else None
+        seen, blind = mask.share(("block", bias), lambda: _visible(mask, start, stop, low, high, bias))
     else:
         seen, blind = _visible(mask, start, stop, low, high)
     if slopes is not None:

@@ -11,13 +11,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from farspan.checkpoints.replace import Target
 from farspan.configuration_farspan import FarspanConfig
 from farspan.data.retrieval import TASKS as RETRIEVAL
 from farspan.data.tokenizer import BYTES_VOCABULARY, LARGEST
 from farspan.errors import require, require_choice
 from farspan.evaluation.conditions import check_scaling
 from farspan.finetune import Recipe
-from farspan.layers import HYBRIDS, AttentionSpec
 from farspan.tasks import TASKS, VARIANTS, Material, TaskSettings, attention_of, make_task
 from farspan.training import TrainConfig
 from farspan.utils import parse, read_settings
@@ -112,8 +112,8 @@ class Model:
     """Empty = NAME."""
     start: str = ""
     """Empty = trained from nothing; "checkpoint" = converted; else the model that is fine-tuned, each of its seeds."""
-    seeds: Count = 1
-    """Of a model from nothing, and of what is fine-tuned from it."""
+    seeds: Natural = 0
+    """Of a model from nothing; 0 = one. Of a fine-tuned one; 0 = those of the model it starts from."""
     tasks: list[str] | None = None
     """Of a model from nothing: the tasks that it is trained for, by default all; without any, by ``[training]``."""
     length: Natural = 0
@@ -180,20 +180,13 @@ class Preset:
         )
 
     def _check_model(self, name: str, model: Model) -> None:
-        measured, most = self.measured(name), model.seeds
-        if model.start:
-            most = 1 if model.start == CHECKPOINT else self.models[model.start].seeds
+        measured, most = self.measured(name), self.seeds(model.start) if model.start else model.seeds
         need = f"models.{name}.seeds must be at most {most}, as {model.start!r} has them, got {model.seeds}"
         require(model.seeds <= most, need)
         need = "evaluation.window is for a preset that converts, such as dropin; leave it out"
         require(self.converts or measured.window == 0, need)
         if model.start == CHECKPOINT:
-            attention = self.attention(name)
-            if attention not in tuple(HYBRIDS):
-                AttentionSpec.parse(attention)  # raises for an unknown name
-            every = model.global_every
-            need = f"global_every of {name} needs window, got {every} without; add for example window = 512"
-            require(model.window > 0 or every == 0, need)
+            self.target(name)  # raises for an unknown name, and for options that exclude each other
         elif model.start:
             distils = any(stage.needs_teacher for stage in self.recipe(name).stages)
             need = f"recipe of {name} must not distil where no checkpoint is converted, got {model.recipe!r}; try paper"
@@ -215,6 +208,11 @@ class Preset:
         model = self.models[name]
         return [] if model.start else list(self.tasks) if model.tasks is None else model.tasks
 
+    def seeds(self, name: str) -> int:
+        """Return the number of seeds of a model; what is made from a checkpoint has one."""
+        model = self.models.get(name, Model())
+        return model.seeds or (self.seeds(model.start) if model.start else 1)
+
     def origin(self, name: str) -> str:
         """Return the model that was trained from nothing or converted, and from which this one was fine-tuned."""
         while self.models[name].start not in ("", CHECKPOINT):
@@ -225,6 +223,12 @@ class Preset:
         """Return what :class:`farspan.FarspanConfig` calls a model's attention."""
         attention = self.models[self.origin(name)].attention or self.origin(name)
         return attention_of(attention) if attention in VARIANTS else attention
+
+    def target(self, name: str) -> Target:
+        """Return what a conversion makes of the checkpoint."""
+        model = self.models[name]
+        layout = model.window or None, model.global_every or None, model.global_layers or None
+        return Target(model.attention or name, *layout)
 
     def recipe(self, name: str) -> Recipe:
         """Return the recipe of a fine-tuned model."""

@@ -111,8 +111,8 @@ class Work:
         for i, name in enumerate(self.texts):  # the first sets the vocabulary for all
             result, needs = self.folder / "data" / name / "manifest.json", self.token_steps[: min(i, 1)]
             yield Step("tokens", f"tokens {name}", result, partial(self.tokens, name), needs, order=(MODELS, -1, i))
-        for number, (name, model) in enumerate(preset.models.items()):
-            for seed in range(0 if preset.tasks_of(name) else model.seeds):
+        for number, name in enumerate(preset.models):
+            for seed in range(0 if preset.tasks_of(name) else preset.seeds(name)):
                 make = self.making(name, seed, number)
                 yield make
                 yield from self.measuring(name, seed, make)
@@ -351,7 +351,7 @@ class Work:
         result, do = self.folder / "data" / f"{task}.json", partial(self.examples, task)
         yield Step("examples", examples, result, do, needs, frozenset({task}), (*order, -1))
         for name in preset.models:
-            for seed in range(preset.models[name].seeds if task in preset.tasks_of(name) else 0):
+            for seed in range(preset.seeds(name) if task in preset.tasks_of(name) else 0):
                 done, work = self.results / f"task-{task}-{name}-s{seed}.json", partial(self.task, task, name, seed)
                 title, chosen_by = f"train {task} {name} seed {seed}", frozenset({task, name})
                 yield Step("task", title, done, work, (examples, *needs), chosen_by, (*order, seed))
