@@ -124,9 +124,9 @@ class Model:
     """Of a conversion: tokens of the training text that new layers are fitted on; 0 = copied weights."""
     calibrate_steps: Natural = 100
     window: Natural = 0
-    """Of a conversion: the keys that each layer sees; 0 = as the checkpoint has it."""
+    """Of a conversion to a hybrid: the keys of a window; 0 = the default of `farspan convert`."""
     global_every: Natural = 0
-    """Of a conversion: one layer in so many becomes global and position-free; 0 = none."""
+    """Likewise: one layer in so many becomes global and position-free."""
     global_layers: list[int] | Literal["", "auto"] = ""
     """Which ones; "auto" = those whose attention reaches furthest, empty = the last of each `global_every`."""
     recipe: str = "paper"

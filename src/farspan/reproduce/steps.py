@@ -198,13 +198,10 @@ class Work:
         convert_folder(
             corpus.checkpoint,
             out,
-            model.attention or name,
+            **asdict(self.preset.target(name)),
             text=list(corpus.train) if tokens else (),
             tokens=tokens,
             calibration_config=CalibrationConfig(steps=model.calibrate_steps),
-            window=model.window or None,
-            global_every=model.global_every or None,
-            global_layers=model.global_layers or None,
             device=self.device if tokens else "cpu",
             progress=progress,
         )
