@@ -207,9 +207,8 @@ class Decoder:
         weight = model.lm_head.weight
         self.model, self.mode, self.context, self.batch, self.seed = model, mode, context, batch, seed
         self.run = torch.compile(model, fullgraph=True, dynamic=False) if mode == "compiled" else model
-        slots = None if mode == "eager" else -(-(context + spare) // 128) * 128
-        self.slots = slots
-        self.cache = make_cache(model.config, slots)
+        self.slots = None if mode == "eager" else -(-(context + spare) // 128) * 128
+        self.cache = make_cache(model.config, self.slots)
         self.rewind()
         self.token = torch.zeros(batch, 1, dtype=torch.long, device=weight.device)
         self.logits = torch.zeros(batch, model.config.vocab_size, dtype=weight.dtype, device=weight.device)
