@@ -17,7 +17,6 @@ from farspan.analysis.run import DRIFT_QUERIES, REGIONS
 from farspan.bench.timing import peak_bytes
 from farspan.evaluation.losses import token_losses
 from tests.analysis.small import seen, small, text
-from tests.processes import in_fresh_process
 
 
 def test_every_layer_scaling_and_length_is_there_and_the_model_is_left_as_it_was() -> None:
@@ -165,20 +164,12 @@ def test_bad_settings_raise(name: str, value: Any) -> None:
         Settings(**{name: value})
 
 
-def peak(length: int) -> int:
-    """Bytes beyond the model that an analysis takes, with small blocks so that what grows is seen."""
-    torch.set_num_threads(1)
-    census_module.LOGITS_AT_ONCE = curves_module.LOGITS_AT_ONCE = 2**17
+def test_memory_grows_with_the_text_and_not_with_its_square(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
+    for module in (census_module, curves_module):  # small blocks, so that what grows is seen
+        monkeypatch.setattr(module, "LOGITS_AT_ONCE", 2**17)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = FarspanForCausalLM(FarspanConfig(attention="rope", vocab_size=64, train_length=512, **sizes)).eval()
     settings = Settings(scalings=("none",), queries=4)
-    analyze(model, [text(1024)], settings)  # warm up: libraries, thread pools
-    return peak_bytes(lambda: analyze(model, [text(length)], settings), "cpu")
-
-
-def test_memory_grows_with_the_text_and_not_with_its_square() -> None:
-    short, long = 2048, 16384
-    least = in_fresh_process(peak, short)
-    most = min(in_fresh_process(peak, long) for _ in range(2))  # a fifth more or less from one process to the next
-    assert most < 2.5 * (long / short) * max(least, 2**23)
-    assert most < long**2 * 4 / 20  # one head's scores alone would be 1.1 GB
+    short, long = (peak_bytes(lambda n=n: analyze(model, [text(n)], settings), "cpu") for n in (2048, 16384))
+    assert long < 8.5 * short
+    assert long < 16384**2 * 4 / 20  # one head's scores alone would be 1.1 GB

@@ -11,7 +11,6 @@ from farspan.bench.checks import PASSES, ResultsDifferError, definition
 from farspan.bench.layer import Shape, make_candidate
 from farspan.layers import Attention, AttentionSpec
 from farspan.ops.coca import COCA
-from tests.processes import in_fresh_process
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 TOY = Shape(2, 100, 64, 4, 2)
@@ -32,24 +31,13 @@ def test_the_published_formulation_is_far_behind() -> None:
     assert row["time_over_best_peer"]["coca-slack"]["median"] < 1
 
 
-def peaks_by_length() -> list[dict[str, int]]:
-    torch.set_num_threads(1)
-    return [row["peak_bytes"] for row in take(attention.steps([4096], 1024, **ONCE)) if row["kind"] == "op"]
-
-
 def test_memory_grows_with_the_length_not_its_square() -> None:
-    """Four times the tokens, at most about four times the memory; the scores of one of eight heads would add 64 MB.
-
-    In a process of its own, where other tests left nothing, and again if need be: what an allocator keeps of freed
-    memory comes and goes by 60 MB.
-    """
-
-    def fits(peaks: list[dict[str, int]]) -> bool:
-        assert set(peaks[0]) == {*peaks[1], attention.PUBLISHED} == {*attention.OPS, attention.PUBLISHED}
-        most = {name: (160 if name == "alibi" else 100) * MEGABYTE for name in attention.OPS}
-        return all(peaks[1][name] <= min(most[name], 6 * peaks[0][name] + 40 * MEGABYTE) for name in most)
-
-    assert any(fits(in_fresh_process(peaks_by_length)) for _ in range(3))
+    """Four times the tokens, at most four times the memory; the scores of one of eight heads would add 64 MB."""
+    peaks = [row["peak_bytes"] for row in take(attention.steps([4096], 1024, **ONCE)) if row["kind"] == "op"]
+    assert set(peaks[0]) == {*peaks[1], attention.PUBLISHED} == {*attention.OPS, attention.PUBLISHED}
+    for name in attention.OPS:
+        assert peaks[1][name] <= 4.1 * peaks[0][name]
+        assert peaks[1][name] <= (100 if name == "alibi" else 60) * MEGABYTE
 
 
 @pytest.mark.parametrize("alone", [True, False])

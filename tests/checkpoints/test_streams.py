@@ -1,59 +1,26 @@
 """Calibration needs memory for the model, a layer and a batch, whatever the number of tokens."""
 
-import threading
-from pathlib import Path
-
 import pytest
 import torch
 
 from farspan import FarspanConfig, FarspanForCausalLM
+from farspan.bench.timing import peak_bytes
 from farspan.checkpoints import CalibrationConfig, calibrate, replace_attention
 from farspan.checkpoints.calibrate import Inputs, Streams
 from farspan.layers import AttentionSpec
-from tests.processes import in_fresh_process
 
 WINDOW, HIDDEN, BATCH = 64, 128, 4
 
 
-def _anonymous() -> int:
-    lines = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
-    return int(lines["RssAnon"].split()[0]) * 1024
-
-
-def _measured(windows: int) -> tuple[int, int]:
-    """The anonymous memory that calibrating takes at most, and the bytes of a layer."""
-    peak, over = 0, threading.Event()
-
-    def watch() -> None:
-        nonlocal peak
-        while not over.wait(0.005):
-            peak = max(peak, _anonymous())
-
-    def model() -> FarspanForCausalLM:
-        shape = {"hidden_size": HIDDEN, "intermediate_size": HIDDEN, "num_hidden_layers": 2, "num_attention_heads": 4}
-        return FarspanForCausalLM(FarspanConfig.preset("tiny", attention="rope", **shape)).eval()
-
-    settings = CalibrationConfig(steps=1, batch=BATCH)
-    calibrate(model(), "coca-exact", torch.randint(0, 512, (2 * BATCH, WINDOW)), settings)  # what any first call takes
-    teacher, ids = model(), torch.randint(0, 512, (windows, WINDOW))
-    before = _anonymous()
-    thread = threading.Thread(target=watch)
-    thread.start()
-    calibrate(teacher, "coca-exact", ids, settings)
-    over.set()
-    thread.join()
-    return peak - before, sum(p.nbytes for p in teacher.model.layers[0].parameters())
-
-
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
-def test_anonymous_memory_does_not_grow_with_the_tokens() -> None:
-    windows = 512
-    one_stream = windows * WINDOW * HIDDEN * 4
-    grown, layer = in_fresh_process(_measured, windows)
-    batch = BATCH * WINDOW * HIDDEN * 4
+def test_tensors_in_memory_do_not_grow_with_the_tokens(one_thread: None) -> None:
+    shape = {"hidden_size": HIDDEN, "intermediate_size": HIDDEN, "num_hidden_layers": 2, "num_attention_heads": 4}
+    teacher = FarspanForCausalLM(FarspanConfig.preset("tiny", attention="rope", **shape)).eval()
+    ids, settings = torch.randint(0, 512, (512, WINDOW)), CalibrationConfig(steps=1, batch=BATCH)
+    layer = sum(p.nbytes for p in teacher.model.layers[0].parameters())
+    one_stream, batch = ids.numel() * HIDDEN * 4, BATCH * WINDOW * HIDDEN * 4
     allowed = 2 * layer + 32 * batch  # of a batch: queries, keys, scores, products, for teacher and student
     assert allowed < one_stream / 2  # else this would not see a stream, let alone the four it once held
-    assert grown <= allowed
+    assert peak_bytes(lambda: calibrate(teacher, "coca-exact", ids, settings), "cpu") <= allowed
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

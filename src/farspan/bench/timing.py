@@ -4,20 +4,19 @@ Not `triton.testing.do_bench`: it times one call after another and empties the c
 leave the cache during the timed call, which costs it 7 µs. A machine that slows down in between would change a ratio.
 """
 
-import ctypes
-import platform
+import os
 import random
 import re
-import resource
 import statistics
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.profiler import profile
 
 Calls = Mapping[str, Callable[[], Any]]
 FLUSH = 2**28
@@ -177,7 +176,7 @@ def copy_speed(device: str, size: int) -> float:
 
 
 def peak_bytes(call: Callable[[], Any], device: str) -> int:
-    """Run a call, and return the most memory that it took beyond what was held before."""
+    """Run a call, and return the most memory of tensors that it took beyond what was held before."""
     if device.startswith("cuda"):
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -185,18 +184,21 @@ def peak_bytes(call: Callable[[], Any], device: str) -> int:
         call()
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
-    if platform.system() != "Linux":
-        unit = 1 if platform.system() == "Darwin" else 1024
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with _silence(), profile(profile_memory=True) as recorded:
         call()
-        return unit * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
-    getattr(ctypes.CDLL(None), "malloc_trim", int)(0)  # freed memory that is kept for later would hide a peak
-    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
-    before = _resident("VmRSS")
-    call()
-    return max(0, _resident("VmHWM") - before)  # the kernel counts pages lazily, and may see fewer than a moment ago
+    changes = [event for event in recorded.kineto_results.events() if event.name() == "[memory]"]
+    changes.sort(key=lambda event: event.start_ns())
+    return max(0, *accumulate(event.nbytes() for event in changes), 0)
 
 
-def _resident(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
+@contextmanager
+def _silence() -> Iterator[None]:
+    """Drop what is written to stderr: the profiler notes there that it starts, stops, and meets older memory."""
+    kept = os.dup(2)
+    try:
+        with open(os.devnull, "wb") as nothing:
+            os.dup2(nothing.fileno(), 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
