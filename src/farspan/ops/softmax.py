@@ -5,6 +5,7 @@ windows run many blocks of queries in each call, and other masks one: memory is 
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any, Unpack
 
@@ -36,7 +37,7 @@ MASK_ELEMENTS = 2**23
 """Upper bound on the elements of a mask on a CPU (32 MiB in float32): of one block, or of one chunk of a window."""
 WIDEST_WINDOW = 2048
 """Widest window that runs many blocks at once: each key is read by every block of queries that may see it."""
-CHUNK = 2048
+CHUNK = 1024
 """Queries of all rows in one chunk of a window on a CPU, about; each row has at least one block."""
 WIDEST = 256
 """Widest head that the kernels of softmax attention take."""
@@ -248,7 +249,7 @@ class WindowAttention(torch.autograd.Function):
             found, total = FLASH(*blocks, attn_mask=bias, scale=scale)
             _put_blocks(out, found if blind is None else found.masked_fill(blind, 0.0), chunk[0])
             sums.append(total)
-        ctx.rest = mask, scale, slopes
+        ctx.rest = replace(mask, _shared={}), scale, slopes  # tables of angles would stay in memory
         ctx.save_for_backward(q, k, v, out, *sums)
         return out
 
