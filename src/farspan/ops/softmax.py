@@ -37,7 +37,7 @@ MASK_ELEMENTS = 2**23
 """Upper bound on the elements of a mask on a CPU (32 MiB in float32): of one block, or of one chunk of a window."""
 WIDEST_WINDOW = 2048
 """Widest window that runs many blocks at once: each key is read by every block of queries that may see it."""
-CHUNK = 1024
+CHUNK = 512
 """Queries of all rows in one chunk of a window on a CPU, about; each row has at least one block."""
 WIDEST = 256
 """Widest head that the kernels of softmax attention take."""
