@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from farspan import FarspanConfig, FarspanForCausalLM
-from farspan.analysis import Settings, analyze, head_worth, rows, study_rows
+from farspan.analysis import Settings, analyze, rows
 from farspan.analysis import census as census_module
 from farspan.analysis import curves as curves_module
 from farspan.analysis.census import Census
@@ -81,32 +81,6 @@ def test_spaced_keys_leave_attention_untouched_and_estimate_the_rest(monkeypatch
     assert spaced.pairs < every.pairs / 3
     shares = [c.past[0].sum() / c.totals[0].sum() for c in (every, spaced)]
     assert abs(float(shares[0] - shares[1])) < 0.02
-
-
-def test_the_worth_of_a_head_is_what_the_loss_loses() -> None:
-    model, tokens = small("rope"), text(40)
-    worth = head_worth(model, tokens, [1], [16, 32])
-    layer: Any = model.model.layers[1].self_attn
-    with torch.no_grad():
-        whole = model(tokens[None, :33]).logits[0]
-        layer.o_proj.weight[:, 8:16] = 0.0  # head 1
-        without = model(tokens[None, :33]).logits[0]
-    for i, length in enumerate((16, 32)):
-        first, last = band(length, 16)
-        target = tokens[first + 1 : last + 1]
-        losses = [float(torch.nn.functional.cross_entropy(x[first:last], target)) for x in (without, whole)]
-        assert float(worth[0, 1, i]) == pytest.approx(losses[0] - losses[1], abs=1e-6)
-
-
-def test_study_relates_heads_of_four_layers_or_more_whose_angles_differ() -> None:
-    settings = Settings(scalings=("none",), queries=6)
-    found = analyze(small("rope", num_hidden_layers=4), [text(40)], settings)
-    made = study_rows(found, torch.randn(4, 4, 2))
-    assert len(made) == 2 * 4 * 4
-    assert [row["primary"] for row in made].count(True) == 1
-    assert all(row["n"] == {"head": 16, "layer": 4}[row["unit"]] and len(row["ci95"]) == 2 for row in made)
-    few, coca = small("rope", num_hidden_layers=3), small("coca-exact", num_hidden_layers=4)
-    assert all(study_rows(analyze(model, [text(40)], settings)) == [] for model in (few, coca))
 
 
 def test_rows_hold_what_the_sums_say() -> None:

@@ -15,10 +15,9 @@ from farspan.analysis.census import BORDERS, WEIGHTS, Census, share
 from farspan.analysis.curves import LARGEST
 from farspan.analysis.factors import rotary_layers
 from farspan.analysis.run import Analysis, Settings, analyze
-from farspan.analysis.study import head_worth, study_rows
 from farspan.checkpoints import load, open_source, text_tokenizer
 from farspan.data import documents, load_tokenizer
-from farspan.data.sources import needs, resolve
+from farspan.data.sources import resolve
 from farspan.errors import require
 from farspan.evaluation.conditions import device
 from farspan.results import check_out, write_result
@@ -40,7 +39,6 @@ def analyze_checkpoint(
     tokenizer: str | None = None,
     texts: int = 4,
     text_tokens: int | None = None,
-    ablate: bool = False,
     force: bool = False,
     progress: Progress = silent,
 ) -> tuple[list[dict[str, Any]], Path]:
@@ -50,16 +48,15 @@ def analyze_checkpoint(
         model: folder of a farspan or LLaMA-family model, or a GGUF file.
         text: sources of documents; at most `texts` of two windows or more are used, each cut to `text_tokens`.
         label: by default the attention of a farspan model, and the name of any other checkpoint.
-        ablate: also measure the loss without each head.
         force: replace an earlier result.
     """
-    needs("scipy", "scipy", "farspan analyze")
     for one in text:
         resolve(one)
     settings, source = settings or Settings(), open_source(Path(model))
     loaded = load(source, dtype=torch.float32, device=device())
     loaded.set_log_length(False)  # the factors of its scores are those of plain ones
-    layers, least = rotary_layers(loaded, settings.layers), 2 * loaded.config.train_length
+    rotary_layers(loaded, settings.layers)
+    least = 2 * loaded.config.train_length
     if label is None:
         names = {spec.name for spec in loaded.config.attention_specs}
         ours = source.config.get("model_type") == "farspan" and len(names) == 1
@@ -76,12 +73,7 @@ def analyze_checkpoint(
     cut = text_tokens or max(least, min(LONGEST, LARGEST * least // 2))
     encoded = (torch.tensor(reader.encode(document.text)[:cut]) for source in text for document in documents(source))
     tokens = list(islice((ids for ids in encoded if len(ids) >= least), texts))
-    found, worth = analyze(loaded, tokens, settings, progress), None
-    if ablate:
-        ends = [found.lengths[0], found.lengths[-1]]
-        long = [one for one in tokens if one.shape[0] >= ends[1]]
-        worth = torch.stack([head_worth(loaded, one, layers, ends, progress) for one in long]).mean(0)
-    made = rows(found, label) + plain(study_rows(found, worth))
+    made = rows(analyze(loaded, tokens, settings, progress), label)
     write_result(path, made, device=loaded.device.type, seed=settings.seed, kind="analysis")
     return made, path
 

@@ -22,7 +22,6 @@ SLACK = (
     "mean angle {mean_angle:.0f}°; rises first {rising_share:.1%}; absolute share of the score {absolute_share:.1%}; "
     "attention moved by a shift {moved_share:.1%}"
 )
-HEADS = "heads {n}; Spearman's ρ {rho:.2f}; 95% from {low:.2f}; to {high:.2f}; beyond chance {beyond}"
 WEIGHTS = (
     ("plain", "unweighted", "#0081c9", "-"),
     ("energy", "by |q||k|", "#E69F00", "--"),
@@ -59,8 +58,6 @@ def sections(analyses: Sequence[Run]) -> Iterator[Part]:
     yield "look-drift", "Past the window", None, drift_figures(analyses), text
     text = "Absolute position in slack CoCA's score."
     yield "look-slack", "Slack CoCA", slack_table(analyses), iter(()), text
-    text = "Angles inside the window against the rise of attention's evenness past it."
-    yield "look-study", "Anomalous heads", head_table(analyses), iter(()), text
 
 
 def mean(values: float | Sequence[float]) -> float:
@@ -114,17 +111,6 @@ def slack_table(analyses: Sequence[Run]) -> Table | None:
         made = {name: mean([mean(row[name]) for row in found.of("slack")]) for name in names}
         lines.append((variant_name(found.model.label), "", made | {"mean_angle": math.degrees(made["mean_angle"])}))
     return listing("analysis-slack", "Slack CoCA's hidden angles", SLACK, lines, heading="Model")
-
-
-def head_table(analyses: Sequence[Run]) -> Table | None:
-    """Correlate each head's angles inside the window with the rise of its attention's evenness past it."""
-    lines = []
-    for found in analyses:
-        for row in found.of("study", primary=True):
-            low, high = row["ci95"]
-            more = {"low": low, "high": high, "beyond": "no" if row["null"] else "yes"}
-            lines.append((variant_name(found.model.label), "", row | more))
-    return listing("analysis-heads", "Anomalous heads", HEADS, lines, heading="Model")
 
 
 # Figures
