@@ -54,7 +54,7 @@ def test_numbers_come_with_their_provenance(out: Path) -> None:
 
 def test_the_page_has_every_section_and_asks_for_nothing_from_outside(out: Path) -> None:
     page = (out / "report" / "index.html").read_text()
-    for group in ("angles", "scores", "borders", "drift", "slack"):
+    for group in ("angles", "scores", "borders", "drift"):
         assert re.search(rf'id="\w+-{group}"', page)
     assert "RoPE" in page
     assert "my-slack" in page

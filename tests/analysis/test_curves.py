@@ -1,4 +1,4 @@
-"""Score curves, their bounds, attention past the window and slack's parts, each against its definition."""
+"""Score curves, their bounds, and attention past the window, each against its definition."""
 
 from typing import Any
 
@@ -6,11 +6,8 @@ import pytest
 import torch
 
 from farspan.analysis import curves as module
-from farspan.analysis.curves import FIRST, QUANTILES, Decay, Drift, Microscope, distances
-from farspan.analysis.factors import Factors, factors
-from farspan.layers import CocaAttention
-from farspan.ops.masking import make_mask
-from farspan.ops.reference import rotations, scores_exact
+from farspan.analysis.curves import FIRST, QUANTILES, Decay, Drift, distances
+from farspan.analysis.factors import Factors
 from farspan.ops.rotary import Rotary
 from tests.analysis.reference import decay_bounds, probabilities, scores
 from tests.analysis.small import KINDS, N, same, seen, small, text
@@ -105,61 +102,3 @@ def test_drift_equals_brute_force(attention: Any, at_once: int, monkeypatch: pyt
     same(row["first"], p[..., :FIRST].sum(-1).mean(1))
     same(row["far"], (p * (distance >= 16)).sum(-1).mean(1))
     same(row["logit_top"], logits.amax(-1).mean())
-
-
-def test_slack_splits_into_a_relative_and_an_absolute_part() -> None:
-    model = small("coca-slack")
-    made, q, t = seen(model, text(N))
-    queries = torch.arange(N)
-    whole, relative, absolute = (made.logits(queries, part=part) for part in ("all", "relative", "absolute"))
-    mask = whole.isfinite()
-    same((relative + absolute)[mask], whole[mask])
-    moved = made.logits(queries, shift=11, part="relative")
-    same(moved[mask], relative[mask])
-    a, b = q[0].chunk(2, dim=-1)  # docs/math.md, literally, for one pair of query and key
-    t, theta, (m, n) = t[0].repeat_interleave(2, 0), Rotary(8).frequencies(), (30, 12)
-    a, b, t, delta, sigma = a[2, m], b[2, m], t[2, n], (m - n) * theta, (m + n) * theta
-    first = t / 2 * ((a + b) ** 2 * delta.cos() - (b**2 - a**2) * delta.sin())
-    second = t / 2 * ((a - b) ** 2 * sigma.cos() + (b**2 - a**2) * sigma.sin())
-    same(relative[2, m, n], first.sum() * made.scale)
-    same(absolute[2, m, n], second.sum() * made.scale)
-
-
-def test_the_microscope_sees_what_was_split_and_moved() -> None:
-    made, _, _ = seen(small("coca-slack"), text(N))
-    queries = torch.tensor([3, 17, 40])
-    slack = Microscope(4, 16)
-    slack.add(made, queries)
-    relative, absolute = (made.logits(queries, part=part) for part in ("relative", "absolute"))
-    squares = [x.masked_fill(x.isinf(), 0.0).square().sum((1, 2)) for x in (relative, absolute)]
-    same(slack.row()["absolute_share"], squares[1] / (squares[0] + squares[1]))
-    here, there = (made.logits(queries, shift=shift).softmax(-1) for shift in (0, 16))
-    same(slack.row()["moved_share"], (here - there).abs().sum(-1).mean(-1) / 2)
-    size, rising, rotated = torch.zeros(3, 4, dtype=torch.float64)
-    for m in queries.tolist():
-        for n in range(m + 1):
-            h = made.query[:, m] * made.key[:, n].repeat_interleave(2, 0).conj()
-            size += h.abs().sum(-1)
-            rising += (h.abs() * (h.imag < 0)).sum(-1)
-            rotated += (h.abs() * h.angle().abs()).sum(-1)
-    same(slack.row()["rising_share"], rising / size)
-    same(slack.row()["mean_angle"], rotated / size)
-    assert float(slack.row()["absolute_share"].min()) > 0.01
-
-
-def test_a_tied_query_leaves_slack_nothing_absolute() -> None:
-    """Eq. 11: with q equal on both members of each pair slack is exact."""
-    layer = CocaAttention(24, 4, form="slack", num_key_heads=2, head_dim=8).double()
-    with torch.no_grad():
-        rows = layer.q_proj.weight.view(4, 2, 4, 24)
-        rows[:, 1] = rows[:, 0]
-    q, t, _ = layer.project(torch.randn(1, 20, 24, dtype=torch.float64))
-    made = factors(layer, 0, q.detach(), t.detach())
-    slack = Microscope(4, 16)
-    slack.add(made, torch.arange(20))
-    assert float(slack.row()["absolute_share"].max()) < 1e-25
-    assert float(slack.row()["mean_angle"].max()) < 1e-15
-    query, key = rotations(layer.rotary, make_mask(20, 20, 1, q.device), 8, q.dtype)
-    mask = made.logits(torch.arange(20)).isfinite()
-    wanted = scores_exact(q, t, query, key)[0].detach() * layer.scaling
-    same(made.logits(torch.arange(20))[mask], wanted[mask])

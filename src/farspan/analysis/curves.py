@@ -1,4 +1,4 @@
-"""Score against distance, attention against length, and the parts of slack CoCA's score, for one layer each."""
+"""Score against distance, and attention against length, for one layer each."""
 
 from typing import Any
 
@@ -144,55 +144,3 @@ class Drift:
         """Return means over queries, (h) each; of the largest score also over heads."""
         means = dict(zip(PER_HEAD, self.sums / self.queries, strict=True))
         return {"queries": self.queries, **means, "logit_top": means["logit_top"].mean()}
-
-
-class Microscope:
-    """Measure how far slack CoCA's score depends on the start of the sequence, and its angle at distance 0.
-
-    Per pair, slack = t/2·{(a+b)² cosΔ - (b²-a²) sinΔ} + t/2·{(a-b)² cosΣ + (b²-a²) sinΣ}: the first brace rotates with
-    the distance, the second with the sum of the positions. The first has an angle of its own at distance 0, so that
-    "Θ_j = 0" is true of slack's vectors but not of its score.
-
-    Args:
-        shift: tokens by which the sequence is moved to see what its start matters: the training length.
-    """
-
-    def __init__(self, heads: int, shift: int) -> None:
-        self.shift, self.queries = shift, 0
-        self.squares = torch.zeros(2, heads, dtype=torch.float64)  # Σ score² of the relative and the absolute part
-        # Of the relative part: Σ t|A| over pairs that rise with distance at first, Σ t|A|·|angle|, Σ t|A|.
-        self.rising = torch.zeros(3, heads, dtype=torch.float64)
-        self.moved = torch.zeros(heads, dtype=torch.float64)  # Σ total variation of attention when the sequence moves
-
-    def add(self, made: Factors, queries: Tensor) -> None:
-        """Compare sampled queries (positions, rising) of one sequence with all keys they see."""
-        for block in queries.split(max(1, LOGITS_AT_ONCE // (made.query.shape[0] * made.length))):
-            here, there = (torch.softmax(made.logits(block, shift=shift), -1) for shift in (0, self.shift))
-            self.moved += ((here - there).abs().sum(-1) / 2).double().sum(-1).cpu()
-            for i, part in enumerate(("relative", "absolute")):
-                scores = made.logits(block, part=part).double()
-                self.squares[i] += scores.masked_fill(scores.isinf(), 0.0).square().sum((1, 2)).cpu()
-            a = made.query[:, block]
-            for i, query in enumerate(block.tolist()):
-                keys = made.key[:, made.first_key(query) : query + 1].real.double().sum(1)
-                size = a[:, i].abs().double() * keys.repeat_interleave(made.groups, dim=0)
-                parts = size * (a[:, i].imag < 0), size * a[:, i].angle().abs(), size
-                self.rising += torch.stack([part.sum(-1) for part in parts]).cpu()
-            self.queries += block.shape[0]
-
-    def row(self) -> dict[str, Any]:
-        """Return shares and an angle, (h) each.
-
-        Absolute: the score's energy that depends on absolute position. Rising and mean angle: of the relative part, by
-        size, what first rises with distance, and the angle at distance 0 in radians (both 0 for exact CoCA). Moved: the
-        attention that moves when the sequence starts `shift` tokens later.
-        """
-        size = self.rising[2].clamp(min=1e-300)
-        return {
-            "queries": self.queries,
-            "shift": self.shift,
-            "absolute_share": self.squares[1] / self.squares.sum(0).clamp(min=1e-300),
-            "rising_share": self.rising[0] / size,
-            "mean_angle": self.rising[1] / size,
-            "moved_share": self.moved / self.queries,
-        }

@@ -96,7 +96,7 @@ def plain(value: Any) -> Any:
 
 
 def rows(found: Analysis, label: str) -> list[dict[str, Any]]:
-    """Make the rows: ``kind`` says which of model, census, borders, curve, slack, drift, loss each is."""
+    """Make the rows: ``kind`` says which of model, census, borders, curve, drift, loss each is."""
     settings = found.settings
     model = {
         "label": label,
@@ -120,7 +120,6 @@ def rows(found: Analysis, label: str) -> list[dict[str, Any]]:
         made.append({"kind": "census", "layer": layer, "region": region, **_shares(census, settings.scalings)})
     made += _border_rows(found)
     made += [{"kind": "curve", "layer": layer, **decay.row()} for layer, decay in found.decay.items()]
-    made += [{"kind": "slack", "layer": layer, **slack.row()} for layer, slack in found.slack.items()]
     for (method, length, layer), drift in found.drift.items():
         made.append({"kind": "drift", "scaling": method, "length": length, "layer": layer, **drift.row()})
     for (method, length), (nll, tokens) in found.losses.items():

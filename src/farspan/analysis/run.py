@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from farspan.analysis.census import Census
-from farspan.analysis.curves import QUERIES, Decay, Drift, Microscope, band, distances, lengths
+from farspan.analysis.curves import QUERIES, Decay, Drift, band, distances, lengths
 from farspan.analysis.factors import SCALINGS, Factors, frequencies, rotary_layers, scaled, walk
 from farspan.errors import require, require_choice
 from farspan.evaluation.losses import token_losses
@@ -57,7 +57,6 @@ class Analysis:
     `census`   by layer and region
     `decay`    by layer
     `drift`    by scaling, length and layer
-    `slack`    by layer; slack CoCA only
     `losses`   by scaling and length: the summed loss of the last half window, and its tokens; "control" is the same
                with the context cut to one window, unscaled
     =========  ====================================================================================================
@@ -94,12 +93,11 @@ class Analysis:
         self.census: dict[tuple[int, str], Census] = {}
         self.decay: dict[int, Decay] = {}
         self.drift: dict[tuple[str, int, int], Drift] = {}
-        self.slack: dict[int, Microscope] = {}
         self.losses: dict[tuple[str, int], tuple[float, int]] = {}
 
     @torch.no_grad()
     def add(self, model: FarspanForCausalLM, method: str, text: Tensor, seed: int, tell: Callable[[int], None]) -> None:
-        """Add a sequence under a scaling; census, curves and slack's microscope read the model as it is."""
+        """Add a sequence under a scaling; census and curves read the model as it is."""
         generator = torch.Generator().manual_seed(seed)  # every scaling is measured through the same queries
         inside, half = self.train_length, max(1, self.settings.queries // 2)
         limits = {"inside": (0, inside), "past": (inside, text.shape[0])}
@@ -122,9 +120,6 @@ class Analysis:
                     self.census[layer, region].add(made, queries)
                 decay = self.decay.setdefault(layer, Decay(distances(self.reach)))
                 decay.add(made, max(1, QUERIES // len(self.sizes)))
-                if made.echo is not None:
-                    slack = self.slack.setdefault(layer, Microscope(heads, inside))
-                    slack.add(made, torch.cat([*regions.values()]))
             tell(layer)
 
         hidden = walk(model, text, self.layers, visit)

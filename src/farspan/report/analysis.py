@@ -18,10 +18,6 @@ MODEL = (
     "of scores {scores:,}; training length {train_length:,}; longest {longest:,}; texts {texts:,}; tokens {tokens:,}; "
     "layers {depth}; heads {heads}"
 )
-SLACK = (
-    "mean angle {mean_angle:.0f}°; rises first {rising_share:.1%}; absolute share of the score {absolute_share:.1%}; "
-    "attention moved by a shift {moved_share:.1%}"
-)
 WEIGHTS = (
     ("plain", "unweighted", "#0081c9", "-"),
     ("energy", "by |q||k|", "#E69F00", "--"),
@@ -56,8 +52,6 @@ def sections(analyses: Sequence[Run]) -> Iterator[Part]:
     yield "look-borders", "Borders", None, border_figures(analyses), text
     text = "Each scaling is applied without further training."
     yield "look-drift", "Past the window", None, drift_figures(analyses), text
-    text = "Absolute position in slack CoCA's score."
-    yield "look-slack", "Slack CoCA", slack_table(analyses), iter(()), text
 
 
 def mean(values: float | Sequence[float]) -> float:
@@ -101,16 +95,6 @@ def _summary(found: Run) -> dict[str, Any]:
         "scores": sum(sum(row["samples"]) for row in curves),
         "depth": len(found.model["layers"]),
     }
-
-
-def slack_table(analyses: Sequence[Run]) -> Table | None:
-    """Describe what of slack CoCA's score is absolute."""
-    lines = []
-    for found in (found for found in analyses if found.of("slack")):
-        names = ("mean_angle", "rising_share", "absolute_share", "moved_share")
-        made = {name: mean([mean(row[name]) for row in found.of("slack")]) for name in names}
-        lines.append((variant_name(found.model.label), "", made | {"mean_angle": math.degrees(made["mean_angle"])}))
-    return listing("analysis-slack", "Slack CoCA's hidden angles", SLACK, lines, heading="Model")
 
 
 # Figures
