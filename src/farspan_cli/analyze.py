@@ -55,17 +55,13 @@ def analyze(
 
 
 def _show_summary(console: Console, rows: list[dict[str, Any]]) -> None:
-    # Eq. 20 is a theorem only where all initial angles are zero.
-    zero = rows[0]["attention"] in ("coca-exact", "coca-strict")
-    checks = ("eq19", "eq20", "eq21") if zero else ("eq19", "eq21")
-    broken = {row["layer"]: sum(row["broken"][check] for check in checks) for row in rows if row["kind"] == "curve"}
     lines = []
     for row in rows:
         if row["kind"] == "census" and row["region"] == "inside":
             shares = [f"{100 * row['past_pi'][weight]:.1f}%" for weight in ("plain", "energy", "attention")]
-            lines.append([row["layer"], *shares, f"{row['damped']['none']:.1f}", broken[row["layer"]]])
+            lines.append([row["layer"], *shares, f"{row['damped']['none']:.1f}"])
     print("initial angles, inside the training length")
-    show_table(console, ("layer", "Θ past π", "by |q||k|", "by attention", "damped tokens", "bound failed"), lines)
+    show_table(console, ("layer", "Θ past π", "by |q||k|", "by attention", "damped tokens"), lines)
 
 
 def _page(out: Path) -> list[Path]:

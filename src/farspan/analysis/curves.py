@@ -14,9 +14,6 @@ QUERIES = 2048
 PRODUCTS_AT_ONCE = 2**21
 LOGITS_AT_ONCE = 2**21
 """Scores held at a time, in float64 and in several copies."""
-SLIP = 1e-9
-"""Rounding allowed to a bound, relative to it: everything here is float64."""
-CHECKS = ("eq19", "eq20", "eq21")
 FIRST = 4
 """Tokens at the start whose attention is counted: attention sinks are there."""
 PER_HEAD = ("entropy", "even", "first", "far", "logit_top")
@@ -37,18 +34,15 @@ def distances(length: int) -> list[int]:
 
 
 class Decay:
-    """Scores a(s) at chosen distances s, and the bounds of Eq. 19 and Eq. 20 on each.
+    """Scores a(s) at chosen distances s.
 
     One distance is one diagonal of the score matrix: the queries along it (all of them, or evenly spaced ones) give
-    means and quantiles in O(N) memory. `broken` counts where an inequality failed: "eq19" for the part of the score
-    that is relative, "eq20" (a theorem for CoCA only), and "eq21".
+    means and quantiles in O(N) memory.
     """
 
     def __init__(self, at: list[int]) -> None:
         self.at = at
         self.values: list[list[Tensor]] = [[torch.empty(0)] for _ in at]  # logits a(s)·scale
-        self.bounds = torch.zeros(2, len(at), dtype=torch.float64)  # sums, with the same scale
-        self.broken = dict.fromkeys(CHECKS, 0)
 
     def add(self, made: Factors, count: int = QUERIES) -> None:
         """Add at most so many queries of one sequence, evenly spaced, at every distance that it has."""
@@ -64,41 +58,24 @@ class Decay:
         key = made.key[:, queries - s].repeat_interleave(made.groups, dim=0).to(torch.complex128)
         h = made.query[:, queries].to(torch.complex128) * key.conj()  # h n j
         wave = torch.polar(torch.ones_like(theta), s * theta)
-        score = relative = (h * wave).real.sum(-1)
+        score = (h * wave).real.sum(-1)
         if made.echo is not None:
             sigma = (2 * queries - s)[:, None] * theta
             echo = made.echo[:, queries].to(torch.complex128) * key
-            score = relative + (echo * torch.polar(torch.ones_like(sigma), sigma)).real.sum(-1)
+            score = score + (echo * torch.polar(torch.ones_like(sigma), sigma)).real.sum(-1)
         self.values[i].append((score * made.scale).flatten().to(made.query.real.dtype).cpu())
 
-        padded = torch.cat((h, torch.zeros_like(h[..., :1])), dim=-1)  # h_{d/2} = 0 ends the Abel summation
-        steps, flat = padded.diff(dim=-1).abs(), padded.abs().diff(dim=-1).abs()
-        partial = wave.cumsum(-1)
-        bounds = {
-            "eq19": steps.amax(-1) * partial.abs().sum(-1),
-            "eq20": flat.amax(-1) * partial.real.abs().sum(-1),
-        }
-        slip = SLIP * h.abs().sum(-1)  # rounding of a is relative to the terms, not to their sum
-        for name, bound in bounds.items():
-            self.broken[name] += int((relative.abs() > bound + slip).sum())
-        self.broken["eq21"] += int((flat > steps + slip[..., None]).any(-1).sum())
-        self.bounds[:, i] += torch.stack([bound.sum() for bound in bounds.values()]).cpu() * made.scale
-
     def row(self) -> dict[str, Any]:
-        """Return by distance: samples, mean, quantiles (interpolated linearly) and the mean bounds; NaN for none."""
+        """Return by distance: samples, mean and quantiles (interpolated linearly); NaN for none."""
         values = [torch.cat(parts).double() for parts in self.values]
         samples, nothing = [x.numel() for x in values], np.full(len(QUANTILES), np.nan)
         # numpy's quantile, as torch's stops at 16 million values
         quantiles = np.stack([np.quantile(x, QUANTILES) if len(x) else nothing for x in values], axis=-1)
-        eq19, eq20 = self.bounds / torch.tensor(samples, dtype=torch.float64).clamp(min=1)
         return {
             "distance": self.at,
             "samples": samples,
             "mean": torch.stack([x.mean() for x in values]),
             "quantiles": {f"{q:g}": torch.from_numpy(row) for q, row in zip(QUANTILES, quantiles, strict=True)},
-            "bound_eq19": eq19,
-            "bound_eq20": eq20,
-            "broken": self.broken,
         }
 
 
