@@ -27,6 +27,7 @@ def test_every_layer_scaling_and_length_is_there_and_the_model_is_left_as_it_was
     assert set(found.census) == {(layer, region) for layer in (0, 1) for region in REGIONS}
     assert found.lengths == [16, 32, 64]
     assert set(found.drift) == set(product(SCALINGS, (16, 32, 64), (0, 1)))
+    assert all(one.queries for one in (*found.census.values(), *found.drift.values()))
     assert DRIFT_QUERIES > 8  # a half window: all of its queries are taken
     assert found.drift["linear", 32, 0].queries == 16
     assert found.drift["linear", 64, 0].queries == 8  # one of the two texts is that long

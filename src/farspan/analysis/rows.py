@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from farspan.analysis.census import BORDERS, WEIGHTS, Census, share
+from farspan.analysis.census import BORDERS
 from farspan.analysis.curves import LARGEST
-from farspan.analysis.factors import rotary_layers
 from farspan.analysis.run import Analysis, Settings, analyze
 from farspan.checkpoints import load, open_source, text_tokenizer
 from farspan.data import documents, load_tokenizer
@@ -55,7 +54,6 @@ def analyze_checkpoint(
     settings, source = settings or Settings(), open_source(Path(model))
     loaded = load(source, dtype=torch.float32, device=device())
     loaded.set_log_length(False)  # the factors of its scores are those of plain ones
-    rotary_layers(loaded, settings.layers)
     least = 2 * loaded.config.train_length
     if label is None:
         names = {spec.name for spec in loaded.config.attention_specs}
@@ -106,7 +104,7 @@ def rows(found: Analysis, label: str) -> list[dict[str, Any]]:
         "texts": len(found.sizes),
         "tokens": sum(found.sizes),
         "layers": found.layers,
-        "heads": found.census[found.layers[0], "inside"].heads,
+        "heads": found.heads,
         "pairs": found.theta.shape[1],
         "scalings": list(settings.scalings),
         "factor": settings.factor,
@@ -117,7 +115,7 @@ def rows(found: Analysis, label: str) -> list[dict[str, Any]]:
     }
     made = [{"kind": "model", **model}]
     for (layer, region), census in found.census.items():
-        made.append({"kind": "census", "layer": layer, "region": region, **_shares(census, settings.scalings)})
+        made.append({"kind": "census", "layer": layer, "region": region, **census.row(settings.scalings)})
     made += _border_rows(found)
     made += [{"kind": "curve", "layer": layer, **decay.row()} for layer, decay in found.decay.items()]
     for (method, length, layer), drift in found.drift.items():
@@ -127,25 +125,6 @@ def rows(found: Analysis, label: str) -> list[dict[str, Any]]:
             losses = {"loss": nll / tokens, "control": found.losses["control", length][0] / tokens}
             made.append({"kind": "loss", "scaling": method, "length": length, **losses, "tokens": tokens})
     return [plain(row) for row in made]
-
-
-def _shares(census: Census, scalings: Sequence[str]) -> dict[str, Any]:
-    """Take shares of one layer's initial angles in all, by head, by pair and by both."""
-    past, zone, damped, totals = census.past, census.zone, census.damped, census.totals
-    weights, methods = list(enumerate(WEIGHTS)), list(enumerate(scalings))
-    return {
-        "queries": census.queries,
-        "pairs": census.pairs,
-        "histogram": {w: share(census.histogram[i].sum((0, 1)), totals[i].sum()) for i, w in weights},
-        "past_pi": {w: share(past[i].sum(), totals[i].sum()) for i, w in weights},
-        "past_pi_head": {w: share(past[i], totals[i], [1]) for i, w in weights},
-        "past_pi_pair": {w: share(past[i], totals[i], [0]) for i, w in weights},
-        "past_pi_head_pair": share(past[0], totals[0]),
-        "zone": {name: {w: share(zone[k, i].sum(), totals[i].sum()) for i, w in weights} for k, name in methods},
-        "zone_head": {name: share(zone[k, 2], totals[2], [1]) for k, name in methods},
-        "damped": {name: share(damped[k].sum(), totals[0].sum()) for k, name in methods},
-        "damped_pair": {name: share(damped[k], totals[0], [0]) for k, name in methods},
-    }
 
 
 def _border_rows(found: Analysis) -> list[dict[str, Any]]:
