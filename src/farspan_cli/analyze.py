@@ -32,9 +32,6 @@ def analyze(
     ] = None,
     texts: Texts = 4,
     tokenizer: Annotated[str | None, typer.Option(help="A tokenizer.json or folder; by default the model's.")] = None,
-    ablate: Annotated[
-        bool, typer.Option("--ablate", help="Also measure the loss without each head, on every text: slow.")
-    ] = False,
     seed: Seed = 0,
     force: Force = False,
 ) -> None:
@@ -51,34 +48,20 @@ def analyze(
     options: dict[str, Any] = {"label": label, "tokenizer": tokenizer, "texts": texts, "text_tokens": text_tokens}
     console = Console()
     with show_progress(console) as show, quiet():  # transformers warns of every scaling that is tried
-        rows, path = analyze_checkpoint(
-            model, text, out, settings, ablate=ablate, force=force, progress=show, **options
-        )
+        rows, path = analyze_checkpoint(model, text, out, settings, force=force, progress=show, **options)
     _show_summary(console, rows)
     for file in (path, *_page(out)):
         console.print(f"written: {file}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _show_summary(console: Console, rows: list[dict[str, Any]]) -> None:
-    # Eq. 20 is a theorem only where all initial angles are zero.
-    zero = rows[0]["attention"] in ("coca-exact", "coca-strict")
-    checks = ("eq19", "eq20", "eq21") if zero else ("eq19", "eq21")
-    broken = {row["layer"]: sum(row["broken"][check] for check in checks) for row in rows if row["kind"] == "curve"}
     lines = []
     for row in rows:
         if row["kind"] == "census" and row["region"] == "inside":
             shares = [f"{100 * row['past_pi'][weight]:.1f}%" for weight in ("plain", "energy", "attention")]
-            lines.append([row["layer"], *shares, f"{row['damped']['none']:.1f}", broken[row["layer"]]])
+            lines.append([row["layer"], *shares, f"{row['damped']['none']:.1f}"])
     print("initial angles, inside the training length")
-    show_table(console, ("layer", "Θ past π", "by |q||k|", "by attention", "damped tokens", "bound failed"), lines)
-    for row in rows:
-        if row["kind"] == "study" and row["primary"]:
-            low, high = row["ci95"]
-            console.print(
-                f"Θ past π by |q||k| against evenness past the window, {row['n']} heads: ρ = {row['rho']:.2f} "
-                f"(95% {low:.2f} to {high:.2f}), {'not ' if row['null'] else ''}told from chance",
-                soft_wrap=True,
-            )
+    show_table(console, ("layer", "Θ past π", "by |q||k|", "by attention", "damped tokens"), lines)
 
 
 def _page(out: Path) -> list[Path]:

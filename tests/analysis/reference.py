@@ -61,17 +61,3 @@ def count_crossings(angle: float, theta: float, reach: int) -> tuple[int, int, i
             aligned += 1
         multiple += 1
     return first, opposed, aligned
-
-
-def decay_bounds(h: Tensor, distance: int, theta: Tensor) -> tuple[float, float, float]:
-    """|a(s)|, the bound of Eq. 19 and that of Eq. 20, for one h (d/2) complex.
-
-    Abel summation puts h_{d/2} = 0 behind the last pair: without that term the maximum is not a bound.
-    """
-    wave = torch.polar(torch.ones_like(theta), distance * theta)
-    a = abs(float((h * wave).real.sum()))
-    ends = [*h.tolist(), 0j]
-    steps = max(abs(ends[i + 1] - ends[i]) for i in range(len(h)))
-    flat = max(abs(abs(ends[i + 1]) - abs(ends[i])) for i in range(len(h)))
-    partial = [sum(wave[: j + 1].tolist()) for j in range(len(h))]
-    return a, steps * sum(abs(x) for x in partial), flat * sum(abs(x.real) for x in partial)

@@ -33,7 +33,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     slack = [save(folder / "slack", "coca-slack"), *options, "--label", "my-slack"]
     with pytest.MonkeyPatch.context() as no_page:
         no_page.setattr("farspan_cli.analyze._page", lambda out: [])
-        assert called("analyze", save(folder / "rope", "rope"), *options, "--ablate")[0] == 0
+        assert called("analyze", save(folder / "rope", "rope"), *options)[0] == 0
         assert called("analyze", mixed, *options, "--label", "mixed", "--scalings", "none")[0] == 0
         assert called("analyze", *slack)[0] == 0
         status, _, error = called("analyze", *slack)
@@ -49,13 +49,12 @@ def test_numbers_come_with_their_provenance(out: Path) -> None:
     assert data["rows"][0]["scalings"] == ["none", "linear", "ntk", "dynamic_ntk", "yarn"]
     assert data["command"].startswith("farspan analyze")
     kinds = {row["kind"] for row in data["rows"]}
-    assert kinds == {"model", "census", "borders", "curve", "drift", "loss", "study"}
-    assert {row["effect"] for row in data["rows"] if row["kind"] == "study"} == {"even", "first", "far", "harm"}
+    assert kinds == {"model", "census", "borders", "curve", "drift", "loss"}
 
 
 def test_the_page_has_every_section_and_asks_for_nothing_from_outside(out: Path) -> None:
     page = (out / "report" / "index.html").read_text()
-    for group in ("angles", "scores", "borders", "drift", "slack", "study"):
+    for group in ("angles", "scores", "borders", "drift"):
         assert re.search(rf'id="\w+-{group}"', page)
     assert "RoPE" in page
     assert "my-slack" in page

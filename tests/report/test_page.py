@@ -1,6 +1,8 @@
 """The page: offline, escaped, and one clear line where the files are not right."""
 
 import json
+import re
+import shutil
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -206,6 +208,17 @@ def test_an_analysis_that_is_not_complete_gives_one_line(of: str, change: dict[s
     assert (status, error.count("\n")) == (2, 1)
     assert "a row of a benchmark or an analysis is not complete" in error
     assert not (tmp_path / "report").exists()
+
+
+def test_an_analysis_of_version_0_1_is_shown_without_what_was_removed(tmp_path: Path) -> None:
+    (tmp_path / "results").mkdir()
+    for name in ("rope", "coca-slack"):  # they have rows of heads, of slack's parts, and of bounds
+        shutil.copy(RESULTS / "analysis" / f"analysis-{name}.json", tmp_path / "results")
+    page = write_report(tmp_path).read_text()
+    assert set(re.findall('id="(look-[a-z]+)"', page)) == {"look-angles", "look-scores", "look-borders", "look-drift"}
+    table = (tmp_path / "report" / "tables" / "analysis.md").read_text()
+    assert "| RoPE | 47.7% | 39.2% | 48.0% | 31.6% | 39.5% | 0.48 → 0.70 | +2.15 | 512 | 16,384 |" in table
+    assert "| CoCA slack | 0.0% |" in table
 
 
 def test_a_run_that_has_only_failed_says_so(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ direction (Fig. 3, Fig. 7, Eq. 25) at borders of three kinds:
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -153,6 +154,24 @@ class Census:
         each = torch.stack((irregular, odd, even - irregular))[:, None]  # border 1 d/2 bins
         total = self.crossed.sum(-1).clamp(min=1.0)
         return (self.crossed * each).sum(-1) / total, (self.crossed * (each > 0)).sum(-1) / total
+
+    def row(self, scalings: Sequence[str]) -> dict[str, Any]:
+        """Take shares of initial angles in all, by head (h), by pair (d/2) and by both, under named scalings."""
+        past, zone, damped, totals = self.past, self.zone, self.damped, self.totals
+        weights, methods = list(enumerate(WEIGHTS)), list(enumerate(scalings))
+        return {
+            "queries": self.queries,
+            "pairs": self.pairs,
+            "histogram": {w: share(self.histogram[i].sum((0, 1)), totals[i].sum()) for i, w in weights},
+            "past_pi": {w: share(past[i].sum(), totals[i].sum()) for i, w in weights},
+            "past_pi_head": {w: share(past[i], totals[i], [1]) for i, w in weights},
+            "past_pi_pair": {w: share(past[i], totals[i], [0]) for i, w in weights},
+            "past_pi_head_pair": share(past[0], totals[0]),
+            "zone": {name: {w: share(zone[k, i].sum(), totals[i].sum()) for i, w in weights} for k, name in methods},
+            "zone_head": {name: share(zone[k, 2], totals[2], [1]) for k, name in methods},
+            "damped": {name: share(damped[k].sum(), totals[0].sum()) for k, name in methods},
+            "damped_pair": {name: share(damped[k], totals[0], [0]) for k, name in methods},
+        }
 
 
 def _angles(made: Factors, query: int, keys: Tensor) -> Tensor:

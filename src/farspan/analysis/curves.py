@@ -1,4 +1,4 @@
-"""Score against distance, attention against length, and the parts of slack CoCA's score, for one layer each."""
+"""Score against distance, and attention against length, for one layer each."""
 
 from typing import Any
 
@@ -14,9 +14,6 @@ QUERIES = 2048
 PRODUCTS_AT_ONCE = 2**21
 LOGITS_AT_ONCE = 2**21
 """Scores held at a time, in float64 and in several copies."""
-SLIP = 1e-9
-"""Rounding allowed to a bound, relative to it: everything here is float64."""
-CHECKS = ("eq19", "eq20", "eq21")
 FIRST = 4
 """Tokens at the start whose attention is counted: attention sinks are there."""
 PER_HEAD = ("entropy", "even", "first", "far", "logit_top")
@@ -37,18 +34,15 @@ def distances(length: int) -> list[int]:
 
 
 class Decay:
-    """Scores a(s) at chosen distances s, and the bounds of Eq. 19 and Eq. 20 on each.
+    """Scores a(s) at chosen distances s.
 
     One distance is one diagonal of the score matrix: the queries along it (all of them, or evenly spaced ones) give
-    means and quantiles in O(N) memory. `broken` counts where an inequality failed: "eq19" for the part of the score
-    that is relative, "eq20" (a theorem for CoCA only), and "eq21".
+    means and quantiles in O(N) memory.
     """
 
     def __init__(self, at: list[int]) -> None:
         self.at = at
         self.values: list[list[Tensor]] = [[torch.empty(0)] for _ in at]  # logits a(s)·scale
-        self.bounds = torch.zeros(2, len(at), dtype=torch.float64)  # sums, with the same scale
-        self.broken = dict.fromkeys(CHECKS, 0)
 
     def add(self, made: Factors, count: int = QUERIES) -> None:
         """Add at most so many queries of one sequence, evenly spaced, at every distance that it has."""
@@ -64,41 +58,24 @@ class Decay:
         key = made.key[:, queries - s].repeat_interleave(made.groups, dim=0).to(torch.complex128)
         h = made.query[:, queries].to(torch.complex128) * key.conj()  # h n j
         wave = torch.polar(torch.ones_like(theta), s * theta)
-        score = relative = (h * wave).real.sum(-1)
+        score = (h * wave).real.sum(-1)
         if made.echo is not None:
             sigma = (2 * queries - s)[:, None] * theta
             echo = made.echo[:, queries].to(torch.complex128) * key
-            score = relative + (echo * torch.polar(torch.ones_like(sigma), sigma)).real.sum(-1)
+            score = score + (echo * torch.polar(torch.ones_like(sigma), sigma)).real.sum(-1)
         self.values[i].append((score * made.scale).flatten().to(made.query.real.dtype).cpu())
 
-        padded = torch.cat((h, torch.zeros_like(h[..., :1])), dim=-1)  # h_{d/2} = 0 ends the Abel summation
-        steps, flat = padded.diff(dim=-1).abs(), padded.abs().diff(dim=-1).abs()
-        partial = wave.cumsum(-1)
-        bounds = {
-            "eq19": steps.amax(-1) * partial.abs().sum(-1),
-            "eq20": flat.amax(-1) * partial.real.abs().sum(-1),
-        }
-        slip = SLIP * h.abs().sum(-1)  # rounding of a is relative to the terms, not to their sum
-        for name, bound in bounds.items():
-            self.broken[name] += int((relative.abs() > bound + slip).sum())
-        self.broken["eq21"] += int((flat > steps + slip[..., None]).any(-1).sum())
-        self.bounds[:, i] += torch.stack([bound.sum() for bound in bounds.values()]).cpu() * made.scale
-
     def row(self) -> dict[str, Any]:
-        """Return by distance: samples, mean, quantiles (interpolated linearly) and the mean bounds; NaN for none."""
+        """Return by distance: samples, mean and quantiles (interpolated linearly); NaN for none."""
         values = [torch.cat(parts).double() for parts in self.values]
         samples, nothing = [x.numel() for x in values], np.full(len(QUANTILES), np.nan)
         # numpy's quantile, as torch's stops at 16 million values
         quantiles = np.stack([np.quantile(x, QUANTILES) if len(x) else nothing for x in values], axis=-1)
-        eq19, eq20 = self.bounds / torch.tensor(samples, dtype=torch.float64).clamp(min=1)
         return {
             "distance": self.at,
             "samples": samples,
             "mean": torch.stack([x.mean() for x in values]),
             "quantiles": {f"{q:g}": torch.from_numpy(row) for q, row in zip(QUANTILES, quantiles, strict=True)},
-            "bound_eq19": eq19,
-            "bound_eq20": eq20,
-            "broken": self.broken,
         }
 
 
@@ -144,55 +121,3 @@ class Drift:
         """Return means over queries, (h) each; of the largest score also over heads."""
         means = dict(zip(PER_HEAD, self.sums / self.queries, strict=True))
         return {"queries": self.queries, **means, "logit_top": means["logit_top"].mean()}
-
-
-class Microscope:
-    """Measure how far slack CoCA's score depends on the start of the sequence, and its angle at distance 0.
-
-    Per pair, slack = t/2·{(a+b)² cosΔ - (b²-a²) sinΔ} + t/2·{(a-b)² cosΣ + (b²-a²) sinΣ}: the first brace rotates with
-    the distance, the second with the sum of the positions. The first has an angle of its own at distance 0, so that
-    "Θ_j = 0" is true of slack's vectors but not of its score.
-
-    Args:
-        shift: tokens by which the sequence is moved to see what its start matters: the training length.
-    """
-
-    def __init__(self, heads: int, shift: int) -> None:
-        self.shift, self.queries = shift, 0
-        self.squares = torch.zeros(2, heads, dtype=torch.float64)  # Σ score² of the relative and the absolute part
-        # Of the relative part: Σ t|A| over pairs that rise with distance at first, Σ t|A|·|angle|, Σ t|A|.
-        self.rising = torch.zeros(3, heads, dtype=torch.float64)
-        self.moved = torch.zeros(heads, dtype=torch.float64)  # Σ total variation of attention when the sequence moves
-
-    def add(self, made: Factors, queries: Tensor) -> None:
-        """Compare sampled queries (positions, rising) of one sequence with all keys they see."""
-        for block in queries.split(max(1, LOGITS_AT_ONCE // (made.query.shape[0] * made.length))):
-            here, there = (torch.softmax(made.logits(block, shift=shift), -1) for shift in (0, self.shift))
-            self.moved += ((here - there).abs().sum(-1) / 2).double().sum(-1).cpu()
-            for i, part in enumerate(("relative", "absolute")):
-                scores = made.logits(block, part=part).double()
-                self.squares[i] += scores.masked_fill(scores.isinf(), 0.0).square().sum((1, 2)).cpu()
-            a = made.query[:, block]
-            for i, query in enumerate(block.tolist()):
-                keys = made.key[:, made.first_key(query) : query + 1].real.double().sum(1)
-                size = a[:, i].abs().double() * keys.repeat_interleave(made.groups, dim=0)
-                parts = size * (a[:, i].imag < 0), size * a[:, i].angle().abs(), size
-                self.rising += torch.stack([part.sum(-1) for part in parts]).cpu()
-            self.queries += block.shape[0]
-
-    def row(self) -> dict[str, Any]:
-        """Return shares and an angle, (h) each.
-
-        Absolute: the score's energy that depends on absolute position. Rising and mean angle: of the relative part, by
-        size, what first rises with distance, and the angle at distance 0 in radians (both 0 for exact CoCA). Moved: the
-        attention that moves when the sequence starts `shift` tokens later.
-        """
-        size = self.rising[2].clamp(min=1e-300)
-        return {
-            "queries": self.queries,
-            "shift": self.shift,
-            "absolute_share": self.squares[1] / self.squares.sum(0).clamp(min=1e-300),
-            "rising_share": self.rising[0] / size,
-            "mean_angle": self.rising[1] / size,
-            "moved_share": self.moved / self.queries,
-        }

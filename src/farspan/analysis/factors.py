@@ -58,34 +58,27 @@ class Factors:
         """Return the first key that a query sees."""
         return 0 if self.window is None else max(0, query - self.window + 1)
 
-    def logits(self, queries: Tensor, *, shift: int = 0, part: str = "all") -> Tensor:
-        """Compute what the softmax sees: (h, queries, m), -inf at masked keys.
-
-        Args:
-            queries: positions (n), rising.
-            shift: moves the sequence to another start, which matters to slack only.
-            part: "all", or of slack's score "relative" or "absolute" alone.
-        """
+    def logits(self, queries: Tensor) -> Tensor:
+        """Compute what the softmax sees of queries at rising positions (n): (h, n, m), -inf at masked keys."""
         theta = frequencies(self.rotary, self.length, queries)
         positions = torch.arange(self.length, device=queries.device)
         out = self.query.real.new_empty(self.query.shape[0], queries.shape[0], self.length)
         starts = [0, *((theta[1:] != theta[:-1]).any(-1).nonzero().flatten() + 1).tolist(), queries.shape[0]]
         for start, stop in pairwise(starts):  # dynamic NTK: one run of queries per base
-            query = self._queries(queries[start:stop], shift, theta[start], part)
-            key = _real(self.key * rotation(positions + shift, theta[start], self.key.dtype)).mT
+            query = self._rotated(queries[start:stop], theta[start])
+            key = _real(self.key * rotation(positions, theta[start], self.key.dtype)).mT
             grouped = query.unflatten(0, (-1, self.groups)).flatten(1, 2) @ key  # no copy of a key per query head
             out[:, start:stop] = grouped.unflatten(1, (self.groups, -1)).flatten(0, 1)
         distance = queries[:, None] - positions
         masked = distance < 0 if self.window is None else (distance < 0) | (distance >= self.window)
         return (out * self.scale).masked_fill_(masked, -torch.inf)
 
-    def _queries(self, queries: Tensor, shift: int, theta: Tensor, part: str) -> Tensor:
-        rotations = rotation(queries + shift, theta, self.query.dtype)
+    def _rotated(self, queries: Tensor, theta: Tensor) -> Tensor:
+        rotations = rotation(queries, theta, self.query.dtype)
         rotated = self.query[:, queries] * rotations
         if self.echo is not None:  # Re(X·K) = Re(conj X · conj K): the echo meets the same keys mirrored
-            echo = (self.echo[:, queries] * rotations).conj()
-            rotated = {"all": rotated + echo, "relative": rotated, "absolute": echo}[part]
-        return _real(rotated.resolve_conj())
+            rotated = rotated + (self.echo[:, queries] * rotations).conj()
+        return _real(rotated)
 
 
 def _real(x: Tensor) -> Tensor:

@@ -11,14 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from farspan.analysis.census import BORDERS, WEIGHTS, Census, share
+from farspan.analysis.census import BORDERS
 from farspan.analysis.curves import LARGEST
-from farspan.analysis.factors import rotary_layers
 from farspan.analysis.run import Analysis, Settings, analyze
-from farspan.analysis.study import head_worth, study_rows
 from farspan.checkpoints import load, open_source, text_tokenizer
 from farspan.data import documents, load_tokenizer
-from farspan.data.sources import needs, resolve
+from farspan.data.sources import resolve
 from farspan.errors import require
 from farspan.evaluation.conditions import device
 from farspan.results import check_out, write_result
@@ -40,7 +38,6 @@ def analyze_checkpoint(
     tokenizer: str | None = None,
     texts: int = 4,
     text_tokens: int | None = None,
-    ablate: bool = False,
     force: bool = False,
     progress: Progress = silent,
 ) -> tuple[list[dict[str, Any]], Path]:
@@ -50,16 +47,14 @@ def analyze_checkpoint(
         model: folder of a farspan or LLaMA-family model, or a GGUF file.
         text: sources of documents; at most `texts` of two windows or more are used, each cut to `text_tokens`.
         label: by default the attention of a farspan model, and the name of any other checkpoint.
-        ablate: also measure the loss without each head.
         force: replace an earlier result.
     """
-    needs("scipy", "scipy", "farspan analyze")
     for one in text:
         resolve(one)
     settings, source = settings or Settings(), open_source(Path(model))
     loaded = load(source, dtype=torch.float32, device=device())
     loaded.set_log_length(False)  # the factors of its scores are those of plain ones
-    layers, least = rotary_layers(loaded, settings.layers), 2 * loaded.config.train_length
+    least = 2 * loaded.config.train_length
     if label is None:
         names = {spec.name for spec in loaded.config.attention_specs}
         ours = source.config.get("model_type") == "farspan" and len(names) == 1
@@ -76,12 +71,7 @@ def analyze_checkpoint(
     cut = text_tokens or max(least, min(LONGEST, LARGEST * least // 2))
     encoded = (torch.tensor(reader.encode(document.text)[:cut]) for source in text for document in documents(source))
     tokens = list(islice((ids for ids in encoded if len(ids) >= least), texts))
-    found, worth = analyze(loaded, tokens, settings, progress), None
-    if ablate:
-        ends = [found.lengths[0], found.lengths[-1]]
-        long = [one for one in tokens if one.shape[0] >= ends[1]]
-        worth = torch.stack([head_worth(loaded, one, layers, ends, progress) for one in long]).mean(0)
-    made = rows(found, label) + plain(study_rows(found, worth))
+    made = rows(analyze(loaded, tokens, settings, progress), label)
     write_result(path, made, device=loaded.device.type, seed=settings.seed, kind="analysis")
     return made, path
 
@@ -104,7 +94,7 @@ def plain(value: Any) -> Any:
 
 
 def rows(found: Analysis, label: str) -> list[dict[str, Any]]:
-    """Make the rows: ``kind`` says which of model, census, borders, curve, slack, drift, loss each is."""
+    """Make the rows: ``kind`` says which of model, census, borders, curve, drift, loss each is."""
     settings = found.settings
     model = {
         "label": label,
@@ -114,7 +104,7 @@ def rows(found: Analysis, label: str) -> list[dict[str, Any]]:
         "texts": len(found.sizes),
         "tokens": sum(found.sizes),
         "layers": found.layers,
-        "heads": found.census[found.layers[0], "inside"].heads,
+        "heads": found.heads,
         "pairs": found.theta.shape[1],
         "scalings": list(settings.scalings),
         "factor": settings.factor,
@@ -125,10 +115,9 @@ def rows(found: Analysis, label: str) -> list[dict[str, Any]]:
     }
     made = [{"kind": "model", **model}]
     for (layer, region), census in found.census.items():
-        made.append({"kind": "census", "layer": layer, "region": region, **_shares(census, settings.scalings)})
+        made.append({"kind": "census", "layer": layer, "region": region, **census.row(settings.scalings)})
     made += _border_rows(found)
     made += [{"kind": "curve", "layer": layer, **decay.row()} for layer, decay in found.decay.items()]
-    made += [{"kind": "slack", "layer": layer, **slack.row()} for layer, slack in found.slack.items()]
     for (method, length, layer), drift in found.drift.items():
         made.append({"kind": "drift", "scaling": method, "length": length, "layer": layer, **drift.row()})
     for (method, length), (nll, tokens) in found.losses.items():
@@ -136,25 +125,6 @@ def rows(found: Analysis, label: str) -> list[dict[str, Any]]:
             losses = {"loss": nll / tokens, "control": found.losses["control", length][0] / tokens}
             made.append({"kind": "loss", "scaling": method, "length": length, **losses, "tokens": tokens})
     return [plain(row) for row in made]
-
-
-def _shares(census: Census, scalings: Sequence[str]) -> dict[str, Any]:
-    """Take shares of one layer's initial angles in all, by head, by pair and by both."""
-    past, zone, damped, totals = census.past, census.zone, census.damped, census.totals
-    weights, methods = list(enumerate(WEIGHTS)), list(enumerate(scalings))
-    return {
-        "queries": census.queries,
-        "pairs": census.pairs,
-        "histogram": {w: share(census.histogram[i].sum((0, 1)), totals[i].sum()) for i, w in weights},
-        "past_pi": {w: share(past[i].sum(), totals[i].sum()) for i, w in weights},
-        "past_pi_head": {w: share(past[i], totals[i], [1]) for i, w in weights},
-        "past_pi_pair": {w: share(past[i], totals[i], [0]) for i, w in weights},
-        "past_pi_head_pair": share(past[0], totals[0]),
-        "zone": {name: {w: share(zone[k, i].sum(), totals[i].sum()) for i, w in weights} for k, name in methods},
-        "zone_head": {name: share(zone[k, 2], totals[2], [1]) for k, name in methods},
-        "damped": {name: share(damped[k].sum(), totals[0].sum()) for k, name in methods},
-        "damped_pair": {name: share(damped[k], totals[0], [0]) for k, name in methods},
-    }
 
 
 def _border_rows(found: Analysis) -> list[dict[str, Any]]:

@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, product
 
 import torch
 from torch import Tensor
 
 from farspan.analysis.census import Census
-from farspan.analysis.curves import QUERIES, Decay, Drift, Microscope, band, distances, lengths
+from farspan.analysis.curves import QUERIES, Decay, Drift, band, distances, lengths
 from farspan.analysis.factors import SCALINGS, Factors, frequencies, rotary_layers, scaled, walk
 from farspan.errors import require, require_choice
 from farspan.evaluation.losses import token_losses
@@ -57,7 +57,6 @@ class Analysis:
     `census`   by layer and region
     `decay`    by layer
     `drift`    by scaling, length and layer
-    `slack`    by layer; slack CoCA only
     `losses`   by scaling and length: the summed loss of the last half window, and its tokens; "control" is the same
                with the context cut to one window, unscaled
     =========  ====================================================================================================
@@ -85,23 +84,26 @@ class Analysis:
             f"tokens must be below the vocabulary of the model, {vocabulary}, got {largest}; "
             "use the model's own tokenizer",
         )
-        own, self.reach = model.config.rotary(), max(self.sizes)
-        self.lengths = lengths(self.train_length, self.reach)
-        self.rotaries = {name: scaled(own, name, settings.factor, self.train_length) for name in settings.scalings}
+        own, inside, self.reach = model.config.rotary(), self.train_length, max(self.sizes)
+        self.lengths = lengths(inside, self.reach)
+        self.rotaries = {name: scaled(own, name, settings.factor, inside) for name in settings.scalings}
         last = torch.tensor([self.reach - 1])
         theta = [frequencies(rotary, self.reach, last) for rotary in self.rotaries.values()]
-        self.theta = torch.cat(theta).to(model.device)
-        self.census: dict[tuple[int, str], Census] = {}
-        self.decay: dict[int, Decay] = {}
-        self.drift: dict[tuple[str, int, int], Drift] = {}
-        self.slack: dict[int, Microscope] = {}
+        self.theta, reaches = torch.cat(theta).to(model.device), (inside - 1, self.reach - 1)
+        self.heads, dtype = model.config.num_attention_heads, working_dtype(model.dtype)
+        self.census = {
+            at: Census(self.theta, reaches, inside, self.heads, dtype) for at in product(self.layers, REGIONS)
+        }
+        self.decay = {layer: Decay(distances(self.reach)) for layer in self.layers}
+        each = product(self.rotaries, self.layers, self.lengths)
+        self.drift = {(method, length, layer): Drift(self.heads, inside) for method, layer, length in each}
         self.losses: dict[tuple[str, int], tuple[float, int]] = {}
 
     @torch.no_grad()
     def add(self, model: FarspanForCausalLM, method: str, text: Tensor, seed: int, tell: Callable[[int], None]) -> None:
-        """Add a sequence under a scaling; census, curves and slack's microscope read the model as it is."""
+        """Add a sequence under a scaling; census and curves read the model as it is."""
         generator = torch.Generator().manual_seed(seed)  # every scaling is measured through the same queries
-        inside, half = self.train_length, max(1, self.settings.queries // 2)
+        inside, half = self.train_length, self.settings.queries // 2
         limits = {"inside": (0, inside), "past": (inside, text.shape[0])}
         regions = {name: sample(*ends, half, generator).to(model.device) for name, ends in limits.items()}
         bands = {
@@ -111,21 +113,13 @@ class Analysis:
         }
 
         def visit(made: Factors) -> None:
-            heads, layer = made.query.shape[0], made.layer
             for length, queries in bands.items():
-                self.drift.setdefault((method, length, layer), Drift(heads, inside)).add(made, queries)
+                self.drift[method, length, made.layer].add(made, queries)
             if method == "none":
-                reaches, dtype = (inside - 1, self.reach - 1), working_dtype(made.query.real.dtype)
                 for region, queries in regions.items():
-                    if (layer, region) not in self.census:
-                        self.census[layer, region] = Census(self.theta, reaches, inside, heads, dtype)
-                    self.census[layer, region].add(made, queries)
-                decay = self.decay.setdefault(layer, Decay(distances(self.reach)))
-                decay.add(made, max(1, QUERIES // len(self.sizes)))
-                if made.echo is not None:
-                    slack = self.slack.setdefault(layer, Microscope(heads, inside))
-                    slack.add(made, torch.cat([*regions.values()]))
-            tell(layer)
+                    self.census[made.layer, region].add(made, queries)
+                self.decay[made.layer].add(made, max(1, QUERIES // len(self.sizes)))
+            tell(made.layer)
 
         hidden = walk(model, text, self.layers, visit)
         for length in bands:
@@ -141,10 +135,7 @@ class Analysis:
 
 
 def analyze(
-    model: FarspanForCausalLM,
-    texts: Sequence[Tensor],
-    settings: Settings | None = None,
-    progress: Progress = silent,
+    model: FarspanForCausalLM, texts: Sequence[Tensor], settings: Settings | None = None, progress: Progress = silent
 ) -> Analysis:
     """Measure a model on sequences of token ids (n,), each at least two training lengths long.
 
@@ -154,17 +145,17 @@ def analyze(
     >>> float(found.census[0, "past"].past.sum()), found.lengths
     (0.0, [64, 128])
     """
-    found, settings, steps = Analysis(model, texts, settings or Settings()), settings or Settings(), count(1)
-    total = len(found.rotaries) * len(texts) * len(found.layers)
+    found = Analysis(model, texts, settings or Settings())
+    passes, steps = list(product(found.rotaries, range(len(texts)))), count(1)
+    total = len(passes) * len(found.layers)
     try:
-        for method, rotary in found.rotaries.items():
-            model.share_rotary(rotary)
-            for number, text in enumerate(texts):
+        for method, number in passes:
+            model.share_rotary(found.rotaries[method])
 
-                def tell(layer: int, where: str = f"{method}, text {number + 1}") -> None:
-                    progress(next(steps), total, f"{where}, layer {layer}", phase="layers")
+            def tell(layer: int, where: str = f"{method}, text {number + 1}") -> None:
+                progress(next(steps), total, f"{where}, layer {layer}", phase="layers")
 
-                found.add(model, method, text, settings.seed + number, tell)
+            found.add(model, method, texts[number], found.settings.seed + number, tell)
     finally:
         model.share_rotary(model.config.rotary())
     return found

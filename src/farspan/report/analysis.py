@@ -5,34 +5,29 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.ticker import NullLocator
+from matplotlib.scale import SymmetricalLogScale
 
 from farspan.report.figures import FAINT, INK, Curve, Figure, chart
 from farspan.report.results import Run
-from farspan.report.tables import NOTHING, SCALINGS, Table, file_of, listing, variant_name, variant_style
+from farspan.report.tables import SCALINGS, Table, file_of, listing, variant_name, variant_style
 
 MODEL = (
     "Θ past π {plain:.1%}; by |q||k| {energy:.1%}; by attention {attention:.1%}; "
     "attention on damped tokens {none:.1%}; the same under PI {linear:.1%}; evenness, window → longest {even}; "
-    "excess loss at the longest {excess:+.2f}; effective window {window}; bounds failed {failed:,}; "
-    "of scores {scores:,}; training length {train_length:,}; longest {longest:,}; texts {texts:,}; tokens {tokens:,}; "
-    "layers {depth}; heads {heads}"
+    "excess loss at the longest {excess:+.2f}; training length {train_length:,}; longest {longest:,}; texts {texts:,}; "
+    "tokens {tokens:,}; layers {depth}; heads {heads}"
 )
-SLACK = (
-    "mean angle {mean_angle:.0f}°; rises first {rising_share:.1%}; absolute share of the score {absolute_share:.1%}; "
-    "attention moved by a shift {moved_share:.1%}"
-)
-HEADS = "heads {n}; Spearman's ρ {rho:.2f}; 95% from {low:.2f}; to {high:.2f}; beyond chance {beyond}"
-WEIGHTS = (
-    ("plain", "unweighted", "#0081c9", "-"),
-    ("energy", "by |q||k|", "#E69F00", "--"),
-    ("attention", "by attention", "#009E73", ":"),
-)
+WEIGHTS = {
+    "plain": ("unweighted", {"color": "#0081c9", "linestyle": "-"}),
+    "energy": ("by |q||k|", {"color": "#E69F00", "linestyle": "--"}),
+    "attention": ("by attention", {"color": "#009E73", "linestyle": ":"}),
+}
 BORDERS = {
     "k": ("k: irregular", "#D55E00", "o"),
     "-q": ("−q: every period", "#0081c9", "s"),
     "q": ("q: every period", "#009E73", "^"),
 }
+LAYERS = (("#D55E00", "-"), ("#0081c9", "--"), ("#009E73", "-."))
 DRIFTS = (
     ("even", "evenness of attention", "entropy / its maximum"),
     ("far", "attention beyond any distance of training", "share of attention"),
@@ -40,7 +35,6 @@ DRIFTS = (
     ("logit_top", "largest logit", "logit"),
     ("excess", "excess loss over a cut context", "nats per token"),
 )
-ANGLE = "angle from k to q before rotation (degrees)"
 
 
 Part = tuple[str, str, Table | None, Iterator[Figure | None], str]
@@ -51,16 +45,12 @@ def sections(analyses: Sequence[Run]) -> Iterator[Part]:
     """Yield everything that a page shows of analysed models."""
     text = "Past π a term of the score rises with distance first, and the nearest tokens are damped."
     yield "look-angles", "Initial angles", model_table(analyses), angle_figures(analyses), text
-    text = "The paper's bounds on the decay (Eq. 19, Eq. 20) were checked on every score."
+    text = "What the softmax sees, by the distance between query and key, in three layers."
     yield "look-scores", "Score against distance", None, score_figures(analyses), text
     text = "Share of pairs that first change direction beyond the training length (Fig. 7)."
     yield "look-borders", "Borders", None, border_figures(analyses), text
     text = "Each scaling is applied without further training."
     yield "look-drift", "Past the window", None, drift_figures(analyses), text
-    text = "Absolute position in slack CoCA's score."
-    yield "look-slack", "Slack CoCA", slack_table(analyses), iter(()), text
-    text = "Angles inside the window against the rise of attention's evenness past it."
-    yield "look-study", "Anomalous heads", head_table(analyses), iter(()), text
 
 
 def mean(values: float | Sequence[float]) -> float:
@@ -78,53 +68,17 @@ def drift(found: Run, what: str, scaling: str, length: int) -> float:
 
 def model_table(analyses: Sequence[Run]) -> Table | None:
     """Compare the analysed models."""
-    caption = "Queries inside the training length, all layers. Excess loss: over the same tokens with the context cut. "
-    caption += "Effective window: at least – at most, in tokens, from passkeys (App. B.1)."
-    rows = [(variant_name(found.model.label), "", _summary(found)) for found in analyses]
-    return listing("analysis", "What rotary attention does", MODEL, rows, caption=caption, heading="Model")
-
-
-def _summary(found: Run) -> dict[str, Any]:
-    inside, curves, (first, *_, last) = found.of("census", region="inside"), found.of("curve"), found.model["lengths"]
-    made = {weight: mean([row["past_pi"][weight] for row in inside]) for weight, *_ in WEIGHTS}
-    for scaling in {"none", "linear"} & set(found.model["scalings"]):
-        made[scaling] = mean([row["zone"][scaling]["attention"] for row in inside])
-    window = NOTHING
-    for row in found.of("window", scaling="none")[:1]:
-        window = f"{row.at_least:,} – " + ("no limit seen" if row.at_most is None else f"{row.at_most:,}")
-    # Eq. 20 needs initial angles of zero.
-    bounds = ("eq19", "eq20", "eq21") if found.model.attention in ("coca-exact", "coca-strict") else ("eq19", "eq21")
-    return {
-        **found.model,
-        **made,
-        "even": " → ".join(f"{drift(found, 'even', 'none', n):.2f}" for n in (first, last)),
-        "excess": drift(found, "excess", "none", last),
-        "window": window,
-        "failed": sum(row["broken"][bound] for row in curves for bound in bounds),
-        "scores": sum(sum(row["samples"]) for row in curves),
-        "depth": len(found.model["layers"]),
-    }
-
-
-def slack_table(analyses: Sequence[Run]) -> Table | None:
-    """Describe what of slack CoCA's score is absolute."""
-    lines = []
-    for found in (found for found in analyses if found.of("slack")):
-        names = ("mean_angle", "rising_share", "absolute_share", "moved_share")
-        made = {name: mean([mean(row[name]) for row in found.of("slack")]) for name in names}
-        lines.append((variant_name(found.model.label), "", made | {"mean_angle": math.degrees(made["mean_angle"])}))
-    return listing("analysis-slack", "Slack CoCA's hidden angles", SLACK, lines, heading="Model")
-
-
-def head_table(analyses: Sequence[Run]) -> Table | None:
-    """Correlate each head's angles inside the window with the rise of its attention's evenness past it."""
+    caption = "Queries inside the training length, all layers. Excess loss: over the same tokens with the context cut."
     lines = []
     for found in analyses:
-        for row in found.of("study", primary=True):
-            low, high = row["ci95"]
-            more = {"low": low, "high": high, "beyond": "no" if row["null"] else "yes"}
-            lines.append((variant_name(found.model.label), "", row | more))
-    return listing("analysis-heads", "Anomalous heads", HEADS, lines, heading="Model")
+        inside, (first, *_, last) = found.of("census", region="inside"), found.model["lengths"]
+        made = found.model | {weight: mean([row["past_pi"][weight] for row in inside]) for weight in WEIGHTS}
+        for scaling in {"none", "linear"} & set(found.model["scalings"]):
+            made[scaling] = mean([row["zone"][scaling]["attention"] for row in inside])
+        made["even"] = " → ".join(f"{drift(found, 'even', 'none', n):.2f}" for n in (first, last))
+        made["excess"], made["depth"] = drift(found, "excess", "none", last), len(found.model["layers"])
+        lines.append((variant_name(found.model.label), "", made))
+    return listing("analysis", "What rotary attention does", MODEL, lines, caption=caption, heading="Model")
 
 
 # Figures
@@ -152,17 +106,17 @@ def angle_figures(analyses: Sequence[Run]) -> Iterator[Figure | None]:
         layers, values = [row["layer"] for row in rows], [row["past_pi"]["plain"] for row in rows]
         curves.append(Curve(variant_name(found.model.label), layers, values, variant_style(found.model.label)))
     labels = "Pairs that first rise with distance", "layer", "share of pairs with Θ past π"
-    half = lambda axes: axes.axhline(0.5, color=FAINT, linewidth=1.2, linestyle=":")  # noqa: E731
-    yield chart("angles-layers", labels, curves, "Dotted: random.", percent=0, ylim=(-0.03, 1.0), then=half)
+    how: Any = {"then": lambda axes: axes.axhline(0.5, color=FAINT, linewidth=1.2, linestyle=":"), "ylim": (-0.03, 1.0)}
+    yield chart("angles-layers", labels, curves, "Dotted: random.", percent=0, **how)
+    labels = "Initial angle Θ, {}", "angle from k to q before rotation (degrees)", "share"
     for found in with_angles(analyses):
-        rows, curves = found.of("census", region="inside"), []
-        bins = len(rows[0]["histogram"]["plain"])
-        for weight, label, colour, dash in WEIGHTS:
-            values = [mean([row["histogram"][weight][i] for row in rows]) for i in range(bins)]
-            style = {"color": colour, "linestyle": dash, "drawstyle": "steps-post"}
-            curves.append(Curve(label, [360 * i / bins for i in range(bins + 1)], [*values, values[-1]], style))
-        labels, caption = ("Initial angle Θ, {}", ANGLE, "share"), "Means over layers and heads."
-        yield draw(found, "angles-histogram", labels, curves, caption, percent=1, then=_halves)
+        curves = []
+        for weight, (label, style) in WEIGHTS.items():
+            bins = [row["histogram"][weight] for row in found.of("census", region="inside")]
+            values = [mean(each) for each in zip(*bins, strict=True)]
+            degrees = [360 * i / len(values) for i in range(len(values) + 1)]
+            curves.append(Curve(label, degrees, [*values, values[-1]], {**style, "drawstyle": "steps-post"}))
+        yield draw(found, "angles-histogram", labels, curves, "Means over layers and heads.", percent=1, then=_halves)
 
 
 def with_angles(analyses: Sequence[Run]) -> list[Run]:
@@ -180,34 +134,28 @@ def _halves(axes: Axes) -> None:
 
 def border_figures(analyses: Sequence[Run]) -> Iterator[Figure | None]:
     """Draw the share of pairs that first change direction past the training length (the paper's Fig. 7)."""
+    labels = "{}: borders first past the window", "wavelength of the pair (tokens)", "share of pairs"
     for found in with_angles(analyses):
-        waves, curves = [2 * math.pi / theta for theta in found.model["theta"][0]], []
-        for border, look in BORDERS.items():
-            for row in found.of("borders", scaling="none", border=border):
-                curves.append(_styled(look, waves, row["first_past"]))
-        labels = "{}: borders first past the window", "wavelength of the pair (tokens)", "share of pairs"
+        waves = [2 * math.pi / theta for theta in found.model["theta"][0]]
+        rows = {row.border: row.first_past for row in found.of("borders", scaling="none")}
+        curves = [_styled(look, waves, rows[border]) for border, look in BORDERS.items()]
         how: Any = {"percent": 0, "mark": found.model["train_length"], "xscale": "log", "ylim": (-0.03, 1.03)}
         yield draw(found, "borders", labels, curves, **how)
 
 
 def score_figures(analyses: Sequence[Run]) -> Iterator[Figure | None]:
     """Draw logits against distance in three layers."""
+    labels = "Score against distance, {}", "distance (tokens)", "logit a(s)/√d"
     for found in analyses:
         rows, curves = found.of("curve"), []
         chosen = {row["layer"]: row for row in (rows[0], rows[len(rows) // 2], rows[-1])}.values()
-        for row, (colour, dash) in zip(chosen, (("#D55E00", "-"), ("#0081c9", "--"), ("#009E73", "-.")), strict=False):
+        for row, (colour, dash) in zip(chosen, LAYERS, strict=False):
             at = [i for i, value in enumerate(row["mean"]) if value is not None]  # a window layer has none beyond it
             low, mid, high = ([row["quantiles"][q][i] for i in at] for q in ("0.25", "0.5", "0.75"))
             x, style = [row["distance"][i] for i in at], {"color": colour, "linestyle": dash}
             curves.append(Curve(f"layer {row['layer']}", x, mid, style, [*zip(low, high, strict=True)]))
-
-        def from_zero(axes: Axes, longest: int = found.model["longest"]) -> None:
-            axes.set_xscale("symlog", linthresh=1, linscale=0.5)
-            axes.set_xlim(-0.1, longest)
-            axes.xaxis.set_minor_locator(NullLocator())
-
-        labels = "Score against distance, {}", "distance (tokens)", "logit a(s)/√d"
-        how: Any = {"mark": found.model["train_length"], "then": from_zero}
+        scale = SymmetricalLogScale(None, linthresh=1, linscale=0.5)  # from 0, the query itself
+        how: Any = {"mark": found.model["train_length"], "xscale": scale, "xlim": (-0.1, found.model["longest"])}
         yield draw(found, "scores", labels, curves, "Median and middle half.", **how)
 
 
