@@ -10,7 +10,7 @@ from farspan.errors import require
 from farspan.utils import parse
 
 LENGTHS = ("perplexity", "passkey", "near-far", "distance")
-Kind = Literal["perplexity", "passkey", "near-far", "distance", "tasks", "study", "speed"]
+Kind = Literal["perplexity", "passkey", "near-far", "distance", "tasks", "study"]
 VARIANTS = ("alibi", "rope", "coca-slack", "coca-strict", "coca-exact")
 """Those of the CoCA paper."""
 
@@ -25,8 +25,6 @@ class Row:
     scaling: Literal["none", "dynamic_ntk-2", "dynamic_ntk-4", "dynamic_ntk-8", "none+log"] = "none"
     kind: Kind | Literal[""] = ""
     """Default: the experiment's."""
-    candidates: list[str] = field(default_factory=list)
-    """Of a benchmark; the fastest of several is shown. Default: the variant."""
     paper: list[float | Literal["OOM", "inf", ""]] = field(default_factory=list)
     """ "" where the paper has no number."""
 
@@ -50,21 +48,10 @@ class Experiment:
     """Names of tasks."""
     headings: list[str] = field(default_factory=list)
     measure: Literal["accuracy", "perplexity", "speed", "memory"] = "perplexity"
-    bench: str = ""
-    """The kind of the results of a benchmark."""
-    subject: str = ""
-    """What is timed."""
-    reference: str = ""
-    owner: str = ""
-    """Whose time the times are multiples of, as a label and in a sentence."""
-    memory: str = ""
-    heading: str = ""
-    """Labels of the line of memory, and of the first column."""
-    digits: int = 2
 
     def __post_init__(self) -> None:
         require(len(self.headings) == len(self.columns), f"headings must name all columns, got {self.headings}")
-        values = len(self.lengths) + len(self.prompts) + len(self.columns) + 2 * (self.kind == "speed")
+        values = len(self.lengths) + len(self.prompts) + len(self.columns)
         for row in self.rows:
             said = f"paper must have one value for each of the {values} columns, got {len(row.paper)}"
             require(len(row.paper) in (0, values), f"{said} in row {row.label!r}; write '' for no number")
@@ -85,8 +72,8 @@ def load_all() -> tuple[Experiment, ...]:
 def load(*kinds: str) -> list[Experiment]:
     """Load the shipped experiments of these kinds.
 
-    >>> [experiment.name for experiment in load("speed", "study")]
-    ['coca-speed', 'cosformer-length', 'dropin']
+    >>> [experiment.name for experiment in load("near-far", "study")]
+    ['dropin', 'figure4']
     """
     return [experiment for experiment in load_all() if experiment.kind in kinds]
 

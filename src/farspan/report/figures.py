@@ -7,7 +7,6 @@ import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import cycle
 from typing import Any
 
 import matplotlib
@@ -19,7 +18,6 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLoca
 from farspan.experiments import Experiment
 from farspan.report.measured import by_distance, condition, distance_ranges, loss_of, variants_in
 from farspan.report.results import Estimate, Record, Run, find, scaling_order, share_of
-from farspan.report.speed import timings
 from farspan.report.tables import file_of, scaling_name, variant_name, variant_style
 
 INK, FAINT = "#1f2328", "#9aa0a6"
@@ -40,7 +38,6 @@ STYLE: Any = {
     **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), INK),
 }
 DEPTHS = 5
-COLOURS, MARKERS = ("#D55E00", "#0081c9", "#009E73", "#CC79A7", "#8a8a8a"), "osD^v"
 ACCURACY: Any = {"caption": "Bars: 95% Wilson interval.", "bars": True, "ylim": (-0.04, 1.04)}
 LENGTH, SHARE = "prompt length (tokens)", "accuracy (share of cases)"
 
@@ -341,32 +338,3 @@ def loss_figure(rows: Sequence[Record], title: str = "Training loss", name: str 
         style = variant_style(row.variant) | {"markevery": max(1, len(row.losses) // 8), "alpha": 0.9}
         curves.append(Curve(label, [step for step, _ in row.losses], [loss for _, loss in row.losses], style))
     return chart(name, (title, "optimiser step", "loss (nats per token)"), curves, "One line per seed.")
-
-
-# Speed
-
-
-def speed_figures(run: Run, experiment: Experiment) -> Iterator[Figure | None]:
-    """Draw time against length over a reference, and the paper's range, for each thing timed at two lengths or more."""
-    paper = {row.label: list(map(float, row.paper)) for row in experiment.rows if row.paper}
-    for group, found in timings(run, experiment.bench).items():
-        lengths, curves = [x.length for x in found], []
-        for row, colour, marker in zip(experiment.rows, cycle(COLOURS), cycle(MARKERS), strict=False):
-            times = [(x.length, time) for x in found if (time := x.fastest(row.candidates or [row.variant]))]
-            style = variant_style(row.variant) if row.variant else {"color": colour, "marker": marker}
-            x, y = [n for n, _ in times], [time.median for _, time in times]
-            curves.append(Curve(row.label, x, y, style, [(time.low, time.high) for _, time in times]))
-        ends = [end for each in [*paper.values(), *(pair for one in curves for pair in one.spread)] for end in each]
-
-        def reference(axes: Axes, ends: Sequence[Any] = ends) -> None:
-            log_axis(axes, [1.0, *ends])
-            axes.axhline(1.0, color=INK, linestyle=":", label=experiment.reference, linewidth=1.4, zorder=1)
-            for label, (low, high) in paper.items():
-                axes.axhspan(low, high, color=FAINT, alpha=0.35, lw=0, label=label, zorder=0)
-
-        labels = f"{experiment.subject}, {group}", "tokens per sequence", f"time / {experiment.owner}"
-        ranged = any(low < high for each in curves for low, high in each.spread)
-        caption = f"Dotted: {experiment.reference}." + " Bars: the middle three fifths." * ranged
-        name = file_of(experiment.name, group.replace(", ", "-"))
-        if len(found) > 1:
-            yield chart(name, labels, curves, caption, lengths=lengths, bars=ranged, legend=2, then=reference)

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from farspan.experiments import VARIANTS, load, load_all
-from farspan.report import measured, speed
-from farspan.report.results import BENCHES, Run, collect
+from farspan.report import measured
+from farspan.report.results import Run, collect
 from farspan.report.tables import Table, to_latex, to_markdown
 from farspan.utils import atomic_path, check_folder, write_text
 
@@ -55,7 +55,7 @@ def write_report(folder: str | os.PathLike[str], out: str | os.PathLike[str] | N
         run.analyses.sort(key=lambda found: (found.model.attention != "rope", found.model.label))  # the baseline first
         sections = make_sections(run)
     except (LookupError, TypeError, AttributeError, ArithmeticError) as error:  # in rows that are nested deeply
-        said = f"{folder}: a row of a benchmark or an analysis is not complete ({error!r})"
+        said = f"{folder}: a row of an analysis is not complete ({error!r})"
         raise ValueError(f"{said}; write it again with `farspan`") from error
     files = {"index.html": render(run, sections)}
     for table in (table for section in sections for table in section.tables):
@@ -103,11 +103,6 @@ def make_sections(run: Run) -> list[Section]:
         add(x.name, x.title, tables, drawn if tables else [], folded=x.name.startswith("figure"))
     add("positions", "Loss by position", [measured.position_table(run)], [figures.position_figure(run)])
     add("retrieval", "Retrieval", [measured.retrieval_table(run)], figures.retrieval_figures(run), small=True)
-    for x in load("speed"):
-        add(x.name, x.title, speed.speed_tables(run, x), figures.speed_figures(run, x), folded=True)
-    above = "Speed over RoPE's in the same run; above 1 CoCA is faster."
-    add("coca-decode", "Decoding and reading: CoCA beside RoPE", speed.decoding_tables(run), text=above)
-    add("coca-kernels", "Attention alone: CoCA's kernels beside RoPE's", speed.kernel_tables(run), text=above)
     for anchor, title, summary, found, text in analysis.sections(run.analyses):
         add(anchor, title, [summary], found, text, small=anchor == "look-drift")
     if not run.is_study:  # whose own table has the control
@@ -124,10 +119,7 @@ def page_title(run: Run) -> str:
     """Name what the run is about."""
     if run.is_study:
         return "CoCA dropped into an existing model"
-    if run.of("task") or run.of("bench-cosformer"):
-        return "cosFormer and its tasks"
-    timed = bool(run.records) and run.records.keys() <= set(BENCHES)
-    return "What CoCA costs beside RoPE" if timed else "Past the training length"
+    return "cosFormer and its tasks" if run.of("task") else "Past the training length"
 
 
 def render(run: Run, sections: list[Section]) -> str:

@@ -33,21 +33,18 @@ SCALINGS = {
     "yarn": ("YaRN", "#CC79A7", "v"),
     "llama3": ("Llama 3", "#8a8a8a", "*"),
 }
-PARTS = {"rotated for SDPA": "keys made for SDPA", "cudnn": "cuDNN"}
 NOTHING = "—"
 
 
 def variant_name(variant: str) -> str:
-    """Return what readers call a variant, or a candidate of a benchmark.
+    """Return what readers call a variant.
 
-    >>> variant_name("coca-exact"), variant_name("hybrid-pope"), variant_name("mine"), variant_name("coca-exact, cudnn")
-    ('CoCA exact', 'Hybrid PoPE', 'mine', 'CoCA exact, cuDNN')
+    >>> variant_name("coca-exact"), variant_name("hybrid-pope"), variant_name("mine")
+    ('CoCA exact', 'Hybrid PoPE', 'mine')
     """
-    if ", " in variant:
-        return ", ".join(map(variant_name, variant.split(", ")))
     base, bracket, rest = variant.partition(" (")
     kind = base.removeprefix("hybrid").removeprefix("-")
-    name = STYLES[kind][0] if kind in STYLES else PARTS.get(kind, kind)
+    name = STYLES[kind][0] if kind in STYLES else kind
     return (f"Hybrid {name}".strip() if base.startswith("hybrid") else name) + bracket + rest
 
 
