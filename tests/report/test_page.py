@@ -10,6 +10,7 @@ import pytest
 
 from farspan.report import write_report
 from farspan.report.results import collect
+from farspan.report.tables import file_of
 from farspan.results import write_result
 from tests.command_line import called
 from tests.report.fabricate import fabricate, passkey_row, position_rows, ppl_row, retrieval_rows, train_row, write
@@ -88,8 +89,9 @@ def test_texts_and_provenance_of_the_run_are_escaped_in_every_file(page: Path) -
 def test_tables_and_figures_are_written_beside_the_page(page: Path) -> None:
     assert page.name == "index.html"
     tables, figures = ({path.name for path in (page.parent / name).iterdir()} for name in ("tables", "figures"))
-    assert {"table1.md", "table1.tex", "table3-passkey.tex", "control.md", "training.md", "positions.md"} <= tables
-    for name in ("perplexity-none", "passkey-dynamic_ntk-4", "figure4-far", "figure5-dynamic_ntk-4", "depth-rope-none"):
+    assert {"table1.md", "table1.tex", "table3-passkey.tex", "training.md", "positions.md"} <= tables
+    retrieval = file_of("retrieval", HOSTILE, HOSTILE, "none")
+    for name in ("perplexity-none", "passkey-dynamic_ntk-4", "figure4-far", "figure5-dynamic_ntk-4", retrieval):
         assert {f"{name}.png", f"{name}.svg"} <= figures
     assert {"loss.png", "positions.svg"} <= figures
     for path in (page.parent / "figures").glob("*.png"):
@@ -122,7 +124,6 @@ def test_rows_of_farspan_eval_are_named_after_their_file(tmp_path: Path) -> None
     write_report(tmp_path)
     table = (tmp_path / "report" / "tables" / "measured-perplexity.md").read_text()
     assert "| Hybrid PoPE | no scaling (2 seeds, 4 texts, 1,000 tokens) | 22.00 (21.00–23.00) | 23.00" in table
-    assert "| Hybrid PoPE | no scaling, seed 1 (1 seed, 4 texts, 1,000 tokens) | 23.00 | 24.00 |" in table
 
 
 @pytest.mark.parametrize(
@@ -183,6 +184,13 @@ def test_measurements_that_contradict_each_other_are_not_shown(tmp_path: Path) -
         write(tmp_path, f"train-{length}", [train_row("rope", length, length)])
     with pytest.raises(ValueError, match="must hold one training length, got 1024, 512"):
         collect(tmp_path)
+
+
+def test_seeds_are_spoken_of_where_there_are_several(tmp_path: Path) -> None:
+    for seeds in ((0,), (0, 1)):
+        folder = fabricate(tmp_path / str(len(seeds)), variants=("rope",), seeds=seeds, lengths=(512, 1024), cases=4)
+        text = write_report(folder).read_text()
+        assert [words in text for words in ("Bands: range over seeds", "One line per seed")] == [len(seeds) > 1] * 2
 
 
 def test_a_perplexity_that_has_run_away_is_shown(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import matplotlib
@@ -16,8 +17,8 @@ from matplotlib.figure import Figure as Canvas
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator, PercentFormatter
 
 from farspan.experiments import Experiment
-from farspan.report.measured import by_distance, condition, distance_ranges, loss_of, variants_in
-from farspan.report.results import Estimate, Record, Run, find, scaling_order, share_of
+from farspan.report.measured import condition, loss_of, variants_in
+from farspan.report.results import Estimate, Record, Run, find, share_of
 from farspan.report.tables import file_of, scaling_name, variant_name, variant_style
 
 INK, FAINT = "#1f2328", "#9aa0a6"
@@ -37,7 +38,8 @@ STYLE: Any = {
     "svg.hashsalt": "farspan",  # the same numbers give the same file
     **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), INK),
 }
-DEPTHS = 5
+DISTANCES = (1, 4, 16)
+"""Ends of the ranges of distance in training lengths; the last range is open."""
 ACCURACY: Any = {"caption": "Bars: 95% Wilson interval.", "bars": True, "ylim": (-0.04, 1.04)}
 LENGTH, SHARE = "prompt length (tokens)", "accuracy (share of cases)"
 
@@ -208,48 +210,46 @@ def control_style(style: Mapping[str, Any], dash: str) -> dict[str, Any]:
 # Lengths
 
 
-def experiment_figures(run: Run, experiment: Experiment) -> Iterator[Figure | None]:
-    """Draw what a table or figure of the CoCA paper has, for every variant of the run."""
-    scalings = sorted({s for v in variants_in(run) for s in run.scalings(v)}, key=scaling_order)
-    if experiment.name == "figure1":
-        yield from (perplexity_figure(run, scaling) for scaling in scalings)
-    elif experiment.name == "table2":
-        for scaling in scalings:
-            lines = [(variant_name(v), v, scaling) for v in variants_in(run, "passkey")]
-            name, title = file_of("passkey", scaling), f"Passkey, {scaling_name(scaling)}"
-            yield passkey_figure(run, "passkey", lines, name, title, mark=run.train_length, at="bottom")
-    elif experiment.kind == "near-far":
-        lines = [
-            (f"{variant_name(r.variant)} + {scaling_name(r.scaling)}", r.variant, r.scaling) for r in experiment.rows
-        ]
-        for part, where in (("near", "within one training length of the end"), ("far", "farther from the end")):
-            yield passkey_figure(run, part, lines, file_of(experiment.name, part), f"Passkey, key {where}", legend=1)
-    elif experiment.kind == "distance":
-        for scaling in dict.fromkeys(row.scaling for row in experiment.rows):
-            yield distance_figure(run, experiment, scaling)
+def perplexity_figures(run: Run) -> Iterator[Figure | None]:
+    """Draw perplexity against the window, with the truncation control of each variant (the paper's Fig. 1)."""
+    lengths, base = run.lengths("perplexity"), run.train_length or 0
+    for scaling in run.scalings("perplexity"):
+        curves = []
+        for v in variants_in(run, "perplexity"):
+            style = variant_style(v)
+            whole = curve(variant_name(v), lengths, [run.at("perplexity", v, scaling, n) for n in lengths], style)
+            past = [int(n) for n in whole.x if n >= base]
+            cut = curve(None, past, [run.control(v, scaling, n) for n in past], control_style(style, "--"))
+            curves += [whole, replace(cut, spread=())]
+        caption = "The axis ends at a million." + " Bands: range over seeds." * any(
+            low < high for each in curves for low, high in each.spread
+        )
+        if run.of("perplexity", mode="truncated") and any(each.x for each in curves):
+            curves.append(Curve("context cut (control)", [math.nan], [math.nan], control_style({"color": FAINT}, "--")))
+        labels = f"Perplexity, {scaling_name(scaling)}", "window length (tokens)", "perplexity"
+        values = [row.ppl for row in run.of("perplexity") if math.isfinite(row.ppl)]
+        then, name = partial(log_axis, values=values, top=1e6), file_of("perplexity", scaling)
+        yield chart(name, labels, curves, caption, lengths=lengths, mark=base, then=then)
 
 
-def perplexity_figure(run: Run, scaling: str) -> Figure | None:
-    """Draw perplexity against the window, with the truncation control of each variant."""
-    lengths, base, curves = run.lengths("perplexity"), run.train_length or 0, []
-    for v in variants_in(run, "perplexity"):
-        found, style = [run.at("perplexity", v, scaling, n) for n in lengths], variant_style(v)
-        whole = curve(variant_name(v), lengths, found, style)
-        past = [int(n) for n in whole.x if n >= base]
-        cut = curve(None, past, [run.control(v, scaling, n) for n in past], control_style(style, "--"))
-        curves += [whole, replace(cut, spread=())]
-    if any(row.mode == "truncated" for row in run.of("perplexity")) and any(each.x for each in curves):
-        curves.append(Curve("context cut (control)", [math.nan], [math.nan], control_style({"color": FAINT}, "--")))
-    labels = f"Perplexity, {scaling_name(scaling)}", "window length (tokens)", "perplexity"
-    values = [row.ppl for row in run.of("perplexity") if math.isfinite(row.ppl)]
-    caption, then = "Bands: range over seeds. The axis ends at a million.", partial(log_axis, values=values, top=1e6)
-    return chart(file_of("perplexity", scaling), labels, curves, caption, lengths=lengths, mark=base, then=then)
+def passkey_figures(run: Run) -> Iterator[Figure | None]:
+    """Draw accuracy against the prompt's length."""
+    for scaling in run.scalings("passkey"):
+        lines = [(variant_name(v), v, scaling) for v in variants_in(run, "passkey")]
+        title, how = f"Passkey, {scaling_name(scaling)}", {"mark": run.train_length, "at": "bottom"}
+        yield _passkey_figure(run, "passkey", lines, file_of("passkey", scaling), title, **how)
 
 
-def passkey_figure(
+def near_far_figures(run: Run, experiment: Experiment) -> Iterator[Figure | None]:
+    """Draw the accuracy of keys near the end, and of those far from it (the paper's Fig. 4)."""
+    lines = [(condition(row.variant, row.scaling), row.variant, row.scaling) for row in experiment.rows]
+    for part, where in (("near", "within one training length of the end"), ("far", "farther from the end")):
+        yield _passkey_figure(run, part, lines, file_of(experiment.name, part), f"Passkey, key {where}", legend=1)
+
+
+def _passkey_figure(
     run: Run, part: str, lines: Iterable[tuple[str, str, str]], name: str, title: str, **how: Any
 ) -> Figure | None:
-    """Draw accuracy against the prompt's length for each (label, variant, scaling)."""
     lengths, curves = run.lengths("passkey"), []
     for label, variant, scaling in lines:
         found = [run.at(part, variant, scaling, n) for n in lengths]
@@ -257,55 +257,45 @@ def passkey_figure(
     return chart(name, (title, LENGTH, SHARE), curves, lengths=lengths, **ACCURACY, **how)
 
 
-def distance_figure(run: Run, experiment: Experiment, scaling: str) -> Figure | None:
+def distance_figures(run: Run, experiment: Experiment) -> Iterator[Figure | None]:
     """Draw accuracy by the key's distance from the end, for all lengths together (the paper's Fig. 5)."""
-    ranges, curves = distance_ranges(run, experiment), []
-    for row in (row for row in experiment.rows if row.scaling == scaling):
-        found, style = by_distance(run, row, ranges), variant_style(row.variant)
-        curves.append(curve(variant_name(row.variant), range(len(ranges)), found, style))
-    labels = f"Passkey by distance, {scaling_name(scaling)}", "tokens from the key to the end", SHARE
-    names = [name for name, *_ in ranges]
-    return chart(file_of(experiment.name, scaling), labels, curves, ranges=names, **ACCURACY)
+    ends = [0, *(end * (run.train_length or 0) for end in DISTANCES), math.inf]
+    names = [f"{low:,}–{high:,}" if high < math.inf else f"> {low:,}" for low, high in pairwise(ends)]
+    for scaling in run.scalings("passkey"):
+        curves = []
+        for v in variants_in(run, "passkey"):
+            found = [run.passkey_between(v, scaling, low, high) for low, high in pairwise(ends)]
+            curves.append(curve(variant_name(v), range(len(names)), found, variant_style(v)))
+        labels = f"Passkey by distance, {scaling_name(scaling)}", "tokens from the key to the end", SHARE
+        yield chart(file_of(experiment.name, scaling), labels, curves, ranges=names, **ACCURACY)
 
 
-def heat_map(name: str, title: str, rows: Sequence[Record], depth_name: Callable[[Any], str]) -> Figure | None:
-    """Draw accuracies by length and depth with their numbers."""
-    lengths, depths = (sorted({row[name] for row in rows}) for name in ("length", "depth"))
-    if not depths:
-        return None
-    canvas, axes = blank(title, LENGTH, "depth of the key", (4.2, 2.9))
-    axes.grid(visible=False)
-    found = [[share_of(find(rows, depth=depth, length=n)) for n in lengths] for depth in depths]
-    values = [[estimate.value if estimate else math.nan for estimate in row] for row in found]
-    axes.imshow(values, vmin=0, vmax=1, cmap="cividis", aspect="auto")
-    for i, row in enumerate(values):
-        for k, value in enumerate(row):
-            colour = INK if math.isnan(value) else "black" if value > 0.5 else "white"
-            text = "–" if math.isnan(value) else f"{value:.2f}"
-            axes.text(k, i, text, ha="center", va="center", fontsize=8, color=colour)
-    axes.set_xticks(range(len(lengths)), [short(n) for n in lengths])
-    axes.set_yticks(range(len(depths)), map(depth_name, depths))
-    return finish(canvas, name, "0% is the start of the prompt, 100% its end.")
-
-
-def depth_figures(run: Run) -> Iterator[Figure | None]:
-    """Draw where in the prompt, at which length, each variant finds the passkey."""
-    pairs = [(v, s) for v in variants_in(run) for s in run.scalings(v, "passkey")]
-    for variant, scaling in sorted(pairs, key=lambda pair: scaling_order(pair[1])):
-        found = []
-        for row in run.of("passkey", variant=variant, scaling=scaling):
-            for x in row.outcomes:
-                depth = min(DEPTHS - 1, int((1 - x["distance"] / row.length) * DEPTHS))
-                found.append(Record(length=row.length, depth=depth, cases=1, correct=x["right"]))
-        name, title = file_of("depth", variant, scaling), condition(variant, scaling)
-        yield heat_map(name, title, found, lambda i: f"{100 * i // DEPTHS}–{100 * (i + 1) // DEPTHS}%")
+# Positions and depths
 
 
 def retrieval_figures(run: Run) -> Iterator[Figure | None]:
+    """Draw accuracies by length and depth with their numbers."""
     for task, variant, scaling in dict.fromkeys((x.task, x.variant, x.scaling) for x in run.of("retrieval")):
         rows = run.of("retrieval", task=task, variant=variant, scaling=scaling)
-        name, title = file_of("retrieval", task, variant, scaling), f"{task}: {condition(variant, scaling)}"
-        yield heat_map(name, title, [row for row in rows if row.depth is not None], "{:.0%}".format)
+        rows = [row for row in rows if row.depth is not None]
+        lengths, depths = (sorted({row[name] for row in rows}) for name in ("length", "depth"))
+        if not depths:
+            continue
+        canvas, axes = blank(f"{task}: {condition(variant, scaling)}", LENGTH, "depth of the key", (4.2, 2.9))
+        axes.grid(visible=False)
+        found = [[share_of(find(rows, depth=depth, length=n)) for n in lengths] for depth in depths]
+        values = [[estimate.value if estimate else math.nan for estimate in row] for row in found]
+        axes.imshow(values, vmin=0, vmax=1, cmap="cividis", aspect="auto")
+        for i, row in enumerate(values):
+            for k, value in enumerate(row):
+                colour = INK if math.isnan(value) else "black" if value > 0.5 else "white"
+                text = "–" if math.isnan(value) else f"{value:.2f}"
+                axes.text(k, i, text, ha="center", va="center", fontsize=8, color=colour)
+        axes.set_xticks(range(len(lengths)), [short(n) for n in lengths])
+        axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
+        yield finish(
+            canvas, file_of("retrieval", task, variant, scaling), "0% is the start of the prompt, 100% its end."
+        )
 
 
 def position_figure(run: Run) -> Figure | None:
@@ -337,4 +327,5 @@ def loss_figure(rows: Sequence[Record], title: str = "Training loss", name: str 
         label = variant_name(row.variant) if first[row.variant] is row else None
         style = variant_style(row.variant) | {"markevery": max(1, len(row.losses) // 8), "alpha": 0.9}
         curves.append(Curve(label, [step for step, _ in row.losses], [loss for _, loss in row.losses], style))
-    return chart(name, (title, "optimiser step", "loss (nats per token)"), curves, "One line per seed.")
+    caption = "One line per seed." * (len(rows) > len(first))
+    return chart(name, (title, "optimiser step", "loss (nats per token)"), curves, caption)

@@ -7,7 +7,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from farspan.experiments import VARIANTS, load, load_all
+from farspan.experiments import load
 from farspan.report import measured
 from farspan.report.results import Run, collect
 from farspan.report.tables import Table, to_latex, to_markdown
@@ -15,9 +15,6 @@ from farspan.utils import atomic_path, check_folder, write_text
 
 if TYPE_CHECKING:
     from farspan.report.figures import Figure
-
-READING = ("table1", "figure1", "table2", "figure4", "figure5", "table3")
-"""The experiments on lengths in the order of the page."""
 
 
 @dataclass
@@ -29,8 +26,6 @@ class Section:
     tables: list[Table]
     figures: "list[Figure]"
     text: str
-    folded: bool = False
-    """Hide the tables behind a click: figures show the same."""
     small: bool = False
 
 
@@ -81,12 +76,12 @@ def make_sections(run: Run) -> list[Section]:
         tables: Iterable[Table | None],
         drawn: "figures.Figures" = (),
         text: str = "",
-        **look: bool,
+        small: bool = False,
     ) -> None:
         shown, found = [table for table in tables if table], [figure for figure in drawn if figure]
         text = text or next((table.caption for table in shown), "")
         if shown or found:
-            made.append(Section(anchor, title, shown, found, text, **look))
+            made.append(Section(anchor, title, shown, found, text, small))
 
     for x in load("tasks"):
         add(x.name, x.title, [measured.task_table(run, x)])
@@ -94,24 +89,21 @@ def make_sections(run: Run) -> list[Section]:
     add("task-training", "Training for tasks", trained, figures.task_loss_figures(run), small=True)
     for table in measured.study_tables(run):
         add(table.name, table.title, [table])
-    others: list[figures.Figure | None] = []  # of variants that the paper does not have
-    experiments = {experiment.name: experiment for experiment in load_all()}
-    for x in (experiments[name] for name in READING):
-        tables = measured.experiment_tables(run, x)
-        drawn = [] if run.is_study else list(figures.experiment_figures(run, x))
-        others += [] if tables else drawn
-        add(x.name, x.title, tables, drawn if tables else [], folded=x.name.startswith("figure"))
+    whole = not run.is_study  # whose own table stands beside the paper's; its models are too many for a figure
+    for x in load("perplexity", "passkey") if whole else ():
+        add(x.name, x.title, measured.experiment_tables(run, x))
+    perplexities, passkeys = measured.measured_table(run, "perplexity"), measured.measured_table(run, "passkey")
+    add("perplexity", "Perplexity by window length", [perplexities], figures.perplexity_figures(run) if whole else ())
+    add("passkey", "Passkey accuracy by prompt length", [passkeys], figures.passkey_figures(run) if whole else ())
+    for x in load("near-far") if whole else ():
+        add(x.name, x.title, [], figures.near_far_figures(run, x), x.caption)
+    for x in load("distance") if whole else ():
+        add(x.name, x.title, [], figures.distance_figures(run, x), x.caption)
     add("positions", "Loss by position", [measured.position_table(run)], [figures.position_figure(run)])
     add("retrieval", "Retrieval", [measured.retrieval_table(run)], figures.retrieval_figures(run), small=True)
     for anchor, title, summary, found, text in analysis.sections(run.analyses):
         add(anchor, title, [summary], found, text, small=anchor == "look-drift")
-    if not run.is_study:  # whose own table has the control
-        depth = "Share of keys found, by depth and length of the prompt."
-        add("depth", "Passkey by depth and length", [], figures.depth_figures(run), depth, small=True)
-        add("control", "Control", [measured.control_table(run)])
     add("training", "Training", [measured.training_table(run)], [figures.loss_figure(run.of("training"))])
-    papers = all(variant in VARIANTS for variant in measured.variants_in(run))  # else the only table with all of them
-    add("measured", "All measurements", measured.measured_tables(run), others, folded=papers or run.is_study)
     return made
 
 
@@ -137,5 +129,4 @@ def render(run: Run, sections: list[Section]) -> str:
         steps=run.steps,
         unfinished=[step for step in run.steps if step.state != "done"],
         sources=run.sources,
-        seeds=[row["seed"] for rows in [*run.records.values(), run.sources] for row in rows if "seed" in row],
     )

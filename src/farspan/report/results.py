@@ -178,10 +178,9 @@ class Run:
         """Return the lengths of sliding windows, or of passkey prompts."""
         return sorted({row.length for row in self.of(kind) if row.get("mode", "sliding") == "sliding"})
 
-    def scalings(self, variant: str, *kinds: str) -> list[str]:
-        """Return the scalings measured for a variant, "none" first, then by factor."""
-        rows = [row for kind in kinds or ("perplexity", "passkey") for row in self.of(kind, variant=variant)]
-        return sorted({row.scaling for row in rows}, key=scaling_order)
+    def scalings(self, *kinds: str, **wanted: Any) -> list[str]:
+        """Return the scalings of the rows of these kinds, "none" first, then by factor."""
+        return sorted({row.scaling for kind in kinds for row in self.of(kind, **wanted)}, key=scaling_order)
 
     def at(self, kind: str, variant: str, scaling: str, length: int) -> Estimate | None:
         """Return the perplexity of sliding windows, the passkey accuracy, or its "near" or "far" part.
