@@ -107,7 +107,7 @@ def _attempt(step: Step, before: int, steps: int, progress: Progress) -> str:
     part(0, None)
     torch.compiler.reset()  # blocks that were compiled for other shapes would make these shapes dynamic
     try:
-        step.do(step.result, part)
+        step.do(out=step.result, progress=part)
     except Exception as error:  # whatever it is: name it, and let the other steps go on
         return " ".join(f"{type(error).__name__}: {error}".split())
     finally:
