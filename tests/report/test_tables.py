@@ -108,13 +108,6 @@ def test_every_table_is_well_formed_in_markdown_and_latex(tmp_path: Path) -> Non
         assert all(row.endswith(r"\\") for row in body)
 
 
-def test_special_characters_are_escaped_in_markdown_and_latex() -> None:
-    table = Table("t", "A & B_c", "50% of $x", ("a|b",), [("<b>{x}</b>", "ours", "1\nn#2")])
-    assert r"a\|b" in to_markdown(table)
-    for text in (r"A \& B\_c", r"50\% of \$x", r"n\#2"):
-        assert text in to_latex(table)
-
-
 def test_the_loss_by_position_stands_above_what_the_far_context_gains(tmp_path: Path) -> None:
     write(tmp_path, "a", position_rows("rope"))
     one = measured.position_table(collect(tmp_path))

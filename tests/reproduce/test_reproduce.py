@@ -329,7 +329,7 @@ def test_only_chooses_models_and_kinds_with_what_they_need(tmp_path: Path) -> No
             ["--preset", "cosformer-cpu", "--labelled", "a"],
             "labelled must name three files, for training, for choices and",
         ),
-        (["--preset", "cosformer-cpu", *["--labelled", "a"] * 3], "source must exist, got 'a'"),
+        (["--preset", "cosformer-cpu", *["--labelled", "a"] * 3], "--labelled must be a JSONL file, got 'a'"),
         (["--tokenizer", "5"], "tokenizer must be a name, a folder or a size of 257 … 1048576, got 5"),
     ],
 )

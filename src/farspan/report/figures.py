@@ -86,7 +86,6 @@ def chart(
     caption: str = "",
     *,
     size: tuple[float, float] = (5.0, 3.9),
-    legend: int = 3,
     lengths: Sequence[float] = (),
     ranges: Sequence[str] = (),
     bars: bool = False,
@@ -100,7 +99,6 @@ def chart(
 
     Args:
         labels: the title, and the names of x and y.
-        legend: columns of the legend, if so many fit.
         lengths: a logarithmic x with one tick for each.
         ranges: names of the values 0, 1, … of x.
         bars: draw the spreads as bars, with the curves slightly apart so that bars do not hide; else as bands.
@@ -141,10 +139,10 @@ def chart(
         how: Any = {"xycoords": axes.get_xaxis_transform(), "textcoords": "offset points", "rotation": 90, "va": at}
         axes.annotate("training length", point, offset, fontsize=8, color=FAINT, **how)
     then(axes)
-    return finish(canvas, name, caption, legend)
+    return finish(canvas, name, caption)
 
 
-def finish(canvas: Canvas, name: str, caption: str = "", legend: int = 3) -> Figure:
+def finish(canvas: Canvas, name: str, caption: str = "") -> Figure:
     """Put the legend below the axes and draw both formats."""
     axes = canvas.axes[0]
     handles, labels = axes.get_legend_handles_labels()
@@ -152,8 +150,7 @@ def finish(canvas: Canvas, name: str, caption: str = "", legend: int = 3) -> Fig
         texts = [axes.title, axes.xaxis.label, axes.yaxis.label, *axes.texts]
         if handles:
             fit = int(14 * canvas.get_figwidth()) // (6 + max(map(len, labels)))  # 14 letters per inch
-            columns = max(1, min(legend, fit))
-            texts += canvas.legend(handles, labels, loc="outside lower center", ncols=columns).get_texts()
+            texts += canvas.legend(handles, labels, loc="outside lower center", ncols=max(1, min(3, fit))).get_texts()
         for text in texts:  # a label such as "$\frac{$" is no formula
             text.set_parse_math(False)
         canvas.draw_without_rendering()
@@ -244,7 +241,7 @@ def near_far_figures(run: Run, experiment: Experiment) -> Iterator[Figure | None
     """Draw the accuracy of keys near the end, and of those far from it (the paper's Fig. 4)."""
     lines = [(condition(row.variant, row.scaling), row.variant, row.scaling) for row in experiment.rows]
     for part, where in (("near", "within one training length of the end"), ("far", "farther from the end")):
-        yield _passkey_figure(run, part, lines, file_of(experiment.name, part), f"Passkey, key {where}", legend=1)
+        yield _passkey_figure(run, part, lines, file_of(experiment.name, part), f"Passkey, key {where}")
 
 
 def _passkey_figure(
@@ -308,7 +305,7 @@ def position_figure(run: Run) -> Figure | None:
         cut = curve(None, stops, [loss_of(one, "control_nll") for one in each], control_style(style, ":"))
         curves += [replace(whole, spread=()), replace(cut, spread=())]
     labels = "Loss by position", "position (end of the range, tokens)", "loss (nats per token)"
-    return chart("positions", labels, curves, "Dotted: context cut to the training length.", lengths=stops, legend=2)
+    return chart("positions", labels, curves, "Dotted: context cut to the training length.", lengths=stops)
 
 
 # Training

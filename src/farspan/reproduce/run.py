@@ -20,6 +20,7 @@ from farspan.modeling_farspan import FarspanForCausalLM
 from farspan.report.results import collect
 from farspan.reproduce.preset import CHECKPOINT, Preset
 from farspan.reproduce.steps import Step, Work, plan
+from farspan.tasks.examples import labelled_texts
 from farspan.training.pretraining import check_rows, model_config
 from farspan.utils import Progress, check_folder, check_same, lock, silent, write_json
 
@@ -165,10 +166,10 @@ def check_inputs(preset: Preset, work: Work, steps: list[Step]) -> None:
         )
     vocabulary = work.vocabulary
     tokenizer: Any = load_tokenizer(vocabulary) if isinstance(vocabulary, str) else vocabulary
-    for source in [*corpus.train, *corpus.held_out, *corpus.labelled]:
+    for source in [*corpus.train, *corpus.held_out]:
         resolve(source)
     for path in corpus.labelled:
-        require(Path(path).is_file(), f"--labelled must name a JSON-lines file, got {path!r}, which is none")
+        list(labelled_texts(path))
     for path in corpus.pairs:
         list(read_pairs(path))
     measured = {name: preset.measured(name) for name in preset.models}
