@@ -91,7 +91,7 @@ def test_tables_and_figures_are_written_beside_the_page(page: Path) -> None:
     tables, figures = ({path.name for path in (page.parent / name).iterdir()} for name in ("tables", "figures"))
     assert {"table1.md", "table1.tex", "table3-passkey.tex", "training.md", "positions.md"} <= tables
     retrieval = file_of("retrieval", HOSTILE, HOSTILE, "none")
-    for name in ("perplexity-none", "passkey-dynamic_ntk-4", "figure4-far", "figure5-dynamic_ntk-4", retrieval):
+    for name in ("perplexity-none", "passkey-dynamic_ntk-4", "far-none", "distance-dynamic_ntk-4", retrieval):
         assert {f"{name}.png", f"{name}.svg"} <= figures
     assert {"loss.png", "positions.svg"} <= figures
     for path in (page.parent / "figures").glob("*.png"):

@@ -8,7 +8,7 @@ from typing import Literal
 
 from farspan.utils import parse
 
-Kind = Literal["perplexity", "passkey", "near-far", "distance", "tasks", "study"]
+Kind = Literal["perplexity", "passkey", "tasks", "study"]
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ class Experiment:
     name: str
     title: str
     kind: Kind
-    caption: str
+    caption: str = ""
     rows: list[Row] = field(default_factory=list)
-    """Without any, all that was measured is drawn."""
+    """A figure has none: the page draws all that was measured."""
     train_length: int = 1
     lengths: list[int] = field(default_factory=list)
     prompts: list[int] = field(default_factory=list)
@@ -57,7 +57,7 @@ def load_all() -> tuple[Experiment, ...]:
 def load(*kinds: str) -> list[Experiment]:
     """Load the shipped experiments of these kinds.
 
-    >>> [experiment.name for experiment in load("near-far", "study")]
-    ['dropin', 'figure4']
+    >>> [experiment.name for experiment in load("perplexity", "study")]
+    ['dropin', 'figure1', 'table1', 'table3']
     """
     return [experiment for experiment in load_all() if experiment.kind in kinds]

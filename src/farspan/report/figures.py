@@ -16,7 +16,6 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure as Canvas
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator, PercentFormatter
 
-from farspan.experiments import Experiment
 from farspan.report.measured import condition, loss_of, variants_in
 from farspan.report.results import Estimate, Record, Run, find, share_of
 from farspan.report.tables import file_of, scaling_name, variant_name, variant_style
@@ -38,6 +37,7 @@ STYLE: Any = {
     "svg.hashsalt": "farspan",  # the same numbers give the same file
     **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), INK),
 }
+PARTS = {"passkey": "Passkey", "near": "Passkey near the end", "far": "Passkey far from the end"}
 DISTANCES = (1, 4, 16)
 """Ends of the ranges of distance in training lengths; the last range is open."""
 ACCURACY: Any = {"caption": "Bars: 95% Wilson interval.", "bars": True, "ylim": (-0.04, 1.04)}
@@ -218,9 +218,8 @@ def perplexity_figures(run: Run) -> Iterator[Figure | None]:
             past = [int(n) for n in whole.x if n >= base]
             cut = curve(None, past, [run.control(v, scaling, n) for n in past], control_style(style, "--"))
             curves += [whole, replace(cut, spread=())]
-        caption = "The axis ends at a million." + " Bands: range over seeds." * any(
-            low < high for each in curves for low, high in each.spread
-        )
+        several = any(low < high for each in curves for low, high in each.spread)
+        caption = "The axis ends at a million." + " Bands: range over seeds." * several
         if run.of("perplexity", mode="truncated") and any(each.x for each in curves):
             curves.append(Curve("context cut (control)", [math.nan], [math.nan], control_style({"color": FAINT}, "--")))
         labels = f"Perplexity, {scaling_name(scaling)}", "window length (tokens)", "perplexity"
@@ -230,41 +229,26 @@ def perplexity_figures(run: Run) -> Iterator[Figure | None]:
 
 
 def passkey_figures(run: Run) -> Iterator[Figure | None]:
-    """Draw accuracy against the prompt's length."""
-    for scaling in run.scalings("passkey"):
-        lines = [(variant_name(v), v, scaling) for v in variants_in(run, "passkey")]
-        title, how = f"Passkey, {scaling_name(scaling)}", {"mark": run.train_length, "at": "bottom"}
-        yield _passkey_figure(run, "passkey", lines, file_of("passkey", scaling), title, **how)
-
-
-def near_far_figures(run: Run, experiment: Experiment) -> Iterator[Figure | None]:
-    """Draw the accuracy of keys near the end, and of those far from it (the paper's Fig. 4)."""
-    lines = [(condition(row.variant, row.scaling), row.variant, row.scaling) for row in experiment.rows]
-    for part, where in (("near", "within one training length of the end"), ("far", "farther from the end")):
-        yield _passkey_figure(run, part, lines, file_of(experiment.name, part), f"Passkey, key {where}")
-
-
-def _passkey_figure(
-    run: Run, part: str, lines: Iterable[tuple[str, str, str]], name: str, title: str, **how: Any
-) -> Figure | None:
-    lengths, curves = run.lengths("passkey"), []
-    for label, variant, scaling in lines:
-        found = [run.at(part, variant, scaling, n) for n in lengths]
-        curves.append(curve(label, lengths, found, variant_style(variant)))
-    return chart(name, (title, LENGTH, SHARE), curves, lengths=lengths, **ACCURACY, **how)
-
-
-def distance_figures(run: Run, experiment: Experiment) -> Iterator[Figure | None]:
-    """Draw accuracy by the key's distance from the end, for all lengths together (the paper's Fig. 5)."""
-    ends = [0, *(end * (run.train_length or 0) for end in DISTANCES), math.inf]
+    """Draw accuracy against the prompt's length, and by the key's distance from the end (the paper's Fig. 4 and 5)."""
+    lengths, ends = run.lengths("passkey"), [0, *(end * (run.train_length or 0) for end in DISTANCES), math.inf]
     names = [f"{low:,}–{high:,}" if high < math.inf else f"> {low:,}" for low, high in pairwise(ends)]
+    looks = [(v, variant_name(v), variant_style(v)) for v in variants_in(run, "passkey")]
     for scaling in run.scalings("passkey"):
+        for part, what in PARTS.items():
+            curves = [
+                curve(name, lengths, [run.at(part, v, scaling, n) for n in lengths], style) for v, name, style in looks
+            ]
+            labels, how = (
+                (f"{what}, {scaling_name(scaling)}", LENGTH, SHARE),
+                {"mark": run.train_length, "at": "bottom"},
+            )
+            yield chart(file_of(part, scaling), labels, curves, lengths=lengths, **how, **ACCURACY)
         curves = []
-        for v in variants_in(run, "passkey"):
+        for v, name, style in looks:
             found = [run.passkey_between(v, scaling, low, high) for low, high in pairwise(ends)]
-            curves.append(curve(variant_name(v), range(len(names)), found, variant_style(v)))
+            curves.append(curve(name, range(len(names)), found, style))
         labels = f"Passkey by distance, {scaling_name(scaling)}", "tokens from the key to the end", SHARE
-        yield chart(file_of(experiment.name, scaling), labels, curves, ranges=names, **ACCURACY)
+        yield chart(file_of("distance", scaling), labels, curves, ranges=names, **ACCURACY)
 
 
 # Positions and depths
@@ -290,9 +274,8 @@ def retrieval_figures(run: Run) -> Iterator[Figure | None]:
                 axes.text(k, i, text, ha="center", va="center", fontsize=8, color=colour)
         axes.set_xticks(range(len(lengths)), [short(n) for n in lengths])
         axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
-        yield finish(
-            canvas, file_of("retrieval", task, variant, scaling), "0% is the start of the prompt, 100% its end."
-        )
+        name, caption = file_of("retrieval", task, variant, scaling), "0% is the start of the prompt, 100% its end."
+        yield finish(canvas, name, caption)
 
 
 def position_figure(run: Run) -> Figure | None:

@@ -94,11 +94,8 @@ def make_sections(run: Run) -> list[Section]:
         add(x.name, x.title, measured.experiment_tables(run, x))
     perplexities, passkeys = measured.measured_table(run, "perplexity"), measured.measured_table(run, "passkey")
     add("perplexity", "Perplexity by window length", [perplexities], figures.perplexity_figures(run) if whole else ())
-    add("passkey", "Passkey accuracy by prompt length", [passkeys], figures.passkey_figures(run) if whole else ())
-    for x in load("near-far") if whole else ():
-        add(x.name, x.title, [], figures.near_far_figures(run, x), x.caption)
-    for x in load("distance") if whole else ():
-        add(x.name, x.title, [], figures.distance_figures(run, x), x.caption)
+    text = "Near: within one training length of the end. By distance: the prompts of all lengths together." * whole
+    add("passkey", "Passkey", [passkeys], figures.passkey_figures(run) if whole else (), text, small=True)
     add("positions", "Loss by position", [measured.position_table(run)], [figures.position_figure(run)])
     add("retrieval", "Retrieval", [measured.retrieval_table(run)], figures.retrieval_figures(run), small=True)
     for anchor, title, summary, found, text in analysis.sections(run.analyses):

@@ -37,7 +37,7 @@ from farspan.tasks import TASKS, Material, Task, TaskSettings, make_task
 from farspan.training import train
 from farspan.utils import Progress, remove, write_json
 
-ANSWERS = {"perplexity": "ppl", "passkey": "passkey", "near-far": "passkey", "distance": "passkey"}
+ANSWERS = {"perplexity": "ppl", "passkey": "passkey"}
 """The kind of step that gives a kind of table or figure its numbers."""
 MODELS, FOR_TASKS, LAST = range(3)
 """Phases: seed by seed, models with all their measures; tasks; measures beyond the last limit."""
