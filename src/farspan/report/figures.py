@@ -40,7 +40,7 @@ STYLE: Any = {
 PARTS = {"passkey": "Passkey", "near": "Passkey near the end", "far": "Passkey far from the end"}
 DISTANCES = (1, 4, 16)
 """Ends of the ranges of distance in training lengths; the last range is open."""
-ACCURACY: Any = {"caption": "Bars: 95% Wilson interval.", "bars": True, "ylim": (-0.04, 1.04)}
+ACCURACY: Any = {"caption": "Bars: 95% Wilson interval.", "bars": True, "at": "bottom", "ylim": (-0.04, 1.04)}
 LENGTH, SHARE = "prompt length (tokens)", "accuracy (share of cases)"
 
 
@@ -238,11 +238,8 @@ def passkey_figures(run: Run) -> Iterator[Figure | None]:
             curves = [
                 curve(name, lengths, [run.at(part, v, scaling, n) for n in lengths], style) for v, name, style in looks
             ]
-            labels, how = (
-                (f"{what}, {scaling_name(scaling)}", LENGTH, SHARE),
-                {"mark": run.train_length, "at": "bottom"},
-            )
-            yield chart(file_of(part, scaling), labels, curves, lengths=lengths, **how, **ACCURACY)
+            labels = f"{what}, {scaling_name(scaling)}", LENGTH, SHARE
+            yield chart(file_of(part, scaling), labels, curves, lengths=lengths, mark=run.train_length, **ACCURACY)
         curves = []
         for v, name, style in looks:
             found = [run.passkey_between(v, scaling, low, high) for low, high in pairwise(ends)]
