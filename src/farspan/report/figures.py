@@ -210,6 +210,8 @@ def control_style(style: Mapping[str, Any], dash: str) -> dict[str, Any]:
 def perplexity_figures(run: Run) -> Iterator[Figure | None]:
     """Draw perplexity against the window, with the truncation control of each variant (the paper's Fig. 1)."""
     lengths, base = run.lengths("perplexity"), run.train_length or 0
+    several = len({row.seed for row in run.of("perplexity")}) > 1
+    caption = "The axis ends at a million." + " Bands: range over seeds." * several
     for scaling in run.scalings("perplexity"):
         curves = []
         for v in variants_in(run, "perplexity"):
@@ -218,8 +220,6 @@ def perplexity_figures(run: Run) -> Iterator[Figure | None]:
             past = [int(n) for n in whole.x if n >= base]
             cut = curve(None, past, [run.control(v, scaling, n) for n in past], control_style(style, "--"))
             curves += [whole, replace(cut, spread=())]
-        several = any(low < high for each in curves for low, high in each.spread)
-        caption = "The axis ends at a million." + " Bands: range over seeds." * several
         if run.of("perplexity", mode="truncated") and any(each.x for each in curves):
             curves.append(Curve("context cut (control)", [math.nan], [math.nan], control_style({"color": FAINT}, "--")))
         labels = f"Perplexity, {scaling_name(scaling)}", "window length (tokens)", "perplexity"
