@@ -37,8 +37,8 @@ def test_a_cell_is_the_mean_over_seeds_with_their_range_beside_the_papers(tmp_pa
     table = table1(tmp_path)
     assert table.columns == ("512", "1,024", "2,048", "4,096", "8,192", "16,384", "32,768")
     assert shown(table) == [  # what was not run is not shown
-        ("RoFormer", "ours", "20.50", "300.00", *["—"] * 5),
-        ("RoFormer", "paper", "19.66", "411.50", "3,276", "3,026", "3,028", "inf", "inf"),
+        ("RoPE, no scaling", "ours", "20.50", "300.00", *["—"] * 5),
+        ("RoPE, no scaling", "paper", "19.66", "411.50", "3,276", "3,026", "3,028", "inf", "inf"),
     ]
     assert small(table.lines[0][2]) == "20.00–21.00"
     assert small(table.lines[0][1]) == "1–2 seeds, 4 texts, 1,000 tokens"
@@ -70,32 +70,31 @@ def test_columns_are_aligned_by_multiples_of_the_training_length(tmp_path: Path)
 def test_ntk_modes_are_separate_lines_and_per_query_is_the_default(tmp_path: Path) -> None:
     found = {"ntk-4/per_query": 22.0, "ntk-4/per_request": 25.0}
     write(tmp_path, "ppl-a", [ppl_row("rope", 0, name, 1024, ppl) for name, ppl in found.items()])
-    assert [row[1:3] for row in shown(table1(tmp_path))[:2]] == [("ours", "22.00"), ("ours, per request", "25.00")]
+    table = measured.measured_table(collect(tmp_path), "perplexity")
+    assert table
+    assert shown(table) == [("RoPE", "dynamic NTK 4", "22.00"), ("RoPE", "dynamic NTK 4 per request", "25.00")]
+    assert shown(table1(tmp_path))[0][1:3] == ("ours", "22.00")
 
 
-def test_the_control_has_a_column_when_one_number_serves_all_lengths_and_lines_otherwise(tmp_path: Path) -> None:
+def test_the_control_stands_below_and_one_number_serves_all_lengths(tmp_path: Path) -> None:
     rows = [ppl_row("rope", 0, "none", n, 20.0 + n / 512) for n in (512, 1024)]
     cut = [ppl_row("rope", 0, "none", n, ppl, "truncated") for n, ppl in ((512, 19.0), (1024, 18.0))]
-    write(tmp_path / "one", "ppl-a", rows + cut[:1])
-    write(tmp_path / "two", "ppl-a", rows + cut)
-    one, two = (measured.control_table(collect(tmp_path / name)) for name in ("one", "two"))
-    assert one
-    assert two
-    assert one.columns == ("context cut", "512", "1,024")
-    assert shown(one) == [("RoPE", "no scaling", "19.00", "21.00", "22.00")]
-    assert shown(two)[1] == ("RoPE, no scaling", "context cut", "19.00", "18.00")
+    for name, control in (("one", cut[:1]), ("two", cut)):
+        write(tmp_path / name, "ppl-a", rows + control)
+        table = measured.measured_table(collect(tmp_path / name), "perplexity")
+        assert table
+        numbers = ("19.00", "19.00") if name == "one" else ("19.00", "18.00")
+        assert shown(table)[1] == ("RoPE", "no scaling, context cut", *numbers)
 
 
 def test_every_table_is_well_formed_in_markdown_and_latex(tmp_path: Path) -> None:
     run = collect(fabricate(tmp_path, lengths=(512, 1024), cases=4))
-    made = {name: measured.experiment_tables(run, x) for name, x in EXPERIMENTS.items() if x.train_length == 512}
+    made = {name: measured.experiment_tables(run, EXPERIMENTS[name]) for name in ("table1", "table2", "table3")}
     assert [table.name for table in made["table3"]] == ["table3-perplexity", "table3-passkey"]
-    assert [table.name for table in made["figure4"]] == ["figure4-near", "figure4-far"]
-    assert made["figure5"][0].columns == ("0–512", "512–2,048", "2,048–8,192", "> 8,192")
     training = measured.training_table(run)
     assert training
     assert shown(training)[0][-2:] == ("5.0%", "12.0%")
-    tables = [measured.control_table(run), training, *measured.measured_tables(run)]
+    tables = [training, *(measured.measured_table(run, kind) for kind in ("perplexity", "passkey"))]
     tables += [table for each in made.values() for table in each]
     for table in filter(None, tables):
         rows = [row for row in to_markdown(table).splitlines() if row.startswith("|")]
@@ -107,24 +106,6 @@ def test_every_table_is_well_formed_in_markdown_and_latex(tmp_path: Path) -> Non
         (spec,) = re.findall(r"\\begin\{tabular\}\{([lr]+)\}", latex)
         assert {len(re.findall(r"(?<!\\)&", row)) for row in body} == {len(spec) - 1}
         assert all(row.endswith(r"\\") for row in body)
-
-
-def test_special_characters_are_escaped_in_markdown_and_latex() -> None:
-    table = Table("t", "A & B_c", "50% of $x", ("a|b",), [("<b>{x}</b>", "ours", "1\nn#2")])
-    assert r"a\|b" in to_markdown(table)
-    for text in (r"A \& B\_c", r"50\% of \$x", r"n\#2"):
-        assert text in to_latex(table)
-
-
-def test_seeds_stand_below_their_mean(tmp_path: Path) -> None:
-    for seed, ppl in enumerate((20.0, 21.0)):
-        write(tmp_path, f"ppl-{seed}", [ppl_row("hybrid-pope", seed, "none", 512, ppl)])
-    (table,) = measured.measured_tables(collect(tmp_path))
-    assert shown(table) == [
-        ("Hybrid PoPE", "no scaling", "20.50"),
-        ("Hybrid PoPE", "no scaling, seed 0", "20.00"),
-        ("Hybrid PoPE", "no scaling, seed 1", "21.00"),
-    ]
 
 
 def test_the_loss_by_position_stands_above_what_the_far_context_gains(tmp_path: Path) -> None:
@@ -165,17 +146,15 @@ def test_seeds_of_a_task_are_pooled_and_the_paper_stands_beside(tmp_path: Path) 
     found = measured.task_at(run, "accuracy", "listops", "cosformer")
     assert found
     assert (found.value, found.low, found.high, found.seeds, found.cases) == (0.37, 0.35, 0.39, 2, 4000)
-    lra, memory = (measured.task_table(run, EXPERIMENTS[f"cosformer-{name}"]) for name in ("lra", "memory"))
+    lra = measured.task_table(run, EXPERIMENTS["cosformer-lra"])
     training = measured.task_training_table(run)
     assert lra
-    assert memory
     assert training
     assert shown(lra)[2:] == [
         ("cosFormer", "ours", "0.3700", "—", "—"),
         ("cosFormer", "paper", "0.3650", "0.6770", "0.7196"),
         ("cosFormer without re-weighting", "ours", "0.1775", "—", "—"),
     ]
-    assert shown(memory)[0][2:4] == ("—", "2.50")
     assert shown(training)[-1] == ("lm", "RoPE", "1", "800,000", "2,000", "0", "3,000", "1.0", "1,000,000", "2.5")
     assert measured.task_table(run, EXPERIMENTS["cosformer-recall"]) is None
 

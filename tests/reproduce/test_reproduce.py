@@ -165,7 +165,12 @@ def test_a_step_in_other_hands_is_waited_for(toml: Path, tmp_path: Path, monkeyp
     monkeypatch.setattr("farspan.reproduce.run.POLL_SECONDS", 0.05)
     seen: list[str] = []
     original = Work.train
-    monkeypatch.setattr(Work, "train", lambda self, name, *more: (seen.append(name), original(self, name, *more))[1])
+
+    def train(self: Work, name: str, *more: Any, **how: Any) -> None:
+        seen.append(name)
+        original(self, name, *more, **how)
+
+    monkeypatch.setattr(Work, "train", train)
     done = tmp_path / "out" / "results" / "ppl-coca-exact-s0-none.json"
     reproduce(Preset.load(toml), tmp_path / "out", only=["tokens"])
     with lock(tmp_path / "out" / "locks", name="train rope seed 0.lock"):
@@ -189,10 +194,10 @@ def test_a_failed_step_is_named_and_the_rest_go_on(
 ) -> None:
     original = Work.train
 
-    def fails(self: Work, name: str, *more: object) -> None:
+    def fails(self: Work, name: str, *more: Any, **how: Any) -> None:
         if name == "rope":
             raise RuntimeError("out of\nmemory")
-        original(self, name, *more)
+        original(self, name, *more, **how)
 
     monkeypatch.setattr(Work, "train", fails)
     given = ["reproduce", "--preset", toml, "--out", tmp_path, "--only", "rope,coca-exact,ppl"]
@@ -324,7 +329,7 @@ def test_only_chooses_models_and_kinds_with_what_they_need(tmp_path: Path) -> No
             ["--preset", "cosformer-cpu", "--labelled", "a"],
             "labelled must name three files, for training, for choices and",
         ),
-        (["--preset", "cosformer-cpu", *["--labelled", "a"] * 3], "source must exist, got 'a'"),
+        (["--preset", "cosformer-cpu", *["--labelled", "a"] * 3], "--labelled must be a JSONL file, got 'a'"),
         (["--tokenizer", "5"], "tokenizer must be a name, a folder or a size of 257 … 1048576, got 5"),
     ],
 )

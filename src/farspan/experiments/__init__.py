@@ -4,29 +4,24 @@ import tomllib
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
-from typing import Any, Literal
+from typing import Literal
 
-from farspan.errors import require
 from farspan.utils import parse
 
-LENGTHS = ("perplexity", "passkey", "near-far", "distance")
-Kind = Literal["perplexity", "passkey", "near-far", "distance", "tasks", "study", "speed"]
-VARIANTS = ("alibi", "rope", "coca-slack", "coca-strict", "coca-exact")
-"""Those of the CoCA paper."""
+Kind = Literal["perplexity", "passkey", "tasks", "study"]
 
 
 @dataclass(frozen=True)
 class Row:
     """One line of a table: what is measured, and the paper's value for each column if it has any."""
 
-    label: str
-    variant: str = ""
+    variant: str
     """Of results; in a study the name of a model."""
+    label: str = ""
+    """Default: the names of variant and scaling."""
     scaling: Literal["none", "dynamic_ntk-2", "dynamic_ntk-4", "dynamic_ntk-8", "none+log"] = "none"
     kind: Kind | Literal[""] = ""
     """Default: the experiment's."""
-    candidates: list[str] = field(default_factory=list)
-    """Of a benchmark; the fastest of several is shown. Default: the variant."""
     paper: list[float | Literal["OOM", "inf", ""]] = field(default_factory=list)
     """ "" where the paper has no number."""
 
@@ -38,40 +33,17 @@ class Experiment:
     name: str
     title: str
     kind: Kind
-    rows: list[Row]
-    caption: str
+    caption: str = ""
+    rows: list[Row] = field(default_factory=list)
+    """A figure has none: the page draws all that was measured."""
     train_length: int = 1
     lengths: list[int] = field(default_factory=list)
     prompts: list[int] = field(default_factory=list)
     """Lengths of a study's passkey prompts, after those of its windows."""
-    ranges: list[float] = field(default_factory=list)
-    """Ends of the ranges of distance in training lengths; the last range is open."""
     columns: list[str] = field(default_factory=list)
     """Names of tasks."""
     headings: list[str] = field(default_factory=list)
-    measure: Literal["accuracy", "perplexity", "speed", "memory"] = "perplexity"
-    bench: str = ""
-    """The kind of the results of a benchmark."""
-    subject: str = ""
-    """What is timed."""
-    reference: str = ""
-    owner: str = ""
-    """Whose time the times are multiples of, as a label and in a sentence."""
-    memory: str = ""
-    heading: str = ""
-    """Labels of the line of memory, and of the first column."""
-    digits: int = 2
-
-    def __post_init__(self) -> None:
-        require(len(self.headings) == len(self.columns), f"headings must name all columns, got {self.headings}")
-        values = len(self.lengths) + len(self.prompts) + len(self.columns) + 2 * (self.kind == "speed")
-        for row in self.rows:
-            said = f"paper must have one value for each of the {values} columns, got {len(row.paper)}"
-            require(len(row.paper) in (0, values), f"{said} in row {row.label!r}; write '' for no number")
-
-    def rows_of(self, kind: str) -> list[Row]:
-        """Return the rows that measure this kind."""
-        return [row for row in self.rows if (row.kind or self.kind) == kind]
+    measure: Literal["accuracy", "perplexity"] = "perplexity"
 
 
 @cache
@@ -79,21 +51,13 @@ def load_all() -> tuple[Experiment, ...]:
     """Load every shipped experiment, ordered by name."""
     files = [file for file in resources.files("farspan.experiments").iterdir() if file.name.endswith(".toml")]
     tables = {name: x for file in files for name, x in tomllib.loads(file.read_text(encoding="utf-8")).items()}
-    return tuple(make_experiment(name, table) for name, table in sorted(tables.items()))
+    return tuple(parse(Experiment, {**table, "name": name}) for name, table in sorted(tables.items()))
 
 
 def load(*kinds: str) -> list[Experiment]:
     """Load the shipped experiments of these kinds.
 
-    >>> [experiment.name for experiment in load("speed", "study")]
-    ['coca-speed', 'cosformer-length', 'dropin']
+    >>> [experiment.name for experiment in load("perplexity", "study")]
+    ['dropin', 'figure1', 'table1', 'table3']
     """
     return [experiment for experiment in load_all() if experiment.kind in kinds]
-
-
-def make_experiment(name: str, table: dict[str, Any]) -> Experiment:
-    """Check a table of a TOML file. Raise one line that names the experiment for anything wrong."""
-    try:
-        return parse(Experiment, {**table, "name": name})
-    except ValueError as error:
-        raise ValueError(f"experiment {name}: {error}") from error

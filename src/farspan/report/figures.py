@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import cycle
+from itertools import pairwise
 from typing import Any
 
 import matplotlib
@@ -16,10 +16,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure as Canvas
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator, PercentFormatter
 
-from farspan.experiments import Experiment
-from farspan.report.measured import by_distance, condition, distance_ranges, loss_of, variants_in
-from farspan.report.results import Estimate, Record, Run, find, scaling_order, share_of
-from farspan.report.speed import timings
+from farspan.report.measured import condition, loss_of, variants_in
+from farspan.report.results import Estimate, Record, Run, find, share_of
 from farspan.report.tables import file_of, scaling_name, variant_name, variant_style
 
 INK, FAINT = "#1f2328", "#9aa0a6"
@@ -39,9 +37,10 @@ STYLE: Any = {
     "svg.hashsalt": "farspan",  # the same numbers give the same file
     **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), INK),
 }
-DEPTHS = 5
-COLOURS, MARKERS = ("#D55E00", "#0081c9", "#009E73", "#CC79A7", "#8a8a8a"), "osD^v"
-ACCURACY: Any = {"caption": "Bars: 95% Wilson interval.", "bars": True, "ylim": (-0.04, 1.04)}
+PARTS = {"passkey": "Passkey", "near": "Passkey near the end", "far": "Passkey far from the end"}
+DISTANCES = (1, 4, 16)
+"""Ends of the ranges of distance in training lengths; the last range is open."""
+ACCURACY: Any = {"caption": "Bars: 95% Wilson interval.", "bars": True, "at": "bottom", "ylim": (-0.04, 1.04)}
 LENGTH, SHARE = "prompt length (tokens)", "accuracy (share of cases)"
 
 
@@ -87,7 +86,6 @@ def chart(
     caption: str = "",
     *,
     size: tuple[float, float] = (5.0, 3.9),
-    legend: int = 3,
     lengths: Sequence[float] = (),
     ranges: Sequence[str] = (),
     bars: bool = False,
@@ -101,7 +99,6 @@ def chart(
 
     Args:
         labels: the title, and the names of x and y.
-        legend: columns of the legend, if so many fit.
         lengths: a logarithmic x with one tick for each.
         ranges: names of the values 0, 1, … of x.
         bars: draw the spreads as bars, with the curves slightly apart so that bars do not hide; else as bands.
@@ -142,10 +139,10 @@ def chart(
         how: Any = {"xycoords": axes.get_xaxis_transform(), "textcoords": "offset points", "rotation": 90, "va": at}
         axes.annotate("training length", point, offset, fontsize=8, color=FAINT, **how)
     then(axes)
-    return finish(canvas, name, caption, legend)
+    return finish(canvas, name, caption)
 
 
-def finish(canvas: Canvas, name: str, caption: str = "", legend: int = 3) -> Figure:
+def finish(canvas: Canvas, name: str, caption: str = "") -> Figure:
     """Put the legend below the axes and draw both formats."""
     axes = canvas.axes[0]
     handles, labels = axes.get_legend_handles_labels()
@@ -153,8 +150,7 @@ def finish(canvas: Canvas, name: str, caption: str = "", legend: int = 3) -> Fig
         texts = [axes.title, axes.xaxis.label, axes.yaxis.label, *axes.texts]
         if handles:
             fit = int(14 * canvas.get_figwidth()) // (6 + max(map(len, labels)))  # 14 letters per inch
-            columns = max(1, min(legend, fit))
-            texts += canvas.legend(handles, labels, loc="outside lower center", ncols=columns).get_texts()
+            texts += canvas.legend(handles, labels, loc="outside lower center", ncols=max(1, min(3, fit))).get_texts()
         for text in texts:  # a label such as "$\frac{$" is no formula
             text.set_parse_math(False)
         canvas.draw_without_rendering()
@@ -211,104 +207,72 @@ def control_style(style: Mapping[str, Any], dash: str) -> dict[str, Any]:
 # Lengths
 
 
-def experiment_figures(run: Run, experiment: Experiment) -> Iterator[Figure | None]:
-    """Draw what a table or figure of the CoCA paper has, for every variant of the run."""
-    scalings = sorted({s for v in variants_in(run) for s in run.scalings(v)}, key=scaling_order)
-    if experiment.name == "figure1":
-        yield from (perplexity_figure(run, scaling) for scaling in scalings)
-    elif experiment.name == "table2":
-        for scaling in scalings:
-            lines = [(variant_name(v), v, scaling) for v in variants_in(run, "passkey")]
-            name, title = file_of("passkey", scaling), f"Passkey, {scaling_name(scaling)}"
-            yield passkey_figure(run, "passkey", lines, name, title, mark=run.train_length, at="bottom")
-    elif experiment.kind == "near-far":
-        lines = [
-            (f"{variant_name(r.variant)} + {scaling_name(r.scaling)}", r.variant, r.scaling) for r in experiment.rows
-        ]
-        for part, where in (("near", "within one training length of the end"), ("far", "farther from the end")):
-            yield passkey_figure(run, part, lines, file_of(experiment.name, part), f"Passkey, key {where}", legend=1)
-    elif experiment.kind == "distance":
-        for scaling in dict.fromkeys(row.scaling for row in experiment.rows):
-            yield distance_figure(run, experiment, scaling)
+def perplexity_figures(run: Run) -> Iterator[Figure | None]:
+    """Draw perplexity against the window, with the truncation control of each variant (the paper's Fig. 1)."""
+    lengths, base = run.lengths("perplexity"), run.train_length or 0
+    several = len({row.seed for row in run.of("perplexity")}) > 1
+    caption = "The axis ends at a million." + " Bands: range over seeds." * several
+    for scaling in run.scalings("perplexity"):
+        curves = []
+        for v in variants_in(run, "perplexity"):
+            style = variant_style(v)
+            whole = curve(variant_name(v), lengths, [run.at("perplexity", v, scaling, n) for n in lengths], style)
+            past = [int(n) for n in whole.x if n >= base]
+            cut = curve(None, past, [run.control(v, scaling, n) for n in past], control_style(style, "--"))
+            curves += [whole, replace(cut, spread=())]
+        if run.of("perplexity", mode="truncated") and any(each.x for each in curves):
+            curves.append(Curve("context cut (control)", [math.nan], [math.nan], control_style({"color": FAINT}, "--")))
+        labels = f"Perplexity, {scaling_name(scaling)}", "window length (tokens)", "perplexity"
+        values = [row.ppl for row in run.of("perplexity") if math.isfinite(row.ppl)]
+        then, name = partial(log_axis, values=values, top=1e6), file_of("perplexity", scaling)
+        yield chart(name, labels, curves, caption, lengths=lengths, mark=base, then=then)
 
 
-def perplexity_figure(run: Run, scaling: str) -> Figure | None:
-    """Draw perplexity against the window, with the truncation control of each variant."""
-    lengths, base, curves = run.lengths("perplexity"), run.train_length or 0, []
-    for v in variants_in(run, "perplexity"):
-        found, style = [run.at("perplexity", v, scaling, n) for n in lengths], variant_style(v)
-        whole = curve(variant_name(v), lengths, found, style)
-        past = [int(n) for n in whole.x if n >= base]
-        cut = curve(None, past, [run.control(v, scaling, n) for n in past], control_style(style, "--"))
-        curves += [whole, replace(cut, spread=())]
-    if any(row.mode == "truncated" for row in run.of("perplexity")) and any(each.x for each in curves):
-        curves.append(Curve("context cut (control)", [math.nan], [math.nan], control_style({"color": FAINT}, "--")))
-    labels = f"Perplexity, {scaling_name(scaling)}", "window length (tokens)", "perplexity"
-    values = [row.ppl for row in run.of("perplexity") if math.isfinite(row.ppl)]
-    caption, then = "Bands: range over seeds. The axis ends at a million.", partial(log_axis, values=values, top=1e6)
-    return chart(file_of("perplexity", scaling), labels, curves, caption, lengths=lengths, mark=base, then=then)
+def passkey_figures(run: Run) -> Iterator[Figure | None]:
+    """Draw accuracy against the prompt's length, and by the key's distance from the end (the paper's Fig. 4 and 5)."""
+    lengths, ends = run.lengths("passkey"), [0, *(end * (run.train_length or 0) for end in DISTANCES), math.inf]
+    names = [f"{low:,}–{high:,}" if high < math.inf else f"> {low:,}" for low, high in pairwise(ends)]
+    looks = [(v, variant_name(v), variant_style(v)) for v in variants_in(run, "passkey")]
+    for scaling in run.scalings("passkey"):
+        for part, what in PARTS.items():
+            curves = [
+                curve(name, lengths, [run.at(part, v, scaling, n) for n in lengths], style) for v, name, style in looks
+            ]
+            labels = f"{what}, {scaling_name(scaling)}", LENGTH, SHARE
+            yield chart(file_of(part, scaling), labels, curves, lengths=lengths, mark=run.train_length, **ACCURACY)
+        curves = []
+        for v, name, style in looks:
+            found = [run.passkey_between(v, scaling, low, high) for low, high in pairwise(ends)]
+            curves.append(curve(name, range(len(names)), found, style))
+        labels = f"Passkey by distance, {scaling_name(scaling)}", "tokens from the key to the end", SHARE
+        yield chart(file_of("distance", scaling), labels, curves, ranges=names, **ACCURACY)
 
 
-def passkey_figure(
-    run: Run, part: str, lines: Iterable[tuple[str, str, str]], name: str, title: str, **how: Any
-) -> Figure | None:
-    """Draw accuracy against the prompt's length for each (label, variant, scaling)."""
-    lengths, curves = run.lengths("passkey"), []
-    for label, variant, scaling in lines:
-        found = [run.at(part, variant, scaling, n) for n in lengths]
-        curves.append(curve(label, lengths, found, variant_style(variant)))
-    return chart(name, (title, LENGTH, SHARE), curves, lengths=lengths, **ACCURACY, **how)
-
-
-def distance_figure(run: Run, experiment: Experiment, scaling: str) -> Figure | None:
-    """Draw accuracy by the key's distance from the end, for all lengths together (the paper's Fig. 5)."""
-    ranges, curves = distance_ranges(run, experiment), []
-    for row in (row for row in experiment.rows if row.scaling == scaling):
-        found, style = by_distance(run, row, ranges), variant_style(row.variant)
-        curves.append(curve(variant_name(row.variant), range(len(ranges)), found, style))
-    labels = f"Passkey by distance, {scaling_name(scaling)}", "tokens from the key to the end", SHARE
-    names = [name for name, *_ in ranges]
-    return chart(file_of(experiment.name, scaling), labels, curves, ranges=names, **ACCURACY)
-
-
-def heat_map(name: str, title: str, rows: Sequence[Record], depth_name: Callable[[Any], str]) -> Figure | None:
-    """Draw accuracies by length and depth with their numbers."""
-    lengths, depths = (sorted({row[name] for row in rows}) for name in ("length", "depth"))
-    if not depths:
-        return None
-    canvas, axes = blank(title, LENGTH, "depth of the key", (4.2, 2.9))
-    axes.grid(visible=False)
-    found = [[share_of(find(rows, depth=depth, length=n)) for n in lengths] for depth in depths]
-    values = [[estimate.value if estimate else math.nan for estimate in row] for row in found]
-    axes.imshow(values, vmin=0, vmax=1, cmap="cividis", aspect="auto")
-    for i, row in enumerate(values):
-        for k, value in enumerate(row):
-            colour = INK if math.isnan(value) else "black" if value > 0.5 else "white"
-            text = "–" if math.isnan(value) else f"{value:.2f}"
-            axes.text(k, i, text, ha="center", va="center", fontsize=8, color=colour)
-    axes.set_xticks(range(len(lengths)), [short(n) for n in lengths])
-    axes.set_yticks(range(len(depths)), map(depth_name, depths))
-    return finish(canvas, name, "0% is the start of the prompt, 100% its end.")
-
-
-def depth_figures(run: Run) -> Iterator[Figure | None]:
-    """Draw where in the prompt, at which length, each variant finds the passkey."""
-    pairs = [(v, s) for v in variants_in(run) for s in run.scalings(v, "passkey")]
-    for variant, scaling in sorted(pairs, key=lambda pair: scaling_order(pair[1])):
-        found = []
-        for row in run.of("passkey", variant=variant, scaling=scaling):
-            for x in row.outcomes:
-                depth = min(DEPTHS - 1, int((1 - x["distance"] / row.length) * DEPTHS))
-                found.append(Record(length=row.length, depth=depth, cases=1, correct=x["right"]))
-        name, title = file_of("depth", variant, scaling), condition(variant, scaling)
-        yield heat_map(name, title, found, lambda i: f"{100 * i // DEPTHS}–{100 * (i + 1) // DEPTHS}%")
+# Positions and depths
 
 
 def retrieval_figures(run: Run) -> Iterator[Figure | None]:
+    """Draw accuracies by length and depth with their numbers."""
     for task, variant, scaling in dict.fromkeys((x.task, x.variant, x.scaling) for x in run.of("retrieval")):
         rows = run.of("retrieval", task=task, variant=variant, scaling=scaling)
-        name, title = file_of("retrieval", task, variant, scaling), f"{task}: {condition(variant, scaling)}"
-        yield heat_map(name, title, [row for row in rows if row.depth is not None], "{:.0%}".format)
+        rows = [row for row in rows if row.depth is not None]
+        lengths, depths = (sorted({row[name] for row in rows}) for name in ("length", "depth"))
+        if not depths:
+            continue
+        canvas, axes = blank(f"{task}: {condition(variant, scaling)}", LENGTH, "depth of the key", (4.2, 2.9))
+        axes.grid(visible=False)
+        found = [[share_of(find(rows, depth=depth, length=n)) for n in lengths] for depth in depths]
+        values = [[estimate.value if estimate else math.nan for estimate in row] for row in found]
+        axes.imshow(values, vmin=0, vmax=1, cmap="cividis", aspect="auto")
+        for i, row in enumerate(values):
+            for k, value in enumerate(row):
+                colour = INK if math.isnan(value) else "black" if value > 0.5 else "white"
+                text = "–" if math.isnan(value) else f"{value:.2f}"
+                axes.text(k, i, text, ha="center", va="center", fontsize=8, color=colour)
+        axes.set_xticks(range(len(lengths)), [short(n) for n in lengths])
+        axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
+        name, caption = file_of("retrieval", task, variant, scaling), "0% is the start of the prompt, 100% its end."
+        yield finish(canvas, name, caption)
 
 
 def position_figure(run: Run) -> Figure | None:
@@ -321,7 +285,7 @@ def position_figure(run: Run) -> Figure | None:
         cut = curve(None, stops, [loss_of(one, "control_nll") for one in each], control_style(style, ":"))
         curves += [replace(whole, spread=()), replace(cut, spread=())]
     labels = "Loss by position", "position (end of the range, tokens)", "loss (nats per token)"
-    return chart("positions", labels, curves, "Dotted: context cut to the training length.", lengths=stops, legend=2)
+    return chart("positions", labels, curves, "Dotted: context cut to the training length.", lengths=stops)
 
 
 # Training
@@ -340,33 +304,5 @@ def loss_figure(rows: Sequence[Record], title: str = "Training loss", name: str 
         label = variant_name(row.variant) if first[row.variant] is row else None
         style = variant_style(row.variant) | {"markevery": max(1, len(row.losses) // 8), "alpha": 0.9}
         curves.append(Curve(label, [step for step, _ in row.losses], [loss for _, loss in row.losses], style))
-    return chart(name, (title, "optimiser step", "loss (nats per token)"), curves, "One line per seed.")
-
-
-# Speed
-
-
-def speed_figures(run: Run, experiment: Experiment) -> Iterator[Figure | None]:
-    """Draw time against length over a reference, and the paper's range, for each thing timed at two lengths or more."""
-    paper = {row.label: list(map(float, row.paper)) for row in experiment.rows if row.paper}
-    for group, found in timings(run, experiment.bench).items():
-        lengths, curves = [x.length for x in found], []
-        for row, colour, marker in zip(experiment.rows, cycle(COLOURS), cycle(MARKERS), strict=False):
-            times = [(x.length, time) for x in found if (time := x.fastest(row.candidates or [row.variant]))]
-            style = variant_style(row.variant) if row.variant else {"color": colour, "marker": marker}
-            x, y = [n for n, _ in times], [time.median for _, time in times]
-            curves.append(Curve(row.label, x, y, style, [(time.low, time.high) for _, time in times]))
-        ends = [end for each in [*paper.values(), *(pair for one in curves for pair in one.spread)] for end in each]
-
-        def reference(axes: Axes, ends: Sequence[Any] = ends) -> None:
-            log_axis(axes, [1.0, *ends])
-            axes.axhline(1.0, color=INK, linestyle=":", label=experiment.reference, linewidth=1.4, zorder=1)
-            for label, (low, high) in paper.items():
-                axes.axhspan(low, high, color=FAINT, alpha=0.35, lw=0, label=label, zorder=0)
-
-        labels = f"{experiment.subject}, {group}", "tokens per sequence", f"time / {experiment.owner}"
-        ranged = any(low < high for each in curves for low, high in each.spread)
-        caption = f"Dotted: {experiment.reference}." + " Bars: the middle three fifths." * ranged
-        name = file_of(experiment.name, group.replace(", ", "-"))
-        if len(found) > 1:
-            yield chart(name, labels, curves, caption, lengths=lengths, bars=ranged, legend=2, then=reference)
+    caption = "One line per seed." * (len(rows) > len(first))
+    return chart(name, (title, "optimiser step", "loss (nats per token)"), curves, caption)

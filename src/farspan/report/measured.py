@@ -1,15 +1,13 @@
 """Measurements → tables: ours beside the papers', aligned by multiples of the training length."""
 
-import math
 from collections.abc import Sequence
 from fractions import Fraction
 from functools import partial
 
-from farspan.experiments import Experiment, Row, load
+from farspan.experiments import Experiment, load
 from farspan.report.results import Estimate, Record, Run, find, mean_of, share_of
 from farspan.report.tables import (
     NOTHING,
-    Entry,
     Table,
     Value,
     cell,
@@ -17,7 +15,6 @@ from farspan.report.tables import (
     listing,
     noted,
     perplexity_text,
-    pivot,
     scaling_name,
     share_text,
     variant_name,
@@ -27,14 +24,10 @@ from farspan.report.tables import (
 SUBJECTS = {
     "perplexity": "perplexity, lower is better",
     "passkey": "passkey accuracy, higher is better",
-    "near": "passkey accuracy, key within one training length of the end",
-    "far": "passkey accuracy, key farther from the end",
 }
 TASKS = {
     "accuracy": "accuracy on the test set, higher is better",
     "perplexity": "perplexity of held-out text, lower is better",
-    "speed": "tokens per second in training, higher is better",
-    "memory": "GPU memory in training, GB, lower is better",
 }
 TRAINING = (
     "seed {seed}; parameters {parameters:,}; tokens {tokens:,}; steps {steps:,}; length {length:,}; "
@@ -67,99 +60,54 @@ def _column(ours: int | None, paper: int | None, same: bool) -> str:
     return f"{ours:,} (paper {paper:,})" if ours else f"(paper {paper:,})"
 
 
-# The CoCA paper
+# By length
 
 
 def experiment_tables(run: Run, experiment: Experiment) -> list[Table]:
     """Make the tables of an experiment on lengths: the rows that were run, each with the paper's below."""
-    kinds = {row.kind or experiment.kind for row in experiment.rows}
-    ranges = distance_ranges(run, experiment)
-    entries: Entries = [(row.label, "ours", by_distance(run, row, ranges)) for row in experiment.rows_of("distance")]
-    title, heads = (
-        f"{experiment.title} (tokens from the key to the end, higher is better)",
-        [name for name, *_ in ranges],
-    )
-    made = [grid(experiment.name, title, heads, entries, caption=experiment.caption, heading="Method")]
-    for kind, of in (("perplexity", "perplexity"), ("passkey", "passkey"), ("near", "near-far"), ("far", "near-far")):
-        name = f"{experiment.name}-{kind}" if len(kinds) > 1 or of == "near-far" else experiment.name
-        made.append(_by_length(run, experiment, experiment.rows_of(of), kind, name))
-    return [table for table in made if table]
+    kinds = dict.fromkeys(row.kind or experiment.kind for row in experiment.rows)
+    return [table for kind in kinds if (table := _by_length(run, experiment, kind))]
 
 
-def _by_length(run: Run, experiment: Experiment, rows: list[Row], kind: str, name: str) -> Table | None:
-    lengths, base = run.lengths("perplexity" if kind == "perplexity" else "passkey"), run.train_length or 1
-    ours = {Fraction(length, base): length for length in lengths}
+def _by_length(run: Run, experiment: Experiment, kind: str) -> Table | None:
+    rows = [row for row in experiment.rows if (row.kind or experiment.kind) == kind]
+    name = experiment.name if rows == experiment.rows else f"{experiment.name}-{kind}"
+    base = run.train_length or 1
+    ours = {Fraction(length, base): length for length in run.lengths(kind)}
     paper = {Fraction(length, experiment.train_length): i for i, length in enumerate(experiment.lengths)}
     columns = [(ours.get(ratio), paper.get(ratio)) for ratio in sorted(ours.keys() | paper)]
     show = perplexity_text if kind == "perplexity" else share_text
     entries: Entries = []
     for row in rows:
-        modes = [scaling for scaling in run.scalings(row.variant) if scaling.startswith(f"{row.scaling}/")]
-        before = len(entries)
-        for scaling in (row.scaling, *modes):
-            source = "ours" + "".join(f", {mode.replace('_', ' ')}" for mode in scaling.split("/")[1:])
-            found = [run.at(kind, row.variant, scaling, n) if n else None for n, _ in columns]
-            entries += [(row.label, source, found)] if any(found) else []
-        if row.paper and len(entries) > before:
-            entries.append((row.label, "paper", [None if i is None else show(row.paper[i]) for _, i in columns]))
+        label = row.label or condition(row.variant, row.scaling)
+        found = [run.at(kind, row.variant, row.scaling, n) if n else None for n, _ in columns]
+        entries.append((label, "ours", found))
+        if row.paper and any(found):
+            entries.append((label, "paper", [None if i is None else show(row.paper[i]) for _, i in columns]))
     same = base == experiment.train_length
     heads = [_column(n, None if i is None else experiment.lengths[i], same) for n, i in columns]
     title = f"{experiment.title} ({SUBJECTS[kind]})"
     return grid(name, title, heads, entries, caption=experiment.caption, heading="Method")
 
 
-def distance_ranges(run: Run, experiment: Experiment) -> list[tuple[str, float, float]]:
-    """Return name, lower and upper end of each range of distance in tokens."""
-    ends = [end * (run.train_length or experiment.train_length) for end in experiment.ranges]
-    pairs = zip([0.0, *ends], [*ends, math.inf], strict=True)
-    return [(f"{low:,.0f}–{high:,.0f}" if high < math.inf else f"> {low:,.0f}", low, high) for low, high in pairs]
+def measured_table(run: Run, kind: str) -> Table | None:
+    """Make a table of everything measured by length.
+
+    Below a perplexity stands its control, the same tokens with the context cut to the training length.
+    """
+    lengths, entries, caption = run.lengths(kind), Entries(), ""
+    for variant in variants_in(run, kind):
+        for scaling in run.scalings(kind, variant=variant):
+            label, source = variant_name(variant), scaling_name(scaling)
+            entries.append((label, source, [run.at(kind, variant, scaling, n) for n in lengths]))
+            if kind == "perplexity" and run.of(kind, variant=variant, scaling=scaling, mode="truncated"):
+                entries.append((label, f"{source}, context cut", [run.control(variant, scaling, n) for n in lengths]))
+                caption = "Context cut: the same tokens with the context cut to the training length."
+    title = f"All measurements ({SUBJECTS[kind]})"
+    return grid(f"measured-{kind}", title, [f"{n:,}" for n in lengths], entries, caption=caption)
 
 
-def by_distance(run: Run, row: Row, ranges: Sequence[tuple[str, float, float]]) -> list[Estimate | None]:
-    return [run.passkey_between(row.variant, row.scaling, low, high) for _, low, high in ranges]
-
-
-# Everything measured
-
-
-def measured_tables(run: Run) -> list[Table]:
-    """Make tables of everything measured by length: the mean and, where there are several, each seed."""
-    made = []
-    for kind in ("perplexity", "passkey"):
-        lengths, entries = run.lengths(kind), []
-        for variant in variants_in(run, kind):
-            for scaling in run.scalings(variant, kind):
-                rows = run.of(kind, variant=variant, scaling=scaling)
-                seeds = sorted({row.seed for row in rows})
-                for seed in [None, *seeds] if len(seeds) > 1 else [None]:
-                    one = Run({kind: [row for row in rows if seed in (None, row.seed)]})
-                    source = scaling_name(scaling) + ("" if seed is None else f", seed {seed}")
-                    found = [one.at(kind, variant, scaling, n) for n in lengths]
-                    entries.append((variant_name(variant), source, found))
-        title = f"All measurements ({SUBJECTS[kind]})"
-        made.append(grid(f"measured-{kind}", title, (f"{n:,}" for n in lengths), entries))
-    return [table for table in made if table]
-
-
-def control_table(run: Run) -> Table | None:
-    """Compare a long context with the same tokens whose context is cut to the training length."""
-    lengths, found = run.lengths("perplexity"), []
-    for variant in variants_in(run, "perplexity"):
-        for scaling in run.scalings(variant):
-            cut = [run.control(variant, scaling, n) for n in lengths]
-            full = [run.at("perplexity", variant, scaling, n) for n in lengths]
-            if any(cut) and any(full):
-                found.append((variant, scaling, full, cut))
-    heads = [f"{n:,}" for n in lengths]
-    if all(len(set(cut)) == 1 for *_, cut in found):  # one number for all lengths has a column of its own
-        heads = ["context cut", *heads]
-        entries = [(variant_name(v), scaling_name(s), cut[:1] + full) for v, s, full, cut in found]
-    else:
-        names = ("whole window", "context cut")
-        entries = [(condition(v, s), names[i], each[i]) for v, s, *each in found for i in (0, 1)]
-    title = "Control: does the longer context help? (perplexity, lower is better)"
-    caption = f"Context cut: the same tokens with the context cut to the training length of {run.train_length or 0:,}."
-    return grid("control", title, heads, entries, caption=caption)
+# Training, positions, retrieval
 
 
 def training_table(run: Run) -> Table | None:
@@ -170,40 +118,38 @@ def training_table(run: Run) -> Table | None:
 
 def position_table(run: Run) -> Table | None:
     """Show the loss by position, and what the far context gains over one cut to the training length."""
-    rows, entries = run.of("positions"), list[Entry]()
-    for v, s, a, b in dict.fromkeys((x.variant, x.scaling, x.start, x.stop) for x in rows):
-        found, label, at = (
-            find(rows, variant=v, scaling=s, start=a, stop=b),
-            condition(v, s),
-            ((a, b), f"{a:,}–{b - 1:,}"),
-        )
-        entries.append((label, "loss", at, loss_of(found, "nll")))
-        entries.append((label, "context cut", at, loss_of(found, "control_nll")))
-        entries.append((label, "gain", at, _gain(found)))
-    title = "Loss by position (nats per token, lower is better)"
+    rows, entries = run.of("positions"), Entries()
+    ends = sorted({(x.start, x.stop) for x in rows})
+    for v, s in dict.fromkeys((x.variant, x.scaling) for x in rows):
+        label, each = condition(v, s), [find(rows, variant=v, scaling=s, start=a, stop=b) for a, b in ends]
+        entries.append((label, "loss", [loss_of(found, "nll") for found in each]))
+        entries.append((label, "context cut", [loss_of(found, "control_nll") for found in each]))
+        entries.append((label, "gain", [_gain(found) for found in each]))
+    title, heads = "Loss by position (nats per token, lower is better)", [f"{a:,}–{b - 1:,}" for a, b in ends]
     caption = "Gain: loss with the context cut to the training length less loss with all of it, and its 95% interval."
-    return pivot("positions", title, entries, caption=caption, heading="Model", show=THREE)
+    return grid("positions", title, heads, entries, caption=caption, heading="Model", show=THREE)
 
 
 def loss_of(rows: Sequence[Record], name: str) -> Estimate | None:
     return mean_of([row[name] / row.tokens for row in rows if row[name] is not None])
 
 
-def _gain(rows: list[Record]) -> str:
+def _gain(rows: list[Record]) -> str | None:
     gains = [(row.gain, row.gain_ci95) for row in rows if row.gain is not None]
     if not gains:
-        return NOTHING
+        return None
     note = f"95% {gains[0][1][0]:+.3f} to {gains[0][1][1]:+.3f}" if len(gains) == 1 and gains[0][1] else ""
     return noted(f"{sum(gain for gain, _ in gains) / len(gains):+.3f}", note)
 
 
 def retrieval_table(run: Run) -> Table | None:
     """Show the accuracy over all depths."""
-    entries: list[Entry] = []
-    for task, v, s, n in sorted({(x.task, x.variant, x.scaling, x.length) for x in run.of("retrieval")}):
-        rows = run.of("retrieval", task=task, variant=v, scaling=s, length=n)
-        entries.append((task, condition(v, s), ((n,), f"{n:,}"), share_of(find(rows, depth=None) or rows)))
-    return pivot("retrieval", "Retrieval by prompt length (accuracy, higher is better)", entries, heading="Task")
+    lengths, entries = run.lengths("retrieval"), Entries()
+    for task, v, s in sorted({(x.task, x.variant, x.scaling) for x in run.of("retrieval")}):
+        each = [run.of("retrieval", task=task, variant=v, scaling=s, length=n) for n in lengths]
+        entries.append((task, condition(v, s), [share_of(find(rows, depth=None) or rows) for rows in each]))
+    title = "Retrieval by prompt length (accuracy, higher is better)"
+    return grid("retrieval", title, [f"{n:,}" for n in lengths], entries, heading="Task")
 
 
 # Tasks
@@ -287,7 +233,7 @@ def _model_values(run: Run, model: Record, windows: list[int], prompts: list[int
     minutes = f"{model.seconds / 60:,.1f}" if model.seconds is not None and model.tokens else NOTHING
     once: list[Value] = [cell(pairs, THREE), bits, amount(model.tokens), minutes]
     lines: list[tuple[str, list[Value]]] = []
-    for scaling in run.scalings(name) or ["none"]:
+    for scaling in run.scalings("perplexity", "passkey", variant=name) or ["none"]:
         # Inside a model's training length dynamic NTK and log length change nothing.
         inside = model.train_length if scaling.startswith(("dynamic_ntk-", "none+")) else 0
         found = [

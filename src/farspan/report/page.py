@@ -7,17 +7,14 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from farspan.experiments import VARIANTS, load, load_all
-from farspan.report import measured, speed
-from farspan.report.results import BENCHES, Run, collect
+from farspan.experiments import load
+from farspan.report import measured
+from farspan.report.results import Run, collect
 from farspan.report.tables import Table, to_latex, to_markdown
 from farspan.utils import atomic_path, check_folder, write_text
 
 if TYPE_CHECKING:
     from farspan.report.figures import Figure
-
-READING = ("table1", "figure1", "table2", "figure4", "figure5", "table3")
-"""The experiments on lengths in the order of the page."""
 
 
 @dataclass
@@ -29,8 +26,6 @@ class Section:
     tables: list[Table]
     figures: "list[Figure]"
     text: str
-    folded: bool = False
-    """Hide the tables behind a click: figures show the same."""
     small: bool = False
 
 
@@ -55,7 +50,7 @@ def write_report(folder: str | os.PathLike[str], out: str | os.PathLike[str] | N
         run.analyses.sort(key=lambda found: (found.model.attention != "rope", found.model.label))  # the baseline first
         sections = make_sections(run)
     except (LookupError, TypeError, AttributeError, ArithmeticError) as error:  # in rows that are nested deeply
-        said = f"{folder}: a row of a benchmark or an analysis is not complete ({error!r})"
+        said = f"{folder}: a row of an analysis is not complete ({error!r})"
         raise ValueError(f"{said}; write it again with `farspan`") from error
     files = {"index.html": render(run, sections)}
     for table in (table for section in sections for table in section.tables):
@@ -81,12 +76,12 @@ def make_sections(run: Run) -> list[Section]:
         tables: Iterable[Table | None],
         drawn: "figures.Figures" = (),
         text: str = "",
-        **look: bool,
+        small: bool = False,
     ) -> None:
         shown, found = [table for table in tables if table], [figure for figure in drawn if figure]
         text = text or next((table.caption for table in shown), "")
         if shown or found:
-            made.append(Section(anchor, title, shown, found, text, **look))
+            made.append(Section(anchor, title, shown, found, text, small))
 
     for x in load("tasks"):
         add(x.name, x.title, [measured.task_table(run, x)])
@@ -94,29 +89,18 @@ def make_sections(run: Run) -> list[Section]:
     add("task-training", "Training for tasks", trained, figures.task_loss_figures(run), small=True)
     for table in measured.study_tables(run):
         add(table.name, table.title, [table])
-    others: list[figures.Figure | None] = []  # of variants that the paper does not have
-    experiments = {experiment.name: experiment for experiment in load_all()}
-    for x in (experiments[name] for name in READING):
-        tables = measured.experiment_tables(run, x)
-        drawn = [] if run.is_study else list(figures.experiment_figures(run, x))
-        others += [] if tables else drawn
-        add(x.name, x.title, tables, drawn if tables else [], folded=x.name.startswith("figure"))
+    whole = not run.is_study  # whose own table stands beside the paper's; its models are too many for a figure
+    for x in load("perplexity", "passkey") if whole else ():
+        add(x.name, x.title, measured.experiment_tables(run, x))
+    perplexities, passkeys = measured.measured_table(run, "perplexity"), measured.measured_table(run, "passkey")
+    add("perplexity", "Perplexity by window length", [perplexities], figures.perplexity_figures(run) if whole else ())
+    text = "Near: within one training length of the end. By distance: the prompts of all lengths together." * whole
+    add("passkey", "Passkey", [passkeys], figures.passkey_figures(run) if whole else (), text, small=True)
     add("positions", "Loss by position", [measured.position_table(run)], [figures.position_figure(run)])
     add("retrieval", "Retrieval", [measured.retrieval_table(run)], figures.retrieval_figures(run), small=True)
-    for x in load("speed"):
-        add(x.name, x.title, speed.speed_tables(run, x), figures.speed_figures(run, x), folded=True)
-    above = "Speed over RoPE's in the same run; above 1 CoCA is faster."
-    add("coca-decode", "Decoding and reading: CoCA beside RoPE", speed.decoding_tables(run), text=above)
-    add("coca-kernels", "Attention alone: CoCA's kernels beside RoPE's", speed.kernel_tables(run), text=above)
     for anchor, title, summary, found, text in analysis.sections(run.analyses):
         add(anchor, title, [summary], found, text, small=anchor == "look-drift")
-    if not run.is_study:  # whose own table has the control
-        depth = "Share of keys found, by depth and length of the prompt."
-        add("depth", "Passkey by depth and length", [], figures.depth_figures(run), depth, small=True)
-        add("control", "Control", [measured.control_table(run)])
     add("training", "Training", [measured.training_table(run)], [figures.loss_figure(run.of("training"))])
-    papers = all(variant in VARIANTS for variant in measured.variants_in(run))  # else the only table with all of them
-    add("measured", "All measurements", measured.measured_tables(run), others, folded=papers or run.is_study)
     return made
 
 
@@ -124,10 +108,7 @@ def page_title(run: Run) -> str:
     """Name what the run is about."""
     if run.is_study:
         return "CoCA dropped into an existing model"
-    if run.of("task") or run.of("bench-cosformer"):
-        return "cosFormer and its tasks"
-    timed = bool(run.records) and run.records.keys() <= set(BENCHES)
-    return "What CoCA costs beside RoPE" if timed else "Past the training length"
+    return "cosFormer and its tasks" if run.of("task") else "Past the training length"
 
 
 def render(run: Run, sections: list[Section]) -> str:
@@ -145,5 +126,4 @@ def render(run: Run, sections: list[Section]) -> str:
         steps=run.steps,
         unfinished=[step for step in run.steps if step.state != "done"],
         sources=run.sources,
-        seeds=[row["seed"] for rows in [*run.records.values(), run.sources] for row in rows if "seed" in row],
     )

@@ -66,36 +66,18 @@ MODELS = {kind: _model(f"variant seed scaling {fields}") for kind, fields in KIN
 SOURCE = _model("command commit? device seed versions model_fingerprint?")
 STEP = _model("step state message?")
 EVALUATIONS = ("perplexity", "passkey", "retrieval", "positions", "bits", "pairs")
-BENCHES = ("bench-cosformer", "bench-layer", "bench-decode", "bench-kernels")
-TIMED = ("layer", "linear", "softmax", "length", "decode", "prefill", "best")
-"""The rows of benchmarks that are shown; others are checks, or pieces of a row."""
-IDENTITY = (
-    "model variant seed scaling task kind set field depth start stop attention mode context batch passes compiler "
-    "length b n m h g d head_dim"
-)
+IDENTITY = "model variant seed scaling task kind set field depth start stop mode length"
 """The fields that tell one measurement from another."""
 
 # Files of schema 1 do not state their kind, and some names were others.
-OLD_BENCHES: tuple[tuple[str, str, set[str]], ...] = (
-    ("bench-layer", "layer", {"passes", "b"}),
-    ("bench-cosformer", "linear", {"n"}),
-    ("bench-cosformer", "softmax", {"length"}),
-    ("bench-decode", "best", {"each"}),
-    ("bench-decode", "prefill", {"speed_over_rope", "attention"}),
-    ("bench-decode", "decode", {"speed_over_rope", "attention"}),
-    ("bench-kernels", "decode", {"m", "best_peer"}),
-    ("bench-kernels", "prefill", {"m", "best_peer"}),
-    ("analysis", "model", {"label"}),
-)
 OLD_SCALINGS = {"ntk": "dynamic_ntk", "static-ntk": "ntk", "pi": "linear"}
 OLD_ANALYSIS = {"pi": "linear", "dynamic": "dynamic_ntk", "law": "scaling", "laws": "scalings"}
 
 
 class Record(dict[str, Any]):
-    """A row, with its fields as attributes; `where` and `source` say what it was read from."""
+    """A row, with its fields as attributes; `where` says what it was read from."""
 
     where: str
-    source: "Record"
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -167,7 +149,7 @@ class Run:
     """All that a run folder holds, or all about one analysed model."""
 
     records: dict[str, list[Record]] = field(default_factory=dict)
-    """Rows by kind, those of benchmarks too."""
+    """Rows by kind."""
     analyses: list["Run"] = field(default_factory=list)
     sources: list[Record] = field(default_factory=list)
     steps: list[Record] = field(default_factory=list)
@@ -196,10 +178,9 @@ class Run:
         """Return the lengths of sliding windows, or of passkey prompts."""
         return sorted({row.length for row in self.of(kind) if row.get("mode", "sliding") == "sliding"})
 
-    def scalings(self, variant: str, *kinds: str) -> list[str]:
-        """Return the scalings measured for a variant, "none" first, then by factor."""
-        rows = [row for kind in kinds or ("perplexity", "passkey") for row in self.of(kind, variant=variant)]
-        return sorted({row.scaling for row in rows}, key=scaling_order)
+    def scalings(self, *kinds: str, **wanted: Any) -> list[str]:
+        """Return the scalings of the rows of these kinds, "none" first, then by factor."""
+        return sorted({row.scaling for kind in kinds for row in self.of(kind, **wanted)}, key=scaling_order)
 
     def at(self, kind: str, variant: str, scaling: str, length: int) -> Estimate | None:
         """Return the perplexity of sliding windows, the passkey accuracy, or its "near" or "far" part.
@@ -248,12 +229,9 @@ def collect(folder: Path) -> Run:
         _add(run, path)
     said = f"{results} must hold result files, got none; run `farspan reproduce` first"
     require(bool(run.sources or run.steps), said)
-    for what, values in (
-        ("one training length", {str(row.length) for row in run.of("training")}),
-        ("times of one device", {row.source.device for kind in BENCHES for row in run.of(kind)}),
-    ):
-        got = ", ".join(sorted(values))
-        require(len(values) <= 1, f"{results} must hold {what}, got {got}; report them separately")
+    lengths = {str(row.length) for row in run.of("training")}
+    got = ", ".join(sorted(lengths))
+    require(len(lengths) <= 1, f"{results} must hold one training length, got {got}; report them separately")
     return run
 
 
@@ -283,8 +261,8 @@ def _add(run: Run, path: Path, variant: str | None = None) -> str | None:
     source["packages"] = ", ".join(f"{name} {number}" for name, number in sorted(source.versions.items()))
     source["model"] = source.model_fingerprint  # read by checkpoints/export.py
     kind = _old_kind(rows) if schema == 1 else str(data.get("kind"))
-    if kind not in (*MODELS, *BENCHES, "analysis"):
-        return None
+    if kind not in (*MODELS, "analysis"):
+        return None  # a benchmark, for example
     run.sources.append(source)
     if kind == "analysis":
         names = "|".join(OLD_ANALYSIS)
@@ -299,7 +277,7 @@ def _add(run: Run, path: Path, variant: str | None = None) -> str | None:
     kept = run.records.setdefault(kind, [])
     seen = {_identity(row): row for row in kept}
     for row in made:
-        name = _identity(row) if kind in MODELS or row.get("kind") in TIMED else row.where
+        name = _identity(row)
         first = seen.setdefault(name, row)
         if first is row:
             kept.append(row)
@@ -320,16 +298,15 @@ def _row(kind: str, schema: int, row: Any, where: str, source: Record, variant: 
         name, seed = label_of(Path(source.file).stem, source.seed)
         named = {"variant": variant or name, "seed": source.seed if variant else seed, "scaling": "none", **row}
         made = _record(MODELS[kind], {**named, "scaling": scaling_of(str(named["scaling"]), schema)}, where)
-    made.where, made.source = where, source
+    made.where = where
     return made
 
 
 def _old_kind(rows: Sequence[Any]) -> str | None:
     """Return the kind of a file of schema 1: the first of whose fields one of its rows has all."""
     found = [row for row in rows if isinstance(row, dict)]
-    for kind, of, names in OLD_BENCHES:
-        if any(row.get("kind") == of and names <= row.keys() for row in found):
-            return kind
+    if any(row.get("kind") == "model" and "label" in row for row in found):
+        return "analysis"
     for kind, fields in KINDS.items():
         names = {name for name in fields.split() if not name.endswith("?")}
         if any(names <= row.keys() and ("kind" in row) == ("kind" in names) for row in found):

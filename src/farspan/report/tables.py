@@ -33,21 +33,18 @@ SCALINGS = {
     "yarn": ("YaRN", "#CC79A7", "v"),
     "llama3": ("Llama 3", "#8a8a8a", "*"),
 }
-PARTS = {"rotated for SDPA": "keys made for SDPA", "cudnn": "cuDNN"}
 NOTHING = "—"
 
 
 def variant_name(variant: str) -> str:
-    """Return what readers call a variant, or a candidate of a benchmark.
+    """Return what readers call a variant.
 
-    >>> variant_name("coca-exact"), variant_name("hybrid-pope"), variant_name("mine"), variant_name("coca-exact, cudnn")
-    ('CoCA exact', 'Hybrid PoPE', 'mine', 'CoCA exact, cuDNN')
+    >>> variant_name("coca-exact"), variant_name("hybrid-pope"), variant_name("mine")
+    ('CoCA exact', 'Hybrid PoPE', 'mine')
     """
-    if ", " in variant:
-        return ", ".join(map(variant_name, variant.split(", ")))
     base, bracket, rest = variant.partition(" (")
     kind = base.removeprefix("hybrid").removeprefix("-")
-    name = STYLES[kind][0] if kind in STYLES else PARTS.get(kind, kind)
+    name = STYLES[kind][0] if kind in STYLES else kind
     return (f"Hybrid {name}".strip() if base.startswith("hybrid") else name) + bracket + rest
 
 
@@ -158,8 +155,6 @@ class Table:
     columns: tuple[str, ...]
     lines: list[tuple[str, ...]]
     heading: str = "Method"
-    beside: str = ""
-    """Heading of the sources."""
 
     @property
     def sourced(self) -> bool:
@@ -180,7 +175,6 @@ def grid(
     *,
     caption: str = "",
     heading: str = "Variant",
-    beside: str = "",
     show: Callable[[float], str] | None = None,
 ) -> Table | None:
     """Make a table from (label, source, values); leave out lines without a value, and return None without a line."""
@@ -189,7 +183,7 @@ def grid(
         for label, source, values in entries
         if any(values)
     ]
-    return Table(name, title, caption, tuple(columns), lines, heading, beside) if lines else None
+    return Table(name, title, caption, tuple(columns), lines, heading) if lines else None
 
 
 def listing(
@@ -212,21 +206,6 @@ def listing(
     return grid(name, title, [head for _, head in specs], entries, **more)
 
 
-Entry = tuple[str, str, tuple[tuple[int, ...], str], Value]
-"""A cell of a line, given by label and source, in a column, given by its order and its heading."""
-
-
-def pivot(name: str, title: str, entries: Iterable[Entry], **more: Any) -> Table | None:
-    """Make a table from single cells; lines keep their first order, by label."""
-    found: dict[tuple[str, str], dict[Any, Value]] = {}
-    for label, source, column, value in entries:
-        found.setdefault((label, source), {})[column] = value
-    columns, labels = sorted({column for line in found.values() for column in line}), [label for label, _ in found]
-    keys = sorted(found, key=lambda key: labels.index(key[0]))
-    lines = [(*key, [found[key].get(column) for column in columns]) for key in keys]
-    return grid(name, title, [head for _, head in columns], lines, **more)
-
-
 # Markdown and LaTeX
 
 
@@ -242,7 +221,7 @@ def markdown_text(text: str) -> str:
 def to_markdown(table: Table) -> str:
     """Return a Markdown table with its title above and its caption below."""
     text = markdown_text
-    heads = [table.heading, *[table.beside or "source"] * table.sourced, *table.columns]
+    heads = [table.heading, *["source"] * table.sourced, *table.columns]
     rows = [list(map(text, heads)), ["---"] * (1 + table.sourced) + ["---:"] * len(table.columns)]
     rows += _escaped(table, text, " ({})")
     body = "\n".join(f"| {' | '.join(row)} |" for row in rows)
@@ -280,7 +259,7 @@ def latex_text(text: str) -> str:
 
 def to_latex(table: Table) -> str:
     """Return a booktabs table (``\\usepackage{booktabs}``); a group of lines has its label once."""
-    heads = [table.heading, *[table.beside] * table.sourced, *table.columns]
+    heads = [table.heading, *[""] * table.sourced, *table.columns]
     rows = _escaped(table, latex_text, r" {{\scriptsize ({})}}")
     for above, row in reversed(list(pairwise(rows))):
         row[0] = "" if row[0] == above[0] else row[0]

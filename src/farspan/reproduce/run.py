@@ -18,8 +18,9 @@ from farspan.evaluation import read_pairs, scaling_name
 from farspan.evaluation.evaluate import check_retrieval, configuration
 from farspan.modeling_farspan import FarspanForCausalLM
 from farspan.report.results import collect
-from farspan.reproduce.preset import CHECKPOINT, Preset
+from farspan.reproduce.preset import Preset
 from farspan.reproduce.steps import Step, Work, plan
+from farspan.tasks.examples import labelled_texts
 from farspan.training.pretraining import check_rows, model_config
 from farspan.utils import Progress, check_folder, check_same, lock, silent, write_json
 
@@ -107,7 +108,7 @@ def _attempt(step: Step, before: int, steps: int, progress: Progress) -> str:
     part(0, None)
     torch.compiler.reset()  # blocks that were compiled for other shapes would make these shapes dynamic
     try:
-        step.do(step.result, part)
+        step.do(out=step.result, progress=part)
     except Exception as error:  # whatever it is: name it, and let the other steps go on
         return " ".join(f"{type(error).__name__}: {error}".split())
     finally:
@@ -165,15 +166,15 @@ def check_inputs(preset: Preset, work: Work, steps: list[Step]) -> None:
         )
     vocabulary = work.vocabulary
     tokenizer: Any = load_tokenizer(vocabulary) if isinstance(vocabulary, str) else vocabulary
-    for source in [*corpus.train, *corpus.held_out, *corpus.labelled]:
+    for source in [*corpus.train, *corpus.held_out]:
         resolve(source)
     for path in corpus.labelled:
-        require(Path(path).is_file(), f"--labelled must name a JSON-lines file, got {path!r}, which is none")
+        list(labelled_texts(path))
     for path in corpus.pairs:
         list(read_pairs(path))
-    measured = {name: preset.measured(name) for name in preset.models}
-    wanted = [one.text_tokens for one in measured.values() if one.perplexity_lengths and "ppl" in kinds]
-    wanted += [one.position_tokens for one in measured.values() if "positions" in kinds]
+    measured = {name: preset.measured(name) for name in preset.models if name in chosen}
+    wanted = [of.text_tokens for of in measured.values() if of.perplexity_lengths and "ppl" in kinds]
+    wanted += [of.position_tokens for of in measured.values() if "positions" in kinds]
     needed, sources = max(wanted, default=0), corpus.held_out or list(corpus.train)
     # A token has at least one byte.
     found = (len(document.text.encode()) >= needed for source in sources for document in documents(source))
@@ -182,10 +183,7 @@ def check_inputs(preset: Preset, work: Work, steps: list[Step]) -> None:
     known = None if isinstance(tokenizer, int) else tokenizer  # an int is the size of one to be trained
     size, end = (tokenizer, None) if known is None else (known.vocab_size, known.end)
     for name, of in measured.items():
-        model = preset.models[name]
-        if name not in chosen:
-            continue
-        if not model.start and not preset.tasks_of(name):
+        if work.how(name) == "train" and not preset.tasks_of(name):
             config = preset.train_config(name, 0, {"tokens": 1.0})
             with torch.device("meta"):
                 FarspanForCausalLM(model_config(config, size, end))
@@ -193,7 +191,7 @@ def check_inputs(preset: Preset, work: Work, steps: list[Step]) -> None:
                 check_rows(config.data, known, f"training length of {name}")
         if known is None:
             continue
-        for stage in preset.recipe(name).stages if model.start not in ("", CHECKPOINT) else ():
+        for stage in preset.recipe(name).stages if work.how(name) == "finetune" else ():
             if stage.passkey_share:
                 check_row(known, stage.length, f"length of stage {stage.name} of {name}")
         if of.passkey_lengths and "passkey" in kinds:

@@ -3,7 +3,7 @@
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -31,13 +31,13 @@ from farspan.experiments import load_all
 from farspan.finetune import finetune
 from farspan.layers import AttentionSpec
 from farspan.modeling_farspan import FarspanCache
-from farspan.reproduce.preset import CHECKPOINT, Preset
+from farspan.reproduce.preset import CHECKPOINT, Evaluation, Preset
 from farspan.results import write_result
 from farspan.tasks import TASKS, Material, Task, TaskSettings, make_task
 from farspan.training import train
 from farspan.utils import Progress, remove, write_json
 
-ANSWERS = {"perplexity": "ppl", "passkey": "passkey", "near-far": "passkey", "distance": "passkey"}
+ANSWERS = {"perplexity": "ppl", "passkey": "passkey"}
 """The kind of step that gives a kind of table or figure its numbers."""
 MODELS, FOR_TASKS, LAST = range(3)
 """Phases: seed by seed, models with all their measures; tasks; measures beyond the last limit."""
@@ -50,7 +50,8 @@ class Step:
     kind: str
     name: str
     result: Path
-    do: Callable[[Path, Progress], object]
+    do: Callable[..., object]
+    """Called with `out`, the result, and `progress`."""
     needs: tuple[str, ...] = ()
     """Names of the steps that must be done before."""
     chosen_by: frozenset[str] = frozenset()
@@ -95,6 +96,15 @@ def tables() -> dict[str, set[str]]:
     return dict(sorted(found.items(), key=lambda table: (not table[0].startswith("table"), table)))
 
 
+def file_name(title: str) -> str:
+    """Return the name of the files of a step or a model.
+
+    >>> file_name("ppl rope seed 0 dynamic_ntk-4/per_request from 64")
+    'ppl-rope-s0-dynamic_ntk-4-per_request-from-64'
+    """
+    return title.replace(" seed ", "-s").replace("/", "-").replace(" ", "-")
+
+
 class Work:
     """The steps of one preset in one folder: tokens in ``data``, models in ``runs`` and ``models``."""
 
@@ -120,6 +130,10 @@ class Work:
             if preset.corpus.labelled or not TASKS[task].needs_labelled:
                 yield from self.task_steps(task, (FOR_TASKS, number))
 
+    def result(self, title: str) -> Path:
+        """Return the result file of a step."""
+        return self.results / f"{file_name(title)}.json"
+
     # Texts
 
     @cached_property
@@ -136,12 +150,12 @@ class Work:
         weights = self.preset.corpus.train.values()
         return {str(self.folder / "data" / f"source-{i}"): weight for i, weight in enumerate(weights)}
 
-    def tokens(self, name: str, result: Path, progress: Progress) -> None:
+    def tokens(self, name: str, out: Path, progress: Progress) -> None:
         """Tokenize a source of the training text, or the held-out text."""
-        first = result.parent.with_name("source-0")
-        vocabulary = self.vocabulary if result.parent == first else load_tokenizer(first)
+        first = out.parent.with_name("source-0")
+        vocabulary = self.vocabulary if out.parent == first else load_tokenizer(first)
         share = 0.0 if self.preset.corpus.held_out else 0.05
-        prepare(self.texts[name], result.parent, tokenizer=vocabulary, valid_share=share, progress=progress)
+        prepare(self.texts[name], out.parent, tokenizer=vocabulary, valid_share=share, progress=progress)
 
     def held_out(self, tokens: int) -> list[Tensor]:
         """Return held-out documents of at least so many tokens, cut to them."""
@@ -153,19 +167,19 @@ class Work:
 
     # Models
 
+    def how(self, name: str) -> str:
+        """Return the kind of step that makes a model."""
+        return {"": "train", CHECKPOINT: "convert"}.get(self.preset.models[name].start, "finetune")
+
     def making(self, name: str, seed: int, number: int) -> Step:
         """Make the step that trains, converts or fine-tunes a model."""
-        models, result, chosen_by = self.preset.models, self.made(name, seed), frozenset({name})
-        start, title = models[name].start, self.titled(name, seed)
-        if not start:
-            do, order = partial(self.train, name, seed), (MODELS, seed, 0, number)
-            return Step("train", f"train {title}", result, do, self.token_steps, chosen_by, order)
-        if start == CHECKPOINT:  # the longest calibration first
-            do, order = partial(self.convert, name), (MODELS, 0, 0, -models[name].calibrate_tokens)
-            return Step("convert", f"convert {title}", result, do, (), chosen_by, order)
-        how = {"": "train", CHECKPOINT: "convert"}.get(models[start].start, "finetune")
-        do, needs = partial(self.finetune, name, seed), (*self.token_steps, f"{how} {self.titled(start, seed)}")
-        return Step("finetune", f"finetune {title}", result, do, needs, chosen_by, (MODELS, seed, 1, number))
+        model, kind = self.preset.models[name], self.how(name)
+        do = {"train": self.train, "convert": self.convert, "finetune": self.finetune}[kind]
+        needs = () if kind == "convert" else self.token_steps
+        needs += (f"{self.how(model.start)} {self.titled(model.start, seed)}",) if kind == "finetune" else ()
+        order = MODELS, seed, int(kind == "finetune"), -model.calibrate_tokens, number  # the longest calibration first
+        title, result = f"{kind} {self.titled(name, seed)}", self.made(name, seed)
+        return Step(kind, title, result, partial(do, name, seed), needs, frozenset({name}), order)
 
     def titled(self, name: str, seed: int) -> str:
         """Return a model's name, with its seed where it has one: what is made from a checkpoint has none."""
@@ -173,31 +187,31 @@ class Work:
 
     def path(self, name: str, seed: int = 0) -> Path:
         """Return the folder of a model."""
-        if self.preset.models[name].start == CHECKPOINT:
+        if self.how(name) == "convert":
             return self.folder / "models" / name
-        return self.folder / "runs" / self.titled(name, seed).replace(" seed ", "-s") / "model"
+        return self.folder / "runs" / file_name(self.titled(name, seed)) / "model"
 
     def made(self, name: str, seed: int = 0) -> Path:
         """Return the result that says what making a model took."""
         title = self.titled(name, seed)
-        return self.results / (f"model-{name}.json" if title == name else f"train-{name}-s{seed}.json")
+        return self.result(f"model {name}" if title == name else f"train {title}")
 
-    def train(self, name: str, seed: int, result: Path, progress: Progress) -> None:
+    def train(self, name: str, seed: int, out: Path, progress: Progress) -> None:
         """Train a model from nothing."""
         config, run = self.preset.train_config(name, seed, self.sources), self.path(name, seed).parent
         train(config, run, progress=progress)
         steps, data = config.optimizer.steps, config.data
         tokens = steps * data.batch_size * data.length
-        self._write_training(result, run, name, seed, steps=steps, tokens=tokens, **_shares(asdict(data)))
+        self._write_training(out, run, name, seed, steps=steps, tokens=tokens, **_shares(asdict(data)))
 
-    def convert(self, name: str, result: Path, progress: Progress) -> None:
+    def convert(self, name: str, seed: int, out: Path, progress: Progress) -> None:
         """Convert the checkpoint."""
-        corpus, model, out, began = self.preset.corpus, self.preset.models[name], self.path(name), time.perf_counter()
-        tokens = model.calibrate_tokens
-        remove(out)  # of a call that was stopped before it wrote its result
+        corpus, model, began = self.preset.corpus, self.preset.models[name], time.perf_counter()
+        folder, tokens = self.path(name, seed), model.calibrate_tokens
+        remove(folder)  # of a call that was stopped before it wrote its result
         convert_folder(
             corpus.checkpoint,
-            out,
+            folder,
             **asdict(self.preset.target(name)),
             text=list(corpus.train) if tokens else (),
             tokens=tokens,
@@ -206,25 +220,25 @@ class Work:
             progress=progress,
         )
         took = {"tokens": tokens, "seconds": time.perf_counter() - began, "calibrated": tokens > 0}
-        self._write_model(result, name, stages=0, **took, **_shares())
+        self._write_model(out, name, stages=0, **took, **_shares())
 
-    def finetune(self, name: str, seed: int, result: Path, progress: Progress) -> None:
+    def finetune(self, name: str, seed: int, out: Path, progress: Progress) -> None:
         """Fine-tune a model with its recipe."""
-        preset, recipe, out = self.preset, self.preset.recipe(name), self.path(name, seed).parent
+        preset, recipe, folder = self.preset, self.preset.recipe(name), self.path(name, seed).parent
         before, stages = preset.models[name].start, recipe.stages
         teacher = preset.corpus.checkpoint if any(stage.needs_teacher for stage in stages) else None
         settings: Any = {"teacher": teacher, "run": replace(preset.base_config.run, seed=seed), "progress": progress}
-        finetune(self.path(before, seed), self.sources, recipe, out, **settings)
+        finetune(self.path(before, seed), self.sources, recipe, folder, **settings)
         known = _rows(self.made(before, seed))[0]
-        took = [known, *_rows(out / "recipe.json")]
+        took = [known, *_rows(folder / "recipe.json")]
         totals = {what: sum(one[what] for one in took) for what in ("tokens", "seconds")} | _shares(*took)
         if preset.models[preset.origin(name)].start:
-            self._write_model(result, name, stages=known["stages"] + len(stages), **totals)
+            self._write_model(out, name, stages=known["stages"] + len(stages), **totals)
         else:
-            run, steps = out / f"stage-{len(stages)}-{stages[-1].name}", sum(stage.optimizer.steps for stage in stages)
-            self._write_training(result, run, name, seed, steps=known["steps"] + steps, **totals)
+            run, steps = folder / f"stage-{len(stages)}-{stages[-1].name}", sum(x.optimizer.steps for x in stages)
+            self._write_training(out, run, name, seed, steps=known["steps"] + steps, **totals)
 
-    def _write_training(self, result: Path, run: Path, name: str, seed: int, **more: Any) -> None:
+    def _write_training(self, out: Path, run: Path, name: str, seed: int, **more: Any) -> None:
         row = {
             "variant": name,
             "seed": seed,
@@ -233,9 +247,9 @@ class Work:
             **training_facts(run, run / "model"),
             **more,
         }
-        write_result(result, [row], device=self.device, seed=seed, kind="training")
+        write_result(out, [row], device=self.device, seed=seed, kind="training")
 
-    def _write_model(self, result: Path, name: str, **more: Any) -> None:
+    def _write_model(self, out: Path, name: str, **more: Any) -> None:
         config, origin = FarspanConfig.from_pretrained(self.path(name)), self.preset.origin(name)
         first = self.preset.models[origin]
         row = {
@@ -248,22 +262,22 @@ class Work:
             "own_scaling": scaling_of(config),
             **more,
         }
-        write_result(result, [row], device=self.device, seed=0, kind="model")
+        write_result(out, [row], device=self.device, seed=0, kind="model")
 
     # Measures
 
     def measuring(self, name: str, seed: int, make: Step) -> Iterator[Step]:
         """Make the steps that measure a model."""
-        of, (_, _, subject) = self.preset.measured(name), make.name.partition(" ")
+        of, subject = self.preset.measured(name), self.titled(name, seed)
 
-        def step(kind: str, scaling: str = "none", lengths: Sequence[int] = (), far: int = 0) -> Step:
-            scaled = scaling if kind in ("ppl", "passkey", "retrieval", "positions") else ""
-            title = " ".join(filter(None, (kind, subject, scaled, f"from {lengths[0]}" if far else "")))
-            result = self.results / (title.replace(" seed ", "-s").replace("/", "-").replace(" ", "-") + ".json")
+        def step(kind: str, scaling: str = "", far: int = 0, **lengths: list[int]) -> Step:
+            start = f"from {lengths['lengths'][0]}" if far else ""
+            title = " ".join(filter(None, (kind, subject, scaling, start)))
+            how = {"label": {"variant": name, "seed": seed}, "scalings": [scaling or "none"], **lengths}
+            do = partial(self.measures(of, self.path(name, seed), scaling, far)[kind], **how)
             needs = (make.name, *(self.token_steps if kind in ("ppl", "positions") else ()))
-            do = partial(self.measure, kind, name, seed, scaling, lengths, far)
-            phase = LAST if far and far == len(of.long) else MODELS
-            return Step(kind, title, result, do, needs, make.chosen_by, (phase, seed, 2 + (kind == "retrieval") + far))
+            order = LAST if far and far == len(of.long) else MODELS, seed, 2 + (kind == "retrieval") + far
+            return Step(kind, title, self.result(title), do, needs, make.chosen_by, order)
 
         if of.window:
             yield from (step(kind) for kind in ["cache"] * (make.kind == "convert") + ["bits", "pairs"])
@@ -276,7 +290,7 @@ class Work:
                     beyond = [n for n in every if sum(n > limit for limit in of.long) == far]
                     lengths = [n for n in beyond if n > of.inside or not same]
                     if lengths:
-                        yield step(kind, scaling, lengths, far)
+                        yield step(kind, scaling, far, lengths=lengths)
             if of.position_tokens:
                 yield step("positions", scaling)
 
@@ -288,56 +302,37 @@ class Work:
             return found
         return [scaling for scaling in found if scaling.startswith(("none", "own"))] or ["none"]
 
-    def measure(
-        self,
-        kind: str,
-        name: str,
-        seed: int,
-        scaling: str,
-        lengths: Sequence[int],
-        far: int,
-        result: Path,
-        progress: Progress,
-    ) -> None:
-        """Measure a model under a scaling, at lengths beyond `far` of the limits of ``evaluation.long``."""
-        of, model, corpus = self.preset.measured(name), self.path(name, seed), self.preset.corpus
-        label = {"variant": name, "seed": seed}
-        common: Any = {"out": result, "scalings": [scaling], "label": label, "progress": progress}
+    def measures(self, of: Evaluation, model: Path, scaling: str, far: int) -> dict[str, Callable[..., object]]:
+        """Return what each kind of step calls to measure a model, beyond `far` limits of ``evaluation.long``."""
+        corpus = self.preset.corpus
+        plain = next((n for n in of.scalings if n.startswith("none")), of.scalings[0])
         cases = of.long_cases[far - 1] if far and of.long_cases else of.cases
-        asked: Any = {"lengths": lengths, "cases": cases, "tokens_at_once": of.tokens_at_once, **common}
-        if kind == "ppl":
-            evaluate_perplexity(
-                model,
-                self.held_out(of.text_tokens),
-                lengths=lengths,
-                stride=of.long_stride if far else of.stride,
-                text_tokens=of.text_tokens,
-                control=not far and scaling == next((n for n in of.scalings if n.startswith("none")), of.scalings[0]),
-                tokens_at_once=of.tokens_at_once,
-                **common,
-            )
-        elif kind == "passkey":
-            evaluate_passkey(model, new_tokens=of.new_tokens, **asked)
-        elif kind == "retrieval":
-            evaluate_retrieval(model, tasks=of.retrieval_tasks, **asked)
-        elif kind == "positions":
-            texts = self.held_out(of.position_tokens)
-            evaluate_positions(model, texts, text_tokens=of.position_tokens, **common)
-        elif kind == "bits":
-            sizes: Any = {"length": of.window, "texts": of.texts, "text_bytes": of.text_bytes}
-            evaluate_bits(model, corpus.held_out, **sizes, **common)
-        elif kind == "pairs":
-            evaluate_pairs(model, corpus.pairs, most=of.pairs or None, **common)
-        else:
-            row = {**label, "scaling": "none", "length": of.window, "bytes": self._cache_bytes(model, of.window)}
-            write_result(result, [row | {"dtype": "float32"}], device=self.device, seed=0, kind="cache")
+        stride = of.long_stride if far else of.stride
+        ppl: Any = {"stride": stride, "control": not far and scaling == plain, "tokens_at_once": of.tokens_at_once}
+        asked: Any = {"cases": cases, "tokens_at_once": of.tokens_at_once}
+        bits: Any = {"length": of.window, "texts": of.texts, "text_bytes": of.text_bytes}
+        return {
+            "ppl": partial(self.on_text, evaluate_perplexity, model, of.text_tokens, **ppl),
+            "positions": partial(self.on_text, evaluate_positions, model, of.position_tokens),
+            "passkey": partial(evaluate_passkey, model, new_tokens=of.new_tokens, **asked),
+            "retrieval": partial(evaluate_retrieval, model, tasks=of.retrieval_tasks, **asked),
+            "bits": partial(evaluate_bits, model, corpus.held_out, **bits),
+            "pairs": partial(evaluate_pairs, model, corpus.pairs, most=of.pairs or None),
+            "cache": partial(self.cache, model, of.window),
+        }
+
+    def on_text(self, evaluate: Callable[..., object], model: Path, tokens: int, **how: Any) -> None:
+        """Evaluate a model on held-out documents of so many tokens."""
+        evaluate(model, self.held_out(tokens), text_tokens=tokens, **how)
 
     @torch.no_grad()
-    def _cache_bytes(self, path: Path, tokens: int) -> int:
+    def cache(self, path: Path, tokens: int, out: Path, label: dict[str, Any], **_: Any) -> None:
+        """Measure the bytes of a model's cache after so many tokens."""
         model = from_pretrained(path, attention=None, dtype=torch.float32, device=self.device)
         cache = FarspanCache(model.config)
         model.model(torch.zeros(1, tokens, dtype=torch.long, device=self.device), past_key_values=cache)
-        return cache.nbytes
+        row = {**label, "scaling": "none", "length": tokens, "bytes": cache.nbytes, "dtype": "float32"}
+        write_result(out, [row], device=self.device, seed=0, kind="cache")
 
     # Tasks
 
@@ -349,24 +344,24 @@ class Work:
         yield Step("examples", examples, result, do, needs, frozenset({task}), (*order, -1))
         for name in preset.models:
             for seed in range(preset.seeds(name) if task in preset.tasks_of(name) else 0):
-                done, work = self.results / f"task-{task}-{name}-s{seed}.json", partial(self.task, task, name, seed)
-                title, chosen_by = f"train {task} {name} seed {seed}", frozenset({task, name})
-                yield Step("task", title, done, work, (examples, *needs), chosen_by, (*order, seed))
+                run, do = f"{task} {name} seed {seed}", partial(self.task, task, name, seed)
+                chosen_by, at = frozenset({task, name}), (*order, seed)
+                yield Step("task", f"train {run}", self.result(f"task {run}"), do, (examples, *needs), chosen_by, at)
 
     def _task(self, name: str, settings: TaskSettings) -> Task:
         corpus, tokens = self.preset.corpus, self.preset.evaluation.text_tokens
         material = Material(self.folder / "data", self.sources, lambda: self.held_out(tokens), tuple(corpus.labelled))
         return make_task(name, settings, material)
 
-    def examples(self, name: str, result: Path, progress: Progress) -> None:
+    def examples(self, name: str, out: Path, progress: Progress) -> None:
         """Make the examples of a task."""
         self._task(name, self.preset.tasks[name]).prepare(progress)
-        write_json(result, {"task": name})
+        write_json(out, {"task": name})
 
-    def task(self, name: str, variant: str, seed: int, result: Path, progress: Progress) -> None:
+    def task(self, name: str, variant: str, seed: int, out: Path, progress: Progress) -> None:
         """Train for a task and answer its test."""
         attention, settings = self.preset.task_settings(variant, name)
-        task, run = self._task(name, settings), self.folder / "runs" / f"{name}-{variant}-s{seed}"
+        task, run = self._task(name, settings), self.folder / "runs" / file_name(f"{name} {variant} seed {seed}")
         if self.device == "cuda":
             torch.cuda.reset_peak_memory_stats()
         model = task.train(attention, seed, run, progress)
@@ -384,7 +379,7 @@ class Work:
             "peak_bytes": torch.cuda.max_memory_allocated() if self.device == "cuda" else None,
             **task.score(model, self.device, progress),
         }
-        write_result(result, [row], device=self.device, seed=seed, kind="task")
+        write_result(out, [row], device=self.device, seed=seed, kind="task")
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
