@@ -12,8 +12,8 @@ from subprocess import CompletedProcess
 from typing import Any, Self
 
 PRELOADED = [
-    "farspan.bench.attention",
     "farspan.bench.cosformer",
+    "farspan.bench.layer",
     "farspan.convert",
     "farspan.data",
     "farspan.evaluation",

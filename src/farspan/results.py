@@ -31,7 +31,16 @@ def write_result(
     are. `kind` names what the rows hold, such as "perplexity" or "bench-layer". Files of schema 1 have no kind, and
     "ntk-F" means dynamic NTK there.
     """
-    result = {"schema": 2, "kind": kind, **provenance(device), "seed": seed}
+    versions = {"python": platform.python_version()} | {name: v for name in PACKAGES if (v := version(name))}
+    result = {
+        "schema": 2,
+        "kind": kind,
+        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "commit": commit(),
+        "versions": versions,
+        "device": device_name(device),
+        "seed": seed,
+    }
     result |= {} if model is None else {"model_fingerprint": model}
     write_json(path, {**result, "rows": rows})
 
@@ -41,21 +50,6 @@ def check_out(path: Path, force: bool) -> None:
     if path.exists() and not force:
         raise FileExistsError(f"{str(path)!r} exists; add --force to replace it, or choose another name")
     check_writable(path)
-
-
-def command_line() -> str:
-    """Return the command that this process was called with."""
-    return " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
-
-
-def provenance(device: str) -> dict[str, Any]:
-    """Return command, commit, versions and device of this process."""
-    return {
-        "command": command_line(),
-        "commit": commit(),
-        "versions": {"python": platform.python_version()} | {name: v for name in PACKAGES if (v := version(name))},
-        "device": device_name(device),
-    }
 
 
 def commit() -> str | None:

@@ -7,7 +7,7 @@ import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, get_args, get_type_hints
@@ -45,9 +45,9 @@ def explain_write_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        remedies = dict.fromkeys(DISK_FULL, "free some space and run the same command again")
-        remedies[errno.EISDIR] = "add a file name"
-        remedy = remedies.get(error.errno or 0, "choose a folder that can be written to")
+        remedy = "add a file name" if error.errno == errno.EISDIR else "choose a folder that can be written to"
+        if error.errno in DISK_FULL:
+            remedy = "free some space and run the same command again"
         failure = OSError(f"cannot write {path}: {error.strerror or error}; {remedy}")
         failure.errno = error.errno
         raise failure from error
@@ -172,24 +172,21 @@ def lock(folder: Path, *, wait: bool = False, name: str = LOCK) -> Iterator[None
     """
     from filelock import FileLock, Timeout
 
-    missing = [x for x in (folder, *folder.parents) if not x.exists()]
-    fresh = name == LOCK and not wait and not (folder / name).exists()
-    with explain_write_errors(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        held = FileLock(folder / name)
+    file = folder / name
+    fresh = name == LOCK and not wait and not file.exists()
+    with ExitStack() as held:
+        with explain_write_errors(folder):
+            held.enter_context(_made_parents(file))
+            try:
+                held.enter_context(FileLock(file).acquire(timeout=-1 if wait else 0))
+            except Timeout:
+                raise ValueError(f"another process works in {str(folder)!r}; wait for it or choose another") from None
         try:
-            held.acquire(timeout=-1 if wait else 0)
-        except Timeout:
-            raise ValueError(f"another process works in {str(folder)!r}; wait for it or choose another") from None
-    try:
-        yield
-    finally:
-        with suppress(OSError):  # it holds something
-            if fresh and [path.name for path in folder.iterdir()] == [name]:
-                (folder / name).unlink()
-                for path in missing:
-                    path.rmdir()
-        held.release()
+            yield
+        finally:
+            with suppress(OSError):
+                if fresh and [path.name for path in folder.iterdir()] == [name]:
+                    file.unlink()
 
 
 # Settings
@@ -208,9 +205,8 @@ def read_settings(path: str | os.PathLike[str], argument: str = "config") -> dic
     kind = "JSON" if path.suffix == ".json" else "TOML"
     try:
         text = path.read_text(encoding="utf-8")
-        if (
-            kind == "TOML" and max(map(len, text.splitlines()), default=0) > LONGEST_LINE
-        ):  # keys of many parts take hours
+        longest = max(map(len, text.splitlines()), default=0)
+        if kind == "TOML" and longest > LONGEST_LINE:  # keys of many parts take hours
             raise ValueError(f"a line has more than {LONGEST_LINE:,} characters")
         values = json.loads(text) if kind == "JSON" else tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # also what is not UTF-8

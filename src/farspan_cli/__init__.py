@@ -4,7 +4,7 @@ It lives beside the package because importing `farspan` registers its model with
 `farspan --help` must not wait for that.
 """
 
-from farspan_cli import analyze, bench, convert, data, evaluate, experiments, finetune, start, tasks, train  # noqa: F401
+from farspan_cli import analyze, bench, convert, data, evaluate, experiments, finetune, start, train  # noqa: F401
 from farspan_cli.app import main
 
 __all__ = ["main"]

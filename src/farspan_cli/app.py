@@ -3,7 +3,7 @@
 import math
 import sys
 from collections.abc import Callable, Iterable
-from functools import partial, wraps
+from functools import partial
 from importlib import metadata
 from inspect import Signature, signature
 from pathlib import Path
@@ -76,12 +76,9 @@ def main() -> None:
 
 
 def _given(error: UsageError) -> str:
-    """Say what the option in question was given, which typer's message does not."""
-    for name in getattr(getattr(error, "param", None), "opts", []):
-        for word, after in zip(sys.argv, [*sys.argv[1:], ""], strict=True):
-            if value := after if word == name else word.removeprefix(f"{name}=") if word.startswith(f"{name}=") else "":
-                return f", got {value}"
-    return ""
+    """Say what an option was given, which pydantic's message does not."""
+    cause = error.__cause__
+    return f", got {cause.errors()[0]['input']}" if hasattr(cause, "errors") else ""
 
 
 def is_out_of_memory(error: MemoryError | RuntimeError) -> bool:
@@ -122,40 +119,37 @@ def sharing(shared: Callable[..., None]) -> Callable[[Callable[..., Any]], Calla
     def decorate(command: Callable[..., Any]) -> Callable[..., None]:
         _, *own = signature(command).parameters.values()
 
-        @wraps(command)
         def whole(**given: Any) -> None:
-            bound = partial(command, **{one.name: given.pop(one.name) for one in own})
-            shared(bound, **given)
+            shared(partial(command, **{one.name: given.pop(one.name) for one in own}), **given)
 
         needed = [one for one in (*more, *own) if one.default is one.empty]
         first = [one for one in own if one not in needed][:2]
         parameters = list(dict.fromkeys((*needed, *first, *more, *own)))
         whole.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
         whole.__annotations__ = {one.name: one.annotation for one in parameters}
-        del whole.__wrapped__
+        whole.__doc__ = command.__doc__
         return whole
 
     return decorate
 
 
-def numbers(option: str, example: str, help: str, most: int = 2**63 - 1) -> Any:
-    """Make an option that reads "512,1024" as [512, 1024]."""
-    return typer.Option(
-        option, parser=lambda text: whole_numbers(text, option, example, most), metavar="N,N", help=help
-    )
+def numbers(option: str, example: str, help: str, most: int = 2**63 - 1, none: bool = False) -> Any:
+    """Make an option that reads "512,1024" as [512, 1024], and with `none` also "none" as []."""
 
+    def read(text: str) -> list[int]:
+        if none and text == "none":
+            return []
+        try:
+            found = [int(part) for part in text.split(",")]
+        except ValueError:
+            found = [0]
+        if min(found) < 1:
+            fail(f"{option} must be whole numbers ≥ 1 separated by commas, got {text!r}; try {option} {example}")
+        if max(found) > most:
+            fail(f"{option} must be at most {most:,}, got {max(found)}; try {option} {example}")
+        return found
 
-def whole_numbers(text: str, option: str, example: str, most: int) -> list[int]:
-    """Read "512,1024" as [512, 1024]."""
-    try:
-        found = [int(part) for part in text.split(",")]
-    except ValueError:
-        found = [0]
-    if min(found) < 1:
-        fail(f"{option} must be whole numbers ≥ 1 separated by commas, got {text!r}; try {option} {example}")
-    if max(found) > most:
-        fail(f"{option} must be at most {most:,}, got {max(found)}; try {option} {example}")
-    return found
+    return typer.Option(option, parser=read, metavar="N,N", help=help)
 
 
 def weighted(text: str, option: str, kind: str, example: str) -> tuple[str, float]:

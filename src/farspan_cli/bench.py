@@ -3,13 +3,14 @@
 import json as json_module
 import os
 import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from farspan_cli.app import Force, Json, Result, Seed, app, fail, is_out_of_memory, numbers, sharing, whole_numbers
+from farspan_cli.app import Force, Json, Result, Seed, app, fail, is_out_of_memory, numbers, sharing, show_table
 from farspan_cli.progress import show_progress
 
 if TYPE_CHECKING:
@@ -25,36 +26,24 @@ LONGEST = 2**24
 """Most tokens of one sequence: more fit into no memory."""
 
 
-def _names(text: str, *more: str) -> list[str]:
-    """Read names of layouts."""
-    from farspan.errors import require_choice
+def _names(option: str, known: Callable[[], Iterable[str]], help: str) -> Any:
+    """Make an option that reads names, separated by commas, of those `known` returns."""
+
+    def read(text: str) -> list[str]:
+        from farspan.errors import require_choice
+
+        found = [name.strip() for name in text.split(",")]
+        for name in found:
+            require_choice(option, name, known())
+        return found
+
+    return typer.Option(parser=read, metavar="NAME,NAME", help=help)
+
+
+def _layouts() -> list[str]:
     from farspan.layers import HYBRIDS, NAMES
 
-    found = [name.strip() for name in text.split(",")]
-    for name in found:
-        require_choice("--layouts", name, [*NAMES, *HYBRIDS, *more])
-    return found
-
-
-def _models(text: str) -> list[str]:
-    """Read names of layouts, and transformers' LLaMA."""
-    return _names(text, "llama")
-
-
-def _modes(text: str) -> list[str]:
-    """Read modes of decoding."""
-    from farspan.bench.decode import MODES
-    from farspan.errors import require_choice
-
-    found = [name.strip() for name in text.split(",")]
-    for name in found:
-        require_choice("--modes", name, MODES)
-    return found
-
-
-def _reads(text: str) -> list[int]:
-    """Read lengths of prompts; "none" is none."""
-    return [] if text == "none" else whole_numbers(text, "--prompts", "32768", LONGEST)
+    return [*NAMES, *HYBRIDS]
 
 
 Lengths = Annotated[Any, numbers("--lengths", "2048,8192", "Tokens, separated by commas.", LONGEST)]
@@ -62,8 +51,12 @@ Published = Annotated[int | None, typer.Option(help="Tokens of the published for
 Window = Annotated[int | None, typer.Option(help="Keys of a window, beside full RoPE.", min=1, max=LONGEST)]
 GlobalEvery = Annotated[int | None, typer.Option(help="Layers of a hybrid per global one.", min=2)]
 Preset = Annotated[str | None, typer.Option(help="350m, 135m, 124m, 33m or tiny. Default: 350m, on a CPU tiny.")]
-Layouts = Annotated[
-    Any, typer.Option(parser=_names, metavar="NAME,NAME", help="What to compare: rope,hybrid-rope,hybrid-pope, …")
+Layouts = Annotated[Any, _names("--layouts", _layouts, "What to compare: rope,hybrid-rope,hybrid-pope, …")]
+Models = Annotated[
+    Any, _names("--layouts", lambda: [*_layouts(), "llama"], "As elsewhere; llama is transformers' own.")
+]
+Modes = Annotated[
+    Any, _names("--modes", lambda: ("eager", "graph", "compiled"), "On a GPU, beside eager: graph, compiled.")
 ]
 
 
@@ -104,7 +97,7 @@ def timed(
 
     if device == "cuda" and not torch.cuda.is_available():
         fail("--device cuda needs a CUDA device, and none is visible; use --device cpu")
-    from farspan.bench import run, tables, unfinished
+    from farspan.bench import run, unfinished
     from farspan.bench.checks import ResultsDifferError
 
     steps = command(Case(device, repeats, quick, seed))
@@ -117,16 +110,8 @@ def timed(
 
     try:
         with show_progress(console) as report:
-            told = lambda done, total, text="", **_: report(done, total, text)  # noqa: E731
-            rows = run(
-                steps,
-                kind=f"bench-{command.func.__name__}",
-                device=device,
-                seed=seed,
-                out=out,
-                force=force,
-                progress=told,
-            )
+            kind = f"bench-{command.func.__name__}"
+            rows = run(steps, kind=kind, device=device, seed=seed, out=out, force=force, progress=report)
     except ResultsDifferError as error:
         fail(f"no figures: {error}")
     except KeyboardInterrupt as stop:
@@ -138,8 +123,7 @@ def timed(
     if json:
         print(json_module.dumps(rows))
         return
-    for part in tables(rows):
-        print_table(console, *part) if isinstance(part, tuple) else console.print(part, soft_wrap=True, markup=False)
+    print_rows(console, rows)
     if out is not None:
         console.print(f"\nwritten: {out}", soft_wrap=True, markup=False)
 
@@ -149,23 +133,19 @@ def timed(
 def attention(
     case: Case, lengths: Lengths = None, window: Window = None, published_length: Published = None
 ) -> "Steps":
-    """Attention alone: CoCA, RoPE, ALiBi and CoCA as published on a CPU; the half-width kernel on a GPU.
+    """Attention alone, forward: CoCA, RoPE, ALiBi and CoCA as published.
 
-    With `--window`: windows of this library, FlexAttention's and flash-attn's beside full RoPE, on either device.
+    With `--window`: windows of this library, FlexAttention's and flash-attn's beside full RoPE, also with gradients.
 
     Example: `farspan bench attention --window 256 --lengths 2048,8192 --out results/window.json`
     """
-    from farspan.bench import attention
+    from farspan.bench import layer
 
-    if case.gpu and window is None:
-        if lengths is not None or published_length is not None:
-            fail("--lengths on cuda needs --window: the half-width kernel has its own shapes; leave the lengths out")
-        shapes = attention.NOTED if case.quick else attention.decoding_shapes()
-        return attention.kernel_steps(shapes, **case.options(3))
     chosen = lengths or ([1024, 4096] if case.quick else [8192, 32768])
     if window is not None:
-        return attention.window_steps(chosen, window, **case.options(3))
-    return attention.steps(chosen, published_length or (4096 if case.quick else 8192), **case.options(3))
+        shapes = layer.shapes(chosen, [1], case.device, window, alone=True)
+        return layer.steps(shapes, window=window, alone=True, **case.options(3))
+    return layer.op_steps(chosen, published_length or (4096 if case.quick else 8192), **case.options(3))
 
 
 @bench.command("layer")
@@ -204,17 +184,13 @@ def layer(
 def decode(
     case: Case,
     contexts: Annotated[Any, numbers("--contexts", "2048,8192", "Tokens in the cache, by commas.", LONGEST)] = None,
-    layouts: Annotated[
-        Any, typer.Option(parser=_models, metavar="NAME,NAME", help="As elsewhere; llama is transformers' own.")
-    ] = "rope,coca-exact",
+    layouts: Models = "rope,coca-exact",
     batch: Annotated[Any, numbers("--batch", "1,8", "Sequences at once, separated by commas.", LONGEST)] = "1,8",
     preset: Preset = None,
-    prompts: Annotated[Any, typer.Option(parser=_reads, metavar="N,N", help="Prompts to read, or none.")] = None,
+    prompts: Annotated[Any, numbers("--prompts", "32768", "Prompts to read, or none.", LONGEST, none=True)] = None,
     window: Window = None,
     global_every: GlobalEvery = None,
-    modes: Annotated[
-        Any, typer.Option(parser=_modes, metavar="NAME,NAME", help="On a GPU, beside eager: graph, compiled.")
-    ] = "graph,compiled",
+    modes: Modes = "graph,compiled",
 ) -> "Steps":
     """A complete model: greedy tokens per second after a context, reading a long prompt, and what the cache holds.
 
@@ -277,17 +253,81 @@ def model(
     return model.training(preset, length=length, rows=rows, **options)
 
 
-def print_table(console: "Console", title: str, headings: list[str], lines: list[list[str]]) -> None:
-    """Print a table. Where it is too narrow, lines break where no figure is cut."""
-    from rich.table import Table
+# Tables
 
-    cells = [headings, *lines]
-    if sum(max(map(len, column)) + 3 for column in zip(*cells, strict=True)) + 1 > console.width:
-        cells = [[re.sub(r"(?<=,) | (?=[(/])", "\n", cell) for cell in line] for line in lines]
-        cells.insert(0, [heading.replace(" ", "\n") for heading in headings])
-    table = Table(*cells[0], title=title)
-    for column in table.columns[1:]:
-        column.justify, column.overflow = "right", "fold"
-    for line in cells[1:]:
-        table.add_row(*line)
-    console.print(table)
+HIDDEN = (
+    *("kind", "error", "allowed", "gradient_error", "gradient_allowed", "weight_bytes", "flops_a_token", "matmul_peak"),
+    *("sdpa_first", "chunk", "missing"),
+)
+"""What is in the file alone."""
+NOTHING = "–"
+
+
+def print_rows(console: "Console", rows: list[dict[str, Any]]) -> None:
+    """Print a table of each kind of row under the names that the file has; what all of its lines share is its title.
+
+    A quantity with a number for each candidate makes a line for each. Below are the reasons why candidates have no
+    figures, and the check nearest to its limit.
+    """
+    kinds: dict[str, list[dict[str, str]]] = {}
+    for row in rows:
+        if row["kind"] != "check":
+            kinds.setdefault(row["kind"], []).extend(_lines(row))
+    for kind, lines in kinds.items():
+        columns = {name: [line.get(name, NOTHING) for line in lines] for line in lines for name in line}
+        same = {name: texts[0] for name, texts in columns.items() if len(set(texts)) == 1 and len(texts) > 1}
+        title = ", ".join([kind, *(f"{name} {text}" for name, text in same.items() if text != NOTHING)])
+        if shown := {name.replace("_", " "): texts for name, texts in columns.items() if name not in same}:
+            _print_table(console, title, shown)
+    missing = (x for row in rows if isinstance(row.get("missing"), dict) for x in row["missing"].items())
+    notes = [f"missing: {name}: {why}" for name, why in sorted(set(missing))]
+    if checks := [row for row in rows if "error" in row]:
+        row = max(checks, key=lambda row: row["error"] / row["allowed"])
+        what = row.get("attention", row["kind"])
+        errors = f"relative error {row['error']:.1e} (allowed: {row['allowed']:.1e})"
+        notes.append(f"{len(checks)} checks passed; nearest to its limit: {what}, {errors}")
+    for note in notes:
+        console.print(note, soft_wrap=True, markup=False)
+
+
+def _lines(row: dict[str, Any]) -> list[dict[str, str]]:
+    """Return the texts of a row, or of each of its candidates."""
+    plain, each = dict[str, str](), dict[str, dict[str, str]]()
+    for name, value in row.items():
+        if name in HIDDEN or isinstance(value, list):
+            continue
+        if not isinstance(value, dict) or "low" in value:
+            plain[name] = _text(name, value)
+            continue
+        for candidate, found in value.items():
+            parts = found if isinstance(found, dict) and "low" not in found else {name: found}
+            each.setdefault(candidate, {}).update((part, _text(part, x)) for part, x in parts.items())
+    return [{**plain, "candidate": name, **texts} for name, texts in each.items()] or [plain]
+
+
+def _text(name: str, value: Any) -> str:
+    """Format a value.
+
+    >>> _text("peak_bytes", 1_500_000), _text("", 1.5), _text("", {"low": 0.9, "high": 1.25}), _text("", None)
+    ('1.5 MB', '1.500', '0.900–1.250', '–')
+    """
+    if isinstance(value, dict):
+        ends = f"{value['low']:,.3f}–{value['high']:,.3f}"
+        return f"{value['median']:,.3f} ({ends})" if "median" in value else ends
+    if name.endswith("bytes"):
+        return f"{value / 1e9:,.2f} GB" if value >= 1e9 else f"{value / 1e6:,.1f} MB"
+    if isinstance(value, float):
+        return f"{value:,.3f}" if abs(value) < 10_000 else f"{value:,.0f}"
+    return NOTHING if value is None else f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _print_table(console: "Console", title: str, columns: dict[str, list[str]]) -> None:
+    """Print a table. Where it is too narrow, lines break where no figure is cut."""
+    from rich.table import Column
+
+    if sum(max(map(len, [name, *texts])) + 3 for name, texts in columns.items()) + 1 > console.width:
+        breaks = partial(re.sub, r"(?<=,) | (?=[(/])", "\n")
+        columns = {name.replace(" ", "\n"): [breaks(text) for text in texts] for name, texts in columns.items()}
+    first, *others = columns
+    right = (Column(name, justify="right", overflow="fold") for name in others)
+    show_table(console, [first, *right], zip(*columns.values(), strict=True), title=title)

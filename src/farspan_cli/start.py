@@ -1,4 +1,4 @@
-"""`farspan demo` and `farspan doctor`: the first two commands of a new user."""
+"""`farspan demo` and `farspan doctor`, the first two commands of a new user; and where files of this package are."""
 
 import json as json_module
 from pathlib import Path
@@ -97,3 +97,25 @@ def choices(device: str) -> list[tuple[str, Any]]:
         ("PoPE, window 128", explain(pope_attention, *tensors(512, 64), rotary=Rotary(128), window=128)),
         ("cosFormer", explain(cosformer_attention, *tensors(512, 64), max_length=512)),
     ]
+
+
+PACKAGE = Path(__file__).resolve().parents[1] / "farspan"
+"""Not imported: that would load torch to print a path."""
+
+
+@app.command("tasks-path")
+def tasks_path() -> None:
+    """Print the folder of our lm-eval tasks: farspan_passkey and farspan_perplexity.
+
+    Example: `lm_eval --include_path "$(farspan tasks-path)" --tasks farspan_passkey --model hf --model_args …`
+    """
+    print(PACKAGE / "lm_eval_tasks")
+
+
+@app.command("launch-path")
+def launch_path() -> None:
+    """Print the folder of configurations for Accelerate: one-node.yaml, several-nodes.yaml and fsdp2.yaml.
+
+    Example: `accelerate launch --config_file "$(farspan launch-path)/fsdp2.yaml" -m farspan_cli train CONFIG.toml …`
+    """
+    print(PACKAGE / "launch")

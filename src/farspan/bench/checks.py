@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from farspan.bench.timing import Timed, optional, time_candidates
+from farspan.bench.timing import optional, time_candidates
 from farspan.layers import Attention
 from farspan.modeling_farspan import FarspanForCausalLM
 from farspan.ops import alibi_attention, coca_attention, rope_attention
@@ -32,8 +32,6 @@ Rounding comes to 0.01 in a model of eight layers in bfloat16, and to 1e-6 in fl
 WIDER = {torch.float32: torch.float64, torch.bfloat16: torch.float32}
 """What a model is compared with. Bfloat16 is judged by float32, a thousand times as exact: no GPU has a fused attention
 in float64, and without one the scores of a long prompt do not fit into memory."""
-
-
 NOTHING = 1e-6
 """Below this share of the largest gradient, a gradient is zero: that of the only score of a softmax, for example."""
 EVERY = 2**19
@@ -48,29 +46,23 @@ class ResultsDifferError(RuntimeError):
     """A candidate computes something else, so its speed means nothing."""
 
 
-def far(got: Tensor, want: Tensor) -> float:
-    """Return the largest difference, relative to the largest number wanted.
-
-    >>> far(torch.tensor([1.0, 3.0]), torch.tensor([1.0, 4.0])), far(torch.ones(2), torch.zeros(2))
-    (0.25, inf)
-    """
-    difference, largest = float((got - want).abs().max()), float(want.abs().max())
-    return difference / largest if largest else math.inf if difference else 0.0
-
-
-def apart(got: Tensor, want: Tensor, largest: float = 0.0) -> float:
-    """Return the root mean square of the differences, relative to that of the numbers wanted.
+def apart(got: Tensor, want: Tensor, *, largest: float = 0.0, order: float = 2.0) -> float:
+    """Return the norm of the differences, relative to that of the numbers wanted: by default root mean squares.
 
     Numbers that only rounding keeps from zero, next to the `largest` norm, are judged by that norm.
 
-    >>> apart(torch.tensor([3.0, 5.0]), torch.tensor([3.0, 4.0]))
-    0.2
+    >>> apart(torch.tensor([3.0, 5.0]), torch.tensor([3.0, 4.0])), apart(torch.ones(2), torch.zeros(2))
+    (0.2, inf)
     >>> apart(torch.tensor([0.25]), torch.tensor([0.0]), largest=4e6)
     6.25e-08
     """
-    difference, size = float((got - want).norm()), float(want.norm())
+    difference, size = (float(torch.linalg.vector_norm(x, order)) for x in (got - want, want))
     size = largest if size < NOTHING * largest else size
     return difference / size if size else math.inf if difference else 0.0
+
+
+far = partial(apart, order=math.inf)
+"""The largest difference, relative to the largest number wanted."""
 
 
 def farthest(got: Tensor, want: Tensor) -> float:
@@ -170,8 +162,10 @@ def compare(
     graph: bool = False,
     small: Sequence[Mapping[str, Candidate]] = (),
     window: int | None = None,
-) -> tuple[list[dict[str, Any]], Timed]:
-    """Check each candidate in the call that is timed, then time all in turn. Return rows of checks, and the times.
+) -> tuple[list[dict[str, Any]], dict[str, list[float]], dict[str, int]]:
+    """Check each candidate in the call that is timed, then time all in turn.
+
+    Return rows of checks, and what :func:`~farspan.bench.timing.time_candidates` returns.
 
     Args:
         like: a tensor of the output's shape and dtype.
@@ -191,9 +185,7 @@ def compare(
                 checks = [check_pass(name, one, backward, window) for one in each]
                 rows.append({"kind": "check", "attention": name} | worst(checks))
     calls = {name: partial(one_pass, x, backward, gradient) for name, x in candidates.items() if name not in missing}
-    found = time_candidates(calls, repeats=repeats, device=device, required=required, graph=graph, ahead=not graph)
-    missing.update(found.missing)
-    return rows, found
+    return rows, *time_candidates(calls, missing, repeats=repeats, device=device, required=required, graph=graph)
 
 
 def one_pass(candidate: Candidate, backward: bool, gradient: Tensor) -> tuple[Tensor, ...]:

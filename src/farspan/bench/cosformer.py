@@ -43,32 +43,40 @@ def shapes(lengths: Sequence[int]) -> list[Shape]:
     return [Shape(max(1, TOKENS // n), 16, n, d) for d in WIDTHS for n in lengths]
 
 
-def steps(lengths: Sequence[int], published_length: int, *, repeats: int, device: str, seed: int) -> Steps:
+def steps(lengths: Sequence[int], published_length: int, **options: Any) -> Steps:
     """Time cosFormer at each length, beside softmax attention where that is short, and as published; on a CPU."""
-    settings: dict[str, Any] = {"repeats": repeats, "device": device, "seed": seed}
     found: Steps = []
     for n in sorted({*lengths, published_length}):
         names = ["cosformer"] + ["softmax"] * (n <= SOFTMAX) + ["published"] * (n == published_length)
-        found.append((f"{n:,} tokens", partial(time_length, names, n, PASSES[0], **settings)))
-    work = partial(time_length, ["cosformer", "published"], published_length, PASSES[1], **settings)
+        found.append((f"{n:,} tokens", partial(time_length, names, n, PASSES[0], **options)))
+    work = partial(time_length, ["cosformer", "published"], published_length, PASSES[1], **options)
     return [*found, (f"{published_length:,} tokens, {PASSES[1]}", work)]
 
 
-def kernel_steps(todo: Sequence[Shape], *, repeats: int, device: str, seed: int) -> Steps:
+def kernel_steps(todo: Sequence[Shape], **options: Any) -> Steps:
     """Check and time the kernels at each shape in both passes.
 
     Peers are flash-linear-attention with the same features, where it is installed, and flash attention.
     """
-    settings: dict[str, Any] = {"repeats": repeats, "device": device, "seed": seed}
-    timed = ((shape, passes) for shape in todo for passes in PASSES)
     return [
-        (f"{passes}, width {x.d}, {x.b} × {x.n:,} tokens", partial(time_kernels, x, passes, **settings))
-        for x, passes in timed
+        (f"{passes}, width {x.d}, {x.b} × {x.n:,} tokens", partial(time_kernels, x, passes, **options))
+        for x in todo
+        for passes in PASSES
     ]
 
 
+def measure(
+    ops: dict[str, Attention], shape: Shape, passes: str, *, dtype: torch.dtype, device: str, **options: Any
+) -> tuple[list[Row], dict[str, list[float]], dict[str, int]]:
+    """Check and time ops on the same random inputs; `options` are those of :func:`~farspan.bench.checks.compare`."""
+    make = partial(make_candidates, ops, dtype=dtype, device=device, max_length=shape.n)
+    made, small = make(shape), [make(shape._replace(**few)) for few in smaller(shape.b, shape.n)]
+    like = next(iter(made.values())).leaves["v"]
+    return compare(made, like, passes, small=small, device=device, **options)
+
+
 def make_candidates(
-    shape: Shape, ops: dict[str, Attention], dtype: torch.dtype, device: str, max_length: int
+    ops: dict[str, Attention], shape: Shape, *, dtype: torch.dtype, device: str, max_length: int
 ) -> dict[str, Candidate]:
     """Make candidates on the same random inputs. Those named "softmax" are another function, which is not checked."""
     leaves = {name: torch.randn(shape.b, shape.n, shape.h, shape.d, device=device).to(dtype) for name in "qkv"}
@@ -123,11 +131,9 @@ def time_length(names: Sequence[str], length: int, passes: str, *, repeats: int,
         "published": partial(published_cosformer, max_length=length),
     }
     ops = {name: by_heads(ops[name]) for name in names}
-    shape, missing = Shape(1, 8, length, 64), dict[str, str]()
-    made = make_candidates(shape, ops, torch.float32, device, length)
-    small = [make_candidates(shape._replace(**few), ops, torch.float32, device, length) for few in smaller(1, length)]
-    how: dict[str, Any] = {"missing": missing, "repeats": repeats, "device": device, "small": small}
-    checks, (seconds, peaks, _) = compare(made, made["cosformer"].leaves["v"], passes, **how)
+    missing: dict[str, str] = {}
+    how: dict[str, Any] = {"dtype": torch.float32, "device": device, "missing": missing, "repeats": repeats}
+    checks, seconds, peaks = measure(ops, Shape(1, 8, length, 64), passes, **how)
     ours, peak = seconds["cosformer"], peaks["cosformer"]
     label: Row = {"passes": passes, "length": length, "heads": 8, "head_dim": 64}
     rows = []
@@ -175,25 +181,21 @@ def time_kernels(shape: Shape, passes: str, *, repeats: int, device: str, seed: 
             return peer(features(q, seen), features(k, seen), v)
 
         ops["fla"] = fla
-    make = partial(make_candidates, ops=ops, dtype=torch.bfloat16, device=device, max_length=shape.n)
-    made, small = make(shape), [make(shape._replace(**few)) for few in smaller(shape.b, shape.n)]
-    v, backward = made[OURS].leaves["v"], passes != PASSES[0]
-    how: dict[str, Any] = {"missing": missing, "repeats": repeats, "device": device, "graph": not backward}
-    how["small"] = small
-    checks, (seconds, peaks, _) = compare(made, v, passes, **how)
-    held, least = v.nbytes * (4 if backward else 3), (8 if backward else 4) * v.nbytes
-    row: Row = {"kind": "linear", "passes": passes, **shape._asdict(), "state_bytes": state_bytes(made[OURS], shape.n)}
+    backward, size = passes != PASSES[0], 2 * math.prod(shape)  # bytes of q
+    how: dict[str, Any] = {"dtype": torch.bfloat16, "device": device, "missing": missing, "repeats": repeats}
+    checks, seconds, peaks = measure(ops, shape, passes, graph=not backward, **how)
+    held, least = size * (4 if backward else 3), size * (8 if backward else 4)
+    row: Row = {"kind": "linear", "passes": passes, **shape._asdict(), "state_bytes": state_bytes(shape, device)}
     row["milliseconds"] = {name: spread(x, 1e3) for name, x in seconds.items()}
     row["speedup"] = {name: ratio(x, seconds[OURS]) for name, x in seconds.items() if name != OURS}
     row["memory_over_least"] = {name: (held + peak) / least for name, peak in peaks.items()}
     return [*checks, row | {"missing": missing}]
 
 
-@torch.no_grad()
-def state_bytes(candidate: Candidate, n: int) -> int:
+def state_bytes(shape: Shape, device: str) -> int:
     """Return the bytes that one sequence leaves for the next token."""
-    q, k, v = (x[:1].transpose(1, 2) for x in candidate.leaves.values())
-    found: int = cosformer_attention(q, k, v, max_length=n, return_state=True)[1].nbytes
+    x = torch.ones(1, shape.h, shape.n, shape.d, dtype=torch.bfloat16, device=device)
+    found: int = cosformer_attention(x, x, x, max_length=shape.n, return_state=True)[1].nbytes
     return found
 
 

@@ -34,13 +34,8 @@ CHECKED = 4
 AT_ONCE = 8
 """Tokens of one timing."""
 SHAPE = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "max_position_embeddings",
+    *("vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings"),
+    *("num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
 )
 """What transformers' LLaMA takes over from a preset."""
 CHUNK = 8192

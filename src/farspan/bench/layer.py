@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from farspan.bench import Row, Steps
 from farspan.bench.checks import PASSES, SMALL, Blocks, Candidate, checked_queries, compare, definition, smaller
-from farspan.bench.timing import Timed, best, ratio, spread
+from farspan.bench.timing import best, ratio, spread
 from farspan.errors import require
 from farspan.layers import Attention, AttentionSpec
 from farspan.ops import Rotary, alibi_slopes, coca_features
@@ -21,8 +21,8 @@ from farspan.ops.reference import repeat_heads
 
 SHAPES = {512: (64, 1024, 16), 2048: (16, 1024, 16), 16_384: (2, 2048, 16), 32_768: (1, 4096, 32)}
 """Tokens → sequences, hidden width, heads: the shapes that the project's aims name."""
-WINDOW_WIDTH, WINDOW_TOY = (1024, 16), (128, 2)
-"""Hidden width and heads of a layer beside its window, on a GPU and elsewhere."""
+WINDOW_WIDTH, WINDOW_TOY, OP_TOY = (1024, 16), (128, 2), (256, 4)
+"""Hidden width and heads beside a window: on a GPU, and elsewhere of a layer and of the op alone."""
 QUICK = (
     *("rope", "coca-exact", "coca-slack", "coca-strict", "rope, flash", "rope, cudnn"),
     *("coca-exact, plain", "coca-slack, plain"),
@@ -36,7 +36,8 @@ WINDOWS = (
     *("rope", "rope, window", "coca-exact, window", "pope, window"),
     *("rope, window, flex", "rope, window, flash-attn"),
 )
-PEERS = ("rope, window, flex", "rope, window, flash-attn", "coca-slack, published")
+OPS, PUBLISHED = ("rope", "coca-exact", "coca-slack", "alibi"), "coca-slack, published"
+PEERS = ("rope, window, flex", "rope, window, flash-attn", PUBLISHED)
 """What is timed: an attention, then "window" if it has one, then whose kernel computes it if not the library's own.
 RoPE and CoCA are timed on each of SDPA's kernels by name as well, so that no ratio hangs on which one SDPA picks."""
 SCORES = 2**31
@@ -62,7 +63,9 @@ class Shape(NamedTuple):
         return self.hidden // self.h
 
 
-def shapes(lengths: Sequence[int], groups: Sequence[int], device: str, window: int | None = None) -> list[Shape]:
+def shapes(
+    lengths: Sequence[int], groups: Sequence[int], device: str, window: int | None = None, alone: bool = False
+) -> list[Shape]:
     """Return the named shapes, and 32,768 tokens at a time of other lengths; on a CPU a toy of each length."""
     for group in groups:
         require(group in GROUPS, f"groups must be of {GROUPS}, query heads per key head, got {group}; choose from them")
@@ -70,7 +73,8 @@ def shapes(lengths: Sequence[int], groups: Sequence[int], device: str, window: i
     for n in lengths:
         b, hidden, h = SHAPES.get(n, (max(1, 32_768 // n), 1024, 16)) if device == "cuda" else (2, 128, 8)
         if window is not None:
-            b, (hidden, h) = (max(1, 32_768 // n), WINDOW_WIDTH) if device == "cuda" else (1, WINDOW_TOY)
+            b, toy = max(1, 32_768 // n) if device == "cuda" else 1, OP_TOY if alone else WINDOW_TOY
+            hidden, h = WINDOW_WIDTH if device == "cuda" else toy
         found += [Shape(b, n, hidden, h, max(1, h // group)) for group in groups]
     return found
 
@@ -240,13 +244,11 @@ def make_candidate(
 def steps(
     todo: Sequence[Shape],
     *,
-    repeats: int = 20,
     only: Sequence[str] | None = None,
     window: int | None = None,
-    alone: bool = False,
-    device: str = "cpu",
-    seed: int = 0,
     eager: bool = False,
+    device: str,
+    **options: Any,
 ) -> Steps:
     """Check and time candidates at each shape in both passes.
 
@@ -255,15 +257,24 @@ def steps(
     Args:
         only: whom to time, by name.
         window: time window layers of this width beside full RoPE.
-        alone: time the op without projections.
         eager: compile nothing.
+        options: the others of :func:`time_shape`.
     """
     compiler = "inductor" if device == "cuda" else "aot_eager" if window is None else None
-    settings: dict[str, Any] = {"alone": alone, "window": window, "repeats": repeats, "device": device, "seed": seed}
-    settings["compiler"] = None if eager else compiler
+    options |= {"window": window, "device": device, "compiler": None if eager else compiler}
     names = only or (FULL if window is None else WINDOWS)
     timed = ((x, passes) for x in todo for passes in PASSES)
-    return [(f"{passes}, {x.b} × {x.n:,}", partial(time_shape, names, x, passes, **settings)) for x, passes in timed]
+    return [(f"{passes}, {x.b} × {x.n:,}", partial(time_shape, names, x, passes, **options)) for x, passes in timed]
+
+
+def op_steps(lengths: Sequence[int], published_length: int, **options: Any) -> Steps:
+    """Time the op at each length, 8 heads of width 64, forward; at `published_length` also CoCA as published."""
+    found: Steps = []
+    for n in sorted({*lengths, published_length}):
+        names = (*OPS, PUBLISHED) if n == published_length else OPS
+        work = partial(time_shape, names, Shape(1, n, 512, 8, 8), PASSES[0], alone=True, **options)
+        found.append((f"forward, {n:,} tokens", work))
+    return found
 
 
 def time_shape(
@@ -271,7 +282,7 @@ def time_shape(
     shape: Shape,
     passes: str,
     *,
-    alone: bool,
+    alone: bool = False,
     window: int | None = None,
     compiler: str | None = None,
     repeats: int,
@@ -279,7 +290,14 @@ def time_shape(
     seed: int,
     dtype: torch.dtype | None = None,
 ) -> list[Row]:
-    """Check and time candidates at one shape: rows of checks, one of times."""
+    """Check and time candidates at one shape: rows of checks, one of times.
+
+    `time_over_best_rope`: against the full RoPE with the least median; `time_over_best_peer`: this library's own
+    against the best of other libraries' windows, or CoCA as published. Both are ratios of times of the same round.
+
+    Args:
+        alone: time the op without projections.
+    """
     torch.manual_seed(seed)
     dtype = dtype or (torch.bfloat16 if device == "cuda" else torch.float32)
     reasons = {name: why_not(name, shape, device, compiler is not None) for name in names}
@@ -296,30 +314,14 @@ def time_shape(
             few, y = shape._replace(**sizes), x[: sizes["b"], : sizes["n"]].contiguous()
             small.append({name: make_candidate(name, few, y, **how) for name in made})
         options: dict[str, Any] = {"repeats": repeats, "device": device, "small": small, "window": window}
-        checks, found = compare(made, like, passes, missing=missing, **options)
-    row: Row = {"kind": "op" if alone else "layer" if window is None else "window layer", "passes": passes}
-    row |= {"compiler": compiler or "none", "dtype": str(dtype), "window": window}
-    return [*checks, row | report(shape, found) | {"missing": missing}]
-
-
-def report(shape: Shape, found: Timed) -> Row:
-    """Return milliseconds with quantiles, and ratios of times of the same round.
-
-    `time_over_best_rope`: against the full RoPE with the least median; `time_over_best_peer`: this library's own
-    against the best of other libraries' windows, or CoCA as published.
-    """
-    seconds = found.seconds
+        checks, seconds, peaks = compare(made, like, passes, missing=missing, **options)
     ropes = [name for name in seconds if name.split(", ")[0] == "rope" and "window" not in name]
     first, peer = best(seconds, ropes), best(seconds, PEERS)
     assert first is not None
     others = [name for name in seconds if name not in ropes]
-    return {
-        **shape._asdict(),
-        "d": shape.d,
-        "milliseconds": {name: spread(x, 1e3) for name, x in seconds.items()},
-        "best_rope": first,
-        "time_over_best_rope": {name: ratio(seconds[name], seconds[first]) for name in others},
-        "best_peer": peer,
-        "time_over_best_peer": {x: ratio(seconds[x], seconds[peer]) for x in others if peer and x not in PEERS},
-        "peak_bytes": found.peaks,
-    }
+    row: Row = {"kind": "op" if alone else "layer" if window is None else "window layer", "passes": passes}
+    row |= {"compiler": compiler or "none", "dtype": str(dtype), "window": window, **shape._asdict(), "d": shape.d}
+    row |= {"milliseconds": {name: spread(x, 1e3) for name, x in seconds.items()}, "best_rope": first}
+    row |= {"time_over_best_rope": {name: ratio(seconds[name], seconds[first]) for name in others}, "best_peer": peer}
+    row["time_over_best_peer"] = {x: ratio(seconds[x], seconds[peer]) for x in others if peer and x not in PEERS}
+    return [*checks, row | {"peak_bytes": peaks, "missing": missing}]

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,17 +69,17 @@ def in_turn(calls: Calls, *, repeats: int, device: str, ahead: bool = False) -> 
     {'one': 3, 'other': 3}
     """
     drawn = random.Random(0)
-    orders = [drawn.sample(list(calls), len(calls)) for _ in range(repeats)]
+    order = [name for _ in range(repeats) for name in drawn.sample(list(calls), len(calls))]
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     if not device.startswith("cuda"):
-        for name in (name for order in orders for name in order):
+        for name in order:
             start = time.perf_counter()
             calls[name]()
             seconds[name].append(time.perf_counter() - start)
         return seconds
     flush: Callable[[], Tensor] = torch.zeros(FLUSH // 4, dtype=torch.float32, device=device).sum
     events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in calls}
-    for name in (name for order in orders for name in order):
+    for name in order:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         if ahead:
             torch.cuda._sleep(HEAD_START)
@@ -94,36 +94,33 @@ def in_turn(calls: Calls, *, repeats: int, device: str, ahead: bool = False) -> 
     return {name: [begin.elapsed_time(end) / 1e3 for begin, end in found] for name, found in events.items()}
 
 
-class Timed(NamedTuple):
-    """Candidates that ran, and why others did not."""
-
-    seconds: dict[str, list[float]]
-    peaks: dict[str, int]
-    """Bytes that a call needs beyond what was held before."""
-    missing: dict[str, str]
-
-
 def time_candidates(
-    calls: Calls, *, repeats: int, device: str, required: Collection[str] = (), graph: bool = False, ahead: bool = False
-) -> Timed:
-    """Time candidates in turn. One that fails is missing, with its reason, unless it is `required`.
+    calls: Calls,
+    missing: dict[str, str],
+    *,
+    repeats: int,
+    device: str,
+    required: Collection[str] = (),
+    graph: bool = False,
+) -> tuple[dict[str, list[float]], dict[str, int]]:
+    """Time candidates in turn; return seconds, and the bytes that a call needs beyond what was held before.
 
-    With `graph` a GPU replays a CUDA graph of each call; one that cannot be captured is missing. All graphs hold their
-    memory at once, so every call is tried again when all of them exist.
+    One that fails is noted in `missing`, unless it is `required`. With `graph` a GPU replays a CUDA graph of each call;
+    one that cannot be captured is missing. All graphs hold their memory at once, so every call is tried again when all
+    of them exist. Without `graph` the processor has a head start.
     """
-    graph = graph and device.startswith("cuda")
     ready: dict[str, Callable[[], Any]] = {}
-    found = Timed({}, {}, {})
+    peaks: dict[str, int] = {}
+    replayed = graph and device.startswith("cuda")
     for name, call in calls.items():
-        with optional(name, found.missing, required):
-            found.peaks[name] = peak_bytes(call, device)
-            ready[name] = captured(call) if graph else call
-    for name, call in ready.items() if graph else ():
-        with optional(name, found.missing, required):
+        with optional(name, missing, required):
+            peaks[name] = peak_bytes(call, device)
+            ready[name] = captured(call) if replayed else call
+    for name, call in ready.items() if replayed else ():
+        with optional(name, missing, required):
             call()
-    ready = {name: call for name, call in ready.items() if name not in found.missing}
-    found.seconds.update(in_turn(ready, repeats=repeats, device=device, ahead=ahead))
-    return found
+    ready = {name: call for name, call in ready.items() if name not in missing}
+    return in_turn(ready, repeats=repeats, device=device, ahead=not graph), peaks
 
 
 @contextmanager
@@ -161,18 +158,6 @@ def captured(call: Callable[[], Any]) -> Callable[[], None]:
     with torch.cuda.graph(graph):
         call()
     return graph.replay
-
-
-def copy_speed(device: str, size: int) -> float:
-    """Return the terabytes per second, read and written, of a copy of `size` bytes: what moves memory has no more.
-
-    The faster of a kernel that multiplies by one, and the driver's copy.
-    """
-    source = torch.zeros(size // 4, dtype=torch.float32, device=device)
-    target = torch.empty_like(source)
-    copies = {"mul": lambda: torch.mul(source, 1.0, out=target), "copy": lambda: target.copy_(source)}
-    found = in_turn(copies, repeats=20, device=device, ahead=True)
-    return 2 * size / min(statistics.median(seconds) for seconds in found.values()) / 1e12
 
 
 def peak_bytes(call: Callable[[], Any], device: str) -> int:

@@ -6,17 +6,15 @@ from typing import Any
 import pytest
 import torch
 
-from farspan.bench import Row, Steps, attention, checks, layer
-from farspan.bench.checks import PASSES, ResultsDifferError, definition
+from farspan.bench import Row, Steps, checks, layer
+from farspan.bench.checks import PASSES, ResultsDifferError
 from farspan.bench.layer import Shape, make_candidate
-from farspan.layers import Attention, AttentionSpec
-from farspan.ops.coca import COCA
+from farspan.layers import Attention
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 TOY = Shape(2, 100, 64, 4, 2)
 ONCE: dict[str, Any] = {"repeats": 1, "device": "cpu", "seed": 0}
 MEGABYTE = 2**20
-OWN = ("rope", "coca-exact", "coca-slack", "alibi")
 
 
 def take(steps: Steps) -> list[Row]:
@@ -25,7 +23,7 @@ def take(steps: Steps) -> list[Row]:
 
 def test_the_published_formulation_is_far_behind() -> None:
     """Recorded at 8192 tokens: 11 times slower, 63 times the memory. Beside other tests a clock tells little."""
-    [row] = [row for row in take(attention.steps([2048], 2048, **ONCE)) if row["kind"] == "op"]
+    [row] = [row for row in take(layer.op_steps([2048], 2048, **ONCE)) if row["kind"] == "op"]
     assert row["peak_bytes"]["coca-slack, published"] >= 12 * row["peak_bytes"]["coca-slack"]
     assert row["best_peer"] == "coca-slack, published"
     assert row["time_over_best_peer"]["coca-slack"]["median"] < 1
@@ -33,17 +31,17 @@ def test_the_published_formulation_is_far_behind() -> None:
 
 def test_memory_grows_with_the_length_not_its_square() -> None:
     """Four times the tokens, at most four times the memory; the scores of one of eight heads would add 64 MB."""
-    peaks = [row["peak_bytes"] for row in take(attention.steps([4096], 1024, **ONCE)) if row["kind"] == "op"]
-    assert set(peaks[0]) == {*peaks[1], attention.PUBLISHED} == {*attention.OPS, attention.PUBLISHED}
-    for name in attention.OPS:
+    peaks = [row["peak_bytes"] for row in take(layer.op_steps([4096], 1024, **ONCE)) if row["kind"] == "op"]
+    assert set(peaks[0]) == {*peaks[1], layer.PUBLISHED} == {*layer.OPS, layer.PUBLISHED}
+    for name in layer.OPS:
         assert peaks[1][name] <= 4.1 * peaks[0][name]
         assert peaks[1][name] <= (100 if name == "alibi" else 60) * MEGABYTE
 
 
 @pytest.mark.parametrize("alone", [True, False])
 def test_windows_beside_full_rope(alone: bool) -> None:
-    todo = layer.shapes([300], [1], "cpu", 32)
-    rows = take(attention.window_steps([300], 32, **ONCE) if alone else layer.steps(todo, window=32, **ONCE))
+    todo = layer.shapes([300], [1], "cpu", 32, alone)
+    rows = take(layer.steps(todo, window=32, alone=alone, **ONCE))
     found = [row for row in rows if "best_rope" in row]
     assert [(row["kind"], row["passes"]) for row in found] == [("op" if alone else "window layer", x) for x in PASSES]
     for row in found:
@@ -59,7 +57,7 @@ def test_windows_beside_full_rope(alone: bool) -> None:
 
 def test_gradients_that_are_zero_are_judged_by_the_others() -> None:
     """A query that sees only itself has a score without a gradient; rounding must not look like an infinite error."""
-    rows = take(attention.window_steps([32], 1, **ONCE))
+    rows = take(layer.steps([Shape(1, 32, 64, 2, 2)], window=1, alone=True, **ONCE))
     assert max(row["error"] for row in rows if row["kind"] == "check") < 1e-5
 
 
@@ -87,20 +85,11 @@ def test_every_step_of_a_layer(monkeypatch: pytest.MonkeyPatch, eager: bool) -> 
 def test_candidates_compute_their_definition(g: int, window: int | None) -> None:
     shape, x = Shape(2, 33, 32, 4, g), torch.randn(2, 33, 32)
     others = {"rope, cudnn", "coca-exact, cudnn", "coca-slack, cudnn", "rope, window, flash-attn"}
-    for name in set(layer.FULL if window is None else layer.WINDOWS) - others:
+    for name in {*(layer.FULL if window is None else layer.WINDOWS), *layer.OPS} - others:
         made = make_candidate(name, shape, x, alone=False, window=window, compiler=None)
         assert made.twin is not None
         blocks = [(slice(0, 2), slice(0, 33)), (slice(1, 2), slice(7, 9))]
         assert (checks.pick(made.run(), blocks) - made.twin(torch.float64, blocks)[0]).abs().max() <= 1e-5, name
-
-
-@pytest.mark.parametrize("spec", ["alibi", "rope", "coca-slack", AttentionSpec("pope", window=4)])
-def test_the_definition_is_the_op_at_the_checked_queries(spec: Any) -> None:
-    one = Attention(32, 2, spec).double()
-    q, k, v = one.project(torch.randn(2, 20, 32, dtype=torch.float64))
-    for blocks in (checks.checked_queries(2, 20), [(slice(1, 2), slice(i, i + 1)) for i in (0, 7, 19)]):
-        want = checks.pick(layer.own(one, q, k, v).transpose(1, 2), blocks)
-        assert (definition(one, blocks, q, k, v) - want).abs().max() <= 1e-10
 
 
 @pytest.mark.parametrize("alone", [True, False])
@@ -111,7 +100,7 @@ def test_no_figures_when_a_candidate_is_wrong(
 ) -> None:
     """By a few percent; gradients are checked by themselves."""
     options: dict[str, Any] = {"alone": alone, "dtype": dtype, **ONCE}
-    assert layer.time_shape(OWN, TOY, passes, **options)[-1]["best_rope"] == "rope"
+    assert layer.time_shape(layer.OPS, TOY, passes, **options)[-1]["best_rope"] == "rope"
     attend = Attention.attend
 
     def off(self: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any) -> torch.Tensor:
@@ -120,7 +109,7 @@ def test_no_figures_when_a_candidate_is_wrong(
         return attend(self, q, k, v + 0.05 * (v - v.detach()), *args)  # the same output, another gradient
 
     monkeypatch.setattr(Attention, "attend", off)
-    for name in OWN:
+    for name in layer.OPS:
         with pytest.raises(ResultsDifferError, match=f"{name}, {'output' if passes == PASSES[0] else 'd '}.* is wrong"):
             layer.time_shape((name, "rope"), TOY, passes, **options)
 
@@ -171,22 +160,6 @@ def test_another_librarys_candidate_without_memory_for_its_check_is_missing(monk
     for ours in (False, True):
         candidates = {"rope": made._replace(ours=True), "flash": made._replace(twin=full, ours=ours)}
         with pytest.raises(RuntimeError, match="out of memory") if ours else nullcontext():
-            rows, found = checks.compare(candidates, like, PASSES[1], missing=missing, repeats=1, device="cpu")
+            rows, seconds, _ = checks.compare(candidates, like, PASSES[1], missing=missing, repeats=1, device="cpu")
             assert missing == {"flash": "OutOfMemoryError: CUDA out of memory."}
-            assert [row["attention"] for row in rows] == ["rope"] == list(found.seconds)
-
-
-def test_the_half_width_kernel_beside_rope_and_no_figures_when_it_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("triton", reason="needs triton (pip install farspan[gpu])")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    shape = attention.Shape(2, 2, 1, 1, 70, 16)
-    [row] = attention.time_decoding(shape, device, 2)
-    assert row["speedup"].keys() == row["of_copy"].keys() == {"exact", "slack"}
-    assert row["best_peer"] in row["milliseconds"]
-    moved = {name: rate * row["milliseconds"][name]["median"] for name, rate in row["terabytes_a_second"].items()}
-    assert moved["exact"] / moved[row["best_peer"]] == pytest.approx(3 / 4)
-    first, *rest = COCA.entries
-    assert first.name == "decode_triton"
-    monkeypatch.setattr(COCA, "entries", (first._replace(run=lambda call: 1.1 * first.run(call)), *rest))
-    with pytest.raises(ResultsDifferError, match=r"exact, decode \(2, 2, 1, 1, 70, 16\), is wrong"):
-        attention.time_decoding(shape, device, 1)
+            assert [row["attention"] for row in rows] == ["rope"] == list(seconds)
