@@ -163,6 +163,15 @@ def _lines(path: Path, name: str, field: str) -> Records:
                 yield record, where, raw.tell()
 
 
+def json_lines(path: str | Path, argument: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the objects of a JSON-lines file that a user named, plain, .gz, .xz or .zst, each with its line."""
+    file, where = Path(path), ""
+    require(file.is_file(), f"{argument} must be a JSONL file, got {str(path)!r}, which does not exist; check the path")
+    for record, where, _ in _lines(file, file.name, ""):
+        yield where, record
+    require(bool(where), f"{argument} must hold at least one line, got none in {str(path)!r}; name another file")
+
+
 def _parquet(path: Path, name: str, field: str) -> Records:
     parquet, arrow = (needs(module, "pyarrow", f"reading {name}") for module in ("pyarrow.parquet", "pyarrow"))
     row = 0
