@@ -16,6 +16,7 @@ The functions have these arguments in common:
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice, product
 from pathlib import Path
 from typing import Any
@@ -81,15 +82,13 @@ def evaluate_perplexity(
         f"--text must hold documents of at least {longest} tokens, the longest of --lengths, got none that long; "
         "use longer texts or shorter --lengths",
     )
-    options: dict[str, Any] = {"tokens_at_once": tokens_at_once, "progress": opened.progress}
+    row = partial(perplexity, texts=found, tokens_at_once=tokens_at_once, progress=opened.progress)
 
     def measure(loaded: FarspanForCausalLM, first: bool) -> Iterator[dict[str, Any]]:
-        for length in lengths:
-            yield perplexity(loaded, found, length=length, stride=stride, **options)
+        yield from (row(loaded, length=length, stride=stride) for length in lengths)
         if control and first and len(found[0]) >= trained:
             cut_length, cut_stride = truncation_control(trained)
-            row = perplexity(loaded, found, length=cut_length, stride=cut_stride, **options)
-            yield {**row, "mode": "truncated"}
+            yield {**row(loaded, length=cut_length, stride=cut_stride), "mode": "truncated"}
 
     return opened.measured("perplexity", measure)
 
@@ -126,13 +125,9 @@ def evaluate_passkey(
     opened = _Opened(model, out, **common)
     tokenizer = opened.tokenizer()
     check_prompt(tokenizer, min(lengths), "--lengths")
-    options: dict[str, Any] = {"cases": cases, "new_tokens": new_tokens, "tokens_at_once": tokens_at_once, "seed": seed}
-    options["progress"] = opened.progress
-
-    def measure(loaded: FarspanForCausalLM, _: bool) -> Rows:
-        return [passkey(loaded, tokenizer, length=length, **options) for length in lengths]
-
-    return opened.measured("passkey", measure, seed)
+    asked = partial(passkey, cases=cases, new_tokens=new_tokens, tokens_at_once=tokens_at_once, seed=seed)
+    row = partial(asked, tokenizer=tokenizer, progress=opened.progress)
+    return opened.measured("passkey", lambda loaded, _: [row(loaded, length=length) for length in lengths], seed)
 
 
 def evaluate_retrieval(
@@ -152,12 +147,12 @@ def evaluate_retrieval(
     opened = _Opened(model, out, **common)
     tokenizer = opened.tokenizer()
     check_retrieval(tokenizer, tasks, lengths)
-    options: dict[str, Any] = {"cases": cases, "tokens_at_once": tokens_at_once, "seed": seed}
-    options["progress"] = opened.progress
+    asked = partial(retrieval, cases=cases, tokens_at_once=tokens_at_once, seed=seed)
+    rows = partial(asked, tokenizer=tokenizer, progress=opened.progress)
 
     def measure(loaded: FarspanForCausalLM, _: bool) -> Iterator[dict[str, Any]]:
         for task, length in product(tasks, lengths):
-            yield from retrieval(loaded, tokenizer, task=task, length=length, **options)
+            yield from rows(loaded, task=task, length=length)
 
     return opened.measured("retrieval", measure, seed)
 
@@ -182,7 +177,7 @@ def evaluate_pairs(
     """
     opened = _Opened(model, out, **common)
     made = [pair for file in pairs for pair in islice(read_pairs(os.fspath(file)), most)]
-    how: dict[str, Any] = {**opened.encoding(), "progress": opened.progress}
+    how = {**opened.encoding(), "progress": opened.progress}
     return opened.measured("pairs", lambda loaded, _: minimal_pairs(loaded, made, **how))
 
 
@@ -205,9 +200,8 @@ def evaluate_bits(
     opened = _Opened(model, out, **common)
     found = [one.encode()[:text_bytes].decode(errors="ignore") for one in islice(_documents(text), texts)]
     require(bool(found), f"--text must hold at least one document, got none in {', '.join(text)}; name another file")
-    how: dict[str, Any] = {**opened.encoding(), "progress": opened.progress}
-    how["length"] = length or min(2048, opened.config.train_length)
-    return opened.measured("bits", lambda loaded, _: [bits_per_byte(loaded, found, **how)])
+    how = {**opened.encoding(), "length": length or min(2048, opened.config.train_length)}
+    return opened.measured("bits", lambda loaded, _: [bits_per_byte(loaded, found, progress=opened.progress, **how)])
 
 
 # What the commands share
