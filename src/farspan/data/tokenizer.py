@@ -62,9 +62,8 @@ class TextTokenizer:
         """Return the ids of each text, which the threads of the library compute."""
         if self._plain_bytes:
             return [np.frombuffer(text.encode(), np.uint8).astype(np.int64) + 1 for text in texts]
-        if not self._cuttable:
-            return self._ids(texts)
-        pieces = ((number, piece) for number, text in enumerate(texts) for piece in cut(text))
+        parts = (cut(text) if self._cuttable else [text] for text in texts)
+        pieces = ((number, piece) for number, part in enumerate(parts) for piece in part)
         found: list[list[npt.NDArray[np.int64]]] = [[] for _ in texts]
         for group in grouped(pieces, GROUP):
             for (number, _), ids in zip(group, self._ids([piece for _, piece in group]), strict=True):

@@ -33,7 +33,6 @@ from farspan.configuration_farspan import FarspanConfig
 from farspan.data import TextTokenizer, documents
 from farspan.data.passkey import check_prompt
 from farspan.data.retrieval import TASKS, retrieval_case
-from farspan.data.sources import resolve
 from farspan.errors import require, require_choice
 from farspan.evaluation.answers import passkey, retrieval
 from farspan.evaluation.conditions import as_trained, check_scaling, device, is_main, scaling_of, set_scaling
@@ -198,7 +197,7 @@ def evaluate_bits(
         texts: at most so many documents, each cut to `text_bytes`, between characters.
     """
     opened = _Opened(model, out, **common)
-    found = [one.encode()[:text_bytes].decode(errors="ignore") for one in islice(_documents(text), texts)]
+    found = [one.text.encode()[:text_bytes].decode(errors="ignore") for one in islice(documents(text), texts)]
     require(bool(found), f"--text must hold at least one document, got none in {', '.join(text)}; name another file")
     how = {**opened.encoding(), "length": length or min(2048, opened.config.train_length)}
     return opened.measured("bits", lambda loaded, _: [bits_per_byte(loaded, found, progress=opened.progress, **how)])
@@ -257,7 +256,7 @@ class _Opened:
         made: Iterable[Tensor] = [one for one in text if isinstance(one, Tensor)]
         if not made:
             tokenizer = self.tokenizer()
-            made = (torch.tensor(tokenizer.encode(one)) for one in _documents([str(source) for source in text]))
+            made = (torch.tensor(tokenizer.encode(one.text)) for one in documents([str(source) for source in text]))
         long, short = list[Tensor](), list[Tensor]()
         for ids in made:
             if len(ids[:cut]) >= goal:
@@ -288,10 +287,3 @@ class _Opened:
         if self.out is not None and is_main():
             write_result(self.out, rows, device=where, seed=seed, kind=kind, model=fingerprint(self.source))
         return rows
-
-
-def _documents(sources: Sequence[str]) -> Iterator[str]:
-    """Yield the texts of all sources; a missing one raises before the first is read."""
-    for source in sources:
-        resolve(source)
-    return (document.text for source in sources for document in documents(source))

@@ -47,11 +47,10 @@ def perplexity(
         bool(sources and all(sources)), 'text must name files, got none; add --metadata \'{"text": "books.jsonl"}\''
     )
     tokenizer, docs = _tokenizer_of(model), Docs()
-    for source in sources:
-        for document in documents(source):
-            ids = tokenizer.encode(document.text)[:text_tokens]
-            if len(ids) == text_tokens and len(docs) < texts:
-                docs.append({"text": tokenizer.decode(ids), "tokens": text_tokens})
+    for document in documents(sources):
+        ids = tokenizer.encode(document.text)[:text_tokens]
+        if len(ids) == text_tokens and len(docs) < texts:
+            docs.append({"text": tokenizer.decode(ids), "tokens": text_tokens})
     require(
         bool(docs),
         f"text needs documents of text_tokens = {text_tokens} tokens, got none that long in {', '.join(sources)}; "
