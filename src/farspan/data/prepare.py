@@ -65,9 +65,12 @@ def prepare(
     elif isinstance(tokenizer, str):
         tokenizer = load_tokenizer(tokenizer)
     described, total = list[dict[str, Any]](), sum(source.bytes for source in resolved) or None
+
+    def show(done: int, phase: str) -> None:
+        progress(done, total, phase, phase=phase)
+
     for source in resolved:
-        done = sum(entry["bytes"] or 0 for entry in described)
-        progress(done, total, "hashing sources", phase="hashing sources")
+        show(sum(entry["bytes"] or 0 for entry in described), "hashing sources")
         described.append(source.describe())
     plan = {
         "sources": described,
@@ -76,10 +79,6 @@ def prepare(
         "valid_share": valid_share,
         "shard_tokens": shard_tokens,
     }
-
-    def show(done: int, phase: str) -> None:
-        progress(done, total, phase, phase=phase)
-
     if manifest := _finished(out, plan):
         return manifest
     with lock(out):

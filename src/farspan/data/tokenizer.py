@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from copy import deepcopy
 from pathlib import Path
@@ -92,16 +93,11 @@ def cut(text: str) -> Iterator[str]:
     >>> len(list(cut("some words\\n" * 100_000)))
     17
     """
-    start = 0
-    while len(text) - start > PIECE:
-        end = start + PIECE
-        # Only between two lines with ink: a tokenizer may treat a run of white space as one word.
-        while (end := text.find("\n", end)) >= 0 and (text[end - 1].isspace() or text[end + 1 : end + 2].isspace()):
-            end += 1
-        if end < 0:
-            break
-        yield text[start:end]
-        start = end
+    # Only between two lines with ink: a tokenizer may treat a run of white space as one word.
+    piece, start = re.compile(rf"(?s).{{{PIECE},}}?\S(?=\n\S)"), 0
+    while found := piece.match(text, start):
+        yield found[0]
+        start = found.end()
     yield text[start:]
 
 
