@@ -106,23 +106,21 @@ class Shards:
         """Number of tokens, end tokens included."""
         return int(self._token_ends[-1])
 
-    @cached_property
-    def starts(self) -> npt.NDArray[np.int64]:
-        """The first token of each document (documents,)."""
-        firsts = [0, *self._token_ends[:-1]]
-        return np.concatenate(
-            [index.astype(np.int64) + first for index, first in zip(self._index, firsts, strict=True)]
-        )
-
     @property
     def documents_total(self) -> int:
         """Number of documents."""
         return sum(map(len, self._index))
 
+    @cached_property
+    def _bounds(self) -> npt.NDArray[np.int64]:
+        """The first token of each document, and the number of all tokens (documents_total + 1,)."""
+        starts = zip([*self._index, np.zeros(1, START)], [0, *self._token_ends], strict=True)
+        return np.concatenate([start.astype(np.int64) + first for start, first in starts])
+
     @property
     def document_lengths(self) -> npt.NDArray[np.int64]:
         """Tokens of each document (documents_total,), its end token included."""
-        return np.diff(self.starts, append=self.tokens_total)
+        return np.diff(self._bounds)
 
     def document(self, i: int) -> npt.NDArray[Any]:
         """Copy document i (document_lengths[i],), its end token included."""
@@ -130,8 +128,8 @@ class Shards:
             0 <= i < self.documents_total,
             f"document must be between 0 and {self.documents_total - 1}, got {i}; see documents_total",
         )
-        stop = self.starts[i + 1] if i + 1 < self.documents_total else self.tokens_total
-        return self.window(int(self.starts[i]), int(stop - self.starts[i]))
+        start, stop = (int(bound) for bound in self._bounds[i : i + 2])
+        return self.window(start, stop - start)
 
     def window(self, start: int, length: int) -> npt.NDArray[Any]:
         """Copy tokens start … start + length − 1 of the concatenated documents (length,)."""
