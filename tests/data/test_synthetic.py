@@ -260,6 +260,7 @@ def test_paths_that_do_not_fit_are_an_error_instead_of_tried_for_ever() -> None:
         (ListOps, {"min_length": 10, "max_length": 11}, "lengths lie strictly between"),
         (MQAR, {"length": 14, "pairs": 4}, "at least 4 × pairs = 16, got 14"),
         (MQAR, {"pairs": 4, "vocabulary": 8}, "pairs must be between 1 and the 3 keys"),
+        (MQAR, {"vocabulary": 2**16 + 1}, "vocabulary must be less than or equal to 65536, got 65537"),
         (Pathfinder, {"size": 5}, "size must be greater than or equal to 6, got 5"),
         (Pathfinder, {"dashes": 1}, "dashes must be greater than or equal to 2, got 1"),
     ],

@@ -11,7 +11,7 @@ import numpy as np
 
 from farspan.data.shards import MANIFEST, SCHEMA, ShardWriter, read_manifest, token_dtype
 from farspan.data.sources import Source, resolve
-from farspan.data.tokenizer import TextTokenizer, check_vocabulary, grouped, load_tokenizer, train_bpe
+from farspan.data.tokenizer import TextTokenizer, grouped, load_tokenizer, train_bpe
 from farspan.errors import require
 from farspan.utils import LOCK, Progress, check_folder, check_unchanged, lock, read_settings, remove, silent, write_json
 
@@ -60,9 +60,7 @@ def prepare(
     out = Path(out)
     check_folder(out, MANIFEST if (out / MANIFEST).is_file() else STATE, what="of the same tokens")
     resolved = [resolve(source) for source in sources]
-    if isinstance(tokenizer, int):
-        check_vocabulary(tokenizer)
-    elif isinstance(tokenizer, str):
+    if isinstance(tokenizer, str):
         tokenizer = load_tokenizer(tokenizer)
     described, total = list[dict[str, Any]](), sum(source.bytes for source in resolved) or None
 

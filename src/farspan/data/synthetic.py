@@ -141,8 +141,8 @@ class MQAR:
 
     length: int = 64
     pairs: int = 4
-    vocabulary: int = 8192
-    """Keys are 1 … half-1, values half … end."""
+    vocabulary: Annotated[int, Field(le=2**16)] = 8192
+    """Keys are 1 … half-1, values half … end. Tables hold 16 bits per token."""
 
     def __post_init__(self) -> None:
         half = self.vocabulary // 2

@@ -118,14 +118,6 @@ def grouped(texts: Iterable[tuple[Key, str]], size: int) -> Iterator[list[tuple[
         yield group
 
 
-def check_vocabulary(size: int) -> None:
-    """Raise unless a BPE of this size can be trained."""
-    require(
-        BYTES_VOCABULARY <= size <= LARGEST,
-        f"vocab_size must be ≥ {BYTES_VOCABULARY} (every byte and the end token) and ≤ {LARGEST}, got {size}; try 8192",
-    )
-
-
 def train_bpe(texts: Iterable[str], vocab_size: int, out_path: str | os.PathLike[str] | None = None) -> TextTokenizer:
     """Train a byte-level BPE; the end token has id 0. Small texts may give fewer tokens than asked for.
 
@@ -136,7 +128,11 @@ def train_bpe(texts: Iterable[str], vocab_size: int, out_path: str | os.PathLike
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    check_vocabulary(vocab_size)
+    require(
+        BYTES_VOCABULARY <= vocab_size <= LARGEST,
+        f"vocab_size must be ≥ {BYTES_VOCABULARY} (every byte and the end token) and ≤ {LARGEST}, got {vocab_size}; "
+        "try 8192",
+    )
     backend = _bytes_backend()
     if vocab_size > BYTES_VOCABULARY:
         backend = Tokenizer(models.BPE())
