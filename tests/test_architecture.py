@@ -11,7 +11,6 @@ ROOT = Path(__file__).parents[1] / "src" / "farspan"
 FLOORS = {
     "errors": 0,
     "utils": 0,
-    "pool": 0,
     "results": 0,
     "experiments": 0,
     "data": 1,

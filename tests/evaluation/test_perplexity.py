@@ -71,7 +71,6 @@ def test_batching_and_chunking_change_nothing(rope: dict | None, monkeypatch: py
     [
         ({"length": 32}, "window length 32 is longer than a sequence of 20 tokens"),
         ({"length": 8, "stride": 0}, "stride must be at least 1, got 0"),
-        ({"length": 1}, "length must be at least 2 to predict a token, got 1"),
     ],
 )
 def test_bad_windows_raise(options: dict[str, int], message: str) -> None:

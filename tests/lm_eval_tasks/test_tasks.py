@@ -4,6 +4,7 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,6 +31,12 @@ def function(loader: yaml.Loader, node: yaml.ScalarNode) -> Any:
 Loader.add_constructor("!function", function)
 
 
+@pytest.fixture(autouse=True)
+def _lists_for_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`datasets` comes with lm-eval; a list has all that is tested here."""
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(Dataset=SimpleNamespace(from_list=list)))
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_a_task_names_functions_that_exist_and_metrics_that_are_returned(path: Path) -> None:
     task = yaml.load(path.read_text(), Loader)
@@ -51,7 +58,7 @@ def test_the_command_names_the_folder_without_loading_torch() -> None:
 
 def test_prompts_are_those_of_farspan_eval() -> None:
     tokenizer = load_tokenizer("bytes")
-    docs = build.passkey_docs(pretrained="elsewhere", tokenizer="bytes", length=600, cases=5, seed=3, version=1.0)
+    docs = build.passkey(pretrained="elsewhere", tokenizer="bytes", length=600, cases=5, seed=3, version=1.0)["test"]
     cases = make_cases(tokenizer, 600, 5, 3)
     assert [tokenizer.encode(doc["prompt"]) for doc in docs] == [case.prompt for case in cases]
     for doc, case in zip(docs, cases, strict=True):
@@ -61,7 +68,7 @@ def test_prompts_are_those_of_farspan_eval() -> None:
 
 def test_a_prompt_that_other_tokens_spell_is_marked(tmp_path: Path) -> None:
     tokenizer = train_bpe(["eThe nThe sThe yThe " * 50, INTRODUCTION, FILLER], 280, tmp_path)
-    docs = build.passkey_docs(pretrained=str(tmp_path), length=500, cases=60)
+    docs = build.passkey(pretrained=str(tmp_path), length=500, cases=60)["test"]
     prompts = [case.prompt for case in make_cases(tokenizer, 500, 60, 0)]
     same = [tokenizer.encode(doc["prompt"]) == prompt for doc, prompt in zip(docs, prompts, strict=True)]
     assert [doc["same_tokens"] for doc in docs] == same
@@ -73,7 +80,7 @@ def test_texts_are_cut_to_whole_tokens(tmp_path: Path) -> None:
     (tmp_path / "long.txt").write_text(FILLER * 20)
     (tmp_path / "short.txt").write_text(FILLER)
     texts = [str(tmp_path / name) for name in ("long.txt", "short.txt")]
-    (doc,) = build.perplexity_docs(pretrained=str(tmp_path), text=texts, text_tokens=200)
+    (doc,) = build.perplexity(pretrained=str(tmp_path), text=texts, text_tokens=200)["test"]
     assert len(tokenizer.encode(doc["text"])) == doc["tokens"] == 200
     assert (FILLER * 20).startswith(doc["text"])
     found = build.losses(doc, (-400.0,))
@@ -95,4 +102,4 @@ def test_what_is_missing_is_named(options: dict[str, Any], message: str, tmp_pat
         name: value.format(tmp_path / "a.txt") if isinstance(value, str) else value for name, value in options.items()
     }
     with pytest.raises(ValueError, match=message):
-        build.perplexity_docs(**options)
+        build.perplexity(**options)

@@ -12,7 +12,7 @@ from farspan import FarspanForMaskedLM, FarspanForSequenceClassification
 from farspan.tasks import TASKS, make_task
 from farspan.training import run
 from tests.helpers import losses
-from tests.tasks.small import MODEL, SIZES, material, settings, task
+from tests.tasks.small import MODEL, material, settings, task
 
 
 def quiet(done: float, total: float | None, text: str = "", *, phase: str = "") -> None:
@@ -149,8 +149,3 @@ def test_positions_that_a_model_cannot_learn_are_found_before_any_work(
 def test_a_language_model_may_have_an_odd_batch(tmp_path: Path) -> None:
     job = make_task("lm", settings("lm", batch_size=3), material(tmp_path)).job("rope", 0)
     assert (job.batch_size, job.optimizer.accumulation, job.optimizer.steps) == (3, 1, 24)
-
-
-def test_an_unknown_task_comes_with_the_nearest(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"task must be one of .* got 'listop'; did you mean 'listops'"):
-        make_task("listop", settings(next(iter(SIZES))), material(tmp_path))

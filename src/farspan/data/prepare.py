@@ -11,7 +11,7 @@ import numpy as np
 
 from farspan.data.shards import MANIFEST, SCHEMA, ShardWriter, read_manifest, token_dtype
 from farspan.data.sources import Source, resolve
-from farspan.data.tokenizer import TextTokenizer, check_vocabulary, grouped, load_tokenizer, train_bpe
+from farspan.data.tokenizer import TextTokenizer, grouped, load_tokenizer, train_bpe
 from farspan.errors import require
 from farspan.utils import LOCK, Progress, check_folder, check_unchanged, lock, read_settings, remove, silent, write_json
 
@@ -60,14 +60,15 @@ def prepare(
     out = Path(out)
     check_folder(out, MANIFEST if (out / MANIFEST).is_file() else STATE, what="of the same tokens")
     resolved = [resolve(source) for source in sources]
-    if isinstance(tokenizer, int):
-        check_vocabulary(tokenizer)
-    elif isinstance(tokenizer, str):
+    if isinstance(tokenizer, str):
         tokenizer = load_tokenizer(tokenizer)
     described, total = list[dict[str, Any]](), sum(source.bytes for source in resolved) or None
+
+    def show(done: int, phase: str) -> None:
+        progress(done, total, phase, phase=phase)
+
     for source in resolved:
-        done = sum(entry["bytes"] or 0 for entry in described)
-        progress(done, total, "hashing sources", phase="hashing sources")
+        show(sum(entry["bytes"] or 0 for entry in described), "hashing sources")
         described.append(source.describe())
     plan = {
         "sources": described,
@@ -76,10 +77,6 @@ def prepare(
         "valid_share": valid_share,
         "shard_tokens": shard_tokens,
     }
-
-    def show(done: int, phase: str) -> None:
-        progress(done, total, phase, phase=phase)
-
     if manifest := _finished(out, plan):
         return manifest
     with lock(out):

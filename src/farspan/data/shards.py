@@ -61,7 +61,7 @@ class Shards:
     """
 
     def __init__(self, path: str | os.PathLike[str], split: str = "train", verify: bool = False) -> None:
-        self.path, self.split = Path(path), split
+        self.path = Path(path)
         manifest = read_manifest(path)
         try:
             require_choice("split", split, manifest["splits"])
@@ -77,8 +77,8 @@ class Shards:
                 f"split {split!r} must hold documents, got none in {os.fspath(path)!r}; prepare more documents"
                 + (" or a larger valid_share" if split == "valid" else " or a smaller valid_share"),
             )
-            self._tokens = [self._open(shard, "file", self._dtype, verify) for shard in shards]
-            self._index = [self._open(shard, "index", START, verify) for shard in shards]
+            self._tokens = [self._open(x["file"], self._dtype, x["tokens"], x["sha256"], verify) for x in shards]
+            self._index = [self._open(x["index"], START, x["documents"], x["index_sha256"], verify) for x in shards]
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{self.path / MANIFEST} is damaged ({error!r}); {REMEDY}") from error
         self._token_ends = np.cumsum([len(tokens) for tokens in self._tokens])
@@ -91,15 +91,14 @@ class Shards:
         found, wanted = (tokenizer.vocab_size, tokenizer.end), (self.vocab_size, self.end)
         require(found == wanted, f"{self.path} must have vocab_size, end = {wanted}, got {found}; {REMEDY}")
 
-    def _open(self, shard: dict[str, Any], key: str, dtype: np.dtype[Any], verify: bool) -> npt.NDArray[Any]:
-        count, digest = ("tokens", "sha256") if key == "file" else ("documents", "index_sha256")
-        file, size = self.path / Path(shard[key]).name, shard[count] * dtype.itemsize
+    def _open(self, name: str, dtype: np.dtype[Any], count: int, digest: str, verify: bool) -> npt.NDArray[Any]:
+        file, size = self.path / Path(name).name, count * dtype.itemsize
         require(file.is_file(), f"shard {file} must exist, got no such file; {REMEDY}")
         found = file.stat()
         require(found.st_size == size, f"shard {file} must have {size} bytes, got {found.st_size}; {REMEDY}")
         if verify:
-            actual, wanted = _checksum(file.resolve(), found.st_size, found.st_mtime_ns), shard[digest]
-            require(actual == wanted, f"shard {file} must have sha256 {wanted}, got {actual}; {REMEDY}")
+            actual = _checksum(file.resolve(), found.st_size, found.st_mtime_ns)
+            require(actual == digest, f"shard {file} must have sha256 {digest}, got {actual}; {REMEDY}")
         return np.memmap(file, dtype, "r")
 
     @property
@@ -107,23 +106,21 @@ class Shards:
         """Number of tokens, end tokens included."""
         return int(self._token_ends[-1])
 
-    @cached_property
-    def starts(self) -> npt.NDArray[np.int64]:
-        """The first token of each document (documents,)."""
-        firsts = [0, *self._token_ends[:-1]]
-        return np.concatenate(
-            [index.astype(np.int64) + first for index, first in zip(self._index, firsts, strict=True)]
-        )
-
     @property
     def documents_total(self) -> int:
         """Number of documents."""
         return sum(map(len, self._index))
 
+    @cached_property
+    def _bounds(self) -> npt.NDArray[np.int64]:
+        """The first token of each document, and the number of all tokens (documents_total + 1,)."""
+        starts = zip([*self._index, np.zeros(1, START)], [0, *self._token_ends], strict=True)
+        return np.concatenate([start.astype(np.int64) + first for start, first in starts])
+
     @property
     def document_lengths(self) -> npt.NDArray[np.int64]:
         """Tokens of each document (documents_total,), its end token included."""
-        return np.diff(self.starts, append=self.tokens_total)
+        return np.diff(self._bounds)
 
     def document(self, i: int) -> npt.NDArray[Any]:
         """Copy document i (document_lengths[i],), its end token included."""
@@ -131,8 +128,8 @@ class Shards:
             0 <= i < self.documents_total,
             f"document must be between 0 and {self.documents_total - 1}, got {i}; see documents_total",
         )
-        stop = self.starts[i + 1] if i + 1 < self.documents_total else self.tokens_total
-        return self.window(int(self.starts[i]), int(stop - self.starts[i]))
+        start, stop = (int(bound) for bound in self._bounds[i : i + 2])
+        return self.window(start, stop - start)
 
     def window(self, start: int, length: int) -> npt.NDArray[Any]:
         """Copy tokens start … start + length − 1 of the concatenated documents (length,)."""

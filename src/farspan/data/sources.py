@@ -13,7 +13,7 @@ import lzma
 import os
 import sysconfig
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,8 +84,8 @@ class Source:
         require(not empty, f"source must hold at least one document, got {self.name!r} with none; name another")
 
 
-def documents(source: str, field: str = "text") -> Iterator[Document]:
-    """Yield every document of a source, in an order that does not depend on the machine.
+def documents(source: str | Sequence[str], field: str = "text") -> Iterator[Document]:
+    """Yield every document of a source, or of several, in an order that does not depend on the machine.
 
     Args:
         source: a file .txt .md .rst .py (one document) or .jsonl (one per line), each plain or .gz .xz .zst; .parquet;
@@ -93,12 +93,14 @@ def documents(source: str, field: str = "text") -> Iterator[Document]:
             'hf:NAME[:CONFIG][:SPLIT]' (split "train" by default; 'hf:NAME::test' leaves the configuration out).
         field: the key or column that holds the text.
 
-    Empty files in a directory and empty rows of a hub dataset are skipped; any other empty text is an error.
+    A missing source raises before the first is read. Empty files in a directory and empty rows of a hub dataset are
+    skipped; any other empty text is an error.
 
     >>> next(documents("stdlib")).name
     'stdlib:__future__.py'
     """
-    return resolve(source).documents(field)
+    found = [resolve(name) for name in ([source] if isinstance(source, str) else source)]
+    return (document for one in found for document in one.documents(field))
 
 
 def resolve(name: str) -> Source:
@@ -161,6 +163,15 @@ def _lines(path: Path, name: str, field: str) -> Records:
                 if not isinstance(record, dict):
                     raise ValueError(f"{where} must be one JSON object per line, {got}")
                 yield record, where, raw.tell()
+
+
+def json_lines(path: str | Path, argument: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the objects of a JSON-lines file that a user named, plain, .gz, .xz or .zst, each with its line."""
+    file, where = Path(path), ""
+    require(file.is_file(), f"{argument} must be a JSONL file, got {str(path)!r}, which does not exist; check the path")
+    for record, where, _ in _lines(file, file.name, ""):
+        yield where, record
+    require(bool(where), f"{argument} must hold at least one line, got none in {str(path)!r}; name another file")
 
 
 def _parquet(path: Path, name: str, field: str) -> Records:

@@ -101,7 +101,7 @@ class ListOps:
 
 
 def evaluate(tokens: list[int]) -> int:
-    """Compute the value of an expression.
+    """Compute the value of a complete expression.
 
     >>> evaluate([TOKENS.index(word) for word in "[MAX 2 [SM 7 8 ] 4 ]".split()])
     5
@@ -112,52 +112,37 @@ def evaluate(tokens: list[int]) -> int:
         if TOKENS[token] in OPERATORS:
             operators.append(TOKENS[token])
             stack.append([])
-        elif token == END and operators:
+        elif token == END:
             values = stack.pop()
             stack[-1].append(results[operators.pop()](values))  # type: ignore[operator]
         else:
             stack[-1].append(token - ZERO)
-    complete = not operators and len(stack[0]) == 1
-    require(complete, "tokens must be one complete expression; a bracket is missing or too many")
     return stack[0][0]
 
 
 # Multi-query associative recall (Arora et al. 2023): the hard case for a memory of constant size
 
-IGNORED = -100
-"""The label where nothing is asked, as in torch's cross entropy."""
 POWER = 0.01
 """Gaps g = 1, 2, … have weight g^(POWER-1): most keys come back soon."""
-
-
-class Recall(NamedTuple):
-    """Token ids and labels, both (examples, length): where a key is asked, the label at its own position is its value.
-
-    The value does not follow in the tokens. A loss that shifts labels itself, as causal models of transformers do,
-    needs them one position later.
-    """
-
-    tokens: NDArray[np.int64]
-    labels: NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class MQAR:
     """The task; defaults are the published setting at length 64 with 4 pairs.
 
-    A sequence begins with key-value pairs. Later each key is asked once, after a gap of random length, and its value
-    is the label there. Filler elsewhere may happen to be a key too: labels tell them apart.
+    A sequence begins with key-value pairs. Later each key is asked once, after a gap of random length. Its value is the
+    answer at that position and does not follow in the tokens. Filler elsewhere may happen to be a key too: answers tell
+    them apart.
 
-    >>> task = MQAR(length=16, pairs=2, vocabulary=20)
-    >>> tokens, labels = task.draw(1, seed=0)
-    >>> int((labels != IGNORED).sum())
-    2
+    >>> rows = MQAR(length=16, pairs=2, vocabulary=20).draw(1, seed=0)
+    >>> rows.shape, int((rows[:, 16:] > 0).sum())
+    ((1, 32), 2)
     """
 
     length: int = 64
     pairs: int = 4
-    vocabulary: int = 8192
-    """Keys are 1 … half-1, values half … end."""
+    vocabulary: Annotated[int, Field(le=2**16)] = 8192
+    """Keys are 1 … half-1, values half … end. Tables hold 16 bits per token."""
 
     def __post_init__(self) -> None:
         half = self.vocabulary // 2
@@ -171,23 +156,23 @@ class MQAR:
             "each pair is shown and asked",
         )
 
-    def draw(self, examples: int, seed: int) -> Recall:
-        """Draw sequences, the same for the same seed."""
+    def draw(self, examples: int, seed: int) -> NDArray[np.int64]:
+        """Draw rows (examples, 2 · length), tokens and then answers, 0 = nothing asked; the same for the same seed."""
         random, half = np.random.default_rng(seed), self.vocabulary // 2
         shown, space = 2 * self.pairs, (self.length - 2 * self.pairs) // 2
         weights = np.arange(1, space + 1, dtype=np.float64) ** (POWER - 1)
         weights /= weights.sum()
-        tokens = np.zeros((examples, self.length), dtype=np.int64)
-        labels = np.full_like(tokens, IGNORED)
+        rows = np.zeros((examples, 2 * self.length), dtype=np.int64)
+        tokens, answers = np.split(rows, 2, axis=1)
         for row in range(examples):
             keys = random.choice(np.arange(1, half), self.pairs, replace=False)
             values = random.choice(np.arange(half, self.vocabulary), self.pairs, replace=False)
             asked = shown + 2 * random.choice(space, self.pairs, replace=False, p=weights)
             tokens[row, 0:shown:2], tokens[row, 1:shown:2] = keys, values
-            tokens[row, asked], labels[row, asked] = keys, values
+            tokens[row, asked], answers[row, asked] = keys, values
         empty = tokens == 0
         tokens[empty] = random.integers(self.vocabulary, size=int(empty.sum()))
-        return Recall(tokens, labels)
+        return rows
 
 
 # Pathfinder

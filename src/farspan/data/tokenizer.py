@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from copy import deepcopy
 from pathlib import Path
@@ -62,9 +63,8 @@ class TextTokenizer:
         """Return the ids of each text, which the threads of the library compute."""
         if self._plain_bytes:
             return [np.frombuffer(text.encode(), np.uint8).astype(np.int64) + 1 for text in texts]
-        if not self._cuttable:
-            return self._ids(texts)
-        pieces = ((number, piece) for number, text in enumerate(texts) for piece in cut(text))
+        parts = (cut(text) if self._cuttable else [text] for text in texts)
+        pieces = ((number, piece) for number, part in enumerate(parts) for piece in part)
         found: list[list[npt.NDArray[np.int64]]] = [[] for _ in texts]
         for group in grouped(pieces, GROUP):
             for (number, _), ids in zip(group, self._ids([piece for _, piece in group]), strict=True):
@@ -93,16 +93,11 @@ def cut(text: str) -> Iterator[str]:
     >>> len(list(cut("some words\\n" * 100_000)))
     17
     """
-    start = 0
-    while len(text) - start > PIECE:
-        end = start + PIECE
-        # Only between two lines with ink: a tokenizer may treat a run of white space as one word.
-        while (end := text.find("\n", end)) >= 0 and (text[end - 1].isspace() or text[end + 1 : end + 2].isspace()):
-            end += 1
-        if end < 0:
-            break
-        yield text[start:end]
-        start = end
+    # Only between two lines with ink: a tokenizer may treat a run of white space as one word.
+    piece, start = re.compile(rf"(?s).{{{PIECE},}}?\S(?=\n\S)"), 0
+    while found := piece.match(text, start):
+        yield found[0]
+        start = found.end()
     yield text[start:]
 
 
@@ -123,14 +118,6 @@ def grouped(texts: Iterable[tuple[Key, str]], size: int) -> Iterator[list[tuple[
         yield group
 
 
-def check_vocabulary(size: int) -> None:
-    """Raise unless a BPE of this size can be trained."""
-    require(
-        BYTES_VOCABULARY <= size <= LARGEST,
-        f"vocab_size must be ≥ {BYTES_VOCABULARY} (every byte and the end token) and ≤ {LARGEST}, got {size}; try 8192",
-    )
-
-
 def train_bpe(texts: Iterable[str], vocab_size: int, out_path: str | os.PathLike[str] | None = None) -> TextTokenizer:
     """Train a byte-level BPE; the end token has id 0. Small texts may give fewer tokens than asked for.
 
@@ -141,7 +128,11 @@ def train_bpe(texts: Iterable[str], vocab_size: int, out_path: str | os.PathLike
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    check_vocabulary(vocab_size)
+    require(
+        BYTES_VOCABULARY <= vocab_size <= LARGEST,
+        f"vocab_size must be ≥ {BYTES_VOCABULARY} (every byte and the end token) and ≤ {LARGEST}, got {vocab_size}; "
+        "try 8192",
+    )
     backend = _bytes_backend()
     if vocab_size > BYTES_VOCABULARY:
         backend = Tokenizer(models.BPE())

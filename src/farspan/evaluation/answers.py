@@ -9,7 +9,6 @@ import torch
 from farspan.checkpoints.sources import quiet
 from farspan.data.passkey import Tokenizer, make_cases
 from farspan.data.retrieval import COUNTS, TASKS, retrieval_case
-from farspan.errors import require_choice
 from farspan.evaluation.conditions import in_shares
 from farspan.evaluation.losses import CHUNK
 from farspan.modeling_farspan import FarspanForCausalLM
@@ -42,7 +41,6 @@ def retrieval(
     >>> [(row["depth"], row["cases"]) for row in rows][:2]
     [(None, 5), (0.1, 1)]
     """
-    require_choice("task", task, TASKS)
     random = np.random.default_rng([seed, length, TASKS.index(task)])
     depths = (random.permutation(cases) + random.random(cases)) / cases
     made = [retrieval_case(tokenizer, task, length, random, float(depth)) for depth in depths]

@@ -104,21 +104,23 @@ def scaling_of(config: FarspanConfig) -> str:
     return scaling_name(config.rotary().scaling) + (LOG if config.log_length else "")
 
 
-def check_scaling(name: str, argument: str = "scaling") -> None:
-    """Raise unless this is the name of a scaling that a model can be given.
+def check_scaling(name: str, argument: str = "scaling") -> re.Match[str]:
+    """Return the parts of the name of a scaling, kind, factor and mode; raise unless a model can be given it.
 
-    >>> check_scaling("dynamic_ntk-4/per_request+log")
+    >>> check_scaling("dynamic_ntk-4/per_request+log")["factor"]
+    '4'
     """
     found = SCALING.fullmatch(name.removesuffix(LOG))
+    if found is None or (found["mode"] and found["kind"] != "dynamic_ntk"):
+        raise ValueError(
+            f"{argument} must be own, none, ntk-F, dynamic_ntk-F (/per_request), yarn-F or linear-F with a factor F, "
+            f"each perhaps with +log, got {name!r}; try dynamic_ntk-4"
+        )
     require(
-        found is not None and (found["mode"] is None or found["kind"] == "dynamic_ntk"),
-        f"{argument} must be own, none, ntk-F, dynamic_ntk-F (/per_request), yarn-F or linear-F with a factor F, each "
-        f"perhaps with +log, got {name!r}; try dynamic_ntk-4",
-    )
-    require(
-        found is None or found["factor"] is None or 1 <= float(found["factor"]) < 1e6,
+        found["factor"] is None or 1 <= float(found["factor"]) < 1e6,
         f"{argument} must have a factor from 1 on and below a million, got {name!r}; try dynamic_ntk-4",
     )
+    return found
 
 
 def set_scaling(model: FarspanForCausalLM, name: str) -> None:
@@ -129,7 +131,7 @@ def set_scaling(model: FarspanForCausalLM, name: str) -> None:
     >>> model.config.rotary().scaling, model.config.log_length
     (DynamicNTK(factor=4.0, train_length=64, mode='per_request'), True)
     """
-    check_scaling(name)
+    found = check_scaling(name)
     log, plain = name.endswith(LOG), name.removesuffix(LOG).removesuffix("/per_query")
     if plain != "own" or log:
         model.set_log_length(log)
@@ -137,8 +139,7 @@ def set_scaling(model: FarspanForCausalLM, name: str) -> None:
         return
     if model.config.rotary().scaling is not None:
         model.set_rope_parameters(rope_type="default")
-    found = SCALING.fullmatch(plain)
-    if found is not None and found["kind"]:
+    if found["kind"]:
         kind = found["kind"].removesuffix("_ntk")
         more = {"mode": found["mode"] or "per_query"} if kind == "dynamic" else {}
         model.set_rope_parameters(rope_type=kind, factor=float(found["factor"]), **more)

@@ -16,6 +16,7 @@ The functions have these arguments in common:
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice, product
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,6 @@ from farspan.configuration_farspan import FarspanConfig
 from farspan.data import TextTokenizer, documents
 from farspan.data.passkey import check_prompt
 from farspan.data.retrieval import TASKS, retrieval_case
-from farspan.data.sources import resolve
 from farspan.errors import require, require_choice
 from farspan.evaluation.answers import passkey, retrieval
 from farspan.evaluation.conditions import as_trained, check_scaling, device, is_main, scaling_of, set_scaling
@@ -81,15 +81,13 @@ def evaluate_perplexity(
         f"--text must hold documents of at least {longest} tokens, the longest of --lengths, got none that long; "
         "use longer texts or shorter --lengths",
     )
-    options: dict[str, Any] = {"tokens_at_once": tokens_at_once, "progress": opened.progress}
+    row = partial(perplexity, texts=found, tokens_at_once=tokens_at_once, progress=opened.progress)
 
     def measure(loaded: FarspanForCausalLM, first: bool) -> Iterator[dict[str, Any]]:
-        for length in lengths:
-            yield perplexity(loaded, found, length=length, stride=stride, **options)
+        yield from (row(loaded, length=length, stride=stride) for length in lengths)
         if control and first and len(found[0]) >= trained:
             cut_length, cut_stride = truncation_control(trained)
-            row = perplexity(loaded, found, length=cut_length, stride=cut_stride, **options)
-            yield {**row, "mode": "truncated"}
+            yield {**row(loaded, length=cut_length, stride=cut_stride), "mode": "truncated"}
 
     return opened.measured("perplexity", measure)
 
@@ -126,13 +124,9 @@ def evaluate_passkey(
     opened = _Opened(model, out, **common)
     tokenizer = opened.tokenizer()
     check_prompt(tokenizer, min(lengths), "--lengths")
-    options: dict[str, Any] = {"cases": cases, "new_tokens": new_tokens, "tokens_at_once": tokens_at_once, "seed": seed}
-    options["progress"] = opened.progress
-
-    def measure(loaded: FarspanForCausalLM, _: bool) -> Rows:
-        return [passkey(loaded, tokenizer, length=length, **options) for length in lengths]
-
-    return opened.measured("passkey", measure, seed)
+    asked = partial(passkey, cases=cases, new_tokens=new_tokens, tokens_at_once=tokens_at_once, seed=seed)
+    row = partial(asked, tokenizer=tokenizer, progress=opened.progress)
+    return opened.measured("passkey", lambda loaded, _: [row(loaded, length=length) for length in lengths], seed)
 
 
 def evaluate_retrieval(
@@ -152,12 +146,12 @@ def evaluate_retrieval(
     opened = _Opened(model, out, **common)
     tokenizer = opened.tokenizer()
     check_retrieval(tokenizer, tasks, lengths)
-    options: dict[str, Any] = {"cases": cases, "tokens_at_once": tokens_at_once, "seed": seed}
-    options["progress"] = opened.progress
+    asked = partial(retrieval, cases=cases, tokens_at_once=tokens_at_once, seed=seed)
+    rows = partial(asked, tokenizer=tokenizer, progress=opened.progress)
 
     def measure(loaded: FarspanForCausalLM, _: bool) -> Iterator[dict[str, Any]]:
         for task, length in product(tasks, lengths):
-            yield from retrieval(loaded, tokenizer, task=task, length=length, **options)
+            yield from rows(loaded, task=task, length=length)
 
     return opened.measured("retrieval", measure, seed)
 
@@ -182,7 +176,7 @@ def evaluate_pairs(
     """
     opened = _Opened(model, out, **common)
     made = [pair for file in pairs for pair in islice(read_pairs(os.fspath(file)), most)]
-    how: dict[str, Any] = {**opened.encoding(), "progress": opened.progress}
+    how = {**opened.encoding(), "progress": opened.progress}
     return opened.measured("pairs", lambda loaded, _: minimal_pairs(loaded, made, **how))
 
 
@@ -203,11 +197,10 @@ def evaluate_bits(
         texts: at most so many documents, each cut to `text_bytes`, between characters.
     """
     opened = _Opened(model, out, **common)
-    found = [one.encode()[:text_bytes].decode(errors="ignore") for one in islice(_documents(text), texts)]
+    found = [one.text.encode()[:text_bytes].decode(errors="ignore") for one in islice(documents(text), texts)]
     require(bool(found), f"--text must hold at least one document, got none in {', '.join(text)}; name another file")
-    how: dict[str, Any] = {**opened.encoding(), "progress": opened.progress}
-    how["length"] = length or min(2048, opened.config.train_length)
-    return opened.measured("bits", lambda loaded, _: [bits_per_byte(loaded, found, **how)])
+    how = {**opened.encoding(), "length": length or min(2048, opened.config.train_length)}
+    return opened.measured("bits", lambda loaded, _: [bits_per_byte(loaded, found, progress=opened.progress, **how)])
 
 
 # What the commands share
@@ -263,7 +256,7 @@ class _Opened:
         made: Iterable[Tensor] = [one for one in text if isinstance(one, Tensor)]
         if not made:
             tokenizer = self.tokenizer()
-            made = (torch.tensor(tokenizer.encode(one)) for one in _documents([str(source) for source in text]))
+            made = (torch.tensor(tokenizer.encode(one.text)) for one in documents([str(source) for source in text]))
         long, short = list[Tensor](), list[Tensor]()
         for ids in made:
             if len(ids[:cut]) >= goal:
@@ -294,10 +287,3 @@ class _Opened:
         if self.out is not None and is_main():
             write_result(self.out, rows, device=where, seed=seed, kind=kind, model=fingerprint(self.source))
         return rows
-
-
-def _documents(sources: Sequence[str]) -> Iterator[str]:
-    """Yield the texts of all sources; a missing one raises before the first is read."""
-    for source in sources:
-        resolve(source)
-    return (document.text for source in sources for document in documents(source))

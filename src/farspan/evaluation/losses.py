@@ -149,8 +149,8 @@ def perplexity(
     """Return a row of a perplexity table: ``length, stride, mode, nll, tokens, texts, ppl``.
 
     Args:
-        texts: token sequences (n,), each at least `length` long.
-        length: window length.
+        texts: one token sequence (n,) or more, each at least `length` long.
+        length: window length, at least 2.
         tokens_at_once: windows are batched up to this many tokens.
 
     >>> from farspan import FarspanConfig
@@ -159,8 +159,6 @@ def perplexity(
     >>> row["tokens"], row["ppl"] > 1
     (63, True)
     """
-    require(len(texts) > 0, "texts must hold at least one token sequence, got none")
-    require(length >= 2, f"length must be at least 2 to predict a token, got {length}; use the training length or more")
     require(stride >= 1, f"stride must be at least 1, got {stride}; the paper uses 512")
     shortest, stride = min(map(len, texts)), min(stride, length)
     require(
@@ -192,7 +190,6 @@ def loss_by_position(
     >>> [(row["start"], row["stop"]) for row in loss_by_position(model, [torch.arange(200)])]
     [(1, 64), (64, 128), (128, 200)]
     """
-    require(min(map(len, sequences), default=0) >= 2, "sequences must be given, each of at least 2 tokens")
     longest, (length, stride) = max(map(len, sequences)), truncation_control(model.config.train_length)
     edges = [1, *takewhile(lambda edge: edge < longest, (length << i for i in count())), longest]
 
@@ -252,8 +249,6 @@ def bits_per_byte(
     Args:
         encode: text → token ids, without special tokens.
     """
-    require(bool(texts), "texts must hold at least one text, got none; name another file")
-    require(length >= 2, f"length must be at least 2 to predict a token, got {length}; use the training length")
     stride, size = length // 2, sum(len(text.encode()) for text in texts)
 
     def losses(text: str) -> tuple[float, int]:

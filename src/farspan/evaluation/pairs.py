@@ -1,6 +1,5 @@
 """Minimal pairs: which of two sentences is the likelier."""
 
-import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from farspan.data.sources import opened
+from farspan.data.sources import json_lines
 from farspan.errors import require
 from farspan.evaluation.conditions import in_shares
 from farspan.evaluation.losses import token_losses
@@ -18,25 +17,6 @@ from farspan.utils import Progress, share, silent
 
 AT_ONCE = 2**12
 """Tokens of sentences, padded, in one batch."""
-
-
-def json_lines(path: str | Path, argument: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the objects of a JSON-lines file, plain, .gz, .xz or .zst, each with its line for errors."""
-    file, count = Path(path), 0
-    require(file.is_file(), f"{argument} must be a JSONL file, got {str(path)!r}, which does not exist; check the path")
-    with opened(file) as (stream, _):
-        for number, line in enumerate(stream, 1):
-            if line.strip():
-                count += 1
-                try:
-                    record = json.loads(line)
-                except (ValueError, RecursionError):
-                    record = None
-                where = f"{file.name}:{number}"
-                need = f"{where} must be one JSON object per line, got {line[:40]!r}; repair it"
-                require(isinstance(record, dict), need)
-                yield where, record
-    require(count > 0, f"{argument} must hold at least one line, got none in {str(path)!r}; name another file")
 
 
 @dataclass(frozen=True)

@@ -15,35 +15,18 @@ from farspan.errors import require
 Docs = list[dict[str, Any]]
 
 
-def passkey(**options: Any) -> dict[str, Any]:
-    """Return :func:`passkey_docs` as lm-eval wants them."""
-    return _dataset(passkey_docs(**options))
-
-
-def perplexity(**options: Any) -> dict[str, Any]:
-    """Return :func:`perplexity_docs` as lm-eval wants them."""
-    return _dataset(perplexity_docs(**options))
-
-
-def _dataset(docs: Docs) -> dict[str, Any]:
-    from datasets import Dataset  # comes with lm-eval
-
-    return {"test": Dataset.from_list(docs)}
-
-
-def passkey_docs(*, length: int = 512, cases: int = 100, seed: int = 0, **model: Any) -> Docs:
+def passkey(*, length: int = 512, cases: int = 100, seed: int = 0, **model: Any) -> dict[str, Any]:
     """Make the prompts of `farspan eval passkey --lengths LENGTH --cases CASES --seed SEED`, as text.
 
     lm-eval cuts the text into tokens again. Where filler was cut inside a word they may differ there, and the prompt is
     a few tokens shorter or longer; `same_tokens` is 1 where they do not. With a byte tokenizer they never do.
     """
-    tokenizer = tokenizer_of(model)
-    docs = Docs()
+    tokenizer, docs = _tokenizer_of(model), Docs()
     for case in make_cases(tokenizer, length, cases, seed):
         prompt = tokenizer.decode(case.prompt)
         same = tokenizer.encode(prompt) == case.prompt
         docs.append({"prompt": prompt, "key": str(case.key), "same_tokens": float(same)})
-    return docs
+    return _dataset(docs)
 
 
 def found(doc: dict[str, Any], results: Sequence[str]) -> dict[str, float]:
@@ -55,24 +38,25 @@ def found(doc: dict[str, Any], results: Sequence[str]) -> dict[str, float]:
     return {"accuracy": float(doc["key"] in results[0]), "same_tokens": doc["same_tokens"]}
 
 
-def perplexity_docs(*, text: str | list[str] = "", text_tokens: int = 32_768, texts: int = 100, **model: Any) -> Docs:
+def perplexity(
+    *, text: str | list[str] = "", text_tokens: int = 32_768, texts: int = 100, **model: Any
+) -> dict[str, Any]:
     """Cut documents that have so many tokens to them, as text with their number."""
     sources = [text] if isinstance(text, str) else text
     require(
         bool(sources and all(sources)), 'text must name files, got none; add --metadata \'{"text": "books.jsonl"}\''
     )
-    tokenizer, docs = tokenizer_of(model), Docs()
-    for source in sources:
-        for document in documents(source):
-            ids = tokenizer.encode(document.text)[:text_tokens]
-            if len(ids) == text_tokens and len(docs) < texts:
-                docs.append({"text": tokenizer.decode(ids), "tokens": text_tokens})
+    tokenizer, docs = _tokenizer_of(model), Docs()
+    for document in documents(sources):
+        ids = tokenizer.encode(document.text)[:text_tokens]
+        if len(ids) == text_tokens and len(docs) < texts:
+            docs.append({"text": tokenizer.decode(ids), "tokens": text_tokens})
     require(
         bool(docs),
         f"text needs documents of text_tokens = {text_tokens} tokens, got none that long in {', '.join(sources)}; "
         "use longer texts or fewer tokens",
     )
-    return docs
+    return _dataset(docs)
 
 
 def losses(doc: dict[str, Any], results: Sequence[float]) -> dict[str, tuple[float, int]]:
@@ -91,7 +75,13 @@ def token_perplexity(items: Sequence[tuple[float, int]]) -> float:
     return math.exp(-sum(likelihood for likelihood, _ in items) / sum(tokens for _, tokens in items))
 
 
-def tokenizer_of(model: dict[str, Any]) -> TextTokenizer:
+def _dataset(docs: Docs) -> dict[str, Any]:
+    from datasets import Dataset  # comes with lm-eval
+
+    return {"test": Dataset.from_list(docs)}
+
+
+def _tokenizer_of(model: dict[str, Any]) -> TextTokenizer:
     """Load the tokenizer of the model that lm-eval runs."""
     name = model.get("tokenizer") or model.get("pretrained") or model.get("model")
     require(

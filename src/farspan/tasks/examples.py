@@ -6,10 +6,7 @@ shuffled without a state.
 """
 
 import hashlib
-import math
-import os
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +16,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from farspan.data import Batches, Shards
+from farspan.data.sources import json_lines
 from farspan.errors import require
-from farspan.evaluation.pairs import json_lines
-from farspan.pool import in_order
 from farspan.utils import Progress, atomic_path, in_phase, lock
 
 SPLITS = ("train", "valid", "test")
 PIECE = 64
-"""Examples made at once by one process."""
+"""Examples that a generator makes at once."""
 TRIES = 10
 """Times as many examples as wanted are made before a generator is said to have too few."""
 ASKED = 0.15
@@ -60,10 +56,6 @@ class TableRows:
 
     def batch(self, step: int, rank: int = 0, world: int = 1) -> Tensor:
         """Return the rows of one process at one step (batch_size / world, width), int64."""
-        require(
-            self.batch_size % world == 0,
-            f"batch_size must be a multiple of the number of processes, got {self.batch_size} for {world}",
-        )
         share = self.batch_size // world
         first = step * self.batch_size + rank * share
         picked = [self._index(number) for number in range(first, first + share)]
@@ -86,7 +78,6 @@ class MaskedRows:
     """
 
     def __init__(self, sources: list[tuple[Shards, float]], length: int, batch_size: int, seed: int, mask: int) -> None:
-        require(length >= 2, f"length must be at least 2, got {length}; try 128")
         require(
             all(shards.end == 0 for shards, _ in sources),
             "the end token must have id 0 for masked rows, got another; train a tokenizer with farspan data",
@@ -124,22 +115,20 @@ def generate(piece: Callable[[int, int], NDArray[np.int64]], examples: dict[str,
     """
     seen: set[bytes] = set()
     for split in reversed(SPLITS):
-        kept, wanted, pieces = list[NDArray[Any]](), examples[split], 0
+        kept, wanted = list[NDArray[Any]](), examples[split]
         told = in_phase(progress, f"making {split} examples")
-        while len(kept) < wanted:
-            more = range(pieces, pieces + math.ceil((wanted - len(kept)) / PIECE))
-            make, workers = partial(piece, SPLITS.index(split)), min(os.cpu_count() or 1, len(more))
-            for rows in in_order(make, more, workers, remedy="free some memory and run the same command again"):
-                for row in rows.astype(np.uint16):
-                    if (key := row.tobytes()) not in seen and len(kept) < wanted:
-                        seen.add(key)
-                        kept.append(row)
-                told(len(kept), wanted)
-            require(
-                pieces < TRIES * (1 + wanted // PIECE),
-                f"the generator must have {sum(examples.values())} different examples, got {len(seen)}; ask for fewer",
-            )
-            pieces = more.stop
+        for number in range(TRIES * (1 + wanted // PIECE)):
+            for row in piece(SPLITS.index(split), number).astype(np.uint16):
+                if (key := row.tobytes()) not in seen and len(kept) < wanted:
+                    seen.add(key)
+                    kept.append(row)
+            told(len(kept), wanted)
+            if len(kept) == wanted:
+                break
+        require(
+            len(kept) == wanted,
+            f"the generator must have {sum(examples.values())} different examples, got {len(seen)}; ask for fewer",
+        )
         yield split, np.stack(kept)
 
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from farspan.configuration_farspan import FarspanConfig
 from farspan.data import Shards, TextTokenizer, load_tokenizer
-from farspan.data.synthetic import IGNORED, LEVELS, MQAR, TOKENS, ListOps, Pathfinder
+from farspan.data.synthetic import LEVELS, MQAR, TOKENS, ListOps, Pathfinder
 from farspan.errors import require, require_choice
 from farspan.evaluation import as_trained, perplexity
 from farspan.layers import HYBRIDS, NAMES
@@ -301,8 +301,8 @@ class RecallTask(Task):
     model, objective = FarspanForCausalLM, AskedTokens
 
     def piece(self, split: int, number: int) -> NDArray[np.int64]:
-        tokens, labels = self.source.draw(PIECE, seed=split * 10**9 + number)
-        return np.concatenate([tokens, np.where(labels == IGNORED, 0, labels)], axis=1)
+        rows: NDArray[np.int64] = self.source.draw(PIECE, seed=split * 10**9 + number)
+        return rows
 
     def fields(self) -> dict[str, Any]:
         return {"vocab_size": self.source.vocabulary}
@@ -426,6 +426,5 @@ TASKS: dict[str, type[Task]] = {
 
 
 def make_task(name: str, settings: TaskSettings, material: Material) -> Task:
-    """Make a task by its name."""
-    require_choice("task", name, TASKS)
+    """Make a task by its name in :data:`TASKS`."""
     return TASKS[name](settings, material)
