@@ -5,7 +5,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from hashlib import sha256
 from itertools import islice
 from pathlib import Path
@@ -360,7 +360,7 @@ def convert_folder(
                 reach = {"reach": done.reach, "reach_measured_on": list(text) or [REACH_TEXT]} if done.reach else {}
                 write_note(folder, Path(source), **layers, **reach)
             if done.report is not None:
-                rows, on = [asdict(layer) for layer in done.report.layers], str(model.device)
+                rows, on = list(done.report.layers), str(model.device)
                 write_result(folder / "calibration.json", rows, device=on, seed=0, kind="calibration")
 
         save(model, out, carry, config=raw)
