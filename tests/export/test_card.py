@@ -104,7 +104,7 @@ def test_the_card_takes_what_every_evaluation_writes(trained: Path, tmp_path: Pa
     card = (tmp_path / "hub" / "README.md").read_text()
     assert re.findall("### (.*)", card) == [
         "Perplexity by window length (sliding, stride 64)",
-        "Perplexity by window length (context cut to the training length, stride 32)",
+        "Perplexity by window length (context cut to the training length, stride 16)",
         "Passkey accuracy by prompt length",
         "Retrieval accuracy by prompt length: abcdigits",
         "Retrieval accuracy by prompt length: phonebook",
