@@ -59,18 +59,15 @@ def convert(
         int, typer.Option(help="Tokens per sequence; longer ones fit farther keys, and cost their square.", min=2)
     ] = 512,
     calibrate_steps: Annotated[int, typer.Option(help="Adam steps per layer; 0 = the closed form.", min=0)] = 100,
-    to: Annotated[str | None, typer.Option(help="Write for transformers instead: llama, mistral, qwen2 …")] = None,
     dtype: Dtype = None,
 ) -> None:
-    """Convert a LLaMA, Mistral, Qwen2, Qwen3 or SmolLM checkpoint to a farspan model, or back.
+    """Convert a LLaMA, Mistral, Qwen2, Qwen3 or SmolLM checkpoint to a farspan model.
 
     Example: `farspan convert SmolLM2-135M-Instruct.Q4_1.gguf --attention rope --out models/smollm2-rope`
 
     Example: `farspan convert SmolLM2.gguf --attention hybrid-rope --window 512 --global-layers auto --out models/local`
 
     Example: `farspan convert SmolLM2.gguf --attention coca-exact --calibrate books.jsonl.xz --out models/smollm2-coca`
-
-    Example: `farspan convert models/smollm2-rope --to llama --out models/smollm2-llama`
     """
     import torch
 
@@ -82,7 +79,6 @@ def convert(
             source,
             out,
             attention.split(",") if attention and "," in attention else attention,
-            to=to,
             text=calibrate or (),
             tokens=calibrate_tokens,
             length=calibrate_length,
@@ -121,7 +117,7 @@ def export(
     out: Folder,
     as_: Annotated[
         str | None,
-        typer.Option("--as", help="Write a plain folder of this family, without custom code: smollm3 for hybrid-rope."),
+        typer.Option("--as", help="Write a plain folder of this family: llama … for rope, smollm3 for hybrid-rope."),
     ] = None,
     results: Annotated[
         list[Path] | None, typer.Option(help="A result of `farspan eval` for the card; may be repeated.")

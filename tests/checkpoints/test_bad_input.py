@@ -116,12 +116,15 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "pickle": (only_pickle, r"must have model.safetensors .* a pickle .* could run code when opened: save the model"),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "checkpoint must have model.safetensors or"),
     "no configuration": (lambda f: (f / "config.json").unlink(), "checkpoint must have a config.json"),
-    "broken configuration": (lambda f: (f / "config.json").write_text("{"), "config.json' is not JSON"),
+    "broken configuration": (
+        lambda f: (f / "config.json").write_text("{"),
+        "checkpoint .*config.json' is not valid JSON: .*; correct it",
+    ),
     "infinite setting": (
         lambda f: (f / "generation_config.json").write_text('{"temperature": Infinity}'),
-        r"generation_config.json' is not JSON \(Infinity is not a number of JSON\)",
+        "generation_config.json' is not valid JSON: Infinity is not a number of JSON",
     ),
-    "deep configuration": (lambda f: (f / "config.json").write_text("[" * 10**5), "config.json' is not JSON"),
+    "deep configuration": (lambda f: (f / "config.json").write_text("[" * 10**5), "config.json' is not valid JSON"),
     "rope type": (
         rope(rope_type="longrope", short_factor=[1.0] * 4, long_factor=[1.0] * 4),
         r"rope_parameters\['rope_type'\] must be one of 'default', .*, got 'longrope'",
@@ -196,13 +199,6 @@ def test_targets_that_make_no_sense_raise_before_any_work(
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
-def test_a_hybrid_is_written_for_another_family_by_export_alone(tmp_path: Path) -> None:
-    saved(tmp_path / "source")
-    with pytest.raises(ValueError, match="a smollm3 model cannot have this model's log_length"):
-        convert_folder(tmp_path / "source", tmp_path / "out", "hybrid-rope", window=4, global_every=3, to="smollm3")
-    assert not (tmp_path / "out").exists()
-
-
 def test_a_hybrid_of_a_checkpoint_with_windows_or_without_positions(tmp_path: Path) -> None:
     saved(tmp_path / "mistral", "mistral")
     with pytest.raises(ValueError, match="a checkpoint without windows of its own, got one with windows"):
@@ -240,7 +236,7 @@ def test_numbers_too_large_for_the_wanted_dtype(tmp_path: Path) -> None:
 
 TOKENIZERS = [
     ("tokenizer.json", '{"version": "1.0"}', "tokenizer.json' is not a tokenizer .*; download or save it again"),
-    ("tokenizer_config.json", "[]", "tokenizer_config.json' must hold a JSON object"),
+    ("tokenizer_config.json", "[]", "tokenizer_config.json' must hold a table, got list"),
     ("tokenizer_config.json", '{"eos_token": 5}', "eos_token in .*tokenizer_config.json' must be text, got 5"),
 ]
 

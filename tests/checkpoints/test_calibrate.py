@@ -1,13 +1,11 @@
 """A calibrated layer is near the layer it replaces, and the report says how near."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
 from farspan import FarspanConfig, FarspanForCausalLM
 from farspan.bench.timing import peak_bytes
-from farspan.checkpoints import CalibrationConfig, Target, calibrate, from_pretrained, give_attention, replace_attention
+from farspan.checkpoints import CalibrationConfig, Target, calibrate, give_attention, replace_attention
 from farspan.checkpoints.calibrate import (
     Inputs,
     Streams,
@@ -18,7 +16,6 @@ from farspan.checkpoints.calibrate import (
     start_closed_form,
 )
 from farspan.layers import Attention, AttentionSpec
-from tests.checkpoints.sources import saved
 
 
 def teacher_model(**options: object) -> FarspanForCausalLM:
@@ -132,15 +129,6 @@ def test_any_number_of_windows_is_split_and_a_descent_that_diverges_is_not_kept(
     if "lr" in options:
         assert all(one["fitted"] == one["closed"] for one in report.layers)
     assert all(parameter.isfinite().all() for parameter in model.parameters())
-
-
-def test_from_pretrained_calibrates(tmp_path: Path) -> None:
-    saved(tmp_path, "qwen3")
-    ids = torch.randint(0, 64, (6, 16))
-    copied = from_pretrained(tmp_path, "coca-exact")
-    fitted = from_pretrained(tmp_path, "coca-exact", calibration=ids, calibration_config=CalibrationConfig(steps=3))
-    with torch.no_grad():
-        assert not torch.equal(copied(ids).logits, fitted(ids).logits)
 
 
 @pytest.mark.parametrize(

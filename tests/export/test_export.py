@@ -165,7 +165,11 @@ def test_a_hybrid_is_a_smollm3_in_prefill_and_in_decoding_beyond_the_window(opti
     ("attention", "options", "message"),
     [
         ("hybrid-pope", {}, "a smollm3 model cannot have this model's attention (pope window 8, rope without rotation"),
-        ([{"kind": "rope", "window": w} for w in (4, 8, 4, 8)], {}, "a smollm3 model has one window size, got [4, 8]"),
+        (
+            [{"kind": "rope", "window": w} for w in (4, 8, 4, 8)],
+            {},
+            "attention (rope window 4, rope window 8, rope window 4",
+        ),
         ("hybrid-rope", {"qk_norm": True}, "a smollm3 model cannot have this model's qk_norm"),
         ("hybrid-rope", {"out_bias": True}, "a smollm3 model cannot have this model's qkv_bias"),
         (
