@@ -1,9 +1,6 @@
 """The model card says what was measured, of which weights, and nothing else."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from shutil import copytree
 from typing import Any
@@ -68,22 +65,6 @@ def test_the_card_says_how_large_the_cache_is(layers: list[Any], share: str, tmp
         held = model(torch.ones(1, 64, dtype=torch.long), use_cache=True).past_key_values.nbytes
     card = card_of(model, tmp_path)
     assert f"| Cache | {held / 2**20:.2f} MiB for 64 tokens, {share} of full RoPE attention's |" in card
-
-
-def test_the_snippet_of_the_card_runs_as_it_stands_and_asks_nothing(tmp_path: Path) -> None:
-    """Where farspan is not installed, transformers asks before it runs a folder's code, unless it was told."""
-    make(MIXED, dtype=torch.float32, num_hidden_layers=len(MIXED), vocab_size=257).save_pretrained(tmp_path / "model")
-    load_tokenizer("bytes").save(tmp_path / "model")
-    out = tmp_path / "owner" / "toy"
-    assert called("export", tmp_path / "model", "--name", "owner/toy", "--out", out)[0] == 0
-    snippet = (out / "README.md").read_text().split("```python\n")[1].split("```")[0]
-    blocked = "import sys\nsys.modules['farspan'] = None\n" + snippet
-    options: dict[str, Any] = {"cwd": tmp_path, "env": {**os.environ, "HF_HOME": str(tmp_path / "home")}}
-    options |= {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
-    done = subprocess.run([sys.executable, "-c", blocked], **options)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("Once upon a time")
-    assert "[y/N]" not in done.stdout
 
 
 def test_the_card_takes_what_every_evaluation_writes(trained: Path, tmp_path: Path) -> None:

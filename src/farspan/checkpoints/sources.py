@@ -131,15 +131,14 @@ class Folder(Source):
             "(pytorch_model.bin) could run code when opened: save the model again with transformers' save_pretrained",
         )
         named = read_settings(index, "checkpoint").get("weight_map")
-        names = set(map(str, named.values())) if isinstance(named, dict) else set()
-        require(bool(names), f"weight_map of {str(index)!r} must name a file for each tensor; download it again")
-        for name in sorted(names):
-            require(
-                Path(name).name == name and (self.path / name).is_file(),
-                f"weight_map of {str(index)!r} must name files beside it, got {name!r}; download all shards, and do "
-                "not trust a folder that names files elsewhere",
-            )
-        return [self.path / name for name in sorted(names)]
+        names = sorted(set(map(str, named.values()))) if isinstance(named, dict) else []
+        wrong = next((n for n in names if Path(n).name != n or not (self.path / n).is_file()), None)
+        require(
+            bool(names) and wrong is None,
+            f"weight_map of {str(index)!r} must name files beside it, got {repr(wrong) if names else 'none'}; "
+            "download all shards, and do not trust a folder that names files elsewhere",
+        )
+        return [self.path / name for name in names]
 
     def stored(self, name: str) -> str:
         return name
