@@ -166,7 +166,6 @@ def new_folder(out: Path) -> Iterator[None]:
     """
     path = out.resolve()
     require(path != Path.cwd(), "out must be a new folder, got the current one; name another")
-    check_folder(out)
     name, missing = f".{path.name}.lock", [folder for folder in path.parents if not folder.exists()]
     with ExitStack() as held:
         for folder in reversed(missing):  # removed again, the innermost first, unless something is written there
@@ -176,7 +175,7 @@ def new_folder(out: Path) -> Iterator[None]:
         except ValueError:
             raise ValueError(f"another process writes {str(out)!r}; wait for it or choose another folder") from None
         held.callback((path.parent / name).unlink, missing_ok=True)
-        check_folder(out)  # again: another process may have finished it in between
+        check_folder(out)
         yield
 
 
@@ -327,10 +326,6 @@ def convert_folder(
         text: sources as `farspan data` takes them. `tokens` of it, in sequences of `length` (at most the training
             length, and a layer's window), calibrate; "auto" is measured on it, too.
     """
-    require(
-        not text or attention is not None,
-        f"calibration needs attention, the one to fit, got {', '.join(text)} without; give for example coca-exact",
-    )
     out = Path(out)
     with new_folder(out):
         target, opened = Target(attention, window, global_every, global_layers), open_source(Path(source))
