@@ -53,7 +53,7 @@ def convert(
         ),
     ] = None,
     calibrate_tokens: Annotated[
-        int, typer.Option(help="Tokens of it. Memory holds 2 × tokens × hidden size numbers: 0.6 GB at 135M.", min=1024)
+        int, typer.Option(help="Tokens of it. Memory: 2 × tokens × hidden numbers, 0.6 GB for 135M in bf16.", min=1024)
     ] = 262_144,
     calibrate_length: Annotated[
         int, typer.Option(help="Tokens per sequence; longer ones fit farther keys, and cost their square.", min=2)
@@ -120,7 +120,7 @@ def export(
         typer.Option("--as", help="Write a plain folder of this family: llama … for rope, smollm3 for hybrid-rope."),
     ] = None,
     results: Annotated[
-        list[Path] | None, typer.Option(help="A result of `farspan eval` for the card; may be repeated.")
+        list[Path] | None, typer.Option(help="A result of `farspan eval ppl|passkey|retrieval`; may be repeated.")
     ] = None,
     name: Annotated[str | None, typer.Option(help="OWNER/NAME on the hub. Default: the folder's name.")] = None,
     license: Annotated[str | None, typer.Option(help="For example apache-2.0.")] = None,

@@ -56,7 +56,7 @@ def export_folder(
     Args:
         source: a farspan folder, or anything :func:`farspan.convert.from_pretrained` reads, with its tokenizer.
         name: what the card calls the model, for example "owner/name"; by default the folder's name.
-        results: JSON files of `farspan eval` about this model, for the card's tables.
+        results: JSON files of `farspan eval ppl`, `passkey` or `retrieval` about this model, for the card's tables.
         license: for example "apache-2.0".
         base_model: the model that this one was made from, by its name on the hub; by default what the source's
             conversion.json names, or the source itself where it is no farspan folder.
