@@ -135,7 +135,6 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "partial rotation": (rope(partial_rotary_factor=0.5), "partial_rotary_factor must be 1, got 0.5"),
     "rope as text": (config(rope_parameters="x"), "must be a valid llama configuration .*rope_parameters.* value 'x'"),
     "billions of layers": (config(num_hidden_layers=2**31), "num_hidden_layers must be at most 4096, got 2147483648"),
-    "dtype": (config(dtype="x"), "must be a valid llama configuration"),
     "half a width": (config(head_dim=1.5), "must be a valid llama configuration"),
     "too few flags": (config(model_type="smollm3", no_rope_layers=[1]), "must be a valid smollm3 configuration"),
     "settings of generate": (

@@ -48,14 +48,7 @@ def test_a_chat_is_the_template_and_then_text(tmp_path: Path) -> None:
     [
         (None, ("--chat", "a"), "--chat needs a tokenizer with a chat template, got one without; leave --chat out"),
         ("{% for m in messages %}", ("--chat", "a"), "(TemplateSyntaxError: "),
-        ("{{ messages[7].content.x }}", ("--chat", "a"), "(UndefinedError: "),
-        ("{{ ''.__class__.__mro__ }}", ("--chat", "a"), "(SecurityError: "),
-        ("{{ raise_exception('no user') }}", ("--chat", "a"), "(TemplateError: no user)"),
-        (
-            "{% for i in range(10**9) %}x{% endfor %}",
-            ("--chat", "a"),
-            "the model's chat template must take the prompt, got 'a' (OverflowError: ",
-        ),
+        ("{{ ''.__class__.__mro__ }}", ("--chat", "a"), "chat template must take the prompt, got 'a' (SecurityError: "),
         ("{# nothing #}", ("--chat", "a"), "prompt must have at least one token"),
         (5, ("--chat", "a"), "(TypeError: "),
         (None, ("",), "prompt must have at least one token"),
