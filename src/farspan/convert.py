@@ -1,6 +1,6 @@
 """LLaMA-family checkpoints in and out: the public names of :mod:`farspan.checkpoints` for conversions."""
 
-from farspan.checkpoints.calibrate import CalibrationConfig, CalibrationReport, LayerReport, calibrate
+from farspan.checkpoints.calibrate import CalibrationConfig, CalibrationReport, calibrate
 from farspan.checkpoints.convert import Conversion, convert_folder, from_pretrained
 from farspan.checkpoints.replace import Target, replace_attention
 
@@ -8,7 +8,6 @@ __all__ = [
     "CalibrationConfig",
     "CalibrationReport",
     "Conversion",
-    "LayerReport",
     "Target",
     "calibrate",
     "convert_folder",

@@ -208,11 +208,15 @@ def read_settings(path: str | os.PathLike[str], argument: str = "config") -> dic
         longest = max(map(len, text.splitlines()), default=0)
         if kind == "TOML" and longest > LONGEST_LINE:  # keys of many parts take hours
             raise ValueError(f"a line has more than {LONGEST_LINE:,} characters")
-        values = json.loads(text) if kind == "JSON" else tomllib.loads(text)
+        values = json.loads(text, parse_constant=_not_finite) if kind == "JSON" else tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # also what is not UTF-8
         raise ValueError(f"{argument} {str(path)!r} is not valid {kind}: {error}; correct it") from error
     require(isinstance(values, dict), f"{argument} {str(path)!r} must hold a table, got {type(values).__name__}")
     return values
+
+
+def _not_finite(name: str) -> None:
+    raise ValueError(f"{name} is not a number of JSON")
 
 
 def parse(cls: type[Settings], values: Mapping[str, Any], prefix: str = "") -> Settings:

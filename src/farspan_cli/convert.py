@@ -53,25 +53,21 @@ def convert(
         ),
     ] = None,
     calibrate_tokens: Annotated[
-        int,
-        typer.Option(help="Tokens of it. The temporary folder holds 2 × tokens × hidden size numbers.", min=1024),
+        int, typer.Option(help="Tokens of it. Memory: 2 × tokens × hidden numbers, 0.6 GB for 135M in bf16.", min=1024)
     ] = 262_144,
     calibrate_length: Annotated[
         int, typer.Option(help="Tokens per sequence; longer ones fit farther keys, and cost their square.", min=2)
     ] = 512,
     calibrate_steps: Annotated[int, typer.Option(help="Adam steps per layer; 0 = the closed form.", min=0)] = 100,
-    to: Annotated[str | None, typer.Option(help="Write for transformers instead: llama, mistral, qwen2 …")] = None,
     dtype: Dtype = None,
 ) -> None:
-    """Convert a LLaMA, Mistral, Qwen2, Qwen3 or SmolLM checkpoint to a farspan model, or back.
+    """Convert a LLaMA, Mistral, Qwen2, Qwen3 or SmolLM checkpoint to a farspan model.
 
     Example: `farspan convert SmolLM2-135M-Instruct.Q4_1.gguf --attention rope --out models/smollm2-rope`
 
     Example: `farspan convert SmolLM2.gguf --attention hybrid-rope --window 512 --global-layers auto --out models/local`
 
     Example: `farspan convert SmolLM2.gguf --attention coca-exact --calibrate books.jsonl.xz --out models/smollm2-coca`
-
-    Example: `farspan convert models/smollm2-rope --to llama --out models/smollm2-llama`
     """
     import torch
 
@@ -83,7 +79,6 @@ def convert(
             source,
             out,
             attention.split(",") if attention and "," in attention else attention,
-            to=to,
             text=calibrate or (),
             tokens=calibrate_tokens,
             length=calibrate_length,
@@ -98,11 +93,10 @@ def convert(
     if done.report is not None:
         kind = Column("attention", no_wrap=True)  # 80 columns are enough: the other heads may wrap
         heads = "layer", kind, "KL copied", "KL closed form", "KL fitted", "output error", "of the stream"
-        errors = ((row, row.copied, row.closed, row.fitted) for row in done.report.layers)
-        lines = (
-            [row.layer, row.attention, *(one.attention_kl for one in found), found[-1].output_error, row.stream_error]
-            for row, *found in errors
-        )
+        lines = []
+        for row in done.report.layers:
+            kl = [row[when]["attention_kl"] for when in ("copied", "closed", "fitted")]
+            lines.append([row["layer"], row["attention"], *kl, row["fitted"]["output_error"], row["stream_error"]])
         show_table(console, heads, lines)
         console.print(f"calibrated on {done.report.tokens:,} tokens in {done.report.seconds:.0f} s")
     if done.global_layers:
@@ -123,10 +117,10 @@ def export(
     out: Folder,
     as_: Annotated[
         str | None,
-        typer.Option("--as", help="Write a plain folder of this family, without custom code: smollm3 for hybrid-rope."),
+        typer.Option("--as", help="Write a plain folder of this family: llama … for rope, smollm3 for hybrid-rope."),
     ] = None,
     results: Annotated[
-        list[Path] | None, typer.Option(help="A result of `farspan eval` for the card; may be repeated.")
+        list[Path] | None, typer.Option(help="A result of `farspan eval ppl|passkey|retrieval`; may be repeated.")
     ] = None,
     name: Annotated[str | None, typer.Option(help="OWNER/NAME on the hub. Default: the folder's name.")] = None,
     license: Annotated[str | None, typer.Option(help="For example apache-2.0.")] = None,

@@ -75,7 +75,6 @@ def climbing(folder: Path) -> None:
 
 BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "architecture": (config(model_type="gemma"), "model_type must be one of 'llama', .*, got 'gemma'; checkpoints of"),
-    "no architecture": (config(("model_type",)), "model_type must be one of .*, got None"),
     "missing tensor": (tensors(lambda t: t.pop(UP)), rf"tensor '{UP}' .* must have shape \(64, 32\) by .*, got none"),
     "extra tensor": (
         tensors(lambda t: t.update({"model.layers.1.self_attn.sinks": torch.ones(4)})),
@@ -108,20 +107,19 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
         r"must name files beside it, got '\.\./elsewhere.*; .* do not trust",
     ),
     "an absolute shard": (index({UP: "/etc/hostname"}), "must name files beside it, got '/etc/hostname'"),
-    "no weight map": (
-        lambda f: (f / "model.safetensors").rename(f / INDEX).write_text("{}"),
-        "weight_map of .*index.json' must name a file for each tensor; download it again",
-    ),
+    "no weight map": (index(None), "weight_map of .*index.json' must name files beside it, got none"),
     "a shard as a number": (index({"a": 3}), "weight_map of .* must name files beside it, got '3'"),
     "pickle": (only_pickle, r"must have model.safetensors .* a pickle .* could run code when opened: save the model"),
-    "no weights": (lambda f: (f / "model.safetensors").unlink(), "checkpoint must have model.safetensors or"),
     "no configuration": (lambda f: (f / "config.json").unlink(), "checkpoint must have a config.json"),
-    "broken configuration": (lambda f: (f / "config.json").write_text("{"), "config.json' is not JSON"),
+    "broken configuration": (
+        lambda f: (f / "config.json").write_text("{"),
+        "checkpoint .*config.json' is not valid JSON: .*; correct it",
+    ),
     "infinite setting": (
         lambda f: (f / "generation_config.json").write_text('{"temperature": Infinity}'),
-        r"generation_config.json' is not JSON \(Infinity is not a number of JSON\)",
+        "generation_config.json' is not valid JSON: Infinity is not a number of JSON",
     ),
-    "deep configuration": (lambda f: (f / "config.json").write_text("[" * 10**5), "config.json' is not JSON"),
+    "deep configuration": (lambda f: (f / "config.json").write_text("[" * 10**5), "config.json' is not valid JSON"),
     "rope type": (
         rope(rope_type="longrope", short_factor=[1.0] * 4, long_factor=[1.0] * 4),
         r"rope_parameters\['rope_type'\] must be one of 'default', .*, got 'longrope'",
@@ -137,7 +135,6 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "partial rotation": (rope(partial_rotary_factor=0.5), "partial_rotary_factor must be 1, got 0.5"),
     "rope as text": (config(rope_parameters="x"), "must be a valid llama configuration .*rope_parameters.* value 'x'"),
     "billions of layers": (config(num_hidden_layers=2**31), "num_hidden_layers must be at most 4096, got 2147483648"),
-    "dtype": (config(dtype="x"), "must be a valid llama configuration"),
     "half a width": (config(head_dim=1.5), "must be a valid llama configuration"),
     "too few flags": (config(model_type="smollm3", no_rope_layers=[1]), "must be a valid smollm3 configuration"),
     "settings of generate": (
@@ -196,13 +193,6 @@ def test_targets_that_make_no_sense_raise_before_any_work(
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
-def test_a_hybrid_is_written_for_another_family_by_export_alone(tmp_path: Path) -> None:
-    saved(tmp_path / "source")
-    with pytest.raises(ValueError, match="a smollm3 model cannot have this model's log_length"):
-        convert_folder(tmp_path / "source", tmp_path / "out", "hybrid-rope", window=4, global_every=3, to="smollm3")
-    assert not (tmp_path / "out").exists()
-
-
 def test_a_hybrid_of_a_checkpoint_with_windows_or_without_positions(tmp_path: Path) -> None:
     saved(tmp_path / "mistral", "mistral")
     with pytest.raises(ValueError, match="a checkpoint without windows of its own, got one with windows"):
@@ -238,50 +228,33 @@ def test_numbers_too_large_for_the_wanted_dtype(tmp_path: Path) -> None:
     assert from_pretrained(tmp_path, dtype=torch.bfloat16).dtype == torch.bfloat16
 
 
-TOKENIZERS = [
-    ("tokenizer.json", '{"version": "1.0"}', "tokenizer.json' is not a tokenizer .*; download or save it again"),
-    ("tokenizer_config.json", "[]", "tokenizer_config.json' must hold a JSON object"),
-    ("tokenizer_config.json", '{"eos_token": 5}', "eos_token in .*tokenizer_config.json' must be text, got 5"),
-]
-
-
-@pytest.mark.parametrize(("name", "text", "message"), TOKENIZERS)
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("tokenizer.json", '{"version": "1.0"}', "tokenizer.json' is not a tokenizer .*; download or save it again"),
+        ("tokenizer_config.json", "[]", "tokenizer_config.json' must hold a table, got list"),
+        ("tokenizer_config.json", '{"eos_token": 5}', "eos_token in .*tokenizer_config.json' must be text, got 5"),
+        ("model", "", "must have at most the model's vocab_size = 64 tokens, got 257"),
+    ],
+)
 def test_a_broken_tokenizer_is_named_by_every_command(name: str, text: str, message: str, tmp_path: Path) -> None:
-    source = with_tokenizer(tmp_path / "source")
-    (source / name).write_text(text)
+    source, out = with_tokenizer(tmp_path / "source"), ("--out", tmp_path / "out")
+    if name == "model":
+        saved(source, "llama")
+    else:
+        (source / name).write_text(text)
     (tmp_path / "a.txt").write_text("some words " * 99)
     for command in (
-        ("convert", source, "--out", tmp_path / "out"),
+        ("convert", source, *out),
+        ("export", source, *out),
+        ("export", source, "--as", "llama", *out),
         ("generate", source, "a"),
-        ("eval", "ppl", source, "--text", tmp_path / "a.txt", "--lengths", 8, "--out", tmp_path / "out"),
+        ("eval", "ppl", source, "--text", tmp_path / "a.txt", "--lengths", 8, *out),
     ):
         status, _, err = called(*command)
-        assert status == 2
-        assert re.search(message, err), err
-        assert len(err.strip().splitlines()) == 1
-        assert not (tmp_path / "out").exists()
-
-
-def test_a_tokenizer_larger_than_the_vocabulary(tmp_path: Path) -> None:
-    source = with_tokenizer(tmp_path / "source")
-    saved(source, "llama")  # 64 tokens
-    out = ("--out", tmp_path / "out")
-    for command in ("convert", source, *out), ("export", source, *out), ("generate", source, "a"):
-        status, _, err = called(*command)
         assert (status, err.count("\n")) == (2, 1)
-        assert "must have at most the model's vocab_size = 64 tokens, got 257" in err
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("case", ["architecture", "missing tensor", "pickle", "truncated", "a shard that climbs"])
-def test_the_command_line_says_it_in_one_line_and_leaves_nothing(case: str, tmp_path: Path) -> None:
-    source = tmp_path / "in" / "source"
-    saved(source)
-    BAD[case][0](source)
-    status, _, err = called("convert", source, "--attention", "rope", "--out", tmp_path / "out")
-    assert (status, err.count("\n")) == (2, 1)
-    assert re.search(BAD[case][1], err)
-    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+        assert re.search(message, err), err
+        assert not (tmp_path / "out").exists()
 
 
 def test_a_name_of_the_hub_says_how_to_download_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from farspan import FarspanConfig, FarspanForCausalLM
 from farspan.checkpoints import attention_reach, generate, read_note, write_config
 from farspan.convert import Target, convert_folder, from_pretrained
-from tests.checkpoints.sources import CASES, saved, tokens, with_tokenizer
+from tests.checkpoints.sources import saved, tokens, with_tokenizer
 from tests.command_line import called, farspan
 
 HYBRIDS = ["hybrid-rope", "hybrid-coca-exact", "hybrid-coca-polar", "hybrid-pope"]
@@ -170,29 +170,18 @@ def test_calibration_leaves_its_report(source: Path, tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_calibrated(source: Path, tmp_path: Path) -> None:
+    options = (*calibrating(tmp_path), "--out", tmp_path / "out")
+    status, _, err = called("convert", source, *options)
+    assert (status, err.count("\n")) == (2, 1)
+    assert "calibration needs layers of another kind to fit, got ['rope']; leave it out" in err
     (tmp_path / "a.txt").write_text("short")
-    for options, message in (
-        (("--attention", "coca-exact"), "text must give at least two sequences of 16 tokens, got 0"),
-        ((), "calibration needs attention, the one to fit, got "),
-    ):
-        status, _, err = called("convert", source, *options, *calibrating(tmp_path), "--out", tmp_path / "out")
-        assert status == 2
-        assert message in err
+    status, _, err = called("convert", source, "--attention", "coca-exact", *options)
+    assert (status, err.count("\n")) == (2, 1)
+    assert "text must give at least two sequences of 16 tokens, got 0" in err
     assert not (tmp_path / "out").exists()
 
 
 # Conversions back
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_back_conversion_loses_nothing(case: str, tmp_path: Path) -> None:
-    source, ids = saved(tmp_path / "source", case), tokens()
-    convert_folder(tmp_path / "source", tmp_path / "ours")
-    convert_folder(tmp_path / "ours", tmp_path / "back", to=source.config.model_type)
-    back = AutoModelForCausalLM.from_pretrained(tmp_path / "back")
-    assert type(back) is type(source)
-    with torch.no_grad():
-        assert torch.equal(source(ids).logits, back(ids).logits)
 
 
 @pytest.mark.parametrize(
@@ -202,7 +191,6 @@ def test_back_conversion_loses_nothing(case: str, tmp_path: Path) -> None:
         ({"attention": {"kind": "rope", "window": 8}}, "llama", "attention .rope window 8; it would have rope"),
         ({"qkv_bias": True}, "llama", "cannot have this model's qkv_bias"),
         ({"qk_norm": True}, "mistral", "cannot have this model's qk_norm"),
-        ({"log_length": True}, "llama", "cannot have this model's log_length .True; it would have False"),
         ({"rope_parameters": {"rope_type": "ntk", "factor": 2.0}}, "llama", "must be of a type that transformers has"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "llama", "in mode per_query"),
         ({}, "lama", "did you mean 'llama'"),

@@ -9,16 +9,22 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from farspan import FarspanForCausalLM
+from farspan.checkpoints import export_as
 from farspan.checkpoints.sources import Folder
-from farspan.convert import from_pretrained
+from farspan.convert import convert_folder, from_pretrained
 from tests.checkpoints.sources import CASES, edit_config, saved, tokens
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_rope_gives_the_sources_logits(case: str, tmp_path: Path) -> None:
-    source, ids = saved(tmp_path, case), tokens()
+def test_rope_gives_the_sources_logits_and_goes_back_to_the_same_family(case: str, tmp_path: Path) -> None:
+    source, ids = saved(tmp_path / "source", case), tokens()
+    convert_folder(tmp_path / "source", tmp_path / "ours")
+    export_as(tmp_path / "ours", tmp_path / "back", source.config.model_type)
+    back = AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+    assert type(back) is type(source)
     with torch.no_grad():
-        expected, found = source(ids).logits, from_pretrained(tmp_path)(ids).logits
+        expected, found = source(ids).logits, from_pretrained(tmp_path / "source")(ids).logits
+        assert torch.equal(back(ids).logits, expected)
     assert expected.abs().max() > 0.3
     assert (expected - found).abs().max() <= 1e-5
 

@@ -34,7 +34,7 @@ def exported(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     third = result(parent / "keys.json", [passkey(512, 7)])
     options = [part for file in (first, second, third) for part in ("--results", file)]
     options += ["--name", "owner/toy", "--license", "apache-2.0"]
-    status, out, err = called("export", trained, "--out", parent / "hub", *options)
+    status, out, err = called("export", trained, "--out", parent / "owner" / "toy", *options)
     assert status == 0, err
     assert "written: " in out
-    return parent / "hub"
+    return parent / "owner" / "toy"

@@ -20,11 +20,3 @@ def perplexity(length: int, ppl: float, scaling: str = "none", mode: str = "slid
 def passkey(length: int, correct: int, cases: int = 10) -> dict[str, Any]:
     share = {"cases": cases, "correct": correct}
     return {"length": length, "scaling": "ntk-4", **share, "near": share, "far": share, "outcomes": []}
-
-
-def pairs(kind: str, correct: int, cases: int = 100, **names: str) -> dict[str, Any]:
-    return {"kind": kind, "set": "", "field": "", "scaling": "none", "cases": cases, "correct": correct, **names}
-
-
-def bits(value: float, length: int = 64) -> dict[str, Any]:
-    return {"length": length, "scaling": "none", "bits_per_byte": value, "bytes": 3000, "texts": 2, "nll": 1.0}

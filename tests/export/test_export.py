@@ -36,17 +36,20 @@ with torch.no_grad():
     assert torch.equal(resaved(ids).logits, logits)
     classifier = AutoModelForSequenceClassification.from_pretrained(folder, trust_remote_code=True, num_labels=3)
     assert classifier(ids).logits.shape == (1, 3)
-exec(open(f"{folder}/README.md").read().split("```python\\n")[1].split("```")[0].replace('"owner/toy"', "folder"))
+exec(open(f"{folder}/README.md").read().split("```python\\n")[1].split("```")[0])
 assert not [name for name in sys.modules if name.startswith("farspan.")]
 torch.save({"logits": logits, "generated": generated}, out)
 """
 
 
 def test_the_folder_loads_and_is_saved_again_where_farspan_is_not_installed(exported: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", WITHOUT_FARSPAN, exported, tmp_path / "again", tmp_path / "out.pt"]
-    environment = {**os.environ, "HF_HOME": str(tmp_path / "home")}
-    done = subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True)
+    """So does the snippet of the card; and nothing asks whether to run the folder's code."""
+    command = [sys.executable, "-c", WITHOUT_FARSPAN, "owner/toy", str(tmp_path / "again"), str(tmp_path / "out.pt")]
+    options: dict[str, Any] = {"cwd": exported.parents[1], "env": {**os.environ, "HF_HOME": str(tmp_path / "home")}}
+    done = subprocess.run(command, **options, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("Once upon a time")
+    assert "[y/N]" not in done.stdout
     found, ids = torch.load(tmp_path / "out.pt"), torch.arange(1, 41)[None]
     model = FarspanForCausalLM.from_pretrained(exported).eval()
     with torch.no_grad():
@@ -165,7 +168,11 @@ def test_a_hybrid_is_a_smollm3_in_prefill_and_in_decoding_beyond_the_window(opti
     ("attention", "options", "message"),
     [
         ("hybrid-pope", {}, "a smollm3 model cannot have this model's attention (pope window 8, rope without rotation"),
-        ([{"kind": "rope", "window": w} for w in (4, 8, 4, 8)], {}, "a smollm3 model has one window size, got [4, 8]"),
+        (
+            [{"kind": "rope", "window": w} for w in (4, 8, 4, 8)],
+            {},
+            "attention (rope window 4, rope window 8, rope window 4",
+        ),
         ("hybrid-rope", {"qk_norm": True}, "a smollm3 model cannot have this model's qk_norm"),
         ("hybrid-rope", {"out_bias": True}, "a smollm3 model cannot have this model's qkv_bias"),
         (

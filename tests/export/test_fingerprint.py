@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from farspan import FarspanForCausalLM
-from farspan.checkpoints import convert_folder, fingerprint, open_source
+from farspan.checkpoints import convert_folder, export_as, fingerprint, open_source
 from farspan.data import load_tokenizer
 from tests.command_line import called
 from tests.models.small import make
@@ -62,8 +62,10 @@ def test_a_fingerprint_is_that_of_the_numbers_and_not_of_the_file(case: str, tmp
     if case == "shards":
         assert digest(model, copy, max_shard_size="20KB") == first
         return
-    options = {"to": "llama"} if case == "llama" else {"dtype": torch.bfloat16}
-    convert_folder(tmp_path / "model", copy, **options)
+    if case == "llama":
+        export_as(tmp_path / "model", copy, "llama")
+    else:
+        convert_folder(tmp_path / "model", copy, dtype=torch.bfloat16)
     assert fingerprint(open_source(copy)) == first
 
 

@@ -1,9 +1,8 @@
 """Read LLaMA-family checkpoints, replace their attention, write, export and run them."""
 
-from farspan.checkpoints.calibrate import CalibrationConfig, CalibrationReport, calibrate
+from farspan.checkpoints.calibrate import CalibrationConfig, calibrate
 from farspan.checkpoints.configuration import config_of, write_config
 from farspan.checkpoints.convert import (
-    Conversion,
     convert_folder,
     fingerprint,
     from_pretrained,
@@ -16,13 +15,10 @@ from farspan.checkpoints.convert import (
 from farspan.checkpoints.export import export_as, export_folder
 from farspan.checkpoints.generate import generate
 from farspan.checkpoints.replace import Target, attention_reach, replace_attention
-from farspan.checkpoints.sources import Source, open_source, text_tokenizer, tokenizer_of
+from farspan.checkpoints.sources import open_source, text_tokenizer
 
 __all__ = [
     "CalibrationConfig",
-    "CalibrationReport",
-    "Conversion",
-    "Source",
     "Target",
     "attention_reach",
     "calibrate",
@@ -40,7 +36,6 @@ __all__ = [
     "replace_attention",
     "save",
     "text_tokenizer",
-    "tokenizer_of",
     "write_config",
     "write_note",
 ]

@@ -1,33 +1,19 @@
 """The model card: what the model is, how to use it, what was measured, and by which command."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from importlib import resources
-from typing import Any
 
 import torch
 from huggingface_hub import ModelCardData
 
 from farspan.layers import AttentionSpec
 from farspan.modeling_farspan import FarspanForCausalLM
-from farspan.report.results import (
-    EVALUATIONS,
-    Estimate,
-    Record,
-    Run,
-    mean_of,
-    perplexity_of,
-    scaling_order,
-    share_of,
-)
-from farspan.report.tables import Table, counts_text, grid, scaling_name, share_text, to_markdown
+from farspan.report.results import Record, Run, find, perplexity_of, scaling_order, share_of
+from farspan.report.tables import Table, counts_text, grid, scaling_name, to_markdown
 from farspan.results import commit, version
 
-DYNAMIC, LOG = "dynamic_ntk-", "+log"
 MODES = {"truncated": "context cut to the training length"}
-ALL = "all fields"
-THREE = partial(share_text, digits=3)
 
 
 def render(
@@ -74,7 +60,6 @@ def render(
         original=original,
         facts=facts(model),
         kinds=kinds,
-        dynamic=measured_dynamic(model, run),
         train_length=config.train_length,
         tables=[to_markdown(table) for table in tables(run)],
         sources=run.sources,
@@ -129,17 +114,6 @@ def cache_text(model: FarspanForCausalLM) -> str:
     return f"{held / 2**20:,.2f} MiB for {length:,} tokens, {held / full:.0%} of full RoPE attention's"
 
 
-def measured_dynamic(model: FarspanForCausalLM, run: Run) -> str:
-    """Return the arguments of `set_rope_parameters` for the smallest dynamic NTK that was measured, "" for none."""
-    found = {row.scaling for kind in EVALUATIONS for row in run.of(kind)}
-    names = {name.removesuffix(LOG) for name in found if name.endswith(LOG) == bool(model.config.log_length)}
-    dynamic = sorted((name for name in names if name.startswith(DYNAMIC)), key=scaling_order)
-    if not dynamic or model.config.rotary().scaling is not None:
-        return ""
-    factor, _, mode = dynamic[0].removeprefix(DYNAMIC).partition("/")
-    return f'rope_type="dynamic", factor={float(factor)}' + (f', mode="{mode}"' if mode else "")
-
-
 def code(text: str) -> str:
     """Return text as inline code, whatever it holds.
 
@@ -156,57 +130,24 @@ def code(text: str) -> str:
 
 
 def tables(run: Run) -> list[Table]:
-    """Make a table for each kind of measurement, with a line for each scaling."""
-    positions, retrieval = run.of("positions"), [row for row in run.of("retrieval") if row.depth is None]
-    pairs = [row for row in run.of("pairs") if row.kind in ("all", "field")]
-    made = []
+    """Make tables by length, with a line for each scaling: perplexity, passkeys, and each retrieval task."""
+    named = list[tuple[str, list[Record]]]()
     for mode in dict.fromkeys(row.mode for row in run.of("perplexity")):
         rows = run.of("perplexity", mode=mode)
         strides = ", ".join(f"{stride:,}" for stride in sorted({row.stride for row in rows}))
-        title = f"Perplexity by window length ({MODES.get(mode, mode)}, stride {strides})"
-        made.append(_table(title, rows, perplexity_of))
-    made.append(_table("Passkey accuracy by prompt length", run.of("passkey"), share_of))
-    for task in dict.fromkeys(row.task for row in retrieval):
-        rows = [row for row in retrieval if row.task == task]
-        made.append(_table(f"Retrieval accuracy by prompt length: {task}", rows, share_of))
-    for title, field in (("Loss by position", "nll"), ("Loss by position, context cut", "control_nll")):
-        rows = [row for row in positions if row[field]]
-        estimate = partial(_per_token, field)
-        made.append(_table(f"{title} (nats per token)", rows, estimate, _range, lambda ends: ends[2], THREE))
-    made.append(_table("Bits per byte by window length", run.of("bits"), _bits, show=THREE))
-    made.append(_table("Minimal pairs", pairs, share_of, _field, lambda field: field[1], THREE))
-    return [table for table in made if table]
+        named.append((f"Perplexity by window length ({MODES.get(mode, mode)}, stride {strides})", rows))
+    named.append(("Passkey accuracy by prompt length", run.of("passkey")))
+    for task in dict.fromkeys(row.task for row in run.of("retrieval")):
+        named.append((f"Retrieval accuracy by prompt length: {task}", run.of("retrieval", task=task, depth=None)))
+    return [table for title, rows in named if (table := _table(title, rows)) is not None]
 
 
-def _table(
-    title: str,
-    rows: Sequence[Record],
-    estimate: Callable[[list[Record]], Estimate | None],
-    column: Callable[[Record], Any] = lambda row: row.length,
-    head: Callable[[Any], str] = "{:,}".format,
-    show: Callable[[float], str] | None = None,
-) -> Table | None:
-    """Make a table with a column for each value of `column`, named by `head`."""
-    columns = sorted({column(row) for row in rows})
+def _table(title: str, rows: Sequence[Record]) -> Table | None:
+    estimate = perplexity_of if any("ppl" in row for row in rows) else share_of
+    lengths = sorted({row.length for row in rows})
     entries = [
-        (scaling_name(s), "", [estimate([x for x in rows if (x.scaling, column(x)) == (s, c)]) for c in columns])
-        for s in sorted({row.scaling for row in rows}, key=scaling_order)
+        (scaling_name(scaling), "", [estimate(find(rows, scaling=scaling, length=length)) for length in lengths])
+        for scaling in sorted({row.scaling for row in rows}, key=scaling_order)
     ]
     caption = f"Each number: {counts_text(cell for *_, cells in entries for cell in cells)}."
-    return grid("", title, map(head, columns), entries, caption=caption, heading="Scaling", show=show)
-
-
-def _range(row: Record) -> tuple[int, int, str]:
-    return row.start, row.stop, f"{row.start:,}–{row.stop - 1:,}"
-
-
-def _field(row: Record) -> tuple[bool, str]:
-    return (row.kind != "all", ALL if row.kind == "all" else row.field.replace("/", "_"))
-
-
-def _per_token(field: str, rows: list[Record]) -> Estimate | None:
-    return mean_of([row[field] / row.tokens for row in rows], tokens=sum(row.tokens for row in rows))
-
-
-def _bits(rows: list[Record]) -> Estimate | None:
-    return mean_of([row.bits_per_byte for row in rows], texts=sum(row.texts for row in rows))
+    return grid("", title, map("{:,}".format, lengths), entries, caption=caption, heading="Scaling")

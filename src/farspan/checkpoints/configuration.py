@@ -1,7 +1,7 @@
 """Translate configurations: a LLaMA-family config.json → FarspanConfig, and back where nothing is lost."""
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -138,8 +138,8 @@ def _rope(source: Any) -> dict[str, Any]:
     return rope
 
 
-def write_config(config: FarspanConfig, to: str, *, without: Collection[str] = ()) -> dict[str, Any]:
-    """Return the config.json of another family for a rope model. Raise if that loses anything but `without`.
+def write_config(config: FarspanConfig, to: str) -> dict[str, Any]:
+    """Return the config.json of another family for a rope model. Raise if that loses anything but `log_length`.
 
     >>> write_config(FarspanConfig.preset("tiny", attention="rope"), "llama")["architectures"]
     ['LlamaForCausalLM']
@@ -166,7 +166,7 @@ def write_config(config: FarspanConfig, to: str, *, without: Collection[str] = (
     mine, theirs = _meaning(config), _meaning(read_config(raw))
     for field in mine:
         require(
-            mine[field] == theirs[field] or field in without,
+            mine[field] == theirs[field],
             f"a {to} model cannot have this model's {field} ({mine[field]}; it would have {theirs[field]}); "
             "choose another family, or keep the farspan folder",
         )
@@ -179,6 +179,6 @@ def _meaning(config: FarspanConfig) -> dict[str, Any]:
         spec.name + (f" window {spec.window}" if spec.window else "") + ("" if spec.rotary else " without rotation")
         for spec in config.attention_specs
     ]
-    fields = {field: getattr(config, field) for field in (*BIASES, "qk_norm", "causal", "log_length")}
+    fields = {field: getattr(config, field) for field in (*BIASES, "qk_norm", "causal")}
     attention = layers[0] if len(set(layers)) == 1 else ", ".join(layers)
     return {**fields, "attention": attention, "rotary": config.rotary()}

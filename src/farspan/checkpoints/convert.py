@@ -5,7 +5,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from hashlib import sha256
 from itertools import islice
 from pathlib import Path
@@ -16,14 +16,14 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from farspan.checkpoints.calibrate import CalibrationConfig, CalibrationReport, calibrate, needs_fit
-from farspan.checkpoints.configuration import config_of, valid_config, write_config
+from farspan.checkpoints.configuration import config_of, valid_config
 from farspan.checkpoints.replace import AUTO, AttentionArgument, Target, replace_attention
-from farspan.checkpoints.sources import Source, open_source, quiet, read_json, tokenizer_of
+from farspan.checkpoints.sources import Source, open_source, quiet, tokenizer_of
 from farspan.configuration_farspan import FarspanConfig
 from farspan.errors import require
 from farspan.modeling_farspan import FarspanForCausalLM
 from farspan.results import write_result
-from farspan.utils import Progress, atomic_path, check_folder, lock, silent
+from farspan.utils import Progress, atomic_path, check_folder, lock, read_settings, silent
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 CALIBRATION_TOKENS = 262_144
@@ -166,7 +166,6 @@ def new_folder(out: Path) -> Iterator[None]:
     """
     path = out.resolve()
     require(path != Path.cwd(), "out must be a new folder, got the current one; name another")
-    check_folder(out)
     name, missing = f".{path.name}.lock", [folder for folder in path.parents if not folder.exists()]
     with ExitStack() as held:
         for folder in reversed(missing):  # removed again, the innermost first, unless something is written there
@@ -176,7 +175,7 @@ def new_folder(out: Path) -> Iterator[None]:
         except ValueError:
             raise ValueError(f"another process writes {str(out)!r}; wait for it or choose another folder") from None
         held.callback((path.parent / name).unlink, missing_ok=True)
-        check_folder(out)  # again: another process may have finished it in between
+        check_folder(out)
         yield
 
 
@@ -219,7 +218,7 @@ def read_note(folder: Path) -> Path | None:
     """Return the original of a converted folder; None where nothing is said."""
     if not (folder / NOTE).is_file():
         return None
-    source = read_json(folder / NOTE).get("source")
+    source = read_settings(folder / NOTE, "checkpoint").get("source")
     require(isinstance(source, str), f"'source' in {str(folder / NOTE)!r} must be a path; remove the file")
     return Path(str(source))
 
@@ -244,8 +243,6 @@ def from_pretrained(
     path: str | os.PathLike[str],
     attention: AttentionArgument = "rope",
     *,
-    calibration: Tensor | None = None,
-    calibration_config: CalibrationConfig | None = None,
     window: int | None = None,
     global_every: int | None = None,
     global_layers: Sequence[int] | str | None = None,
@@ -255,17 +252,15 @@ def from_pretrained(
 ) -> FarspanForCausalLM:
     """Load a LLaMA, Mistral, Qwen2, Qwen3 or SmolLM checkpoint as a farspan model.
 
+    New layers start from copied weights, which is far from the source; :func:`convert_folder` fits them on text.
+
     Args:
         path: a folder with config.json and safetensors, a .gguf file, or a farspan folder.
         attention: "rope" gives the source's logits; None keeps what a farspan folder has; the others, and `window`,
             `global_every` and `global_layers`, are explained at :class:`Target`. Under dynamic NTK the logits of one
             forward pass are the source's, but `generate` takes one base for prompt and new tokens, where transformers
             changes it under a cache of older angles.
-        calibration: ids (sequences, length) of text to fit new layers on (:func:`calibrate`, which also returns a
-            report). Without it they start from copied weights, which is far from the source.
-        calibration_config: how they are fitted; None takes the defaults of :class:`CalibrationConfig`.
         dtype: of the weights; None keeps the source's (float32 for GGUF).
-        device: of the weights, and so where layers are fitted.
 
     ::
 
@@ -275,7 +270,7 @@ def from_pretrained(
     target.specs(config_of(source))  # raises for an impossible target, before any work
     ids = _reach_ids(source, target, ())
     model = load(source, dtype=dtype, device=device, progress=progress)
-    give_attention(model, target, calibration, calibration_config, reach_ids=ids, progress=progress)
+    give_attention(model, target, reach_ids=ids, progress=progress)
     return model
 
 
@@ -289,7 +284,6 @@ def give_attention(
     progress: Progress = silent,
 ) -> Conversion:
     """Replace a RoPE model's attention, fitted if there is text for it, otherwise from copied weights."""
-    require(calibration is None or target.attention is not None, "calibration needs attention, the one to fit")
     before, reach = model.config.attention_specs, list[float]()
     if target.global_layers == AUTO:
         if reach_ids is None:
@@ -314,7 +308,6 @@ def convert_folder(
     out: str | os.PathLike[str],
     attention: AttentionArgument = None,
     *,
-    to: str | None = None,
     text: Sequence[str] = (),
     tokens: int = CALIBRATION_TOKENS,
     length: int = 512,
@@ -330,23 +323,16 @@ def convert_folder(
     source, the global layers and the reach that chose them) and calibration.json, the report.
 
     Args:
-        to: write another family's format instead, where nothing is lost.
         text: sources as `farspan data` takes them. `tokens` of it, in sequences of `length` (at most the training
             length, and a layer's window), calibrate; "auto" is measured on it, too.
     """
-    require(
-        not text or attention is not None,
-        f"calibration needs attention, the one to fit, got {', '.join(text)} without; give for example coca-exact",
-    )
     out = Path(out)
     with new_folder(out):
         target, opened = Target(attention, window, global_every, global_layers), open_source(Path(source))
         config = config_of(opened)
-        specs = target.specs(config)
-        config.attention, config.log_length = [spec.to_dict() for spec in specs], config.log_length or target.hybrid
-        raw = None if to is None else write_config(config, to)  # raises for what it would lose, before any work
+        windows = [spec.window or length for spec in target.specs(config)]
         carried = opened.carried()  # first, so that a broken tokenizer is found before any work
-        length = min(length, config.train_length, *(spec.window or length for spec in specs))
+        length = min(length, config.train_length, *windows)
         ids = sequences(opened, text, max(2, tokens // length), length) if text else None
         reach_ids = _reach_ids(opened, target, text)
         model = load(opened, dtype=dtype, device=device, progress=progress)
@@ -355,15 +341,15 @@ def convert_folder(
         def carry(folder: Path) -> None:
             for name, content in carried.items():
                 (folder / name).write_bytes(content)
-            if attention is not None and to is None:
+            if attention is not None:
                 layers = {"global_layers": done.global_layers} if done.global_layers else {}
                 reach = {"reach": done.reach, "reach_measured_on": list(text) or [REACH_TEXT]} if done.reach else {}
                 write_note(folder, Path(source), **layers, **reach)
             if done.report is not None:
-                rows, on = [asdict(layer) for layer in done.report.layers], str(model.device)
+                rows, on = list(done.report.layers), str(model.device)
                 write_result(folder / "calibration.json", rows, device=on, seed=0, kind="calibration")
 
-        save(model, out, carry, config=raw)
+        save(model, out, carry)
     return done
 
 

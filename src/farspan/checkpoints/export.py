@@ -56,7 +56,7 @@ def export_folder(
     Args:
         source: a farspan folder, or anything :func:`farspan.convert.from_pretrained` reads, with its tokenizer.
         name: what the card calls the model, for example "owner/name"; by default the folder's name.
-        results: JSON files of `farspan eval` about this model, for the card's tables.
+        results: JSON files of `farspan eval ppl`, `passkey` or `retrieval` about this model, for the card's tables.
         license: for example "apache-2.0".
         base_model: the model that this one was made from, by its name on the hub; by default what the source's
             conversion.json names, or the source itself where it is no farspan folder.
@@ -113,22 +113,16 @@ def export_as(
     Raise for a model that does not map.
     """
     with new_folder(Path(out)):
-        opened, lost = open_source(Path(source)), []
+        opened = open_source(Path(source))
         config = config_of(opened)
-        windows = {spec.window for spec in config.attention_specs} - {None}
-        require(
-            len(windows) <= 1,
-            f"a {family} model has one window size, got {sorted(windows, key=str)}; keep the farspan folder",
-        )
-        if config.log_length:
-            lost.append(
-                f"log_length is lost: past {config.train_length:,} tokens the scores of global layers no longer grow "
-                "with the logarithm of the length, and logits differ"
-            )
-        raw = write_config(config, family, without=("log_length",))
-        tokenizer_of(opened)
+        raw = write_config(config, family)
+        opened.carried()  # raises for a broken tokenizer, before any work
         save(load(opened, dtype=dtype, progress=progress), Path(out), opened.carry, config=raw)
-    return lost
+    lost = (
+        f"log_length is lost: past {config.train_length:,} tokens the scores of global layers no longer grow with the "
+        "logarithm of the length, and logits differ"
+    )
+    return [lost] if config.log_length else []
 
 
 def _original(source: Source) -> str | None:

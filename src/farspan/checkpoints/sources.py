@@ -5,7 +5,6 @@ pickles, and initialises what is missing. Its GGUF reader drops head widths, win
 not know without an error, has no SmolLM3, and holds all tensors at once.
 """
 
-import json
 import math
 import os
 import re
@@ -27,6 +26,7 @@ from transformers.utils import logging as transformers_logging
 from farspan.checkpoints.configuration import config_of, valid_config
 from farspan.errors import require, require_choice
 from farspan.ops.rotary import Llama3, Rotary
+from farspan.utils import read_settings
 
 if TYPE_CHECKING:
     from farspan.data import TextTokenizer
@@ -105,9 +105,9 @@ class Folder(Source):
             (path / "config.json").is_file(),
             f"checkpoint must have a config.json, got {str(path)!r} without one; {remedy}",
         )
-        self.config = read_json(path / "config.json")
+        self.config = read_settings(path / "config.json", "checkpoint")
         settings = path / "generation_config.json"
-        self.generation = _generation(read_json(settings), settings) if settings.is_file() else None
+        self.generation = _generation(settings) if settings.is_file() else None
         self.shapes, self._files, kinds = {}, dict[str, Path](), Counter[str]()
         for file in self._safetensors():
             with _open(file) as opened:
@@ -130,16 +130,15 @@ class Folder(Source):
             f"checkpoint must have model.safetensors or {INDEX}, got {str(self.path)!r} without either; a pickle "
             "(pytorch_model.bin) could run code when opened: save the model again with transformers' save_pretrained",
         )
-        named = read_json(index).get("weight_map")
-        names = set(map(str, named.values())) if isinstance(named, dict) else set()
-        require(bool(names), f"weight_map of {str(index)!r} must name a file for each tensor; download it again")
-        for name in sorted(names):
-            require(
-                Path(name).name == name and (self.path / name).is_file(),
-                f"weight_map of {str(index)!r} must name files beside it, got {name!r}; download all shards, and do "
-                "not trust a folder that names files elsewhere",
-            )
-        return [self.path / name for name in sorted(names)]
+        named = read_settings(index, "checkpoint").get("weight_map")
+        names = sorted(set(map(str, named.values()))) if isinstance(named, dict) else []
+        wrong = next((n for n in names if Path(n).name != n or not (self.path / n).is_file()), None)
+        require(
+            bool(names) and wrong is None,
+            f"weight_map of {str(index)!r} must name files beside it, got {repr(wrong) if names else 'none'}; "
+            "download all shards, and do not trust a folder that names files elsewhere",
+        )
+        return [self.path / name for name in names]
 
     def stored(self, name: str) -> str:
         return name
@@ -154,7 +153,7 @@ class Folder(Source):
         files = [self.path / name for name in CARRIED if (self.path / name).is_file()]
         for file in files:
             if file.suffix == ".json":
-                read_json(file)  # raises for a broken one
+                read_settings(file, "checkpoint")  # raises for a broken one
         return {file.name: file.read_bytes() for file in files}
 
 
@@ -167,7 +166,8 @@ def _open(file: Path) -> Any:
         ) from error
 
 
-def _generation(raw: dict[str, Any], file: Path) -> GenerationConfig:
+def _generation(file: Path) -> GenerationConfig:
+    raw = read_settings(file, "checkpoint")
     try:
         settings = GenerationConfig.from_dict(raw)
         for key, value in settings.to_dict().items():
@@ -374,18 +374,14 @@ def text_tokenizer(path: str | os.PathLike[str]) -> "TextTokenizer":
     """Return the tokenizer beside a model, or inside its GGUF file, as farspan.data knows tokenizers."""
     from farspan.data import load_tokenizer
 
-    folder = Path(path)
-    if (folder / "tokenizer.json").is_file():
-        if (folder / "config.json").is_file():
-            check_tokenizer(folder, config_of(open_source(folder)).vocab_size)
-        return load_tokenizer(folder)
-    with TemporaryDirectory() as carried:
-        open_source(folder).carry(Path(carried))
+    source = open_source(Path(path))
+    with TemporaryDirectory() as folder:
+        source.carry(Path(folder))
         require(
-            (Path(carried) / "tokenizer.json").is_file(),
+            (Path(folder) / "tokenizer.json").is_file(),
             f"MODEL must come with tokenizer.json, got {str(path)!r} without; add it to the folder",
         )
-        return load_tokenizer(carried)
+        return load_tokenizer(source.path if isinstance(source, Folder) else folder)  # errors name the model's folder
 
 
 def check_tokenizer(folder: Path, vocab_size: int, named: Path | None = None) -> None:
@@ -393,7 +389,7 @@ def check_tokenizer(folder: Path, vocab_size: int, named: Path | None = None) ->
     from tokenizers import Tokenizer
 
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
-        for key, token in (read_json(folder / name) if (folder / name).is_file() else {}).items():
+        for key, token in (read_settings(folder / name, "checkpoint") if (folder / name).is_file() else {}).items():
             text = token.get("content") if isinstance(token, dict) else token
             require(
                 not re.fullmatch("(bos|eos|pad|unk)_token", key) or text is None or isinstance(text, str),
@@ -412,20 +408,6 @@ def check_tokenizer(folder: Path, vocab_size: int, named: Path | None = None) ->
         f"the tokenizer of {str(named or folder)!r} must have at most the model's vocab_size = {vocab_size} tokens, "
         f"got {tokens}; add the tokenizer that the model was trained with",
     )
-
-
-def _not_finite(name: str) -> None:
-    raise ValueError(f"{name} is not a number of JSON")
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object, or raise one line about the file."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"), parse_constant=_not_finite)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{str(path)!r} is not JSON ({error}); download or save it again") from error
-    require(isinstance(found, dict), f"{str(path)!r} must hold a JSON object, got {type(found).__name__}")
-    return dict(found)
 
 
 @contextmanager

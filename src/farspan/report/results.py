@@ -65,7 +65,7 @@ KINDS = {
 MODELS = {kind: _model(f"variant seed scaling {fields}") for kind, fields in KINDS.items()}
 SOURCE = _model("command commit? device seed versions model_fingerprint?")
 STEP = _model("step state message?")
-EVALUATIONS = ("perplexity", "passkey", "retrieval", "positions", "bits", "pairs")
+ON_CARDS = ("perplexity", "passkey", "retrieval")
 IDENTITY = "model variant seed scaling task kind set field depth start stop mode length"
 """The fields that tell one measurement from another."""
 
@@ -240,8 +240,10 @@ def collect_files(paths: Sequence[Path], variant: str) -> Run:
     run = Run()
     for path in paths:
         require(path.is_file(), f"results must be files of `farspan eval`, got {str(path)!r}, which is none")
-        said = f"{path} must hold rows of an evaluation; give files of `farspan eval`"
-        require(_add(run, path, variant) in EVALUATIONS, said)
+        kind = _add(run, path, variant)
+        require(
+            kind in ON_CARDS, f"{path} must be of a kind that cards show, {', '.join(ON_CARDS)}, got {kind}; omit it"
+        )
     variants = sorted({row.variant for rows in run.records.values() for row in rows})
     require(len(variants) <= 1, f"results must be about one model, got rows of {', '.join(variants)}; separate them")
     return run
