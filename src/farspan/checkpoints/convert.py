@@ -87,9 +87,10 @@ def _check_tensors(source: Source, model: FarspanForCausalLM) -> list[str]:
         {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)},
     )
     if adapter := min((name for name in source.shapes if ".lora_" in name), default=None):
-        merged = source.path.resolve().with_name("merged")  # where `farspan finetune` leaves it
-        remedy = f"give {str(merged)!r}" if (merged / "config.json").is_file() else "merge them into its weights first"
-        raise ValueError(f"checkpoint must be a plain model, got {path!r} with LoRA weights ({adapter!r}); {remedy}")
+        raise ValueError(
+            f"checkpoint must be a plain model, got {path!r} with LoRA weights ({adapter!r}); "
+            "merge them into its weights first"
+        )
     known = {source.stored(name) for name in shapes}
     unknown = [name for name in source.shapes if name not in known and not name.endswith(".rotary_emb.inv_freq")]
     require(

@@ -22,16 +22,6 @@ FEWEST_STEPS = 500
 """Steps that a smaller budget leaves each stage while its batches can still be halved."""
 
 
-@dataclass(frozen=True)
-class Lora:
-    """``lora``: train low-rank additions (PEFT) and merge them at the end of the stage; r = 0 trains the weights."""
-
-    r: Annotated[int, Field(ge=0)] = 0
-    alpha: Annotated[int, Field(ge=1)] = 16
-    target_modules: tuple[str, ...] = ()
-    """Names of linear layers; empty = all of them but the head."""
-
-
 ROPE_KEYS: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -84,7 +74,6 @@ class Stage:
     """Another scaling of the angles from here on, as in transformers. A missing factor of linear and yarn takes the
     training length to `length` times `reach`. See :func:`farspan.finetune.run.give_lengths`."""
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
-    lora: Lora = field(default_factory=Lora)
 
     def __post_init__(self) -> None:
         name = self.name
@@ -108,11 +97,6 @@ class Stage:
             f"try {self.length + 1}",
         )
         check_pieces(self.batch_size, self.optimizer.accumulation, f"batch_size of stage {name}")
-        require(
-            self.lora.r == 0 or self.train == ("*",),
-            f"train of stage {name} must be left out where lora.r > 0, got {list(self.train)}; "
-            "lora.target_modules says what moves",
-        )
 
     @property
     def tokens(self) -> int:

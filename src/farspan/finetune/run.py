@@ -11,16 +11,15 @@ from shutil import copytree, ignore_patterns
 from typing import Any
 
 import torch
-from safetensors.torch import load_model
 from torch import nn
 
-from farspan.checkpoints import config_of, load, open_source, read_note, save, text_tokenizer, write_note
+from farspan.checkpoints import config_of, load, open_source, read_note, text_tokenizer, write_note
 from farspan.configuration_farspan import FarspanConfig
 from farspan.data import Batches, Shards, TextTokenizer
 from farspan.errors import require
 from farspan.evaluation import scaling_name
 from farspan.finetune.objectives import ATTENTION_OUTPUT, Distillation, check_teacher, new_layers
-from farspan.finetune.recipe import Lora, Recipe, Stage
+from farspan.finetune.recipe import Recipe, Stage
 from farspan.layers import CosformerAttention
 from farspan.modeling_farspan import FarspanForCausalLM
 from farspan.ops import Linear, YaRN
@@ -107,7 +106,7 @@ class Origin:
             theirs = self.teacher_of(stage)
             if theirs is not None:
                 check_teacher(student.config, theirs, stage.objective)
-            prepared(student, stage, theirs)
+            freeze(student, stage, theirs)
             self.batches(stage, 0)  # raises for rows that are too short
         if recipe.log_length:
             student.set_log_length(True)
@@ -135,8 +134,8 @@ def finetune(
     Args:
         model: a farspan folder with its tokenizer, or anything `farspan convert` reads.
         data: token folders (`farspan data --tokenizer MODEL`) with their weights.
-        out: gets ``stage-1-…`` and so on, each a folder of a training run with its ``model`` (``merged`` is
-            the plain one after LoRA); at the end ``model`` and ``recipe.json``, what was done and what it took.
+        out: gets ``stage-1-…`` and so on, each a folder of a training run with its ``model``; at the end ``model`` and
+            ``recipe.json``, what was done and what it took.
         teacher: what a distilling stage learns from; an error where no stage distils. Default: what the model was
             converted from, if it says.
         begin: called once, when everything was checked and before anything is trained.
@@ -156,8 +155,7 @@ def finetune(
             begin()
         for index, (own, stage) in enumerate(zip(folders, stages, strict=True)):
             job = stage_job(stage, path, origin, replace(run, seed=run.seed + index))
-            run_job(job, own, progress=_in_tokens(progress, stage, done, recipe.tokens))
-            path = on_main(partial(_plain_model, own, stage, origin))
+            path = run_job(job, own, progress=_in_tokens(progress, stage, done, recipe.tokens))
             done += stage.tokens
         on_main(partial(_finish, folder, recipe, origin, path, run.seed))
     return final
@@ -170,16 +168,6 @@ def _in_tokens(progress: Progress, stage: Stage, before: int, tokens: int) -> Pr
         progress(before + done * stage.batch_size * stage.length, tokens, f"{stage.name}: {text}", phase=phase)
 
     return report
-
-
-def _plain_model(folder: Path, stage: Stage, origin: Origin) -> Path:
-    """Return the plain model of a finished stage; after LoRA, merge the additions first."""
-    if not stage.lora.r:
-        return folder / "model"
-    merged = folder / "merged"
-    if not merged.exists():
-        save(merge_lora(resumed(folder / "model", stage, origin.teacher_of(stage))), merged, origin.write_beside)
-    return merged
 
 
 def _finish(folder: Path, recipe: Recipe, origin: Origin, path: Path, seed: int) -> None:
@@ -233,7 +221,7 @@ def _stage_row(folder: Path, stage: Stage, origin: Origin) -> dict[str, Any]:
     with torch.device("meta"):
         model = FarspanForCausalLM(FarspanConfig.from_pretrained(folder / "model"))
         parameters = sum(p.numel() for p in model.parameters())
-        moving = [p for p in prepared(model, stage, origin.teacher_of(stage)).parameters() if p.requires_grad]
+        moving = [p for p in freeze(model, stage, origin.teacher_of(stage)).parameters() if p.requires_grad]
     return {
         "kind": "stage",
         **asdict(stage),
@@ -247,30 +235,19 @@ def _stage_row(folder: Path, stage: Stage, origin: Origin) -> dict[str, Any]:
     }
 
 
-# What of a model moves in a stage: frozen parameters, other angles, low-rank additions
+# What of a model moves in a stage: frozen parameters, other angles
 
 
 def begun(path: Path, stage: Stage, teacher: FarspanConfig | None = None) -> FarspanForCausalLM:
     """Load the model of a folder or GGUF file as a stage begins with it, in float32."""
     model = load(open_source(path), dtype=torch.float32)
     give_lengths(model, stage)
-    return prepared(model, stage, teacher)
+    return freeze(model, stage, teacher)
 
 
 def resumed(path: Path, stage: Stage, teacher: FarspanConfig | None = None) -> FarspanForCausalLM:
     """Load the model of a stage's own checkpoint."""
-    if not stage.lora.r:
-        return freeze(load(open_source(path), dtype=torch.float32), stage, teacher)
-    model = prepared(FarspanForCausalLM(FarspanConfig.from_pretrained(path)), stage, teacher)
-    load_model(model, path / "model.safetensors")
-    return model
-
-
-def prepared(model: FarspanForCausalLM, stage: Stage, teacher: FarspanConfig | None = None) -> FarspanForCausalLM:
-    """Give a model the stage's low-rank additions, if it has any, and freeze the rest."""
-    if stage.lora.r:
-        add_lora(model, stage.lora)
-    return freeze(model, stage, teacher)
+    return freeze(load(open_source(path), dtype=torch.float32), stage, teacher)
 
 
 def give_lengths(model: FarspanForCausalLM, stage: Stage) -> None:
@@ -332,7 +309,7 @@ def freeze(model: FarspanForCausalLM, stage: Stage, teacher: FarspanConfig | Non
     """
     names = [name for name, _ in model.named_parameters()]
     moving = set[str]()
-    for pattern in ("*.lora_*",) if stage.lora.r else stage.train:
+    for pattern in stage.train:
         found = {name for name in names if fnmatchcase(name, pattern)}
         require(
             bool(found),
@@ -352,32 +329,3 @@ def freeze(model: FarspanForCausalLM, stage: Stage, teacher: FarspanConfig | Non
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in moving)
     return model
-
-
-def add_lora(model: FarspanForCausalLM, lora: Lora) -> None:
-    """Replace linear layers by PEFT's low-rank ones; the model stays what it is, not a wrapper around it."""
-    try:
-        from peft import LoraConfig, inject_adapter_in_model
-    except ImportError as error:
-        raise ValueError("lora needs the package 'peft', which is missing; pip install 'farspan[lora]'") from error
-    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    present = {name.rpartition(".")[2] for name in linear} - {"lm_head"}  # its weight is read, not its output
-    targets = lora.target_modules or [name for name in model.lora_target_modules if name in present]
-    for target in targets:
-        require(
-            target in present,
-            f"lora.target_modules must be linear layers of the model ({', '.join(sorted(present))}), got {target!r}",
-        )
-    inject_adapter_in_model(LoraConfig(r=lora.r, lora_alpha=lora.alpha, target_modules=list(targets)), model)
-
-
-def merge_lora(model: FarspanForCausalLM) -> FarspanForCausalLM:
-    """Add the low-rank products to the weights and put the plain layers back: the same function, nothing of PEFT."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    layers: list[tuple[str, Any]] = [(n, m) for n, m in model.named_modules() if isinstance(m, BaseTunerLayer)]
-    for name, layer in layers:
-        layer.merge()
-        owner, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(owner), leaf, layer.get_base_layer())
-    return model.requires_grad_(True)
