@@ -21,10 +21,6 @@ TEACHER = {"objective": {"logit-kl": 1.0}}
             {"rope_parameters": {"rope_type": "linear"}},
             "rope_parameters of stage s1 need a factor > 1, got 0.5 for length 16 and a model trained at 32",
         ),
-        (
-            {"rope_parameters": {"rope_type": "ntk", "factor": 0.5}},
-            "rope_parameters of stage s1: .* at least 1, got 0.5",
-        ),
         ({"passkey_share": 0.02}, "length of stage s1 must be at least 246 tokens .* got 16; use longer rows"),
     ],
 )

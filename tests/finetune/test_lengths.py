@@ -9,7 +9,7 @@ import torch
 from farspan import FarspanConfig, FarspanForCausalLM
 from farspan.evaluation import scaling_of as law_of
 from farspan.finetune import finetune
-from farspan.finetune.run import begun, give_lengths
+from farspan.finetune.run import begun, lengthened
 from tests.finetune.folders import FAR_UNDER_NTK, Folders, recipe, weights
 from tests.helpers import losses
 
@@ -27,38 +27,35 @@ def test_a_stage_of_far_positions_keeps_its_training_length_and_scaling(folders:
     assert not torch.equal(weights(near)["model.norm.weight"], weights(done)["model.norm.weight"])
 
 
-FAR = recipe({"reach": 4, "rope_parameters": {"rope_type": "yarn"}}).stages[0]
+FAR = recipe({"reach": 4, "rope_parameters": {"rope_type": "linear"}}).stages[0]
 
 
 @pytest.mark.parametrize(
     "options", [{"attention": "rope", "log_length": True}, {"attention": {"kind": "coca", "window": 8}}], ids=str
 )
 def test_far_positions_raise_where_they_would_mean_something_else(options: dict) -> None:
-    model = FarspanForCausalLM(FarspanConfig.preset("tiny", train_length=16, **options))
     with pytest.raises(ValueError, match=r"reach of stage s0 must be 1 for a model with windows.* got 4"):
-        give_lengths(model, FAR)
+        lengthened(FarspanConfig.preset("tiny", train_length=16, **options), FAR)
 
 
 def test_a_factor_follows_from_what_positions_reach() -> None:
-    model = FarspanForCausalLM(FarspanConfig.preset("tiny", train_length=16))
-    give_lengths(model, FAR)
-    assert law_of(model.config) == "yarn-4"
+    assert law_of(lengthened(FarspanConfig.preset("tiny", train_length=16), FAR)) == "linear-4"
 
 
-@pytest.mark.parametrize("kind", ["linear", "yarn"])
 @pytest.mark.parametrize("said", [True, False])
-def test_stretching_follows_the_rows_and_compounds(kind: str, said: bool, folders: Folders, tmp_path: Path) -> None:
+def test_stretching_follows_the_rows_and_compounds(said: bool, folders: Folders, tmp_path: Path) -> None:
     """32 → 64 → 128 is factor 4, whether or not the stages say what the training length is."""
     stages = recipe(
-        *({"length": n, "train_length": n if said else 0, "rope_parameters": {"rope_type": kind}} for n in (64, 128))
+        *(
+            {"length": n, "train_length": n if said else 0, "rope_parameters": {"rope_type": "linear"}}
+            for n in (64, 128)
+        )
     ).stages
     begun(folders[1], stages[0]).save_pretrained(tmp_path / "once")
     twice, plain = begun(tmp_path / "once", stages[1]), begun(folders[1], stages[1])
     assert twice.config.rope_parameters["factor"] == 4.0
     assert twice.config.rotary() == plain.config.rotary() == plain.model.layers[0].self_attn.rotary
-    assert plain.config.train_length == (128 if said or kind == "linear" else 32)
-    if kind == "yarn":
-        assert plain.config.rope_parameters["original_max_position_embeddings"] == 32
+    assert plain.config.train_length == 128
 
 
 @pytest.mark.parametrize(
@@ -76,7 +73,7 @@ def test_stretching_follows_the_rows_and_compounds(kind: str, said: bool, folder
 def test_a_longer_training_length_survives_saving(kind: str, options: dict, tmp_path: Path) -> None:
     """What is trained is what is saved: temperature, angles and cosFormer's M follow the new length."""
     FarspanForCausalLM(FarspanConfig.preset("tiny", train_length=16, **options)).save_pretrained(tmp_path / "before")
-    stage = {"train_length": 64, "length": 64, "rope_parameters": {"rope_type": kind} if kind else {}}
+    stage = {"train_length": 64, "length": 64, **({"rope_parameters": {"rope_type": kind}} if kind else {})}
     trained = begun(tmp_path / "before", recipe(stage).stages[0]).eval()
     trained.save_pretrained(tmp_path / "after")
     ids = torch.randint(1, 257, (2, 150), generator=torch.Generator().manual_seed(0))
@@ -107,11 +104,8 @@ def test_rows_longer_than_512_can_be_distilled(folders: Folders, tmp_path: Path)
     assert len(losses(tmp_path / "out" / "stage-1-s0")) == 3
 
 
-def test_a_scaling_does_not_silently_replace_another(folders: Folders, tmp_path: Path) -> None:
+def test_a_scaling_does_not_silently_replace_another(folders: Folders) -> None:
     stretched = begun(folders[1], recipe({"length": 64, "rope_parameters": {"rope_type": "linear"}}).stages[0])
-    stretched.save_pretrained(tmp_path / "pi")
-    for rope in ({"rope_type": "yarn"}, {"rope_type": "dynamic", "factor": 4.0}):
-        with pytest.raises(ValueError, match=r"must keep to the model's own scaling, linear-2, got '(yarn|dynamic)'"):
-            begun(tmp_path / "pi", recipe({"length": 128, "rope_parameters": rope}).stages[0])
-    dropped = begun(tmp_path / "pi", recipe({"rope_parameters": {"rope_type": "default"}}).stages[0])
-    assert dropped.config.rotary().scaling is None
+    dynamic = recipe({"length": 128, "rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}).stages[0]
+    with pytest.raises(ValueError, match="must keep to the model's own scaling, linear-2, got 'dynamic'; leave them"):
+        lengthened(stretched.config, dynamic)

@@ -20,9 +20,8 @@ from farspan.errors import require
 from farspan.evaluation import scaling_name
 from farspan.finetune.objectives import ATTENTION_OUTPUT, Distillation, check_teacher, new_layers
 from farspan.finetune.recipe import Recipe, Stage
-from farspan.layers import CosformerAttention
 from farspan.modeling_farspan import FarspanForCausalLM
-from farspan.ops import Linear, YaRN
+from farspan.ops import Linear
 from farspan.results import write_result
 from farspan.training import Job
 from farspan.training import run as run_job
@@ -100,9 +99,9 @@ class Origin:
         """
         config = config_of(self.source)
         for stage in recipe.stages:
+            config = lengthened(config, stage)  # the next stage begins with it
             with torch.device("meta"):
                 student = FarspanForCausalLM(config)
-            give_lengths(student, stage)  # the next stage begins with this configuration
             theirs = self.teacher_of(stage)
             if theirs is not None:
                 check_teacher(student.config, theirs, stage.objective)
@@ -240,8 +239,8 @@ def _stage_row(folder: Path, stage: Stage, origin: Origin) -> dict[str, Any]:
 
 def begun(path: Path, stage: Stage, teacher: FarspanConfig | None = None) -> FarspanForCausalLM:
     """Load the model of a folder or GGUF file as a stage begins with it, in float32."""
-    model = load(open_source(path), dtype=torch.float32)
-    give_lengths(model, stage)
+    source = open_source(path)
+    model = load(source, dtype=torch.float32, config=lengthened(config_of(source), stage))
     return freeze(model, stage, teacher)
 
 
@@ -250,13 +249,13 @@ def resumed(path: Path, stage: Stage, teacher: FarspanConfig | None = None) -> F
     return freeze(load(open_source(path), dtype=torch.float32), stage, teacher)
 
 
-def give_lengths(model: FarspanForCausalLM, stage: Stage) -> None:
-    """Give a model the stage's training length and angles, which it keeps.
+def lengthened(config: FarspanConfig, stage: Stage) -> FarspanConfig:
+    """Return a model's configuration with the training length and angles of a stage, which the model keeps.
 
     A scaling replaces the model's own, which must be of the same kind, as the weights have learnt it; so interpolating
     32 → 64 → 128 ends with factor 4.
     """
-    config, rope, longest = model.config, dict(stage.rope_parameters), stage.length * stage.reach
+    rope, longest = stage.rope_parameters, stage.length * stage.reach
     # Skipped positions would take a window across the gap, let log_length count absent keys, and leave a linear
     # layer's table.
     steady = not config.log_length and all(not spec.linear and spec.window is None for spec in config.attention_specs)
@@ -265,41 +264,30 @@ def give_lengths(model: FarspanForCausalLM, stage: Stage) -> None:
         f"reach of stage {stage.name} must be 1 for a model with windows, linear attention or log_length, "
         f"got {stage.reach}; train it in longer rows",
     )
-    trained, own, kind = stage.train_length or config.train_length, config.rotary().scaling, rope.get("rope_type")
-    own_kind = (config.rope_parameters or {}).get("rope_type", "default")
-    require(
-        kind in (None, "default", own_kind) or own_kind == "default",
-        f"rope_parameters of stage {stage.name} must keep to the model's own scaling, {scaling_name(own)}, "
-        f"got {kind!r}; leave them out, or drop it in a stage before with rope_type = 'default'",
-    )
-    if kind in ("linear", "yarn"):  # which measure against the length before the model's own scaling
-        original = config.train_length / own.factor if isinstance(own, Linear) else config.train_length
-        original = own.train_length if isinstance(own, YaRN) else original
-        if "factor" not in rope:
-            rope["factor"] = longest / original
+    changed: dict[str, Any] = {
+        "train_length": stage.train_length or config.train_length,
+        "max_position_embeddings": max(config.max_position_embeddings, longest),
+    }
+    if rope is not None:
+        before, own, factor = config.rope_parameters or {}, config.rotary().scaling, rope.factor
+        require(
+            before.get("rope_type", "default") in ("default", rope.rope_type),
+            f"rope_parameters of stage {stage.name} must keep to the model's own scaling, {scaling_name(own)}, "
+            f"got {rope.rope_type!r}; leave them out",
+        )
+        if rope.rope_type == "linear":
+            original = config.train_length / (own.factor if isinstance(own, Linear) else 1)
+            factor = longest / original
             require(
-                rope["factor"] > 1,
-                f"rope_parameters of stage {stage.name} need a factor > 1, got {rope['factor']:g} for length "
+                factor > 1,
+                f"rope_parameters of stage {stage.name} need a factor > 1, got {factor:g} for length "
                 f"{longest} and a model trained at {original:g}; lengthen the rows or leave them out",
             )
-            if kind == "linear" and not stage.train_length:
-                trained = longest  # interpolated positions go as far as these rows, and the next scaling starts there
-        if kind == "yarn":
-            rope.setdefault("original_max_position_embeddings", round(original))
-    config.train_length = trained
-    config.max_position_embeddings = max(config.max_position_embeddings, longest)
-    if rope:
-        try:
-            model.set_rope_parameters(**rope)
-        except ValueError as error:
-            raise ValueError(f"rope_parameters of stage {stage.name}: {error}") from error
-    # The layers must measure against what is saved, or a reloaded model is another function.
-    model.share_rotary(config.rotary())
-    if config.log_length:
-        model.set_log_length(config.log_length)
-    for layer in model.modules():
-        if isinstance(layer, CosformerAttention):
-            layer.max_length = config.cosformer_max_length or config.train_length
+            # Interpolated positions go as far as these rows, and the next scaling starts there.
+            changed["train_length"] = stage.train_length or longest
+        base = before.get("rope_theta", 10_000.0)
+        changed["rope_parameters"] = {"rope_theta": base, "rope_type": rope.rope_type, "factor": factor}
+    return FarspanConfig.from_dict({**config.to_dict(), **changed})
 
 
 def freeze(model: FarspanForCausalLM, stage: Stage, teacher: FarspanConfig | None = None) -> FarspanForCausalLM:
