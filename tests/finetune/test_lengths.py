@@ -97,11 +97,11 @@ def test_dynamic_scaling_measures_against_the_stages_own_training_length(folders
 
 def test_rows_longer_than_512_can_be_distilled(folders: Folders, tmp_path: Path) -> None:
     _, coca, source = folders
-    stage = {"objective": {"logit-kl": 1.0, "attention-output": 0.5}, "length": 600, "batch_size": 1}
-    rope = {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}, "passkey_share": 0.05}
-    long = recipe({**stage, **rope, "optimizer": {"steps": 3, "accumulation": 1}})
-    finetune(coca, {source: 1.0}, long, tmp_path / "out")
-    assert len(losses(tmp_path / "out" / "stage-1-s0")) == 3
+    long = {"length": 600, "batch_size": 1, "passkey_share": 0.05, "optimizer": {"steps": 3, "accumulation": 1}}
+    long["rope_parameters"] = {"rope_type": "dynamic", "factor": 4.0}
+    stages = recipe(*({**long, "objective": {name: 1.0}} for name in ("attention-output", "logit-kl")))
+    finetune(coca, {source: 1.0}, stages, tmp_path / "out")
+    assert [len(losses(tmp_path / "out" / stage)) for stage in ("stage-1-s0", "stage-2-s1")] == [3, 3]
 
 
 def test_a_scaling_does_not_silently_replace_another(folders: Folders) -> None:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from farspan.errors import require, require_choice
-from farspan.finetune.objectives import NEXT_TOKEN, OBJECTIVES
+from farspan.finetune.objectives import ATTENTION_OUTPUT, LOGIT_KL, NEXT_TOKEN, OBJECTIVES
 from farspan.ops.masking import LIMIT
 from farspan.training.config import Count, Length, OptimizerSection, PasskeyShare, RetrievalShare, Weight, check_pieces
 from farspan.utils import parse, read_settings
@@ -65,10 +65,11 @@ class Stage:
         name = self.name
         for objective in self.objective:
             require_choice(f"objective of stage {name}", objective, OBJECTIVES)
+        mixes = LOGIT_KL in self.objective and ATTENTION_OUTPUT not in self.objective
         require(
-            self.needs_teacher or self.objective.get(NEXT_TOKEN, 1) == 1,
-            f"objective next-token of stage {name} must have weight 1 where it stands alone, got "
-            f"{self.objective.get(NEXT_TOKEN)}; change optimizer.peak_lr instead",
+            mixes or list(self.objective.values()) == [1],
+            f"objective of stage {name} must be one of weight 1, or logit-kl with or without next-token, got "
+            f"{self.objective}; change optimizer.peak_lr instead of a weight",
         )
         require(
             self.reach.bit_count() == 1 and self.length * self.reach <= LIMIT,

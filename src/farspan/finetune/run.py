@@ -305,7 +305,7 @@ def freeze(model: FarspanForCausalLM, stage: Stage, teacher: FarspanConfig | Non
             f"they are like {names[1]!r}",
         )
         moving |= found
-    if set(stage.objective) == {ATTENTION_OUTPUT}:
+    if ATTENTION_OUTPUT in stage.objective:
         parts = ("self_attn", "input_layernorm")
         own = [f"model.layers.{i}.{part}." for i in new_layers(model.config, teacher) for part in parts]
         moving = {name for name in moving if name.startswith(tuple(own))}
