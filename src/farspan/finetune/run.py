@@ -69,7 +69,7 @@ class Origin:
         )
         assert self.teacher is not None
         require(self.teacher.exists(), f"--teacher must exist, got {str(self.teacher)!r}; name the original checkpoint")
-        self.teacher_source = self.source if self.teacher == self.model else open_source(self.teacher)
+        self.teacher_source = open_source(self.teacher)
 
     @cached_property
     def tokenizer(self) -> TextTokenizer:
@@ -92,12 +92,12 @@ class Origin:
         """Return the configuration of the stage's teacher, if it has one."""
         return config_of(self.teacher_source) if stage.needs_teacher else None
 
-    def check(self, recipe: Recipe) -> None:
-        """Raise for a stage that cannot begin, before the first is trained.
+    def check(self, recipe: Recipe) -> list[dict[str, int]]:
+        """Raise for a stage that cannot begin, before the first is trained; count the parameters of each.
 
         Go through the stages with a model that has shapes but no weights, and open the data at each stage's length.
         """
-        config = config_of(self.source)
+        config, counts = config_of(self.source), []
         for stage in recipe.stages:
             config = lengthened(config, stage)  # the next stage begins with it
             with torch.device("meta"):
@@ -105,10 +105,12 @@ class Origin:
             theirs = self.teacher_of(stage)
             if theirs is not None:
                 check_teacher(student.config, theirs, stage.objective)
-            freeze(student, stage, theirs)
+            trained = freeze(student, stage, theirs).num_parameters(only_trainable=True)
+            counts.append({"parameters": student.num_parameters(), "trained_parameters": trained})
             self.batches(stage, 0)  # raises for rows that are too short
         if recipe.log_length:
             student.set_log_length(True)
+        return counts
 
     def write_beside(self, folder: Path) -> None:
         """Write tokenizer and generation settings as they came, and where the model is from."""
@@ -140,23 +142,23 @@ def finetune(
         begin: called once, when everything was checked and before anything is trained.
         progress: called every few steps with the tokens of all stages.
     """
-    stages = tuple(parse(Stage, asdict(stage), f"stages[{i}].") for i, stage in enumerate(recipe.stages))
+    recipe = Recipe.parse(asdict(recipe))  # one that was made in Python may hold anything
     folder, run = Path(out), parse(RunSection, asdict(run or RunSection()), "run.")
     origin = Origin(model, data, recipe, teacher)
-    folders = [folder / f"stage-{i}-{stage.name}" for i, stage in enumerate(stages, 1)]
+    folders = [folder / f"stage-{i}-{stage.name}" for i, stage in enumerate(recipe.stages, 1)]
     final, path, done = folder / "model", origin.model, 0
     with working_in(folder, SETTINGS, "of a fine-tuning"):
-        if not final.exists():
-            origin.check(recipe)
+        counts = [] if final.exists() else origin.check(recipe)
         settings = {"stages": [one.name for one in folders], "log_length": bool(recipe.log_length)}
         on_main(partial(check_same, folder / SETTINGS, settings, "fine-tuning"))
         if begin is not None:
             begin()
-        for index, (own, stage) in enumerate(zip(folders, stages, strict=True)):
+        for index, (own, stage) in enumerate(zip(folders, recipe.stages, strict=True)):
             job = stage_job(stage, path, origin, replace(run, seed=run.seed + index))
             path = run_job(job, own, progress=_in_tokens(progress, stage, done, recipe.tokens))
             done += stage.tokens
-        on_main(partial(_finish, folder, recipe, origin, path, run.seed))
+        if counts:
+            on_main(partial(_finish, folders, recipe, counts, final, run.seed))
     return final
 
 
@@ -169,16 +171,19 @@ def _in_tokens(progress: Progress, stage: Stage, before: int, tokens: int) -> Pr
     return report
 
 
-def _finish(folder: Path, recipe: Recipe, origin: Origin, path: Path, seed: int) -> None:
+def _finish(folders: list[Path], recipe: Recipe, counts: list[dict[str, int]], final: Path, seed: int) -> None:
     """Write what was done, and the last stage's model as the result."""
-    final = folder / "model"
-    if final.exists():
-        return
-    rows = [_stage_row(folder / f"stage-{i}-{stage.name}", stage, origin) for i, stage in enumerate(recipe.stages, 1)]
+    rows = []
+    for folder, stage, count in zip(folders, recipe.stages, counts, strict=True):
+        losses = [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        few = max(1, min(10, len(losses) // 2))
+        row = {"kind": "stage", **asdict(stage), "folder": folder.name, "tokens": stage.tokens}
+        row["seconds"] = json.loads((folder / "model" / "trainer.json").read_text())["seconds"]
+        rows.append({**row, **count, "first_loss": sum(losses[:few]) / few, "last_loss": sum(losses[-few:]) / few})
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    write_result(folder / "recipe.json", rows, device=device, seed=seed, kind="finetune")
+    write_result(final.with_name("recipe.json"), rows, device=device, seed=seed, kind="finetune")
     with atomic_path(final) as part:
-        copytree(path, part, ignore=ignore_patterns("trainer.json"))
+        copytree(folders[-1] / "model", part, ignore=ignore_patterns("trainer.json"))
         if recipe.log_length:
             config = FarspanConfig.from_pretrained(part)
             config.log_length = True
@@ -211,27 +216,6 @@ def stage_job(stage: Stage, path: Path, origin: Origin, run: RunSection) -> Job:
         objective=objective,
         write_beside=origin.write_beside,
     )
-
-
-def _stage_row(folder: Path, stage: Stage, origin: Origin) -> dict[str, Any]:
-    """Say what a finished stage was and took: a row of recipe.json."""
-    losses = [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    few = max(1, min(10, len(losses) // 2))
-    with torch.device("meta"):
-        model = FarspanForCausalLM(FarspanConfig.from_pretrained(folder / "model"))
-        parameters = sum(p.numel() for p in model.parameters())
-        moving = [p for p in freeze(model, stage, origin.teacher_of(stage)).parameters() if p.requires_grad]
-    return {
-        "kind": "stage",
-        **asdict(stage),
-        "folder": folder.name,
-        "tokens": stage.tokens,
-        "seconds": json.loads((folder / "model" / "trainer.json").read_text())["seconds"],
-        "parameters": parameters,
-        "trained_parameters": sum(p.numel() for p in moving),
-        "first_loss": sum(losses[:few]) / few,
-        "last_loss": sum(losses[-few:]) / few,
-    }
 
 
 # What of a model moves in a stage: frozen parameters, other angles
