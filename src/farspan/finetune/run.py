@@ -55,7 +55,6 @@ class Origin:
             or all(ATTENTION_OUTPUT not in stage.objective for stage in recipe.stages),
             "objective 'attention-output' needs unsharded weights, got FSDP; launch with one-node.yaml instead",
         )
-        require(bool(data), "--data must name at least one token folder, got none; make it with farspan data")
         self.model, self.data = Path(model), {str(Path(path)): weight for path, weight in data.items()}
         self.teacher = Path(teacher) if teacher is not None else read_note(self.model)
         self.source = open_source(self.model)
