@@ -39,7 +39,7 @@ def test_a_bad_later_stage_is_found_before_the_first_is_trained(
     [
         ("gone", {}, None, r"checkpoint must be a folder or a .gguf file, got '.*gone', which does not"),
         ("original", TEACHER, None, r"--teacher is needed by stage s0, got none, and .* does not say"),
-        ("coca", TEACHER, "gone", r"--teacher must exist, got 'gone'"),
+        ("coca", TEACHER, "gone", r"--teacher must exist, got '.*gone'"),
         ("coca", {}, "original", r"--teacher must be left out for a recipe that learns from tokens alone"),
     ],
 )
@@ -47,14 +47,9 @@ def test_a_model_and_its_teacher_must_be_there(
     model: str, stage: dict, teacher: str | None, message: str, folders: Folders, tmp_path: Path
 ) -> None:
     original, coca, source = folders
+    paths = {None: None, "original": original, "coca": coca, "gone": tmp_path / "gone"}
     with pytest.raises(ValueError, match=message):
-        finetune(
-            {"original": original, "coca": coca, "gone": tmp_path / "gone"}[model],
-            {source: 1.0},
-            recipe(stage),
-            tmp_path / "out",
-            teacher=original if teacher == "original" else teacher,
-        )
+        finetune(paths[model], {source: 1.0}, recipe(stage), tmp_path / "out", teacher=paths[teacher])
     assert not (tmp_path / "out").exists()
 
 

@@ -125,7 +125,6 @@ def test_a_folder_holds_one_recipe(whole: Path, folders: Folders) -> None:
             DISTIL.capped(12),
             r"^this run in '.*stage-1-s0' began with stage.length = 16, got 12; keep it or use",
         ),
-        (DISTIL.scaled(2 * DISTIL.tokens), r"began with stage.optimizer.steps = 8, got 16; keep it"),
         (DISTIL.scaled(round(0.43 * DISTIL.tokens)), r"began with stage.batch_size = 4, got 1; stage.optimizer.steps"),
         (more, r"this fine-tuning began with stages = .*, got .*stage-4-more"),
         (Recipe(DISTIL.stages[:2]), r"this fine-tuning began with stages = .*stage-3-s2'\], got"),

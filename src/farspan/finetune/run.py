@@ -210,14 +210,14 @@ def stage_job(stage: Stage, path: Path, origin: Origin, run: RunSection) -> Job:
         batch_size=stage.batch_size,
         tokens_per_row=stage.length,
         start=partial(begun, path, stage, theirs),
-        load=partial(resumed, stage=stage, teacher=theirs),
+        load=lambda saved: freeze(load(open_source(saved), dtype=torch.float32), stage, theirs),
         batches=partial(origin.batches, stage, run.seed),
         objective=objective,
         write_beside=origin.write_beside,
     )
 
 
-# What of a model moves in a stage: frozen parameters, other angles
+# What a stage begins with
 
 
 def begun(path: Path, stage: Stage, teacher: FarspanConfig | None = None) -> FarspanForCausalLM:
@@ -225,11 +225,6 @@ def begun(path: Path, stage: Stage, teacher: FarspanConfig | None = None) -> Far
     source = open_source(path)
     model = load(source, dtype=torch.float32, config=lengthened(config_of(source), stage))
     return freeze(model, stage, teacher)
-
-
-def resumed(path: Path, stage: Stage, teacher: FarspanConfig | None = None) -> FarspanForCausalLM:
-    """Load the model of a stage's own checkpoint."""
-    return freeze(load(open_source(path), dtype=torch.float32), stage, teacher)
 
 
 def lengthened(config: FarspanConfig, stage: Stage) -> FarspanConfig:
