@@ -74,7 +74,7 @@ def make_kill_inputs(folder: Path) -> None:
     """Write the inputs of :data:`COMMANDS`: those of the fuzzer, with longer runs and several checkpoints."""
     make_inputs(folder)
     (folder / "config.toml").write_text(TRAINING)
-    (folder / "recipe.toml").write_text(STAGE % "one" + STAGE % "two" + "lora = { r = 2 }\n")
+    (folder / "recipe.toml").write_text(STAGE % "one" + STAGE % "two")
     (folder / "more.txt").write_text("".join(f"{i} plus {i} is {i + i}.\n" for i in range(20_000)))
 
 

@@ -243,8 +243,8 @@ def parse(cls: type[Settings], values: Mapping[str, Any], prefix: str = "") -> S
     except RecursionError:
         raise ValueError(f"{prefix or 'configuration '}nests too deep to be read; correct it") from None
     except ValidationError as error:
-        # A misspelt key is missing too: name what was written.
-        errors = sorted(error.errors(include_url=False), key=lambda one: one["type"] == "missing")
+        # A misspelt key is missing too, and a list too short without its wrong items: name what was written.
+        errors = sorted(error.errors(include_url=False), key=lambda one: one["type"] in ("missing", "too_short"))
         raise ValueError(_first_line(cls, errors[0], prefix)) from None
 
 

@@ -43,8 +43,8 @@ def finetune(
 ) -> None:
     """Fine-tune a converted model, stage by stage; the same command continues where it stopped.
 
-    Recipes: hybrid, hybrid-control, distill, distill-skip, long-skip, long-pi, paper, pi-4k, pi-4k-control,
-    pi-8k, pi-8k-control (docs/finetuning.md says what they do).
+    Recipes: hybrid, hybrid-control, distill, distill-skip, long-skip, paper, pi-4k, pi-4k-control, pi-8k,
+    pi-8k-control (docs/finetuning.md says what they do).
 
     Several processes: `accelerate launch -m farspan_cli finetune …`.
 

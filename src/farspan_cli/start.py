@@ -34,7 +34,6 @@ EXTRAS = {
     "eval": ("wonderwords", "scipy"),
     "report": ("matplotlib", "jinja2"),
     "gguf": ("gguf",),
-    "lora": ("peft",),
     "gpu": ("triton",),
 }
 

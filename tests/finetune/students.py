@@ -7,20 +7,13 @@ import torch
 from farspan import FarspanConfig, FarspanForCausalLM
 from farspan.checkpoints import Target, give_attention
 
-SHAPE = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 257,
-    "train_length": 32,
-}
+SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "vocab_size": 257, "train_length": 32}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 
 
 def teacher(**options: object) -> FarspanForCausalLM:
     """A RoPE model whose scores are not all alike."""
-    model = FarspanForCausalLM(FarspanConfig(**{**SHAPE, "attention": "rope", **options})).eval()
+    model = FarspanForCausalLM(FarspanConfig(**{**SHAPE, **HEADS, "attention": "rope", **options})).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 2:

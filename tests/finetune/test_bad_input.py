@@ -21,13 +21,8 @@ TEACHER = {"objective": {"logit-kl": 1.0}}
             {"rope_parameters": {"rope_type": "linear"}},
             "rope_parameters of stage s1 need a factor > 1, got 0.5 for length 16 and a model trained at 32",
         ),
-        (
-            {"rope_parameters": {"rope_type": "ntk", "factor": 0.5}},
-            "rope_parameters of stage s1: .* at least 1, got 0.5",
-        ),
+        ({"passkey_share": 0.02, "retrieval_share": 0.1}, "passkey_share must be 0 with retrieval_share, got 0.02"),
         ({"passkey_share": 0.02}, "length of stage s1 must be at least 246 tokens .* got 16; use longer rows"),
-        ({"lora": {"r": 2, "target_modules": ["k_proj"]}}, "lora.target_modules must be linear layers .*got 'k_proj'"),
-        ({"lora": {"r": 2, "target_modules": ["lm_head"]}}, "lora.target_modules must be .*got 'lm_head'"),
     ],
 )
 def test_a_bad_later_stage_is_found_before_the_first_is_trained(
@@ -44,7 +39,7 @@ def test_a_bad_later_stage_is_found_before_the_first_is_trained(
     [
         ("gone", {}, None, r"checkpoint must be a folder or a .gguf file, got '.*gone', which does not"),
         ("original", TEACHER, None, r"--teacher is needed by stage s0, got none, and .* does not say"),
-        ("coca", TEACHER, "gone", r"--teacher must exist, got 'gone'"),
+        ("coca", TEACHER, "gone", r"--teacher must exist, got '.*gone'"),
         ("coca", {}, "original", r"--teacher must be left out for a recipe that learns from tokens alone"),
     ],
 )
@@ -52,14 +47,9 @@ def test_a_model_and_its_teacher_must_be_there(
     model: str, stage: dict, teacher: str | None, message: str, folders: Folders, tmp_path: Path
 ) -> None:
     original, coca, source = folders
+    paths = {None: None, "original": original, "coca": coca, "gone": tmp_path / "gone"}
     with pytest.raises(ValueError, match=message):
-        finetune(
-            {"original": original, "coca": coca, "gone": tmp_path / "gone"}[model],
-            {source: 1.0},
-            recipe(stage),
-            tmp_path / "out",
-            teacher=original if teacher == "original" else teacher,
-        )
+        finetune(paths[model], {source: 1.0}, recipe(stage), tmp_path / "out", teacher=paths[teacher])
     assert not (tmp_path / "out").exists()
 
 

@@ -35,7 +35,6 @@ def finetune(folders: Folders, tmp_path: Path) -> Finetune:
     ("arguments", "message"),
     [
         (["--recipe", "distil"], "did you mean 'distill'"),
-        (["--length", "128"], "length of stage attention must be at least 246 tokens for a passkey text"),
         (["--data", "gone"], "data must be a folder with manifest.json, got 'gone'"),
         (["--recipe", "TOML"], "configuration key stages[0].lenght"),
         (["--data", "DATA=none"], "--data must be DIR or DIR=WEIGHT"),

@@ -30,9 +30,6 @@ def test_the_published_schedule_is_the_papers() -> None:
     assert [s.optimizer.steps * s.batch_size * s.length for s in stages] == [15_000 * 32 * 8 * 2048] * 3
     assert all(s.objective == {"next-token": 1.0} for s in stages)
     assert stages[0].train_length == 2048
-    (long,) = Recipe.load("long-pi").stages
-    assert (long.optimizer.steps, long.length, long.batch_size) == (6000, 32_768, 32)
-    assert long.optimizer.peak_lr == long.optimizer.end_lr == long.optimizer.start_lr == 2e-5
 
 
 def test_far_positions_come_after_distillation_and_their_control_has_the_same_stage() -> None:
@@ -81,15 +78,12 @@ BAD = {
         for line, message in {
             "lenght = 5": r"key stages\[0\].lenght .*did you mean 'length'",
             "optimizer = { step = 5 }": r"stages\[0\].optimizer.step .*did you mean 'steps'",
-            "lora = { rank = 5 }": r"stages\[0\].lora.rank must be one of 'r'",
-            "lora = { r = -1 }": r"lora.r must be greater than or equal to 0, got -1",
-            "lora = { r = 2 }\ntrain = ['x']": "train of stage a must be left out",
-            "lora = { r = 1, target_modules = [1] }": r"lora.target_modules\[0\] must be a valid string, got 1",
             "objective = { logits-kl = 1.0 }": "objective of stage a .*did you mean 'logit-kl'",
             "objective = { logit-kl = 0 }": "logit-kl must be greater than 0, got 0",
             "objective = { next-token = true }": "next-token must be a valid number, got True",
             "objective = { next-token = inf }": "must be a finite number",
-            "objective = { next-token = 0.5 }": "next-token of stage a must have weight 1 where it stands alone",
+            "objective = { next-token = 0.5 }": "objective of stage a must be one of weight 1, .* 0.5}",
+            "objective = { logit-kl = 1.0, attention-output = 1.0 }": "must be one of weight 1, or logit-kl with or",
             "objective = {}": "objective must have at least 1 item",
             "train = []": "train must have at least 1 item",
             "train = [['*']]": r"train\[0\] must be a valid string",
@@ -97,16 +91,13 @@ BAD = {
             "batch_size = 3": "multiple of optimizer.accumulation = 2, got 3",
             "reach = 3": "reach of stage a must be a power of two, .* got 3 times 2048; try 16",
             "reach = 2\nlength = 17": "length of stage a must be even where reach > 1, .* got 17; try 18",
-            "optimizer = { end_lr = -1.0 }": "optimizer.end_lr must be greater than or equal to 0, got -1.0",
             "reach = 1073741824": "reach of stage a must be a power of two",
-            "rope_parameters = { factor = 2.0 }": "rope_type of stage a must be one of 'default'",
-            "rope_parameters = { rope_type = 'lin' }": "rope_type of stage a .*did you mean 'linear'",
-            "rope_parameters = { rope_type = 'linear', factor = 'x' }": "factor must be a number above 0, got 'x'",
-            "rope_parameters = { rope_type = 'linear', factr = 2 }": "key must be one of .*did you mean 'factor'",
-            "rope_parameters = { rope_type = 'default', factor = 4.0 }": "key must be one of .* got 'factor'",
+            "rope_parameters = { factor = 2.0 }": "rope_parameters.rope_type must be given",
+            "rope_parameters = { rope_type = 'lin' }": "rope_type must be 'linear' or 'dynamic', got 'lin'",
+            "rope_parameters = { rope_type = 'linear', factor = 2 }": "none for 'linear', got 2.0",
             "rope_parameters = { rope_type = 'dynamic' }": "must have a factor for 'dynamic'",
-            "rope_parameters = { rope_type = 'dynamic', factor = 2, mode = 'x' }": "mode must be one of",
-            "rope_parameters = { rope_type = 'yarn', truncate = 1 }": "truncate must be true or false, got 1",
+            "rope_parameters = { rope_type = 'dynamic', factr = 2 }": "must be one of .*did you mean 'factor'",
+            "rope_parameters = { rope_type = 'dynamic', factor = 0.5 }": "factor must be greater than or equal to 1",
         }.items()
     },
 }
@@ -119,8 +110,3 @@ def test_bad_recipes_get_one_clear_line(text: str, message: str, tmp_path: Path)
     with pytest.raises(ValueError, match=message) as raised:
         Recipe.load(path)
     assert "\n" not in str(raised.value)
-
-
-def test_an_unknown_name_comes_with_the_nearest() -> None:
-    with pytest.raises(ValueError, match=r"--recipe must be one of .*did you mean 'distill'"):
-        Recipe.load("distil")

@@ -48,7 +48,7 @@ scalings = ["none+log"]
 measures = "small"
 [models.longer]
 start = "rope"
-recipe = "long-pi"
+recipe = "pi-4k"
 length = 32
 tokens = 128
 measures = "longer"

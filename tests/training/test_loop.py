@@ -259,8 +259,8 @@ def test_what_is_not_finite_stops_the_run_with_the_last_good_checkpoint(
     file = tmp_path / "config.json"
     file.write_text(json.dumps(settings(source)))
     status, _, said = called("train", file, "--out", tmp_path / "again")
-    assert (status, said.count("\n")) == (2, 1)
-    assert "at step 5; the last good checkpoint is" in said
+    assert status == 2
+    assert "at step 5; the last good checkpoint is" in said.splitlines()[-1]  # a slow computer logs progress before it
 
 
 @pytest.mark.parametrize("changes", [{"run__gradient_checkpointing": True}, {"optimizer__accumulation": 4}], ids=str)

@@ -43,13 +43,15 @@ def load(
     *,
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
+    config: FarspanConfig | None = None,
     progress: Progress = silent,
 ) -> FarspanForCausalLM:
     """Load a source as our model with its own attention: the same logits. dtype None keeps the source's.
 
-    Memory holds the model and one tensor more.
+    `config` replaces the source's, for the same tensors at other lengths and angles. Memory holds the model and one
+    tensor more.
     """
-    model = _empty_model(source)
+    model = _empty_model(source, config)
     names = _check_tensors(source, model)
     dtype = dtype or source.dtype
     for done, name in enumerate(names):
@@ -74,8 +76,8 @@ def load(
     return model.eval()
 
 
-def _empty_model(source: Source) -> FarspanForCausalLM:
-    config = config_of(source)
+def _empty_model(source: Source, config: FarspanConfig | None = None) -> FarspanForCausalLM:
+    config = config or config_of(source)
     with valid_config(source.config, source.where), torch.device("meta"):
         return FarspanForCausalLM(config)
 
@@ -87,9 +89,10 @@ def _check_tensors(source: Source, model: FarspanForCausalLM) -> list[str]:
         {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)},
     )
     if adapter := min((name for name in source.shapes if ".lora_" in name), default=None):
-        merged = source.path.resolve().with_name("merged")  # where `farspan finetune` leaves it
-        remedy = f"give {str(merged)!r}" if (merged / "config.json").is_file() else "merge them into its weights first"
-        raise ValueError(f"checkpoint must be a plain model, got {path!r} with LoRA weights ({adapter!r}); {remedy}")
+        raise ValueError(
+            f"checkpoint must be a plain model, got {path!r} with LoRA weights ({adapter!r}); "
+            "merge them into its weights first"
+        )
     known = {source.stored(name) for name in shapes}
     unknown = [name for name in source.shapes if name not in known and not name.endswith(".rotary_emb.inv_freq")]
     require(

@@ -1,4 +1,4 @@
-"""What a stage lowers: distances from a frozen teacher, alone or together with the loss of the next token."""
+"""What a stage lowers: a distance from a frozen teacher, alone or together with the loss of the next token."""
 
 from collections.abc import Callable, Mapping
 
@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from farspan.configuration_farspan import FarspanConfig
 from farspan.errors import require
 from farspan.modeling_farspan import FarspanBlock, FarspanForCausalLM
-from farspan.ops.device import product_dtype
 from farspan.ops.masking import AttentionContext
-from farspan.training.loss import linear_cross_entropy, linear_loss
-from farspan.training.pretraining import skipped_positions
+from farspan.training.loop import compile_blocks
+from farspan.training.loss import linear_loss
+from farspan.training.pretraining import last_hidden, skipped_positions
 
 NEXT_TOKEN, ATTENTION_OUTPUT, LOGIT_KL = OBJECTIVES = ("next-token", "attention-output", "logit-kl")
 """The names a recipe weighs."""
@@ -47,11 +47,11 @@ def relative_error(ours: Tensor, theirs: Tensor) -> Tensor:
 
 
 class Distillation(nn.Module):
-    """Weighted sum, for ids (b, n+1), of distances from a frozen teacher and of the next token's loss.
+    """Distance from a frozen teacher, for ids (b, n+1), alone or together with the next token's loss.
 
-    "attention-output": give each of :func:`new_layers` what entered the teacher's layer, and average
-    :func:`relative_error` of what its attention makes of it. No error travels from layer to layer: all learn from one
-    forward pass of the teacher, and the rest of the student is not run.
+    "attention-output", which stands alone: give each of :func:`new_layers` what entered the teacher's layer, and
+    average :func:`relative_error` of what its attention makes of it. No error travels from layer to layer: all learn
+    from one forward pass of the teacher, and the rest of the student is not run.
     "logit-kl": KL(teacher ‖ student) of the next token, a mean over tokens.
 
     Args:
@@ -72,61 +72,53 @@ class Distillation(nn.Module):
         reach: int = 1,
     ) -> None:
         super().__init__()
+        check_teacher(model.config, teacher.config, weights)
         self.model = model
         self._teacher = (teacher.eval().requires_grad_(False),)
         self.weights, self.compiled, self.reach = dict(weights), compile, reach
-        check_teacher(model.config, teacher.config, weights)
-        self.layers = set(new_layers(model.config, teacher.config)) if ATTENTION_OUTPUT in weights else set[int]()
         self._attend = torch.compile(attend) if compile else attend
         self._feed = torch.compile(feed) if compile else feed
         # One pass over the logits instead of a dozen.
         self._error = torch.compile(soft_error, dynamic=False) if compile else soft_error
+        if compile:
+            compile_blocks(teacher)
 
     def forward(self, ids: Tensor) -> Tensor:
         teacher, inputs = self._teacher[0], ids[:, :-1]
         if teacher.device != ids.device:
             teacher.to(ids.device)
         positions = skipped_positions(inputs, self.reach)
-        local, theirs = self._through_teacher(teacher, inputs, positions)
-        loss = self.weights[ATTENTION_OUTPUT] * local if self.layers else local
-        if set(self.weights) == {ATTENTION_OUTPUT}:
-            return loss
-        ours = self.model.model(inputs, position_ids=positions, use_cache=False).last_hidden_state
-        ours = ours.flatten(0, 1).to(product_dtype(ours))  # autocast's dtype, whose products the fused loss takes over
-        head, targets = self.model.lm_head.weight, ids[:, 1:].flatten()
-        if theirs is None:
-            return loss + self.weights[NEXT_TOKEN] * linear_cross_entropy(ours, head, targets)
-        return loss + linear_distillation(
-            ours,
-            head,
-            theirs.flatten(0, 1).to(product_dtype(theirs)),
+        if ATTENTION_OUTPUT in self.weights:
+            return self._attention_error(teacher, inputs, positions)
+        with torch.no_grad():
+            theirs = last_hidden(teacher, inputs)
+        return linear_distillation(
+            last_hidden(self.model, inputs, positions),
+            self.model.lm_head.weight,
+            theirs,
             teacher.lm_head.weight,
-            targets,
+            ids[:, 1:].flatten(),
             divergence=self.weights[LOGIT_KL],
             cross_entropy=self.weights.get(NEXT_TOKEN, 0.0),
             error_of=self._error,
         )
 
-    def _through_teacher(
-        self, teacher: FarspanForCausalLM, ids: Tensor, positions: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return the mean error of the new layers, at `positions`, and the teacher's last hidden states if wanted."""
-        wanted = LOGIT_KL in self.weights
+    def _attention_error(self, teacher: FarspanForCausalLM, ids: Tensor, positions: Tensor | None) -> Tensor:
+        """Compute the mean error of the new layers, at `positions`."""
+        new, errors = new_layers(self.model.config, teacher.config), []
         with torch.no_grad():
             hidden = teacher.model.embed_tokens(ids)
         theirs = teacher.model.context(hidden, prepare=self.compiled)
         own = self.model.model.context(hidden, position_ids=positions, prepare=self.compiled)
-        errors, last = [], len(teacher.model.layers) if wanted else max(self.layers) + 1
-        for i, (block, student) in enumerate(zip(teacher.model.layers[:last], self.model.model.layers, strict=False)):
+        for i in range(max(new) + 1):
+            block = teacher.model.layers[i]
             with torch.no_grad():
                 attended = self._attend(block, hidden, theirs)
-            if i in self.layers:
-                errors.append(relative_error(self._attend(student, hidden, own), attended))
+            if i in new:
+                errors.append(relative_error(self._attend(self.model.model.layers[i], hidden, own), attended))
             with torch.no_grad():
                 hidden = self._feed(block, hidden, attended)
-        local = torch.stack(errors).mean() if errors else hidden.new_zeros(())
-        with torch.no_grad():
-            return local, teacher.model.norm(hidden) if wanted else None
+        return torch.stack(errors).mean()
 
 
 def check_teacher(ours: FarspanConfig, theirs: FarspanConfig, weights: Mapping[str, float]) -> None:

@@ -5,12 +5,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from importlib.resources import as_file, files
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from farspan.errors import require, require_choice
-from farspan.finetune.objectives import NEXT_TOKEN, OBJECTIVES
+from farspan.finetune.objectives import ATTENTION_OUTPUT, LOGIT_KL, NEXT_TOKEN, OBJECTIVES
 from farspan.ops.masking import LIMIT
 from farspan.training.config import Count, Length, OptimizerSection, PasskeyShare, RetrievalShare, Weight, check_pieces
 from farspan.utils import parse, read_settings
@@ -23,41 +23,18 @@ FEWEST_STEPS = 500
 
 
 @dataclass(frozen=True)
-class Lora:
-    """``lora``: train low-rank additions (PEFT) and merge them at the end of the stage; r = 0 trains the weights."""
+class Scaling:
+    """``rope_parameters``: position interpolation, whose factor follows from the lengths, or dynamic NTK."""
 
-    r: Annotated[int, Field(ge=0)] = 0
-    alpha: Annotated[int, Field(ge=1)] = 16
-    target_modules: tuple[str, ...] = ()
-    """Names of linear layers; empty = all of them but the head."""
+    rope_type: Literal["linear", "dynamic"]
+    factor: Annotated[float, Field(ge=1)] | None = None
 
-
-ROPE_KEYS: dict[str, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("factor",),
-    "ntk": ("factor",),
-    "dynamic": ("factor", "mode"),
-    "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "truncate"),
-    "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
-}
-"""What each scaling takes beside its rope_type and rope_theta; transformers would ignore others, with a warning."""
-
-
-def _check_rope(stage: str, rope: Mapping[str, Any]) -> None:
-    """Raise for keys that would be ignored, and for values that would fail when the stage begins."""
-    where, kind = f"rope_parameters of stage {stage}", str(rope.get("rope_type"))
-    require_choice(f"rope_type of stage {stage}", kind, ROPE_KEYS)
-    for key, value in rope.items():
-        require_choice(f"{where}: key", key, ("rope_type", "rope_theta", *ROPE_KEYS[kind]))
-        if key == "mode":
-            require_choice(f"{where}: mode", value, ("per_query", "per_request"))
-        elif key == "truncate":
-            require(isinstance(value, bool), f"{where}: truncate must be true or false, got {value!r}")
-        elif key != "rope_type":
-            good = type(value) in (int, float) and value > 0
-            require(good, f"{where}: {key} must be a number above 0, got {value!r}")
-    follows = "factor" in rope or kind in ("default", "linear", "yarn")
-    require(follows, f"{where} must have a factor for {kind!r}, got {dict(rope)}; try factor = 4.0")
+    def __post_init__(self) -> None:
+        require(
+            (self.factor is None) == (self.rope_type == "linear"),
+            f"rope_parameters must have a factor for 'dynamic', such as 4.0, and none for 'linear', got {self.factor} "
+            f"for {self.rope_type!r}",
+        )
 
 
 @dataclass(frozen=True)
@@ -78,25 +55,22 @@ class Stage:
     retrieval_share: RetrievalShare = 0.0
     """Share of rows that show retrieval tasks with answers (:mod:`farspan.data.retrieval`), passkeys among them."""
     train_length: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
-    """The model's training length from here on, which dynamic NTK and YaRN measure against; 0 = as it is, or `length`
-    times `reach` where linear scaling takes its factor from the lengths."""
-    rope_parameters: dict[str, Any] = field(default_factory=dict)
-    """Another scaling of the angles from here on, as in transformers. A missing factor of linear and yarn takes the
-    training length to `length` times `reach`. See :func:`farspan.finetune.run.give_lengths`."""
+    """The model's training length from here on, which dynamic NTK measures against; 0 = as it is, or `length` times
+    `reach` under linear scaling."""
+    rope_parameters: Scaling | None = None
+    """Another scaling of the angles from here on; see :func:`farspan.finetune.run.lengthened`."""
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
-    lora: Lora = field(default_factory=Lora)
 
     def __post_init__(self) -> None:
         name = self.name
         for objective in self.objective:
             require_choice(f"objective of stage {name}", objective, OBJECTIVES)
+        mixes = LOGIT_KL in self.objective and ATTENTION_OUTPUT not in self.objective
         require(
-            self.needs_teacher or self.objective.get(NEXT_TOKEN, 1) == 1,
-            f"objective next-token of stage {name} must have weight 1 where it stands alone, got "
-            f"{self.objective.get(NEXT_TOKEN)}; change optimizer.peak_lr instead",
+            mixes or list(self.objective.values()) == [1],
+            f"objective of stage {name} must be one of weight 1, or logit-kl with or without next-token, got "
+            f"{self.objective}; change optimizer.peak_lr instead of a weight",
         )
-        if self.rope_parameters:
-            _check_rope(name, self.rope_parameters)
         require(
             self.reach.bit_count() == 1 and self.length * self.reach <= LIMIT,
             f"reach of stage {name} must be a power of two, which keeps positions within {LIMIT}, "
@@ -108,11 +82,6 @@ class Stage:
             f"try {self.length + 1}",
         )
         check_pieces(self.batch_size, self.optimizer.accumulation, f"batch_size of stage {name}")
-        require(
-            self.lora.r == 0 or self.train == ("*",),
-            f"train of stage {name} must be left out where lora.r > 0, got {list(self.train)}; "
-            "lora.target_modules says what moves",
-        )
 
     @property
     def tokens(self) -> int:

@@ -11,19 +11,17 @@ from shutil import copytree, ignore_patterns
 from typing import Any
 
 import torch
-from safetensors.torch import load_model
 from torch import nn
 
-from farspan.checkpoints import config_of, load, open_source, read_note, save, text_tokenizer, write_note
+from farspan.checkpoints import config_of, load, open_source, read_note, text_tokenizer, write_note
 from farspan.configuration_farspan import FarspanConfig
 from farspan.data import Batches, Shards, TextTokenizer
 from farspan.errors import require
 from farspan.evaluation import scaling_name
 from farspan.finetune.objectives import ATTENTION_OUTPUT, Distillation, check_teacher, new_layers
-from farspan.finetune.recipe import Lora, Recipe, Stage
-from farspan.layers import CosformerAttention
+from farspan.finetune.recipe import Recipe, Stage
 from farspan.modeling_farspan import FarspanForCausalLM
-from farspan.ops import Linear, YaRN
+from farspan.ops import Linear
 from farspan.results import write_result
 from farspan.training import Job
 from farspan.training import run as run_job
@@ -57,7 +55,6 @@ class Origin:
             or all(ATTENTION_OUTPUT not in stage.objective for stage in recipe.stages),
             "objective 'attention-output' needs unsharded weights, got FSDP; launch with one-node.yaml instead",
         )
-        require(bool(data), "--data must name at least one token folder, got none; make it with farspan data")
         self.model, self.data = Path(model), {str(Path(path)): weight for path, weight in data.items()}
         self.teacher = Path(teacher) if teacher is not None else read_note(self.model)
         self.source = open_source(self.model)
@@ -71,7 +68,7 @@ class Origin:
         )
         assert self.teacher is not None
         require(self.teacher.exists(), f"--teacher must exist, got {str(self.teacher)!r}; name the original checkpoint")
-        self.teacher_source = self.source if self.teacher == self.model else open_source(self.teacher)
+        self.teacher_source = open_source(self.teacher)
 
     @cached_property
     def tokenizer(self) -> TextTokenizer:
@@ -94,23 +91,25 @@ class Origin:
         """Return the configuration of the stage's teacher, if it has one."""
         return config_of(self.teacher_source) if stage.needs_teacher else None
 
-    def check(self, recipe: Recipe) -> None:
-        """Raise for a stage that cannot begin, before the first is trained.
+    def check(self, recipe: Recipe) -> list[dict[str, int]]:
+        """Raise for a stage that cannot begin, before the first is trained; count the parameters of each.
 
         Go through the stages with a model that has shapes but no weights, and open the data at each stage's length.
         """
-        config = config_of(self.source)
+        config, counts = config_of(self.source), []
         for stage in recipe.stages:
+            config = lengthened(config, stage)  # the next stage begins with it
             with torch.device("meta"):
                 student = FarspanForCausalLM(config)
-            give_lengths(student, stage)  # the next stage begins with this configuration
             theirs = self.teacher_of(stage)
             if theirs is not None:
                 check_teacher(student.config, theirs, stage.objective)
-            prepared(student, stage, theirs)
+            trained = freeze(student, stage, theirs).num_parameters(only_trainable=True)
+            counts.append({"parameters": student.num_parameters(), "trained_parameters": trained})
             self.batches(stage, 0)  # raises for rows that are too short
         if recipe.log_length:
             student.set_log_length(True)
+        return counts
 
     def write_beside(self, folder: Path) -> None:
         """Write tokenizer and generation settings as they came, and where the model is from."""
@@ -135,31 +134,30 @@ def finetune(
     Args:
         model: a farspan folder with its tokenizer, or anything `farspan convert` reads.
         data: token folders (`farspan data --tokenizer MODEL`) with their weights.
-        out: gets ``stage-1-…`` and so on, each a folder of a training run with its ``model`` (``merged`` is
-            the plain one after LoRA); at the end ``model`` and ``recipe.json``, what was done and what it took.
+        out: gets ``stage-1-…`` and so on, each a folder of a training run with its ``model``; at the end ``model`` and
+            ``recipe.json``, what was done and what it took.
         teacher: what a distilling stage learns from; an error where no stage distils. Default: what the model was
             converted from, if it says.
         begin: called once, when everything was checked and before anything is trained.
         progress: called every few steps with the tokens of all stages.
     """
-    stages = tuple(parse(Stage, asdict(stage), f"stages[{i}].") for i, stage in enumerate(recipe.stages))
+    recipe = Recipe.parse(asdict(recipe))  # one that was made in Python may hold anything
     folder, run = Path(out), parse(RunSection, asdict(run or RunSection()), "run.")
     origin = Origin(model, data, recipe, teacher)
-    folders = [folder / f"stage-{i}-{stage.name}" for i, stage in enumerate(stages, 1)]
+    folders = [folder / f"stage-{i}-{stage.name}" for i, stage in enumerate(recipe.stages, 1)]
     final, path, done = folder / "model", origin.model, 0
     with working_in(folder, SETTINGS, "of a fine-tuning"):
-        if not final.exists():
-            origin.check(recipe)
+        counts = [] if final.exists() else origin.check(recipe)
         settings = {"stages": [one.name for one in folders], "log_length": bool(recipe.log_length)}
         on_main(partial(check_same, folder / SETTINGS, settings, "fine-tuning"))
         if begin is not None:
             begin()
-        for index, (own, stage) in enumerate(zip(folders, stages, strict=True)):
+        for index, (own, stage) in enumerate(zip(folders, recipe.stages, strict=True)):
             job = stage_job(stage, path, origin, replace(run, seed=run.seed + index))
-            run_job(job, own, progress=_in_tokens(progress, stage, done, recipe.tokens))
-            path = on_main(partial(_plain_model, own, stage, origin))
+            path = run_job(job, own, progress=_in_tokens(progress, stage, done, recipe.tokens))
             done += stage.tokens
-        on_main(partial(_finish, folder, recipe, origin, path, run.seed))
+        if counts:
+            on_main(partial(_finish, folders, recipe, counts, final, run.seed))
     return final
 
 
@@ -172,26 +170,19 @@ def _in_tokens(progress: Progress, stage: Stage, before: int, tokens: int) -> Pr
     return report
 
 
-def _plain_model(folder: Path, stage: Stage, origin: Origin) -> Path:
-    """Return the plain model of a finished stage; after LoRA, merge the additions first."""
-    if not stage.lora.r:
-        return folder / "model"
-    merged = folder / "merged"
-    if not merged.exists():
-        save(merge_lora(resumed(folder / "model", stage, origin.teacher_of(stage))), merged, origin.write_beside)
-    return merged
-
-
-def _finish(folder: Path, recipe: Recipe, origin: Origin, path: Path, seed: int) -> None:
+def _finish(folders: list[Path], recipe: Recipe, counts: list[dict[str, int]], final: Path, seed: int) -> None:
     """Write what was done, and the last stage's model as the result."""
-    final = folder / "model"
-    if final.exists():
-        return
-    rows = [_stage_row(folder / f"stage-{i}-{stage.name}", stage, origin) for i, stage in enumerate(recipe.stages, 1)]
+    rows = []
+    for folder, stage, count in zip(folders, recipe.stages, counts, strict=True):
+        losses = [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        few = max(1, min(10, len(losses) // 2))
+        row = {"kind": "stage", **asdict(stage), "folder": folder.name, "tokens": stage.tokens}
+        row["seconds"] = json.loads((folder / "model" / "trainer.json").read_text())["seconds"]
+        rows.append({**row, **count, "first_loss": sum(losses[:few]) / few, "last_loss": sum(losses[-few:]) / few})
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    write_result(folder / "recipe.json", rows, device=device, seed=seed, kind="finetune")
+    write_result(final.with_name("recipe.json"), rows, device=device, seed=seed, kind="finetune")
     with atomic_path(final) as part:
-        copytree(path, part, ignore=ignore_patterns("trainer.json"))
+        copytree(folders[-1] / "model", part, ignore=ignore_patterns("trainer.json"))
         if recipe.log_length:
             config = FarspanConfig.from_pretrained(part)
             config.log_length = True
@@ -219,67 +210,30 @@ def stage_job(stage: Stage, path: Path, origin: Origin, run: RunSection) -> Job:
         batch_size=stage.batch_size,
         tokens_per_row=stage.length,
         start=partial(begun, path, stage, theirs),
-        load=partial(resumed, stage=stage, teacher=theirs),
+        load=lambda saved: freeze(load(open_source(saved), dtype=torch.float32), stage, theirs),
         batches=partial(origin.batches, stage, run.seed),
         objective=objective,
         write_beside=origin.write_beside,
     )
 
 
-def _stage_row(folder: Path, stage: Stage, origin: Origin) -> dict[str, Any]:
-    """Say what a finished stage was and took: a row of recipe.json."""
-    losses = [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    few = max(1, min(10, len(losses) // 2))
-    with torch.device("meta"):
-        model = FarspanForCausalLM(FarspanConfig.from_pretrained(folder / "model"))
-        parameters = sum(p.numel() for p in model.parameters())
-        moving = [p for p in prepared(model, stage, origin.teacher_of(stage)).parameters() if p.requires_grad]
-    return {
-        "kind": "stage",
-        **asdict(stage),
-        "folder": folder.name,
-        "tokens": stage.tokens,
-        "seconds": json.loads((folder / "model" / "trainer.json").read_text())["seconds"],
-        "parameters": parameters,
-        "trained_parameters": sum(p.numel() for p in moving),
-        "first_loss": sum(losses[:few]) / few,
-        "last_loss": sum(losses[-few:]) / few,
-    }
-
-
-# What of a model moves in a stage: frozen parameters, other angles, low-rank additions
+# What a stage begins with
 
 
 def begun(path: Path, stage: Stage, teacher: FarspanConfig | None = None) -> FarspanForCausalLM:
     """Load the model of a folder or GGUF file as a stage begins with it, in float32."""
-    model = load(open_source(path), dtype=torch.float32)
-    give_lengths(model, stage)
-    return prepared(model, stage, teacher)
-
-
-def resumed(path: Path, stage: Stage, teacher: FarspanConfig | None = None) -> FarspanForCausalLM:
-    """Load the model of a stage's own checkpoint."""
-    if not stage.lora.r:
-        return freeze(load(open_source(path), dtype=torch.float32), stage, teacher)
-    model = prepared(FarspanForCausalLM(FarspanConfig.from_pretrained(path)), stage, teacher)
-    load_model(model, path / "model.safetensors")
-    return model
-
-
-def prepared(model: FarspanForCausalLM, stage: Stage, teacher: FarspanConfig | None = None) -> FarspanForCausalLM:
-    """Give a model the stage's low-rank additions, if it has any, and freeze the rest."""
-    if stage.lora.r:
-        add_lora(model, stage.lora)
+    source = open_source(path)
+    model = load(source, dtype=torch.float32, config=lengthened(config_of(source), stage))
     return freeze(model, stage, teacher)
 
 
-def give_lengths(model: FarspanForCausalLM, stage: Stage) -> None:
-    """Give a model the stage's training length and angles, which it keeps.
+def lengthened(config: FarspanConfig, stage: Stage) -> FarspanConfig:
+    """Return a model's configuration with the training length and angles of a stage, which the model keeps.
 
     A scaling replaces the model's own, which must be of the same kind, as the weights have learnt it; so interpolating
     32 → 64 → 128 ends with factor 4.
     """
-    config, rope, longest = model.config, dict(stage.rope_parameters), stage.length * stage.reach
+    rope, longest = stage.rope_parameters, stage.length * stage.reach
     # Skipped positions would take a window across the gap, let log_length count absent keys, and leave a linear
     # layer's table.
     steady = not config.log_length and all(not spec.linear and spec.window is None for spec in config.attention_specs)
@@ -288,41 +242,30 @@ def give_lengths(model: FarspanForCausalLM, stage: Stage) -> None:
         f"reach of stage {stage.name} must be 1 for a model with windows, linear attention or log_length, "
         f"got {stage.reach}; train it in longer rows",
     )
-    trained, own, kind = stage.train_length or config.train_length, config.rotary().scaling, rope.get("rope_type")
-    own_kind = (config.rope_parameters or {}).get("rope_type", "default")
-    require(
-        kind in (None, "default", own_kind) or own_kind == "default",
-        f"rope_parameters of stage {stage.name} must keep to the model's own scaling, {scaling_name(own)}, "
-        f"got {kind!r}; leave them out, or drop it in a stage before with rope_type = 'default'",
-    )
-    if kind in ("linear", "yarn"):  # which measure against the length before the model's own scaling
-        original = config.train_length / own.factor if isinstance(own, Linear) else config.train_length
-        original = own.train_length if isinstance(own, YaRN) else original
-        if "factor" not in rope:
-            rope["factor"] = longest / original
+    changed: dict[str, Any] = {
+        "train_length": stage.train_length or config.train_length,
+        "max_position_embeddings": max(config.max_position_embeddings, longest),
+    }
+    if rope is not None:
+        before, own, factor = config.rope_parameters or {}, config.rotary().scaling, rope.factor
+        require(
+            before.get("rope_type", "default") in ("default", rope.rope_type),
+            f"rope_parameters of stage {stage.name} must keep to the model's own scaling, {scaling_name(own)}, "
+            f"got {rope.rope_type!r}; leave them out",
+        )
+        if rope.rope_type == "linear":
+            original = config.train_length / (own.factor if isinstance(own, Linear) else 1)
+            factor = longest / original
             require(
-                rope["factor"] > 1,
-                f"rope_parameters of stage {stage.name} need a factor > 1, got {rope['factor']:g} for length "
+                factor > 1,
+                f"rope_parameters of stage {stage.name} need a factor > 1, got {factor:g} for length "
                 f"{longest} and a model trained at {original:g}; lengthen the rows or leave them out",
             )
-            if kind == "linear" and not stage.train_length:
-                trained = longest  # interpolated positions go as far as these rows, and the next scaling starts there
-        if kind == "yarn":
-            rope.setdefault("original_max_position_embeddings", round(original))
-    config.train_length = trained
-    config.max_position_embeddings = max(config.max_position_embeddings, longest)
-    if rope:
-        try:
-            model.set_rope_parameters(**rope)
-        except ValueError as error:
-            raise ValueError(f"rope_parameters of stage {stage.name}: {error}") from error
-    # The layers must measure against what is saved, or a reloaded model is another function.
-    model.share_rotary(config.rotary())
-    if config.log_length:
-        model.set_log_length(config.log_length)
-    for layer in model.modules():
-        if isinstance(layer, CosformerAttention):
-            layer.max_length = config.cosformer_max_length or config.train_length
+            # Interpolated positions go as far as these rows, and the next scaling starts there.
+            changed["train_length"] = stage.train_length or longest
+        base = before.get("rope_theta", 10_000.0)
+        changed["rope_parameters"] = {"rope_theta": base, "rope_type": rope.rope_type, "factor": factor}
+    return FarspanConfig.from_dict({**config.to_dict(), **changed})
 
 
 def freeze(model: FarspanForCausalLM, stage: Stage, teacher: FarspanConfig | None = None) -> FarspanForCausalLM:
@@ -332,7 +275,7 @@ def freeze(model: FarspanForCausalLM, stage: Stage, teacher: FarspanConfig | Non
     """
     names = [name for name, _ in model.named_parameters()]
     moving = set[str]()
-    for pattern in ("*.lora_*",) if stage.lora.r else stage.train:
+    for pattern in stage.train:
         found = {name for name in names if fnmatchcase(name, pattern)}
         require(
             bool(found),
@@ -340,7 +283,7 @@ def freeze(model: FarspanForCausalLM, stage: Stage, teacher: FarspanConfig | Non
             f"they are like {names[1]!r}",
         )
         moving |= found
-    if set(stage.objective) == {ATTENTION_OUTPUT}:
+    if ATTENTION_OUTPUT in stage.objective:
         parts = ("self_attn", "input_layernorm")
         own = [f"model.layers.{i}.{part}." for i in new_layers(model.config, teacher) for part in parts]
         moving = {name for name in moving if name.startswith(tuple(own))}
@@ -352,32 +295,3 @@ def freeze(model: FarspanForCausalLM, stage: Stage, teacher: FarspanConfig | Non
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in moving)
     return model
-
-
-def add_lora(model: FarspanForCausalLM, lora: Lora) -> None:
-    """Replace linear layers by PEFT's low-rank ones; the model stays what it is, not a wrapper around it."""
-    try:
-        from peft import LoraConfig, inject_adapter_in_model
-    except ImportError as error:
-        raise ValueError("lora needs the package 'peft', which is missing; pip install 'farspan[lora]'") from error
-    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    present = {name.rpartition(".")[2] for name in linear} - {"lm_head"}  # its weight is read, not its output
-    targets = lora.target_modules or [name for name in model.lora_target_modules if name in present]
-    for target in targets:
-        require(
-            target in present,
-            f"lora.target_modules must be linear layers of the model ({', '.join(sorted(present))}), got {target!r}",
-        )
-    inject_adapter_in_model(LoraConfig(r=lora.r, lora_alpha=lora.alpha, target_modules=list(targets)), model)
-
-
-def merge_lora(model: FarspanForCausalLM) -> FarspanForCausalLM:
-    """Add the low-rank products to the weights and put the plain layers back: the same function, nothing of PEFT."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    layers: list[tuple[str, Any]] = [(n, m) for n, m in model.named_modules() if isinstance(m, BaseTunerLayer)]
-    for name, layer in layers:
-        layer.merge()
-        owner, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(owner), leaf, layer.get_base_layer())
-    return model.requires_grad_(True)

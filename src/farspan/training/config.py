@@ -42,6 +42,12 @@ class DataSection:
     passkey_share: PasskeyShare = 0.0
     retrieval_share: RetrievalShare = 0.0
 
+    def __post_init__(self) -> None:
+        require(
+            not (self.retrieval_share and self.passkey_share),
+            f"passkey_share must be 0 with retrieval_share, got {self.passkey_share}; its rows hold passkeys too",
+        )
+
 
 @dataclass(frozen=True)
 class OptimizerSection:
@@ -83,10 +89,6 @@ class TrainConfig:
         data = self.data
         require(bool(data.sources), 'data.sources is empty; name token folders, e.g. sources = { "runs/books" = 1.0 }')
         check_pieces(data.batch_size, self.optimizer.accumulation, "data.batch_size")
-        require(
-            not (data.retrieval_share and data.passkey_share),
-            f"data.passkey_share must be 0 with retrieval_share, got {data.passkey_share}; its rows hold passkeys too",
-        )
 
     @classmethod
     def parse(cls, values: Mapping[str, Any]) -> "TrainConfig":

@@ -425,16 +425,15 @@ class Metrics:
         self.events: Any = None
         with suppress(ImportError):
             # Not torch's SummaryWriter: its thread prints a traceback when the disk is full.
-            from tensorboard.compat.proto import event_pb2, summary_pb2
+            from tensorboard.compat.proto.event_pb2 import Event
             from tensorboard.summary.writer.record_writer import RecordWriter
 
             (folder / "tensorboard").mkdir(exist_ok=True)
             name = f"events.out.tfevents.{time.time():.6f}.{os.getpid()}"
             self.events = RecordWriter(open(folder / "tensorboard" / name, "wb"))  # noqa: SIM115
-            self.event, self.summary = event_pb2.Event, summary_pb2.Summary
+            self.event = Event
             self._add_event(file_version="brain.Event:2")
-            started = event_pb2.SessionLog(status=event_pb2.SessionLog.START)  # drops later steps of earlier files
-            self._add_event(step=step, session_log=started)
+            self._add_event(step=step, session_log={"status": "START"})  # drops later steps of earlier files
 
     def add(self, first: int, losses: list[float], norms: list[float], section: OptimizerSection) -> None:
         """Write rows for steps first, first + 1, …"""
@@ -443,8 +442,8 @@ class Metrics:
                 row = {"loss": loss, "lr": learning_rate(step, section), "grad_norm": norm}
                 self.file.write(json.dumps({"step": step, **row}) + "\n")
                 if self.events is not None:
-                    values = [self.summary.Value(tag=tag, simple_value=value) for tag, value in row.items()]
-                    self._add_event(step=step, summary=self.summary(value=values))
+                    values = [{"tag": tag, "simple_value": value} for tag, value in row.items()]
+                    self._add_event(step=step, summary={"value": values})
             self.file.flush()
 
     def _add_event(self, **fields: Any) -> None:

@@ -35,10 +35,15 @@ class NextToken(nn.Module):
         self.model, self.reach = model, reach
 
     def forward(self, ids: Tensor) -> Tensor:
-        positions = skipped_positions(ids[:, :-1], self.reach)
-        read = self.model.model(ids[:, :-1], position_ids=positions, use_cache=False, return_dict=True)
-        hidden = read.last_hidden_state.flatten(0, 1)
-        return linear_cross_entropy(hidden.to(product_dtype(hidden)), self.model.lm_head.weight, ids[:, 1:].flatten())
+        hidden = last_hidden(self.model, ids[:, :-1], skipped_positions(ids[:, :-1], self.reach))
+        return linear_cross_entropy(hidden, self.model.lm_head.weight, ids[:, 1:].flatten())
+
+
+def last_hidden(model: FarspanForCausalLM, ids: Tensor, positions: Tensor | None = None) -> Tensor:
+    """Compute what the head reads (b·n, width), in the dtype of autocast's products, for the fused losses."""
+    read = model.model(ids, position_ids=positions, use_cache=False, return_dict=True)
+    hidden = read.last_hidden_state.flatten(0, 1)
+    return hidden.to(product_dtype(hidden))
 
 
 def train(config: TrainConfig, out: str | os.PathLike[str], *, progress: Progress = silent) -> Path:
