@@ -40,5 +40,7 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _seed() -> None:
+def _seed(request: pytest.FixtureRequest) -> None:
     torch.manual_seed(0)
+    if request.path.parent.name in ("ops", "layers", "models"):
+        request.getfixturevalue("one_thread")

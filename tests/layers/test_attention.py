@@ -2,6 +2,8 @@
 
 import copy
 import math
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,9 +24,14 @@ from farspan.layers import (
 )
 from farspan.ops import NTK, DynamicNTK, Rotary, linear_coca_attention_reference
 
+
+def of_spec(hidden_size: int, num_heads: int, *, spec: str, window: int | None = None, **options: Any) -> Attention:
+    return Attention(hidden_size, num_heads, replace(AttentionSpec.parse(spec), window=window), **options)
+
+
 DYNAMIC = Rotary(8, scaling=DynamicNTK(4, 5))
 NORMED: dict[str, Any] = {"qk_norm_eps": 1e-6, "qkv_bias": True}
-SOFTMAX: dict[str, tuple[type[Attention], dict[str, Any]]] = {
+SOFTMAX: dict[str, tuple[Callable[..., Attention], dict[str, Any]]] = {
     "rope": (RopeAttention, {}),
     "alibi": (AlibiAttention, {}),
     "coca-exact": (CocaAttention, {}),
@@ -34,9 +41,12 @@ SOFTMAX: dict[str, tuple[type[Attention], dict[str, Any]]] = {
     "coca softplus": (CocaAttention, {"coca_activation": "softplus"}),
     "coca normed": (CocaAttention, {**NORMED, "out_bias": True}),
     "coca dynamic": (CocaAttention, {"rotary": DYNAMIC}),
+    "rope nope": (RopeAttention, {"nope": True}),
+    "pope": (of_spec, {"spec": "pope"}),
+    "coca polar": (of_spec, {"spec": "coca-polar"}),
     "rope dynamic": (RopeAttention, {"rotary": DYNAMIC}),
 }
-LINEAR: dict[str, tuple[type[Attention], dict[str, Any]]] = {
+LINEAR: dict[str, tuple[Callable[..., Attention], dict[str, Any]]] = {
     "cosformer": (CosformerAttention, {"max_length": 40}),
     "decoupled": (CosformerAttention, {"max_length": 5, "beyond": "decoupled"}),
     "decoupled, elu": (CosformerAttention, {"max_length": 5, "beyond": "decoupled", "activation": "elu"}),
@@ -60,17 +70,27 @@ def make(name: str, **options: Any) -> Attention:
 )
 @torch.no_grad()
 def test_any_chunking_gives_the_same_output(name: str, window: int | None) -> None:
+    """Also in a static window, whose newest token is always in the last slot, and again in the storage it leaves."""
     options = {} if name in LINEAR else {"window": window}
     layer, x = make(name, num_key_heads=2, **options).double(), torch.randn(2, 23, 32, dtype=torch.float64)
-    whole, held = layer(x), set()
-    for pieces in ([1] * 23, [7, 1, 15], [22, 1]):
-        cache, parts = StateCache() if name in LINEAR else LayerCache(window), []
-        for piece in x.split(pieces, dim=1):
-            parts.append(layer(piece, cache=cache))
-            held.add(cache.nbytes)
-        assert (torch.cat(parts, dim=1) - whole).abs().max() <= 1e-10
-        assert cache.get_seq_length() == 23
+    static, held, storage = StaticWindowCache(window or 0), set(), set()
+    left = torch.arange(23)[None] >= torch.tensor([[2], [0]])
+    for mask in (None, left):
+        whole, real = layer(x, attention_mask=mask), slice(None) if mask is None else mask
+        for pieces in ([1] * 23, [7, 1, 15], [22, 1]) if mask is None else ([2, 1, 1, 3, 16], [15, 1, 7]):
+            growing = StateCache() if name in LINEAR else LayerCache(window)
+            for cache in (growing, static) if window else (growing,):
+                parts, seen = [], 0
+                for piece in x.split(pieces, dim=1):
+                    seen += piece.shape[1]
+                    parts.append(layer(piece, cache=cache, attention_mask=None if mask is None else mask[:, :seen]))
+                    held.add(growing.nbytes)
+                assert (torch.cat(parts, dim=1) - whole)[real].abs().max() <= 1e-10
+                assert cache.get_seq_length() == 23
+            storage.add(None if static.keys is None else static.keys.untyped_storage().data_ptr())
+            static.reset()
     assert len(held) == 1 or name in SOFTMAX  # sums of one token take as many bytes as those of a million
+    assert len(storage) == 1
 
 
 @pytest.mark.parametrize("name", SOFTMAX)

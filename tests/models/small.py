@@ -40,6 +40,19 @@ def make(
     return model
 
 
+LEFT = torch.tensor([[1] * 20, [0] * 5 + [1] * 15])
+RIGHT = LEFT.flip(1)
+BOTH = torch.tensor([[0] * 3 + [1] * 17, [0] * 2 + [1] * 14 + [0] * 4])
+"""Padding of two rows."""
+
+
+def poisoned(embeddings: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Put NaN, inf and -inf into the padding, a different one in each column."""
+    bad = torch.tensor([torch.nan, torch.inf, -torch.inf], dtype=embeddings.dtype)
+    bad = bad.repeat(embeddings.shape[-1])[: embeddings.shape[-1]]
+    return torch.where(mask.bool()[..., None], embeddings, bad)
+
+
 def tokens(*shape: int) -> torch.Tensor:
     return torch.randint(1, 97, shape)  # 0 is padding, from which `generate` would infer a mask
 

@@ -10,7 +10,20 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from tests.models.small import MIXED, NOPE, PER_QUERY, PER_REQUEST, TIGHT, chunked, make, name_of, tokens
+from tests.models.small import (
+    LEFT,
+    MIXED,
+    NOPE,
+    PER_QUERY,
+    PER_REQUEST,
+    RIGHT,
+    TIGHT,
+    chunked,
+    make,
+    name_of,
+    poisoned,
+    tokens,
+)
 
 
 def test_attention_reads_as_vllm_wants_it() -> None:
@@ -46,14 +59,14 @@ def test_attention_reads_as_vllm_wants_it() -> None:
 )
 @torch.no_grad()
 def test_other_attention_implementations_agree(implementation: str, options: dict) -> None:
-    model, x = make(**options), tokens(2, 30)
-    mask = torch.ones_like(x)
-    mask[1, :7] = 0
-    want = model(x, attention_mask=mask).logits
+    model, x = make(**options), tokens(2, 20)
+    embedded = model.model.embed_tokens(x)
+    wanted = [model(x, attention_mask=mask).logits for mask in (LEFT, RIGHT)]
     model.set_attn_implementation(implementation)
-    got = model(x, attention_mask=mask).logits
-    assert (got[0] - want[0]).abs().max() <= TIGHT
-    assert (got[1, 7:] - want[1, 7:]).abs().max() <= TIGHT
+    for mask, want in zip((LEFT, RIGHT), wanted, strict=True):
+        got = model(inputs_embeds=poisoned(embedded, mask), attention_mask=mask).logits
+        assert (got - want)[mask.bool()].abs().max() <= TIGHT
+    x = tokens(2, 30)
     for length, pieces in ((None, [20, 1, 1, 8]), (40, [20, 1, 1, 8]), (40, [5, 1, 1, 1, 22])):
         assert (chunked(model, x, pieces, length=length) - model(x).logits).abs().max() <= TIGHT
 

@@ -111,6 +111,16 @@ def test_an_encoder_is_no_language_model(tmp_path: Path) -> None:
             "rope_parameters must give finite angles",
         ),
         ({"rope_parameters": {"full_attention": {"rope_theta": 5.0}}}, "must be one mapping for all layers"),
+        (
+            {"attention": "hybrid", "window": 0, "global_every": 2},
+            "window must be a whole number of keys ≥ 1 or None, got 0",
+        ),
+        ({"attention": "hybrid", "global_every": 9}, "global_every must be 2 … 3, the number of layers, got 9"),
+        ({"attention": "hybrid", "global_every": 1}, "global_every must be 2 … 3, the number of layers, got 1"),
+        ({"attention": "hybrid", "causal": False, "global_every": 2}, "attention 'hybrid' needs a causal model, got"),
+        ({"attention": "rope", "window": 4}, "window can be given for a hybrid only, got attention 'rope'; elsewhere"),
+        ({"attention": "hybrid-pop"}, "attention must be one of .* did you mean 'hybrid-pope'?"),
+        ({"decode_backend": "tritn"}, "decode_backend must be one of 'auto', 'sdpa', 'triton', got 'tritn'"),
         ({"log_length": "lerned"}, "log_length must be one of False, True, 'learned', 'step', got 'lerned'"),
         (
             {"kv_shift": True},

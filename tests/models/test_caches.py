@@ -1,13 +1,27 @@
-"""Caches: the same logits however a sequence arrives, and no more bytes than promised."""
+"""Caches and sums: the same logits however a sequence arrives, and no more bytes than promised."""
 
 import pickle
+from typing import Any
 
 import pytest
 import torch
 from transformers import DynamicCache, StaticCache
 
 from farspan import FarspanCache
-from tests.models.small import CONFIGURATIONS, LINEAR, MIXED, PER_REQUEST, TIGHT, chunked, make, name_of, tokens
+from farspan.ops import NTK
+from tests.models.small import (
+    CONFIGURATIONS,
+    LINEAR,
+    LOCAL,
+    MIXED,
+    PER_QUERY,
+    PER_REQUEST,
+    TIGHT,
+    chunked,
+    make,
+    name_of,
+    tokens,
+)
 
 
 @pytest.mark.parametrize(
@@ -25,20 +39,9 @@ def test_prefill_equals_decode_equals_any_chunking(options: dict, dtype: torch.d
     """66 tokens at training length 8: dynamic NTK grows through four doublings on the way."""
     model, x = make(**options, dtype=dtype), tokens(2, 66)
     whole = model(x).logits
-    for pieces in ([1] * 66, [7, 1, 9, 20, 29]):
-        assert (chunked(model, x, pieces) - whole).abs().max() <= bound
+    for pieces, length in (([1] * 66, None), ([7, 1, 9, 20, 29], None), ([18, 1, 1, 46], 70)):
+        assert (chunked(model, x, pieces, length=length) - whole).abs().max() <= bound
     assert whole.std() > 0.05
-
-
-@pytest.mark.parametrize("options", CONFIGURATIONS, ids=name_of)
-@torch.no_grad()
-def test_right_padding_and_a_static_cache_give_the_same_logits(options: dict) -> None:
-    model, x = make(**options), tokens(2, 30)
-    mask = torch.ones_like(x)
-    mask[1, 20:] = 0
-    padded, alone = model(x, attention_mask=mask).logits, model(x[1:, :20]).logits
-    assert (padded[1, :20] - alone[0]).abs().max() <= TIGHT
-    assert (chunked(model, x, [18, 1, 1, 10], length=40) - model(x).logits).abs().max() <= TIGHT
 
 
 @pytest.mark.parametrize(
@@ -151,3 +154,87 @@ def test_a_kept_static_cache_serves_calls_outside_inference_mode_and_is_not_pick
         inside = model.generate(x, **options)
     assert torch.equal(model.generate(x, **options), inside)
     assert len(pickle.dumps(model)) <= size + 2000
+
+
+@pytest.mark.parametrize(
+    ("attention", "options", "parts", "sums"),
+    [
+        ("cosformer", {"cosformer_beyond": "decoupled"}, 2, 1),  # its denominator is not rotated
+        ("cosformer", {"cosformer_beyond": "decay"}, 3, 3),
+        ("linear-coca", {}, 1, 0.5),  # a feature has half the width, rotated two
+    ],
+)
+@torch.no_grad()
+def test_generation_holds_the_same_bytes_however_far_it_has_come(
+    attention: str, options: dict[str, Any], parts: int, sums: float
+) -> None:
+    """At position 1,000 and, in a sequence that begins at 999,000, at position 1,000,000."""
+    model, x = make(attention, **options), tokens(1, 6)
+    held = []
+    for begin in (1_000, 1_000_000):
+        cache = FarspanCache(model.config)
+        for i in range(0, 30, 6):
+            positions = torch.arange(begin + i, begin + i + 6)[None]
+            logits = model(x, position_ids=positions, past_key_values=cache).logits
+            held.append(cache.nbytes)
+        assert logits.isfinite().all()
+    assert set(held) == {8 * 3 * 2 * (parts * 8 * 8 + sums * 8)}  # float64, layers, key heads, Σ φ⊗v and Σ ψ
+
+
+@torch.no_grad()
+def test_a_compiled_model_continues_a_padded_sequence_in_a_growing_cache() -> None:
+    """While it is traced, positions are tensors as for a static cache; the mask is of the new tokens all the same."""
+    model, x = make("linear-coca", num_hidden_layers=1), tokens(2, 12)
+    mask = (torch.arange(12)[None] >= torch.tensor([[0], [3]])).long()
+    torch.compiler.reset()
+    parts = chunked(torch.compile(model, backend="eager"), x, [9, 1, 2], mask)
+    difference = parts - model(x, attention_mask=mask).logits
+    assert difference[mask.bool()].abs().max() <= TIGHT
+
+
+@torch.no_grad()
+def test_a_model_past_its_m_names_the_remedy() -> None:
+    model = make("cosformer")  # M is the length of training, 8
+    model(tokens(1, 8))
+    with pytest.raises(ValueError, match=r"max_length is M = 8 and the sequence spans 9 positions.*beyond="):
+        model(tokens(1, 9))
+    for cache in ("dynamic", "static"):
+        with pytest.raises(ValueError, match="max_length is M = 8"):
+            model.generate(tokens(1, 5), max_new_tokens=8, do_sample=False, pad_token_id=0, cache_implementation=cache)
+    assert model.generate(tokens(1, 5), max_new_tokens=4, do_sample=False, pad_token_id=0).shape == (1, 9)
+
+
+@pytest.mark.parametrize("attention", ["cosformer", "linear-coca"])
+@torch.no_grad()
+def test_sums_cannot_be_cropped_and_other_caches_cannot_hold_them(attention: str) -> None:
+    model, x = make(attention), tokens(1, 8)
+    cache = model(x, use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="cannot remove 3 tokens: this layer keeps only the sums of a linear layer"):
+        cache.crop(-3)
+    with pytest.raises(ValueError, match=r"must be a FarspanCache .* got DynamicCache; build FarspanCache\(config\)"):
+        model(x, past_key_values=DynamicCache())
+
+
+@torch.no_grad()
+def test_frequencies_follow_the_configuration() -> None:
+    model, x = make(["linear-coca", "rope", {"kind": "linear-coca", "rotary": False}]), tokens(1, 40)
+    before = model(x)
+    cache = model(x, use_cache=True).past_key_values
+    model.set_rope_parameters(rope_type="ntk", factor=4.0)
+    scalings = [layer.self_attn.rotary and layer.self_attn.rotary.scaling for layer in model.model.layers]
+    assert scalings == [NTK(4.0), NTK(4.0), None]
+    assert (model(x).logits - before.logits).abs().max() > 1e-3
+    with pytest.raises(ValueError, match=r"state was made by .* and cannot continue as .*NTK"):
+        model(tokens(1, 1), past_key_values=cache)
+
+
+@pytest.mark.parametrize("scaling", [PER_QUERY, PER_REQUEST], ids=["per_query", "per_request"])
+def test_dynamic_ntk_raises_before_anything_changes(scaling: dict) -> None:
+    message = r"linear-coca layers need fixed frequencies, got DynamicNTK.*use rope_type 'ntk'"
+    with pytest.raises(ValueError, match=message):
+        make(["rope", "rope", "linear-coca"], rope_parameters=scaling)
+    model = make("linear-coca")
+    with pytest.raises(ValueError, match=message):
+        model.set_rope_parameters(**scaling)
+    assert model.config.rotary().scaling is None
+    make([LOCAL, LOCAL, {"kind": "linear-coca", "rotary": False}], rope_parameters=scaling)  # has no angles

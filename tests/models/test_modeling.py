@@ -10,35 +10,59 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 
 from farspan import FarspanCache, FarspanConfig, FarspanForCausalLM
 from tests.models.small import (
+    BOTH,
     CONFIGURATIONS,
+    LEFT,
     LINEAR,
     MIXED,
     NAMES,
     NOPE,
     PER_QUERY,
+    RIGHT,
     TIGHT,
     chunked,
     make,
     name_of,
+    poisoned,
     tokens,
 )
 
 
 @pytest.mark.parametrize("options", CONFIGURATIONS, ids=name_of)
 @torch.no_grad()
-def test_batch_mates_and_history_change_nothing(options: dict) -> None:
+def test_neither_padding_nor_batch_mates_nor_history_change_a_row(options: dict) -> None:
+    """NaN in padding; in chunks, the first is all padding in one row, and the last two are single tokens."""
     model = make(**options)
-    long, short = tokens(1, 75), tokens(1, 21)
-    alone = model(short).logits
-    model(tokens(1, 200))  # an unrelated longer call
-    x = torch.cat((long, torch.cat((tokens(1, 54), short), dim=1)))
-    mask = torch.ones_like(x)
-    mask[1, :54] = 0
-    batched = model(x, attention_mask=mask).logits
-    assert (batched[1, 54:] - alone[0]).abs().max() <= TIGHT
-    in_pieces = chunked(model, x, [60, 1, 1, 13], mask)
-    assert (in_pieces[1, 54:] - alone[0]).abs().max() <= TIGHT
-    assert (in_pieces[0] - model(long).logits[0]).abs().max() <= TIGHT
+    x = model.model.embed_tokens(tokens(2, 20))
+
+    def check(logits: torch.Tensor, mask: torch.Tensor) -> None:
+        for row, real in enumerate(mask.bool()):
+            assert (logits[row, real] - alone[row]).abs().max() <= TIGHT
+
+    for mask in (LEFT, RIGHT, BOTH):
+        alone = [model(inputs_embeds=row[real][None]).logits[0] for row, real in zip(x, mask.bool(), strict=True)]
+        model(tokens(1, 200))  # an unrelated longer call
+        for use_cache in (False, True):
+            check(model(inputs_embeds=poisoned(x, mask), attention_mask=mask, use_cache=use_cache).logits, mask)
+        for length in (None, 24) if mask is LEFT else ():
+            check(chunked(model, poisoned(x, mask), [4, 14, 1, 1], mask, length=length), mask)
+
+
+@pytest.mark.parametrize("options", CONFIGURATIONS, ids=name_of)
+def test_gradients_are_those_of_finite_padding(options: dict) -> None:
+    model, labels = make(**options).train(), tokens(2, 20)
+    x = torch.randn(2, 20, 32, dtype=torch.float64)
+    labels = labels.masked_fill(BOTH == 0, -100)
+    found = []
+    for inputs in (x, poisoned(x, BOTH)):
+        inputs = inputs.clone().requires_grad_()
+        model.zero_grad()
+        model(inputs_embeds=inputs, attention_mask=BOTH, labels=labels).loss.backward()
+        found.append([inputs.grad, *(p.grad for p in model.parameters() if p.grad is not None)])
+    assert len(found[0]) > 10
+    for want, got in zip(*found, strict=True):
+        assert got.isfinite().all()
+        assert (got - want).abs().max() <= TIGHT
 
 
 @pytest.mark.parametrize("attention", [*NAMES, MIXED, {"kind": "cosformer", "rotary": False}, "linear-coca"], ids=str)

@@ -4,9 +4,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 
 from farspan.ops import (
+    NTK,
+    DynamicNTK,
+    Linear,
     Rotary,
     YaRN,
     alibi_attention,
@@ -36,6 +40,7 @@ LINEAR: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "linear coca nope": (linear_coca_attention, {"rotary": None}),
 }
 OPS = SOFTMAX | LINEAR
+SCALINGS = [Linear(4), NTK(4), YaRN(4, 16), DynamicNTK(4, 7), DynamicNTK(2, 7, "per_request")]
 
 
 def of_heads(options: dict[str, Any], heads: int) -> dict[str, Any]:
@@ -67,3 +72,30 @@ def ways(n: int, m: int) -> dict[str, dict[str, Any]]:
         "pair, window": {"positions": pair, "window": 3},
         "pair, bidirectional": {"positions": pair, "causal": False},
     }
+
+
+@st.composite
+def calls(
+    draw: st.DrawFn, kind: str, sizes: tuple[int, ...] = (1, 2, 17, 33, 64)
+) -> tuple[dict[str, int], dict[str, Any]]:
+    """Draw a shape, a mask, positions, a scaling and a scale together."""
+    g, times = draw(st.sampled_from([1, 2, 3])), draw(st.sampled_from([1, 2]))
+    m, b = draw(st.sampled_from(sizes)), draw(st.integers(1, 3))
+    n = draw(st.sampled_from([m, draw(st.integers(1, m))]))
+    index, lengths = torch.arange(m), torch.tensor([draw(st.integers(0, m)) for _ in range(b)])[:, None]
+    options: dict[str, Any] = {"causal": draw(st.booleans())}
+    if kind in SOFTMAX:
+        options["window"] = draw(st.one_of(st.none(), st.integers(1, 20), st.integers(1, m + 3)))
+    padding = draw(st.sampled_from([None, "left", "right", "holes"]))
+    if padding is not None:
+        holes = (index * 7 + lengths) % 10 < 7
+        options["padding_mask"] = {"left": index >= lengths, "right": index < lengths, "holes": holes}[padding]
+    positions = draw(st.sampled_from([None, 3, (index * 3) // 2, index - lengths, "pair"]))
+    if isinstance(positions, str):
+        positions = (index[None, m - n :] + draw(st.integers(0, 3)), index[None])
+    elif draw(st.booleans()):
+        options["documents"] = (index + lengths) // draw(st.sampled_from([1, 5, 30, 70]))
+    options["positions"] = positions
+    if kind in ("rope", "exact", "slack", "pope"):
+        options["rotary"] = Rotary(16 if kind == "pope" else 8, scaling=draw(st.sampled_from([None, *SCALINGS])))
+    return {"n": n, "m": m, "b": b, "h": g * times, "g": g}, options

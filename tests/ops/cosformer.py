@@ -1,6 +1,7 @@
 """Helpers of the cosFormer tests: inputs, streams of calls, and what results are measured against."""
 
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -25,14 +26,18 @@ def inputs(n: int, m: int | None = None, *, dtype: torch.dtype = torch.float32, 
     return [x.detach().to(DEVICE, dtype).requires_grad_() for x in softmax_inputs(n, m, **{"h": 2, "g": 1, **shape})]
 
 
-def in_pieces(inputs: tuple[Tensor, ...], pieces: int | list[int], **options: Any) -> tuple[Tensor, Any]:
-    """Return the outputs of a stream of calls, each continuing the last, and the last state."""
-    state, parts = None, []
+def in_pieces(
+    inputs: Sequence[Tensor], pieces: int | list[int], op: Callable[..., Any] = cosformer_attention, **options: Any
+) -> tuple[Tensor, Any]:
+    """Return the outputs of a stream of calls, and the last state. All states must take the same bytes."""
+    state, parts, held = None, [], set()
     mask = options.pop("padding_mask", None)
     masks_ = [None] * inputs[0].shape[2] if mask is None else mask.split(pieces, dim=1)
     for q, k, v, keep in zip(*(x.split(pieces, dim=2) for x in inputs), masks_, strict=False):
-        out, state = cosformer_attention(q, k, v, state=state, return_state=True, padding_mask=keep, **options)
+        out, state = op(q, k, v, state=state, return_state=True, padding_mask=keep, **options)
         parts.append(out)
+        held.add(state.nbytes)
+    assert len(held) == 1
     return torch.cat(parts, dim=2), state
 
 
@@ -42,6 +47,19 @@ def meeting(leaves: list[Tensor]) -> list[Tensor]:
     for x in leaves[:2]:
         x += 1.0
     return leaves
+
+
+def saved_bytes(attend: Callable[[], Tensor]) -> int:
+    """Count the bytes that autograd keeps of a call for its backward pass."""
+    saved: dict[int, int] = {}
+
+    def note(x: Tensor) -> Tensor:
+        saved[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+        attend()
+    return sum(saved.values())
 
 
 def with_gradients(attend: Any, leaves: list[Tensor], weights: Tensor, **options: Any) -> list[Tensor]:

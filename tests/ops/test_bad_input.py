@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from farspan.ops import Rotary, alibi_attention, coca_attention, cosformer_attention, rope_attention
+from farspan.ops import DynamicNTK, Rotary, coca_attention, cosformer_attention, rope_attention
 from tests.helpers import coca_inputs, softmax_inputs
+from tests.ops.cases import OPS, inputs, of_heads
 
 CASES = {
     "odd width": ({"q": (1, 4, 5, 7)}, r"head_dim must be even to form rotary pairs, got 7; choose"),
@@ -108,16 +109,46 @@ def test_packed_documents_may_restart_their_positions() -> None:
     assert (out[:, :, 3:] - second).abs().max() <= 1e-12
 
 
-def test_alibi_and_rope_check_the_same() -> None:
-    q, k, v = softmax_inputs(5)
-    with pytest.raises(ValueError, match="slopes must have shape"):
-        alibi_attention(q, k, v, slopes=torch.ones(3))
-    with pytest.raises(ValueError, match="k must have width 8"):
-        rope_attention(q, k[..., :4], v, rotary=Rotary(8))
+PAIR = (torch.arange(5), torch.arange(5))
+DOCUMENTS = torch.zeros(1, 5, dtype=torch.long)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        ("alibi", {"slopes": torch.ones(3)}, "slopes must have shape"),
+        ("alibi", {"slopes": -torch.ones(4)}, "slopes must be ≥ 0"),
+        ("pope", {"rotary": None}, "phase needs angles, got rotary=None"),
+        ("pope", {"phase": torch.ones(3, 8)}, r"^phase must have shape \(4, 8\), one per head .*, got \(3, 8\)"),
+        ("pope", {"rotary": Rotary(8)}, "rotary must have dim 16, twice the width of q, got 8"),
+        ("linear coca", {"rotary": Rotary(8, scaling=DynamicNTK(4, 8))}, "fixed frequencies, got dynamic NTK"),
+        ("linear coca", {"rotary": Rotary(16)}, "rotary must have dim 8"),
+        ("linear coca", {"backend": "triton"}, "backend must be one of 'auto', 'chunked', 'reference', got 'triton'"),
+        ("raise", {"max_length": 0}, "max_length must be a whole number ≥ 1, the M of the model, got 0"),
+        ("raise", {"max_length": 2.5}, "max_length must be .* got 2.5"),
+        ("raise", {"beyond": "raised"}, "beyond must be one of .* got 'raised'; did you mean 'raise"),
+        ("raise", {"activation": "gelu"}, "activation must be one of 'relu', 'elu', got 'gelu'"),
+        ("raise", {"backend": "chunkd"}, "did you mean 'chunked'"),
+        ("raise", {"causal": False, "return_state": True}, "state needs causal=True"),
+        ("raise", {"window": 3}, "linear attention has no window, got window 3"),
+        ("raise", {"backend": "reference", "return_state": True}, "backend='reference' has no state"),
+        ("raise", {"positions": "proportional"}, "a tensor or a pair of tensors, got 'proportional'"),
+        ("raise", {"documents": torch.tensor([[0, 1, 0, 1, 1]])}, "must be adjacent runs .* a split one in row 0"),
+        ("raise", {"documents": DOCUMENTS, "return_state": True}, "documents cannot be combined"),
+        ("raise", {"positions": PAIR, "return_state": True}, "state needs queries that are the last"),
+        ("raise", {"padding_mask": torch.ones(1, 4).bool()}, r"padding_mask must have shape .* \(1, 5\)"),
+    ],
+)
+def test_wrong_options_of_other_ops_raise(kind: str, options: dict[str, object], message: str) -> None:
+    op, fixed = OPS[kind]
+    with pytest.raises(ValueError, match=message):
+        op(*inputs(kind, 5, 5), **of_heads(fixed, 4) | options)
 
 
 @pytest.mark.parametrize("backend", ["auto", "chunked", "triton", "reference"])
-def test_cosformer_raises_for_an_empty_batch(backend: str) -> None:
-    q, k, v = (x[:0] for x in softmax_inputs(5))
+def test_other_ops_check_their_tensors(backend: str) -> None:
+    q, k, v = softmax_inputs(5)
+    with pytest.raises(ValueError, match="k must have width 8"):
+        rope_attention(q, k[..., :4], v, rotary=Rotary(8))
     with pytest.raises(ValueError, match="q must hold at least one row, got batch size 0; skip the call"):
-        cosformer_attention(q, k, v, max_length=8, backend=backend)
+        cosformer_attention(q[:0], k[:0], v[:0], max_length=8, backend=backend)

@@ -12,10 +12,9 @@ from farspan.layers import Attention, LayerCache
 from farspan.ops import DynamicNTK, Rotary, YaRN, coca_attention, coca_attention_reference, coca_decode, explain
 from farspan.ops.device import why_not_triton
 from farspan.ops.masking import AttentionMask
-from tests.helpers import coca_inputs, eager, masks
+from tests.helpers import coca_inputs
 
 FORMS = ["exact", "slack"]
-PLAIN = [name for name in masks(1, 1) if "documents" not in name]
 
 
 def inputs(m: int, **shape: int) -> tuple[torch.Tensor, ...]:
@@ -45,33 +44,17 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
-    "positions",
+    ("positions", "bound"),
     [
-        2**31 - 50,
-        -30,
-        torch.arange(20) - 5,
-        torch.arange(20) * 1000,
-        (torch.tensor([[11], [12]]), torch.arange(20)[None]),
-        (torch.tensor([[50]]), torch.arange(20)[None] * 2),
+        (2**31 - 50, 1e-6),  # float64 angles at 2³¹
+        (-30, 1e-12),
+        (torch.arange(20) * 1000 - 5000, 1e-12),
+        ((torch.tensor([[11], [12]]), torch.arange(20)[None]), 1e-12),
     ],
-    ids=["far", "negative", "rows", "gaps", "a static cache", "apart"],
+    ids=["far", "negative", "gaps", "a static cache"],
 )
-def test_equals_reference_at_any_positions(form: str, positions: object) -> None:
-    bound = 1e-12 if not isinstance(positions, int) or positions < 0 else 1e-6  # float64 angles at 2³¹
+def test_equals_reference_at_any_positions(form: str, positions: object, bound: float) -> None:
     assert error(form, inputs(20, b=2), Rotary(8), positions=positions) <= bound
-    if isinstance(positions, tuple):
-        assert error(form, inputs(20, b=2), Rotary(8), positions=positions, causal=False) <= 1e-12
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_low_precision_error_is_at_most_twice_that_of_eager(form: str, dtype: torch.dtype) -> None:
-    q, t, v = (x.detach().to(dtype) for x in coca_inputs(257, b=8, h=4, g=4, d=32))
-    truth = coca_attention_reference(q[:, :, -1:].double(), t.double(), v.double(), rotary=Rotary(32), form=form)
-    ours = (coca_attention(q[:, :, -1:], t, v, rotary=Rotary(32), form=form).double() - truth).abs()
-    theirs = (eager(q, t, v, form)[:, :, -1:].double() - truth).abs()
-    assert ours.max() <= 2 * theirs.max()
-    assert ours.mean() <= 2 * theirs.mean()
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -207,8 +190,13 @@ def cache_masks(b: int, m: int) -> dict[str, AttentionMask]:
 @pytest.mark.parametrize("name", list(cache_masks(1, 9)))
 @pytest.mark.parametrize(
     ("rotary", "group"),
-    [(Rotary(8, scaling=YaRN(4, 8)), 1), (Rotary(8, scaling=DynamicNTK(4, 8)), 2), (None, 2)],
-    ids=["yarn", "ntk", "nope"],
+    [
+        (Rotary(8, scaling=YaRN(4, 8)), 1),
+        (Rotary(8, scaling=DynamicNTK(4, 8)), 2),
+        (Rotary(8, scaling=DynamicNTK(4, 8, "per_request")), 1),
+        (None, 2),
+    ],
+    ids=["yarn", "ntk", "ntk per request", "nope"],
 )
 def test_a_cache_with_padding_and_positions_equals_each_row_alone(name: str, rotary: Rotary | None, group: int) -> None:
     """By every implementation that decodes; what slots hold beyond the length of their row must not matter."""

@@ -1,5 +1,8 @@
-"""The Triton kernels compute what the equations say: on a GPU where there is one, else in Triton's interpreter."""
+"""CoCA's half-width kernels, on a GPU or in the interpreter: what they compute, their tiles, and static caches."""
 
+import doctest
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,11 +11,23 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="needs triton (pip install farspan[gpu])")
 
-from farspan.ops import NTK, DynamicNTK, Rotary, YaRN, coca_attention, coca_attention_reference, coca_features
-from farspan.ops.masking import make_mask
+import farspan.ops.triton.coca_decode
+import farspan.ops.triton.coca_features  # noqa: F401 (both make operators of torch)
+from farspan.ops import (
+    NTK,
+    DynamicNTK,
+    Rotary,
+    YaRN,
+    coca_attention,
+    coca_attention_reference,
+    coca_features,
+    device,
+)
+from farspan.ops.coca_decode import FOLD_ROWS
+from farspan.ops.masking import AttentionMask, make_mask
 from farspan.ops.rotary import fixed_point
-from farspan.ops.triton import coca_decode
-from farspan.ops.triton.coca_decode import Cut, DecodeCall
+from farspan.ops.triton import coca_decode, support
+from farspan.ops.triton.coca_decode import Cut, DecodeCall, choose_cut, choose_splits, launch
 from tests.ops.kernels import DEVICE, FORMS, assert_as_good_as_eager, inputs, poison  # noqa: F401 (a fixture for every test here)
 
 
@@ -245,3 +260,143 @@ def test_angles_start_afresh_after_some_tiles(
     wide = [x.double() for x in (q, t, v)]
     truth = coca_attention_reference(*wide, rotary=Rotary(8), positions=1000, scale=0.5)
     assert (out - truth).abs().max() <= 1e-5
+
+
+def static_mask(n: int, m: int, lengths: torch.Tensor, starts: torch.Tensor) -> AttentionMask:
+    """Make the mask of n queries at the end of each row's keys, of which there are `lengths` (b) in m slots."""
+    key = starts[:, None] + torch.arange(m, device=lengths.device)
+    query = (starts + lengths)[:, None] + torch.arange(-n, 0, device=lengths.device)
+    shared: dict[str, Any] = {"positions": (query, key), "lengths": lengths, "firsts": lambda: starts}
+    return AttentionMask(n, m, lengths.device, first=None, aligned=False, **shared)
+
+
+def numbers(*values: int) -> torch.Tensor:
+    return torch.tensor(values, device=DEVICE)
+
+
+@pytest.mark.parametrize(
+    ("n", "splits", "scaling"),
+    [(1, None, NTK(2)), (1, 3, DynamicNTK(4, 16)), (3, 2, None), (12, 1, DynamicNTK(4, 40))],
+    ids=str,
+)
+def test_rows_of_different_lengths_equal_each_row_alone(
+    n: int, splits: int | None, scaling: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if splits is not None:
+        monkeypatch.setattr(coca_decode, "choose_splits", lambda *arguments: splits)
+    q, t, v = inputs(n, 70, b=4, h=2, g=1, d=16, dtype=torch.float16)
+    lengths = numbers(70, 20, 65, 0).repeat_interleave(2)[::2]  # a column of a table
+    written = (torch.arange(70, device=DEVICE) < lengths[:, None])[:, None, :, None]
+    rotary = None if scaling is None else Rotary(16, scaling=scaling)
+    for form, window, starts in (("exact", None, numbers(7).expand(4)), ("slack", 33, numbers(9, 0, 30, 1))):
+        mask = static_mask(n, 70, lengths, starts)
+        mask.window = window
+        truth = coca_attention_reference(q.double(), t.double(), v.double(), rotary=rotary, form=form, mask=mask)
+        held = [torch.where(written, x, torch.nan) for x in (t, v)]
+        out = coca_attention(q, *held, rotary=rotary, form=form, mask=mask, backend="triton")
+        assert (out - truth).abs().max() <= 4e-3
+        assert (out[3] == 0).all()
+
+
+@pytest.mark.parametrize(("window", "splits"), [(None, 1), (2, 2)])
+def test_queries_before_the_first_key_give_zeros_also_bidirectionally(window: int | None, splits: int) -> None:
+    q, t, v = inputs(5, 40, b=2, d=16)
+    step, rest = fixed_point(Rotary(16).frequencies()).to(DEVICE), (None, None, None, None)
+    call = DecodeCall(q, t, v, step, numbers(40, 3), *rest, 0, "exact", causal=False, window=window, scale=0.25)
+    out = launch(call, splits=splits)
+    assert (out[1, :, :2] == 0).all()
+    for got, row, length in ((out[0], 0, 40), (out[1, :, 2:], 1, 3)):
+        alone = (x[row : row + 1, :].double() for x in (q[:, :, -length:], t[:, :, :length], v[:, :, :length]))
+        truth = coca_attention_reference(*alone, rotary=Rotary(16), causal=False, window=window)
+        assert (got - truth[0]).abs().max() <= 1e-5
+
+
+def test_the_start_of_a_row_is_not_cut_to_32_bits() -> None:
+    q, t, v = inputs(1, 20, b=2, d=16)
+    step, first = fixed_point(Rotary(16).frequencies()).to(DEVICE), numbers(2**31 - 9, 0)
+    out = coca_decode.decode_op(q, t, v, step, None, first, None, None, None, 0, "exact", True, None, 0.25)
+    truth = coca_attention_reference(q.double(), t.double(), v.double(), rotary=Rotary(16))  # only distances count
+    assert (out - truth).abs().max() <= 1e-5
+
+
+def test_no_row_reads_beyond_its_cache() -> None:
+    q, t, v = inputs(2, 20, b=2, d=16)
+    step = fixed_point(Rotary(16).frequencies()).to(DEVICE)
+    call = DecodeCall(q, t, v, step, numbers(35, 20), None, None, None, None, 0, "exact", True, None, 0.25)
+    assert torch.equal(launch(call), launch(call._replace(lengths=None)))
+
+
+def test_examples_in_the_kernels_run() -> None:
+    assert doctest.testmod(sys.modules[choose_splits.__module__]) == (0, 2)
+    assert doctest.testmod(support) == (0, 1)
+
+
+def test_one_query_and_few_get_tiles_of_their_kernels() -> None:
+    for rows in range(1, FOLD_ROWS + 1):
+        for half in (4, 32, 64, 128):
+            for dtype in (torch.bfloat16, torch.float32):
+                taken = choose_cut(rows, half, 2 * half, dtype).rows
+                assert (taken == 1) == (rows == 1)
+                assert rows <= taken <= FOLD_ROWS
+
+
+@pytest.mark.parametrize(("release", "sound"), [("12.8", False), ("12.9", True), ("13.0", True)])
+def test_few_queries_have_four_warps_where_the_assembler_is_sound(
+    release: str, sound: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from triton.backends.nvidia import compiler
+
+    def get_ptxas(arch: int) -> SimpleNamespace:  # which tool it is has changed from release to release
+        assert arch == 90
+        return SimpleNamespace(version=release)
+
+    monkeypatch.setattr(compiler, "get_ptxas", get_ptxas)
+    monkeypatch.setattr(device, "assembler", device.assembler.__wrapped__)  # not what was found before
+    assert (choose_cut(4, 64, 128, torch.bfloat16).warps == 4) is sound
+    assert choose_cut(9, 64, 128, torch.bfloat16).warps == 2  # as they were checked on a GPU
+
+
+def test_what_a_choice_asks_of_the_machine_is_a_constant_of_a_graph() -> None:
+    def choice(x: Tensor) -> Tensor:
+        can = device.has_sound_wgmma() + (device.why_not_triton("cuda") is None) + device.has_autocast("cpu")
+        return x + device.is_hopper(None) + can
+
+    x = torch.zeros(2)
+    assert torch.equal(torch.compile(choice, fullgraph=True, backend="eager")(x), choice(x))
+    assert device.has_autocast._dynamo_marked_constant  # type: ignore[attr-defined]  # which torch 2.13 does not need
+
+
+def test_splits_grow_with_the_keys_and_stop_when_the_device_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    cut = Cut(16, 64, 4, 3)
+    assert choose_splits(1, 100, cut, 132) == 1
+    assert choose_splits(32, 32_768, cut, 132) > choose_splits(256, 32_768, cut, 132) > 1
+    assert choose_splits(10**6, 10**6, cut, 132) == 1
+    monkeypatch.setattr(coca_decode, "has_sound_wgmma", lambda: True)
+    cuts = [choose_cut(4, half, 2 * half, torch.bfloat16) for half in (32, 64)]
+    assert [choose_splits(64, 32_768, cut, 132) for cut in cuts] == [8, 4]  # groups of four, eight sequences
+
+
+def test_operators_pass_torchs_own_check() -> None:
+    q, t, _ = (x.requires_grad_() for x in inputs(5, 9, d=16))
+    step = fixed_point(Rotary(16).frequencies()).to(q.device)
+    folded = q.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
+    torch.library.opcheck(torch.ops.farspan.coca_prepare.default, (folded, t, step, None, None, 4, 0, "slack", 1.0))
+    q, t, v = inputs(1, 9, d=16)
+    rest = (None, None, None, None, None, 0, "exact", True, None, 0.25)
+    torch.library.opcheck(torch.ops.farspan.half_width_attention.default, (q, t, v, step, *rest))
+
+
+@pytest.mark.parametrize("gradient", [True, False])
+def test_compiles_in_one_graph(gradient: bool) -> None:
+    q, t, v = (x.requires_grad_(gradient) for x in inputs(6, 12, d=16))
+
+    def attention(q: Tensor, t: Tensor, v: Tensor) -> Tensor:
+        return coca_attention(q, t, v, rotary=Rotary(16), form="slack", backend="triton")
+
+    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
+    want, got = attention(q, t, v), compiled(q, t, v)
+    assert torch.allclose(want, got, atol=1e-6)
+    if gradient:
+        weights = torch.randn_like(want)
+        pairs = zip(*(torch.autograd.grad(x, (q, t, v), weights) for x in (want, got)), strict=True)
+        assert all(torch.allclose(a, b, atol=1e-5) for a, b in pairs)

@@ -1,18 +1,30 @@
-"""cosFormer: chunks and the definition agree, in any dtype, and bad calls raise."""
+"""cosFormer and linear CoCA: chunks, streams and the definition agree, in any dtype and past M."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
-from farspan.ops import cosformer_attention, cosformer_attention_reference
+from farspan.ops import (
+    Rotary,
+    YaRN,
+    cosformer_attention,
+    cosformer_attention_reference,
+    linear_coca_attention,
+    linear_coca_attention_reference,
+)
 from farspan.ops.cosformer import BEYOND
 from farspan.ops.device import why_not_triton
-from tests.helpers import largest_difference, masks, softmax_inputs
-from tests.ops.cosformer import check_against_eager, in_pieces
+from farspan.ops.masking import make_mask
+from farspan.ops.reference import scores_closed
+from tests.helpers import coca_inputs, largest_difference, softmax_inputs
+from tests.ops.cases import inputs as meeting_inputs
+from tests.ops.cosformer import PAST_M, check_against_eager, in_pieces, saved_bytes
 from tests.ops.kernels import DEVICE
-
-MASKS = [name for name in masks(1, 1) if "window" not in name]
 
 
 def test_two_tokens_by_hand() -> None:
@@ -22,29 +34,6 @@ def test_two_tokens_by_hand() -> None:
     far, near = (2 + 3) * math.cos(math.pi / 8), 6.0  # query 1 on key 0, M = 4, and on itself
     want = [1.0, (far * 1 + near * 10) / (far + near)]
     assert cosformer_attention(q, k, v, max_length=4).flatten().tolist() == pytest.approx(want, rel=1e-14)
-
-
-def test_chunked_equals_reference_over_many_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("farspan.ops.cosformer_chunked.ELEMENTS", 2**12)
-    q, k, v = (x.detach() for x in softmax_inputs(1025, d=4, h=1, g=1))
-    options = {"max_length": 2000}
-    whole = cosformer_attention_reference(q, k, v, **options)
-    assert (cosformer_attention(q, k, v, **options) - whole).abs().max() <= 1e-12
-    for size in (64, 300):
-        assert (in_pieces((q, k, v), size, **options)[0] - whole).abs().max() <= 1e-12
-
-
-@pytest.mark.parametrize("beyond", BEYOND)
-def test_growing_the_sequence_changes_no_earlier_output(beyond: str) -> None:
-    """The published code takes M from the current length; a prefix then changes by a third."""
-    q, k, v = (x.detach() for x in softmax_inputs(200))
-    whole = cosformer_attention(q, k, v, max_length=256, beyond=beyond)
-    for n in (1, 64, 130):
-        prefix = cosformer_attention(q[:, :, :n], k[:, :, :n], v[:, :, :n], max_length=256, beyond=beyond)
-        assert (prefix - whole[:, :, :n]).abs().max() <= 1e-12
-    published = cosformer_attention(q[:, :, :100], k[:, :, :100], v[:, :, :100], max_length=100)
-    longer = cosformer_attention(q, k, v, max_length=200)[:, :, :100]
-    assert (published - longer).norm() / longer.norm() > 0.02  # what tying M to the length would do
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -97,15 +86,8 @@ def test_dead_queries_and_disjoint_supports_are_finite(
 def test_training_keeps_one_state_per_segment() -> None:
     """Saved for backward: inputs, outputs, and the sums of each segment; neither N×2d×d nor the features."""
     q, k, v = (x.float().detach().requires_grad_() for x in softmax_inputs(4096, h=2, g=2, d=32))
-    saved: dict[int, int] = {}
-
-    def note(x: torch.Tensor) -> torch.Tensor:
-        saved[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
-        cosformer_attention(q, k, v, max_length=4096)
-    assert sum(saved.values()) <= 2 * (q.nbytes + k.nbytes + v.nbytes)
+    saved = saved_bytes(lambda: cosformer_attention(q, k, v, max_length=4096))
+    assert saved <= 2 * (q.nbytes + k.nbytes + v.nbytes)
 
 
 @pytest.mark.slow
@@ -115,27 +97,298 @@ def test_it_compiles_without_a_graph_break() -> None:
     assert largest_difference(compiled, cosformer_attention, inputs, max_length=200, beyond="decay") <= 1e-12
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"max_length": 0}, "max_length must be a whole number ≥ 1, the M of the model, got 0"),
-        ({"max_length": 2.5}, "max_length must be .* got 2.5"),
-        ({"beyond": "raised"}, "beyond must be one of .* got 'raised'; did you mean 'raise"),
-        ({"activation": "gelu"}, "activation must be one of 'relu', 'elu', got 'gelu'"),
-        ({"backend": "chunkd"}, "did you mean 'chunked'"),
-        ({"causal": False, "return_state": True}, "state needs causal=True"),
-        ({"window": 3}, "linear attention has no window, got window 3"),
-        ({"backend": "reference", "return_state": True}, "backend='reference' has no state"),
-        ({"positions": "proportional"}, "a tensor or a pair of tensors, got 'proportional'"),
-        ({"documents": torch.tensor([[0, 1, 0, 1, 1]])}, "documents must be adjacent runs .* a split one in row 0"),
-        ({"documents": torch.zeros(1, 5, dtype=torch.long), "return_state": True}, "documents cannot be combined"),
-        (
-            {"positions": (torch.arange(5), torch.arange(5)), "return_state": True},
-            "state needs queries that are the last",
-        ),
-        ({"padding_mask": torch.ones(1, 4, dtype=torch.bool)}, r"padding_mask must have shape .* \(1, 5\)"),
-    ],
-)
-def test_bad_calls_raise(options: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        cosformer_attention(*softmax_inputs(5), **{"max_length": 8, **options})
+@pytest.mark.parametrize("beyond", PAST_M)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_past_m_outputs_stay_within_the_values(beyond: str, dtype: torch.dtype) -> None:
+    """To 8M: numerator weights never exceed denominator weights, so |o| ≤ max |v|."""
+    q, k, v = (x.detach().to(dtype) for x in softmax_inputs(8 * 32, d=4))
+    for inputs in ((q, k, v), (q, (k - 1).where(torch.rand_like(k) < 0.05, -1.0), v)):  # the second: few keys meet
+        out = cosformer_attention(*inputs, max_length=32, beyond=beyond)
+        assert out.isfinite().all()
+        assert out.abs().max() <= v.abs().max() * (1 + 1e-2)
+
+
+@pytest.mark.parametrize("beyond", PAST_M)
+@pytest.mark.parametrize("size", [1.0, 1000.0])
+@pytest.mark.parametrize("pieces", [65, 1])
+@torch.no_grad()
+def test_a_lone_key_two_m_away_does_not_leave_rounding_errors_divided(beyond: str, size: float, pieces: int) -> None:
+    """At 2M still and wave cancel; what float32 leaves of them grows with the activations, and ε does not."""
+    m = 32
+    q, k = torch.rand(2, 8, 1, 2 * m + 1, 16) * size
+    k[:, :, 1:] = -1.0
+    v = torch.randn(8, 1, 2 * m + 1, 4)
+    out, _ = in_pieces((q, k, v), pieces, max_length=m, beyond=beyond)
+    assert out.abs().max() <= v[:, :, 0].abs().max() * (1 + 2**-6)
+    want = cosformer_attention_reference(q.double(), k.double(), v.double(), max_length=m, beyond=beyond)
+    assert (out - want).abs().max() <= 2**-6 * v.abs().max()
+
+
+def test_a_rotated_denominator_past_m_would_not_be_bounded() -> None:
+    """Why "raise" raises: with cos below as well, the sum of weights passes zero."""
+    q = torch.ones(1, 1, 1, 1, dtype=torch.float64)
+    k, v = torch.ones(1, 1, 60, 1, dtype=torch.float64), torch.ones(1, 1, 60, 1, dtype=torch.float64)
+    distance = torch.arange(60, dtype=torch.float64)
+    assert torch.cos(math.pi * distance / 32).sum() < 0
+    with pytest.raises(ValueError, match=r"M = 16 and the sequence spans 60 positions.*beyond='decoupled'"):
+        cosformer_attention(q, k, v, max_length=16)
+
+
+def test_decoupled_forgets_nothing_but_decay_does() -> None:
+    """One key, its value 1, then nothing: what is left of it at distance 4M, where the cosine is 1 again."""
+    m, far = 16, 64
+    k = torch.full((1, 1, far + 1, 1), -1.0, dtype=torch.float64)
+    k[0, 0, 0], k[0, 0, -1] = 1.0, 1.0
+    v = torch.zeros_like(k)
+    v[0, 0, 0] = 1.0
+    last = {b: float(cosformer_attention(k, k, v, max_length=m, beyond=b)[0, 0, -1, 0]) for b in PAST_M}
+    assert last["decoupled"] == pytest.approx(0.5)
+    assert last["decay"] == pytest.approx(math.exp(-4) / (1 + math.exp(-4)))
+
+
+def test_raise_counts_real_tokens_documents_and_the_stream() -> None:
+    q, k, v = (x.detach() for x in softmax_inputs(40, b=1))
+    options = {"max_length": 20}
+    with pytest.raises(ValueError, match="max_length is M = 20 and the sequence spans 40 positions"):
+        cosformer_attention(q, k, v, **options)
+    cosformer_attention(q, k, v, documents=(torch.arange(40) // 20)[None], **options)
+    with pytest.raises(ValueError, match="spans 21 positions"):
+        cosformer_attention(q, k, v, documents=(torch.arange(40) // 21)[None], **options)
+    cosformer_attention(q, k, v, padding_mask=(torch.arange(40) >= 20)[None], **options)
+    with pytest.raises(ValueError, match="spans 21 positions"):
+        cosformer_attention(q, k, v, padding_mask=(torch.arange(40) >= 19)[None], **options)
+    _, state = in_pieces((q[:, :, :20], k[:, :, :20], v[:, :, :20]), 10, **options)
+    with pytest.raises(ValueError, match="spans 21 positions"):
+        cosformer_attention(q[:, :, :1], k[:, :, :1], v[:, :, :1], state=state, **options)
+    cosformer_attention(q, k, v, reweight=False, **options)  # no cosine, no limit
+
+
+def test_raise_counts_only_keys_that_a_causal_query_sees() -> None:
+    q, k, v = softmax_inputs(10, 40)
+    options = {"max_length": 20, "positions": (torch.arange(10), torch.arange(40))}
+    ops = cosformer_attention, cosformer_attention_reference
+    assert largest_difference(*ops, (q, k, v), **options) <= 1e-12
+    with pytest.raises(ValueError, match="spans 40 positions"):
+        cosformer_attention(q, k, v, causal=False, **options)
+
+
+@pytest.mark.parametrize("attention", [cosformer_attention, cosformer_attention_reference])
+def test_padding_gives_zeros_and_no_gradient_even_past_m(attention: Callable[..., torch.Tensor]) -> None:
+    """20 tokens of M = 20 and 40 of padding, whose denominators are negative."""
+    inputs = [x.detach().to(torch.float16).requires_grad_() for x in softmax_inputs(60)]
+    with torch.no_grad():
+        for x in inputs[1:]:
+            x[:, :, 20:] = torch.nan
+    out = attention(*inputs, max_length=20, padding_mask=(torch.arange(60) < 20)[None])
+    assert (out[:, :, 20:] == 0).all()
+    assert out.isfinite().all()
+    assert all(g.isfinite().all() for g in torch.autograd.grad(out.float().square().sum(), inputs))
+
+
+@pytest.mark.parametrize("beyond", BEYOND)
+@pytest.mark.parametrize("activation", ["relu", "elu"])
+def test_padding_in_a_stream_changes_nothing_but_the_position(beyond: str, activation: str) -> None:
+    """Whatever it holds, and in pieces of its own."""
+    inputs, keep = softmax_inputs(60, b=2), torch.ones(2, 60, dtype=torch.bool)
+    keep[0, :25], keep[1, 40:] = False, False
+    hidden = ~keep[:, None, :, None]
+    with torch.no_grad():
+        for x, value in zip(inputs[1:], (torch.nan, torch.inf), strict=True):
+            x.masked_fill_(hidden, value)
+    options: dict[str, Any] = {"max_length": 60, "beyond": beyond, "activation": activation, "padding_mask": keep}
+    whole = cosformer_attention(*inputs, **options)
+    for pieces in (10, 1):
+        parts, state = in_pieces(inputs, pieces, **options)
+        assert (parts - whole).abs().max() <= 1e-12
+        assert all(x.isfinite().all() for x in state[:5])
+        gradients = torch.autograd.grad(parts.square().sum(), inputs)
+        assert all(x.isfinite().all() for x in gradients)
+        assert all((x.masked_fill(~hidden, 0.0) == 0).all() for x in gradients[1:])
+
+
+@pytest.mark.parametrize("beyond", BEYOND)
+@torch.no_grad()
+def test_state_bytes_and_outputs_do_not_depend_on_the_position(beyond: str) -> None:
+    """Streams from 1k, from 1M, and up to the largest position; M is large enough for "raise"."""
+    inputs = tuple(x.detach() for x in softmax_inputs(100))
+    held, outputs = [], []
+    for begin in (1_000, 1_000_000, 2**31 - 1000):
+        out, state = cosformer_attention(*inputs, max_length=256, beyond=beyond, positions=begin, return_state=True)
+        more = cosformer_attention(*inputs, max_length=256, beyond=beyond, state=state)
+        held.append(state.nbytes)
+        outputs.append(torch.cat((out, more), dim=2))
+        assert sum(x.untyped_storage().nbytes() for x in state[:5]) == state.nbytes  # not views of something larger
+    assert len(set(held)) == 1
+    assert max(float((x - outputs[0]).abs().max()) for x in outputs) <= 1e-12
+
+
+@pytest.mark.parametrize("beyond", PAST_M)
+@torch.no_grad()
+def test_a_long_gap_in_a_stream_keeps_the_state_exact(beyond: str) -> None:
+    """Jump by 1M positions: the same bytes, the right weights."""
+    q, k, v = (x.detach() for x in softmax_inputs(20))
+    positions = torch.cat((torch.arange(10), torch.arange(10) + 1_000_000))
+    want = cosformer_attention_reference(q, k, v, max_length=37, beyond=beyond, positions=positions)
+    options = {"max_length": 37, "beyond": beyond, "return_state": True}
+    old, state = cosformer_attention(*(x[:, :, :10] for x in (q, k, v)), **options)
+    new, after = cosformer_attention(*(x[:, :, 10:] for x in (q, k, v)), state=state, positions=1_000_000, **options)
+    assert (torch.cat((old, new), dim=2) - want).abs().max() <= 1e-12
+    assert state.nbytes == after.nbytes
+
+
+@pytest.mark.parametrize("beyond", BEYOND)
+@torch.no_grad()
+def test_float32_stays_exact_over_many_steps(beyond: str) -> None:
+    """One token at a time; rotating the state in float32 at each step would drift."""
+    q, k, v = (x.detach() for x in softmax_inputs(300, d=4, h=1, g=1))
+    options = {"max_length": 500, "beyond": beyond}
+    want = cosformer_attention(q, k, v, **options)
+    got, _ = in_pieces((q.float(), k.float(), v.float()), 1, **options)
+    assert (got - want).abs().max() <= 2e-5
+
+
+@pytest.mark.parametrize("kind", [*BEYOND, "linear coca"])
+@given(st.integers(0, 2**32 - 1), st.lists(st.integers(1, 70), min_size=1, max_size=5))
+@example(0, [1] * 20)
+@example(0, [64, 64, 7])
+@settings(max_examples=8, deadline=None)
+def test_any_split_of_a_stream_gives_the_same_with_gradients(kind: str, seed: int, pieces: list[int]) -> None:
+    torch.manual_seed(seed)
+    op: Callable[..., Any] = cosformer_attention
+    options: dict[str, Any] = {"max_length": 400 if kind == "raise" else 11, "beyond": kind}
+    if kind == "linear coca":
+        op, options = linear_coca_attention, {"rotary": Rotary(8)}
+    inputs = meeting_inputs("linear coca" if kind == "linear coca" else "raise", sum(pieces), sum(pieces), b=2)
+    whole, (parts, _) = op(*inputs, **options), in_pieces(inputs, pieces, op, **options)
+    assert (parts - whole).abs().max() <= 1e-12
+    weights = torch.randn_like(whole)
+    pairs = zip(*(torch.autograd.grad(out, inputs, weights) for out in (whole, parts)), strict=True)
+    assert max(float((a - b).abs().max()) for a, b in pairs) <= 1e-11
+
+
+def test_a_state_takes_more_keys_than_queries() -> None:
+    q, k, v = (x.detach() for x in softmax_inputs(40, b=3))
+    whole = cosformer_attention(q, k, v, max_length=64)
+    _, state = cosformer_attention(*(x[:, :, :15] for x in (q, k, v)), max_length=64, return_state=True)
+    end = cosformer_attention(q[:, :, -2:], k[:, :, 15:], v[:, :, 15:], max_length=64, state=state)
+    assert (end - whole[:, :, -2:]).abs().max() <= 1e-12
+
+
+def test_a_stream_that_goes_back_raises() -> None:
+    q, k, v = softmax_inputs(5)
+    _, state = cosformer_attention(q, k, v, max_length=2, beyond="decay", positions=10_000, return_state=True)
+    for back in (0, torch.arange(5)):
+        with pytest.raises(ValueError, match=r"must not go back behind the state at 10004, got a step of -10004; omit"):
+            cosformer_attention(q, k, v, max_length=2, beyond="decay", positions=back, state=state)
+
+
+def test_a_state_of_another_attention_raises() -> None:
+    inputs = softmax_inputs(5)
+    _, state = cosformer_attention(*inputs, max_length=16, return_state=True)
+    with pytest.raises(ValueError, match=r"state was made by cosformer, M = 16.* cannot continue as cosformer, M = 32"):
+        cosformer_attention(*inputs, max_length=32, state=state)
+    with pytest.raises(ValueError, match="state must have batch, key heads and value width"):
+        cosformer_attention(*softmax_inputs(5, b=2), max_length=16, state=state)
+
+
+@pytest.mark.parametrize("beyond", BEYOND)
+def test_a_mask_of_the_new_tokens_continues_a_stream(beyond: str) -> None:
+    """The mask has the positions of the new tokens; rows differ in their padding."""
+    q, k, v = (x.detach() for x in softmax_inputs(30, b=2))
+    keep = torch.arange(30)[None] >= torch.tensor([[0], [12]])
+    positions = torch.arange(30)[None] - torch.tensor([[0], [12]])
+    options = {"max_length": 30, "beyond": beyond}
+    whole = cosformer_attention(q, k, v, padding_mask=keep, positions=positions, **options)
+    state, parts, begin = None, [], 0
+    for end in (10, 11, 25, 30):
+        part = slice(begin, end)
+        mask = make_mask(
+            end - begin, end - begin, 2, q.device, positions=positions[:, part], padding_mask=keep[:, part]
+        )
+        new = (x[:, :, part] for x in (q, k, v))
+        out, state = cosformer_attention(*new, mask=mask, state=state, return_state=True, **options)
+        parts.append(out)
+        begin = end
+    assert (torch.cat(parts, dim=2) - whole).abs().max() <= 1e-12
+
+
+def test_a_detached_state_stops_the_gradient() -> None:
+    q, k, v = softmax_inputs(10)
+    _, state = cosformer_attention(q, k, v, max_length=64, return_state=True)
+    assert state.numerator.requires_grad
+    later = softmax_inputs(3)
+    kept, cut = (cosformer_attention(*later, max_length=64, state=s) for s in (state, state.detach()))
+    assert torch.equal(kept, cut)
+    assert torch.autograd.grad(kept.sum(), k)[0].abs().sum() > 0
+    assert torch.autograd.grad(cut.sum(), (*later, k), allow_unused=True)[-1] is None
+
+
+def inputs_of_linear_coca(*shape: int, **options: int) -> tuple[torch.Tensor, ...]:
+    """Return q, t > 0 and v: at t = 0 a lone key has no weight, and gradients are 1/ε."""
+    q, t, v = coca_inputs(*shape, **options)
+    return q, (t.detach() + 0.1).requires_grad_(), v
+
+
+def test_the_weight_is_equation_17_and_the_denominator_its_value_without_angles() -> None:
+    q, t, v = inputs_of_linear_coca(20, h=2, g=2)
+    distance = (torch.arange(20)[:, None] - torch.arange(20)).double()
+    theta = Rotary(8).frequencies()
+    weights = scores_closed(q, t, distance, theta).tril()
+    totals = scores_closed(q, t, distance * 0, theta).tril().sum(-1, keepdim=True)
+    assert (linear_coca_attention(q, t, v, rotary=Rotary(8)) - weights @ v / totals).abs().max() <= 1e-12
+
+
+@pytest.mark.parametrize("scaling", [None, YaRN(4, 16)], ids=["plain", "yarn"])
+def test_outputs_stay_within_the_values_at_any_length(scaling: object) -> None:
+    q, t, v = (x.detach().float() for x in coca_inputs(2000, d=16))
+    v[:, :, 0] = 10.0  # all that the first query sees, at distance 0
+    out = linear_coca_attention(q, t, v, rotary=Rotary(16, scaling=scaling), positions=10**6)
+    assert out.abs().max() <= v.abs().max() * (1 + 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("size", [1e-3, 1.0, 16.0])
+@pytest.mark.parametrize("causal", [True, False])
+def test_gradients_are_finite_where_keys_are_dead(dtype: torch.dtype, size: float, causal: bool) -> None:
+    q, t, v = (x.detach() for x in coca_inputs(70, d=64))
+    q, t = q * size, t * size
+    t[:, :, :2], t[:, 1] = -1.0, -1.0
+    if dtype != torch.float16:
+        t[:, 0, 0] = 1e-7
+    q[:, :, ::3] = 0.0
+    q, t, v = inputs_of_linear_coca = [x.to(dtype).requires_grad_() for x in (q, t, v)]
+    out = linear_coca_attention(q, t.relu(), v, rotary=Rotary(64), causal=causal)
+    assert (out[:, :, ::3] == 0).all()
+    assert (out[:, 2:] == 0).all()  # its key head is dead throughout
+    assert out.isfinite().all()
+    assert out[:, :2, 2::3].abs().sum() > 0
+    gradients = torch.autograd.grad(out.float().sum(), inputs_of_linear_coca)
+    assert all(g.isfinite().all() for g in gradients)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_small_coefficients_keep_their_digits_at_ordinary_queries(dtype: torch.dtype) -> None:
+    q, t, v = (x.detach() for x in coca_inputs(8, d=64))
+    t = t.abs() * 3e-3
+    want = linear_coca_attention_reference(q.double(), t.double(), v.double(), rotary=Rotary(64))
+    out = linear_coca_attention(q.to(dtype), t.to(dtype), v.to(dtype), rotary=Rotary(64))
+    assert (out - want).abs().max() <= (1e-2 if dtype == torch.float16 else 1e-4) * want.abs().max()
+
+
+def test_without_a_rotary_the_output_is_a_mean_of_values() -> None:
+    q, t, _ = inputs_of_linear_coca(37)
+    ones = linear_coca_attention(q, t, torch.ones(1, 2, 37, 8, dtype=q.dtype), rotary=None)
+    assert (ones - 1).abs().max() <= 1e-12
+
+
+def test_it_compiles_without_a_break() -> None:
+    rotary = Rotary(8, scaling=YaRN(4.0, 16))
+
+    def both(*sequences: torch.Tensor) -> torch.Tensor:
+        out, state = linear_coca_attention(*(x[:, :, :30] for x in sequences), rotary=rotary, return_state=True)
+        rest = linear_coca_attention(*(x[:, :, 30:] for x in sequences), rotary=rotary, state=state, return_state=True)
+        return torch.cat((out, rest[0]), dim=2)
+
+    torch.compiler.reset()
+    compiled = torch.compile(both, fullgraph=True, backend="aot_eager")
+    assert largest_difference(compiled, both, inputs_of_linear_coca(50)) <= 1e-12

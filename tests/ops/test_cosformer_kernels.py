@@ -5,15 +5,20 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 pytest.importorskip("triton", reason="needs triton (pip install farspan[gpu])")
 
-from farspan.ops import cosformer_attention, cosformer_attention_reference
+from farspan.ops import cosformer, cosformer_attention, cosformer_attention_reference, explain
+from farspan.ops.masking import make_mask
+from farspan.ops.triton import linear
 from tests.ops.cosformer import (
     check_against_eager,
     compare,
+    in_pieces,
     inputs,
     meeting,
+    saved_bytes,
     short_segments,  # noqa: F401 (a fixture that tests name)
     with_gradients,
 )
@@ -79,18 +84,15 @@ def test_a_stream_in_pieces_equals_the_whole_with_its_gradients() -> None:
     options: dict[str, Any] = {"max_length": 100}
     weights = torch.randn(1, 1, 81, 8, device=DEVICE)
 
-    def in_pieces(*leaves: Tensor, **options: Any) -> Tensor:
-        state, parts = None, []
-        for q, k, v in zip(*(x.split([40, 40, 1], dim=2) for x in leaves), strict=True):
-            out, state = cosformer_attention(q, k, v, state=state, return_state=True, backend="triton", **options)
-            parts.append(out)
+    def attend(*leaves: Tensor, **options: Any) -> Tensor:
+        out, state = in_pieces(leaves, [40, 40, 1], backend="triton", **options)
         ours = cosformer_attention(*leaves, return_state=True, backend="chunked", **options)[1]
         assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-4) for a, b in zip(state[:5], ours[:5], strict=True))
-        return torch.cat(parts, dim=2)
+        return out
 
     wide = [x.detach().double().requires_grad_() for x in leaves]
     truth = with_gradients(cosformer_attention_reference, wide, weights, **options)
-    for got, want in zip(with_gradients(in_pieces, leaves, weights, **options), truth, strict=True):
+    for got, want in zip(with_gradients(attend, leaves, weights, **options), truth, strict=True):
         assert (got - want).abs().max() <= 3e-6 * want.abs().max().clamp(min=1.0)
 
 
@@ -143,3 +145,171 @@ def test_long_sequences_on_a_gpu(n: int, h: int, g: int, d: int, dtype: torch.dt
 def test_long_sequences_with_every_option_on_a_gpu(name: str) -> None:
     options = {"max_length": 2500, **options_by_name(1000)[name]}
     assert compare(meeting(inputs(1000, b=2, h=4, g=2, d=64)), **options) <= 2e-5
+
+
+@pytest.mark.usefixtures("short_segments")
+def test_a_head_wider_than_a_programs_share_of_columns() -> None:
+    check_against_eager(65, torch.bfloat16, h=1, d=128)
+    assert linear.PRECISE.columns < 96
+    assert compare(meeting(inputs(66, b=1, h=1, g=1, d=96))) <= 2e-6
+
+
+def test_segments_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any cutting of the text gives the same up to the order of sums."""
+    q, k, v = (x.detach() for x in inputs(130, h=1, d=8))
+    results = []
+    for segment in (64, 128, 640):
+        monkeypatch.setattr(linear, "segment_of", lambda k, v, segment=segment: segment)
+        results.append(cosformer_attention(q, k, v, max_length=150, backend="triton"))
+    assert max(float((x - results[0]).abs().max()) for x in results) <= 1e-6
+
+
+@pytest.mark.parametrize(("cut", "segment"), [((64, 32, 4, 2), 192), ((64, 128, 4, 2), 64), ((128, 64, 8, 2), 64)])
+def test_no_cut_shows(cut: tuple[int, ...], segment: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks smaller and larger than each other, and than a segment."""
+    for table in (linear.PAIRS, linear.QUERY_PAIRS):
+        monkeypatch.setitem(table, 64, linear.Cut(*cut))
+    monkeypatch.setattr(linear, "segment_of", lambda q, v: segment)
+    check_against_eager(200, torch.bfloat16, b=1, h=1, g=1, d=16)
+
+
+@pytest.mark.usefixtures("short_segments")
+def test_no_launch_grows_where_cuda_counts_to_65_535(monkeypatch: pytest.MonkeyPatch) -> None:
+    grids: dict[str, tuple[int, ...]] = {}
+
+    class Noted:
+        def __init__(self, name: str) -> None:
+            self.name, self.kernel = name, getattr(linear, name)
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            grids[self.name] = grid
+            return self.kernel[grid]
+
+    names = ("pairs_kernel", "totals_kernel", "prefix_kernel")
+    for name in names:
+        monkeypatch.setattr(linear, name, Noted(name))
+    assert compare(meeting(inputs(66, b=3, h=1, g=1, d=8))) <= 2e-6
+    assert {*grids} == {*names}
+    assert all(len(grid) == 1 and grid[0] % 3 == 0 for grid in grids.values()), grids
+
+
+@pytest.mark.parametrize("segment", [64, 128])
+def test_the_backward_pass_keeps_inputs_outputs_and_a_state_a_segment(
+    segment: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leaves = inputs(128, h=1, g=1, d=16, dtype=torch.bfloat16)
+    monkeypatch.setattr(linear, "segment_of", lambda q, v: segment)
+    saved = saved_bytes(lambda: cosformer_attention(*leaves, max_length=128, backend="triton"))
+    tensors = 4 * leaves[0].nbytes  # q, k, v and the output
+    denominators, angles = 4 * 128, 2 * 4 * 128
+    states = 128 // segment * 2 * (2 * 16 * 16 + 4 * 16)  # with values in bfloat16
+    assert saved == tensors + denominators + angles + states
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("d", [64, 128])
+def test_training_needs_at_most_a_fifth_more_than_inputs_outputs_and_gradients(d: int) -> None:
+    leaves = inputs(32_768, b=1, h=16, g=16, d=d, dtype=torch.bfloat16)
+    gradient = torch.randn_like(leaves[0])
+    cosformer_attention(*leaves, max_length=32_768, backend="triton").backward(gradient)
+    for x in leaves:
+        x.grad = None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated() - sum(x.nbytes for x in leaves) - gradient.nbytes
+    cosformer_attention(*leaves, max_length=32_768, backend="triton").backward(gradient)
+    needed = 8 * leaves[0].nbytes  # q, k, v, output, and the gradient of each
+    assert torch.cuda.max_memory_allocated() - before <= 1.2 * needed
+
+
+def test_operators_pass_torchs_own_check() -> None:
+    q, k, v = inputs(40, h=2, d=8)
+    folded = q.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
+    crossed = q.detach().permute(0, 3, 2, 1).contiguous().permute(0, 3, 2, 1).requires_grad_()
+    angles = torch.rand(1, 2, 40, device=DEVICE)
+    state = (torch.rand(1, 1, 2, 8, 8, device=DEVICE), torch.rand(1, 1, 2, 8, device=DEVICE))
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    for given, initial in ((folded, state), (crossed, (None, None))):
+        arguments = (given, k, v, angles, None, 1e-6, *initial)
+        torch.library.opcheck(torch.ops.farspan.linear_attention.default, arguments, test_utils=tests)
+
+
+@pytest.mark.slow
+def test_it_compiles_in_one_graph() -> None:
+    leaves = inputs(40, h=1, d=8)
+
+    def attend(*leaves: Tensor) -> Tensor:
+        return cosformer_attention(*leaves, max_length=40, backend="triton")
+
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    weights = torch.randn(1, 1, 40, 8, device=DEVICE)
+    for got, want in zip(
+        with_gradients(compiled, leaves, weights), with_gradients(attend, leaves, weights), strict=True
+    ):
+        assert torch.allclose(got, want, atol=1e-6)
+
+
+def test_angles_are_made_once_for_layers_that_share_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    compute, made = cosformer.Weighting.angles, []
+    monkeypatch.setattr(
+        cosformer.Weighting, "angles", lambda self, x, *rest: made.append(x.shape[1]) or compute(self, x, *rest)
+    )
+    q, k, v = (x.detach() for x in inputs(40, h=1, d=8))
+    mask = make_mask(40, 40, 1, q.device)
+    for _ in range(3):
+        cosformer_attention(q, k, v, max_length=4711, mask=mask, backend="triton")
+    assert made == [40]
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype", "message"),
+    [
+        ({}, torch.float64, "takes float32, bfloat16 or float16, got torch.float64; use backend='chunked'"),
+        ({"beyond": "decay"}, torch.float32, "takes beyond='raise' with ReLU and re-weighting; use backend='chunked'"),
+        ({"activation": "elu"}, torch.float32, "with ReLU and re-weighting"),
+        ({"reweight": False}, torch.float32, "with ReLU and re-weighting"),
+        ({"causal": False}, torch.float32, "takes causal calls with one query per key"),
+        ({"positions": (torch.arange(5), torch.arange(5))}, torch.float32, "with one query per key"),
+        ({"d": 136}, torch.float32, "heads up to 128 wide, got 136; use backend='chunked'"),
+    ],
+)
+def test_what_the_kernels_cannot_do_raises_with_the_reason(
+    options: dict[str, Any], dtype: torch.dtype, message: str
+) -> None:
+    leaves = inputs(5, dtype=dtype, d=options.get("d", 8))
+    options = {name: x for name, x in options.items() if name != "d"}
+    with pytest.raises(ValueError, match=message):
+        cosformer_attention(*leaves, max_length=8, backend="triton", **options)
+
+
+AUTO: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16, "causal": True, "n": 64, "d": 16, "hopper": True}
+PAPER: dict[str, Any] = {"beyond": "raise", "activation": "relu", "reweight": True}
+
+
+@pytest.mark.parametrize(
+    ("changed", "taken"),
+    [
+        ({}, True),
+        ({"hopper": False}, False),
+        ({"device": "cpu"}, False),
+        ({"dtype": torch.float32}, False),
+        ({"causal": False}, False),
+        ({"n": 1}, False),
+        ({"n": 63}, False),
+        ({"d": 256}, False),
+        ({"beyond": "decoupled"}, False),
+        ({"beyond": "decay"}, False),
+        ({"activation": "elu"}, False),
+        ({"reweight": False}, False),
+    ],
+)
+def test_auto_takes_the_kernels_where_they_were_timed(
+    changed: dict[str, Any], taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = {**AUTO, **PAPER, **changed}
+    monkeypatch.setattr(cosformer, "is_hopper", lambda index: case["hopper"])
+    options = {name: case[name] for name in (*PAPER, "causal")}
+    with FakeTensorMode():  # has CUDA tensors on any machine
+        q = torch.empty(1, 2, case["n"], case["d"], dtype=case["dtype"], device=case["device"])
+        k = q.new_empty(1, 2, 64, case["d"])
+        assert (explain(cosformer_attention, q, k, k, max_length=150, **options).name == "triton") is taken

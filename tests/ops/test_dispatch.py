@@ -34,6 +34,7 @@ from farspan.ops.coca import COCA
 from farspan.ops.coca_decode import TIMED_ROWS
 from farspan.ops.device import why_not_triton
 from tests.helpers import coca_inputs, softmax_inputs
+from tests.ops.kernels import DEVICE
 
 needs_triton = pytest.mark.skipif(why_not_triton("cuda") is not None, reason="needs triton (pip install farspan[gpu])")
 DOCUMENTS = torch.zeros(1, 20, dtype=torch.long)
@@ -252,18 +253,41 @@ def test_auto_asks_for_an_ampere_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({"gradient": True}, "the half-width kernel has no gradients; decode under torch.no_grad()", "fused"),
         ({"documents": True}, "the half-width kernel takes queries that are the last keys, in one document", "fused"),
-        ({"dtype": torch.float64}, "backend='triton' takes float32, bfloat16 or float16, got torch.float64", "sdpa"),
+        ({"n": 9}, "the half-width kernel takes at most 32 queries per key head", "fused"),
         ({"width": 258}, "backend='triton' takes heads up to 256 wide, got 258; use backend='sdpa'", "sdpa"),
     ],
     ids=str,
 )
 def test_what_the_half_width_kernel_cannot_run(change: dict[str, Any], reason: str, auto: str) -> None:
     assert gpu_choice(**change).name == auto
-    if change != {"dtype": torch.float64}:
-        assert gpu_choice(**change, backend="triton").skipped["decode_triton"].startswith(reason)
-    else:
-        with pytest.raises(ValueError, match="backend='triton' "):
-            gpu_choice(**change, backend="triton")
+    choice = gpu_choice(**change, backend="triton")
+    assert choice.name == "fused"
+    assert choice.skipped["decode_triton"].startswith(reason)
+
+
+@needs_triton
+@pytest.mark.usefixtures("ampere")
+@pytest.mark.parametrize("change", [{"dtype": torch.float64}, {"dtype": torch.float16, "gradient": True}], ids=str)
+def test_what_neither_kernel_can_run_raises(change: dict[str, Any]) -> None:
+    message = r"with gradients or more than 32 queries per key head, got torch.float\d\d; use backend='sdpa'"
+    with pytest.raises(ValueError, match=message):
+        gpu_choice(**change, backend="triton")
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("op", "given", "options", "other"),
+    [
+        (coca_attention, coca_inputs, {"rotary": Rotary(8)}, "sdpa"),
+        (cosformer_attention, softmax_inputs, {"max_length": 20}, "chunked"),
+    ],
+)
+def test_forward_derivatives_raise_rather_than_be_zero(op: Any, given: Any, options: Any, other: str) -> None:
+    leaves = tuple(x.detach().float().to(DEVICE) for x in given(20))
+    _, tangent = torch.func.jvp(lambda *leaves: op(*leaves, **options, backend="reference"), leaves, leaves)
+    assert tangent.abs().sum() > 0
+    with pytest.raises(ValueError, match=f"no forward-mode derivatives; use backend='{other}'"):
+        torch.func.jvp(lambda *leaves: op(*leaves, **options, backend="triton"), leaves, leaves)
 
 
 @needs_triton

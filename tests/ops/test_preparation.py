@@ -1,4 +1,4 @@
-"""CoCA by its feature kernel equals CoCA by torch, in one graph; the kernel is interpreted where there is no GPU."""
+"""The kernel that prepares CoCA's queries and keys: the features with one rounding, and in one graph."""
 
 import os
 import subprocess
@@ -14,10 +14,67 @@ from torch._dynamo.testing import CompileCounterWithBackend
 pytest.importorskip("triton", reason="needs triton (pip install farspan[gpu])")
 
 from farspan.layers import Attention
-from farspan.ops import DynamicNTK, Rotary, YaRN, coca, coca_attention, explain
+from farspan.ops import DynamicNTK, Rotary, YaRN, coca, coca_attention, coca_features, explain
 from farspan.ops.coca import COCA, kernel_features
 from farspan.ops.masking import make_mask
-from tests.ops.kernels import DEVICE, inputs, poison  # noqa: F401 (a fixture for every test here)
+from farspan.ops.rotary import Angles
+from tests.ops.kernels import DEVICE, FORMS, inputs, poison  # noqa: F401 (a fixture for every test here)
+
+
+def angles_of(q: Tensor, t: Tensor, rotary: Rotary, positions: int | Tensor = 0) -> Angles:
+    return make_mask(q.shape[2], t.shape[2], q.shape[0], q.device, positions=positions).angles(rotary)
+
+
+def features_by_torch(q: Tensor, t: Tensor, angles: Angles, form: str) -> tuple[Tensor, Tensor]:
+    return coca_features(q, t, angles.query(q.dtype), angles.key(q.dtype), form=form)
+
+
+@pytest.mark.parametrize(
+    ("form", "n", "d"),
+    [
+        ("exact", 1, 64),
+        ("slack", 63, 64),
+        ("exact", 64, 64),
+        ("exact", 65, 64),
+        ("slack", 65, 64),
+        ("slack", 129, 6),
+        ("exact", 20, 128),
+    ],
+)
+def test_preparation_equals_the_features_forward_and_backward(form: str, n: int, d: int) -> None:
+    q, t, _ = inputs(n, n + 3, h=5, g=1, d=d)
+    wide = [x.double().requires_grad_() for x in (q, t)]
+    angles = angles_of(q, t, Rotary(d), 131_000)
+    truth = features_by_torch(*wide, angles, form)
+    weights = [torch.randn_like(x) for x in truth]
+    true_gradients = torch.autograd.grad(truth, wide, weights)
+    for dtype, limit in ((torch.float32, 1e-6), (torch.bfloat16, 2**-8)):
+        narrow = [x.to(dtype).requires_grad_() for x in (q, t)]
+        out = kernel_features(*narrow, angles, form)
+        gradients = torch.autograd.grad(out, narrow, [x.to(dtype) for x in weights])
+        for got, want in zip((*out, *gradients), (*truth, *true_gradients), strict=True):
+            # In bfloat16 the inputs themselves are rounded, and q̃ is quadratic in them.
+            assert (got - want).abs().max() <= limit * (1 if dtype == torch.float32 else 3) * want.abs().max()
+
+
+def test_preparation_rounds_once() -> None:
+    """From the same bfloat16 inputs, the result is within half a unit of the float64 one."""
+    q, t, _ = inputs(33, dtype=torch.bfloat16, d=16)
+    angles = angles_of(q, t, Rotary(16))
+    truth = features_by_torch(q.double(), t.double(), angles, "exact")
+    for got, want in zip(kernel_features(q, t, angles, "exact"), truth, strict=True):
+        assert ((got - want).abs() <= want.abs() * 2**-8 * 1.001 + 1e-6).all()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_preparation_takes_positions_and_frequencies_per_row(form: str) -> None:
+    q, t, _ = inputs(11, 20, b=2, d=16)
+    positions = (torch.arange(20) * 7 + torch.tensor([[0], [100_000]])).to(DEVICE)
+    rotary = Rotary(16, scaling=DynamicNTK(4, 32, "per_request"))
+    angles = angles_of(q, t, rotary, positions)
+    wanted = features_by_torch(q.double(), t.double(), angles, form)
+    for a, b in zip(kernel_features(q, t, angles, form), wanted, strict=True):
+        assert (a - b).abs().max() <= 1e-5
 
 
 @pytest.fixture
@@ -32,6 +89,7 @@ def _by_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     ("form", "scaling"),
     [
         ("exact", None),
+        ("slack", None),
         ("slack", YaRN(4, 16)),
         ("exact", DynamicNTK(4, 16, "per_request")),
         ("slack", DynamicNTK(4, 16, "per_query")),
@@ -39,17 +97,19 @@ def _by_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     ids=str,
 )
 @pytest.mark.usefixtures("_by_kernel")
-def test_auto_by_the_kernel_equals_sdpa_with_gradients(form: str, scaling: Any) -> None:
+def test_attention_by_the_kernel_equals_sdpa_with_gradients(form: str, scaling: Any) -> None:
     rows = (torch.arange(40) + torch.tensor([[0], [7]])).to(DEVICE)
     for positions in (None, rows):
         leaves = [x.requires_grad_() for x in inputs(33, 40, b=2, h=4, g=1, d=16)]
         options: dict[str, Any] = {"rotary": Rotary(16, scaling=scaling), "form": form, "positions": positions}
         assert explain(coca_attention, *leaves, **options).name == "fused"
-        got, want = (coca_attention(*leaves, **options, backend=backend) for backend in ("auto", "sdpa"))
-        assert 0 < (got - want).abs().max() <= 1e-5  # two implementations
-        weights = torch.randn_like(got)
-        for a, b in zip(*(torch.autograd.grad(out, leaves, weights) for out in (got, want)), strict=True):
-            assert (a - b).abs().max() <= 1e-5 * max(1.0, float(b.abs().max()))
+        want, auto, triton = (coca_attention(*leaves, **options, backend=name) for name in ("sdpa", "auto", "triton"))
+        weights = torch.randn_like(want)
+        gradients = torch.autograd.grad(want, leaves, weights)
+        for got in (auto, triton):
+            assert 0 < (got - want).abs().max() <= 1e-5  # two implementations
+            for a, b in zip(torch.autograd.grad(got, leaves, weights), gradients, strict=True):
+                assert (a - b).abs().max() <= 1e-5 * max(1.0, float(b.abs().max()))
 
 
 def test_layers_take_the_kernel_for_exact_and_slack(monkeypatch: pytest.MonkeyPatch) -> None:

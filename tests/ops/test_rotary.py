@@ -15,14 +15,13 @@ from farspan.ops import (
     Rotary,
     YaRN,
     coca_attention,
-    coca_attention_reference,
     dispatch,
     rope_attention,
 )
 from farspan.ops.coca import COCA
 from farspan.ops.masking import make_mask
 from farspan.ops.rotary import Angles, Scaling, cos_sin, fixed_point
-from tests.helpers import coca_inputs, largest_difference
+from tests.helpers import coca_inputs
 
 CPU = torch.device("cpu")
 
@@ -153,7 +152,6 @@ def test_per_query_buckets_follow_rows_that_cross_a_doubling_at_different_column
     pad = torch.tensor([[0], [4], [11]])
     positions, keep = torch.arange(30)[None] - pad, torch.arange(30)[None] >= pad
     options = {"rotary": rotary, "positions": positions, "padding_mask": keep}
-    assert largest_difference(coca_attention, coca_attention_reference, inputs, **options) <= 1e-12
     q, t, v = inputs
     out = coca_attention(q, t, v, **options)
     for row, start in enumerate(pad.flatten().tolist()):

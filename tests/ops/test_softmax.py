@@ -1,9 +1,12 @@
-"""RoPE, NoPE and ALiBi against their definitions, and the SDPA calls that CoCA shares with them."""
+"""RoPE, NoPE and ALiBi, windows and the kernel for masked attention, and the SDPA calls that CoCA shares with them."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from farspan.ops import (
@@ -11,22 +14,22 @@ from farspan.ops import (
     alibi_attention,
     alibi_attention_reference,
     alibi_slopes,
+    coca_attention,
+    explain,
     rope_attention,
-    rope_attention_reference,
     softmax,
 )
-from farspan.ops.masking import make_mask
+from farspan.ops.masking import AttentionContext
 from farspan.ops.softmax import fix_layout
-from tests.helpers import largest_difference, masks, softmax_inputs
-
-MASKS = list(masks(1, 1))
+from tests.helpers import largest_difference, softmax_inputs
+from tests.ops.cases import SOFTMAX, calls, of_heads
+from tests.ops.cases import inputs as leaves_of
+from tests.ops.kernels import DEVICE, assert_as_good_as_eager
 
 
 def test_alibi_with_a_flat_head_stays_finite() -> None:
     inputs, slopes = softmax_inputs(9), torch.tensor([0.0, 0.5, 0.0, 1.0])
     assert largest_difference(alibi_attention, alibi_attention_reference, inputs, slopes=slopes) <= 1e-12
-    with pytest.raises(ValueError, match="slopes must be ≥ 0"):
-        alibi_attention(*inputs, slopes=-slopes)
 
 
 def test_alibi_slopes_are_the_published_ones() -> None:
@@ -35,21 +38,6 @@ def test_alibi_slopes_are_the_published_ones() -> None:
     twelve = alibi_slopes(12)
     assert twelve[:8].tolist() == [2.0**-i for i in range(1, 9)]
     assert torch.allclose(twelve[8:].log2(), torch.tensor([-0.5, -1.5, -2.5, -3.5]))
-
-
-@pytest.mark.parametrize("op", [rope_attention, alibi_attention])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_low_precision_error_is_at_most_twice_that_of_eager(op, dtype: torch.dtype) -> None:
-    q, k, v = (x.detach().to(dtype) for x in softmax_inputs(257, d=32, g=4))
-    options = {"rotary": Rotary(32)} if op is rope_attention else {}
-    truth = op(q.double(), k.double(), v.double(), **options, backend="reference")
-    ours = (op(q, k, v, **options).double() - truth).abs()
-    if op is rope_attention:  # the same dtype, eagerly: its reference rotates in float32
-        angles = make_mask(257, 257, 1, q.device).angles(Rotary(32))
-        q, k, options = angles.rotate_queries(q), angles.rotate_keys(k), {"rotary": None}
-    theirs = (op(q, k, v, **options, backend="reference").double() - truth).abs()
-    assert ours.max() <= 2 * theirs.max()
-    assert ours.mean() <= 2 * theirs.mean()
 
 
 def test_a_window_costs_what_it_sees(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,19 +52,6 @@ def test_a_window_costs_what_it_sees(monkeypatch: pytest.MonkeyPatch) -> None:
     rope_attention(*(x.detach() for x in softmax_inputs(1000)), rotary=None, window=100)
     assert sum(queries for queries, _ in seen) == 1000
     assert {keys for _, keys in seen} == {200}
-
-
-@pytest.mark.parametrize("threads", [1, 64])
-@pytest.mark.parametrize("name", MASKS)
-@pytest.mark.parametrize(("h", "g"), [(6, 3), (4, 1)])
-def test_one_query_of_grouped_heads_equals_reference(
-    h: int, g: int, name: str, threads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    inputs = softmax_inputs(1, 37, b=3, h=h, g=g)
-    options = masks(3, 37)[name]
-    assert largest_difference(rope_attention, rope_attention_reference, inputs, rotary=Rotary(8), **options) <= 1e-12
-    assert largest_difference(alibi_attention, alibi_attention_reference, inputs, **options) <= 1e-12
 
 
 def test_heads_become_queries_unless_threads_would_have_nothing_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,3 +135,141 @@ def test_a_gradient_arrives_laid_out_as_a_projection_gives_it(backend: str | Non
         (found,) = torch.autograd.grad(out, x, weight)
         assert [want] == SEEN
         assert torch.equal(found, weight[:, :, :5])
+
+
+@pytest.mark.parametrize(
+    ("n", "m", "window", "name"),
+    [(2, 513, 512, "blocked"), (100, 100, 90, "blocked"), (400, 400, 90, "window"), (9000, 9000, 4096, "blocked")],
+)
+def test_few_queries_and_wide_windows_run_block_by_block(n: int, m: int, window: int, name: str) -> None:
+    q, k = torch.zeros(1).expand(1, 2, n, 8), torch.zeros(1).expand(1, 2, m, 8)
+    found = explain(rope_attention, q, k, k, rotary=None, window=window).then
+    assert found is not None
+    assert found.name == name
+
+
+def test_a_window_reads_memory_in_proportion_to_its_width() -> None:
+    """At 16 times the length, nothing that is allocated grows by more than 16 times."""
+    largest = {}
+    for n in (1024, 16 * 1024):
+        q = torch.randn(1, 2, n, 16)
+        with torch.profiler.profile(profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            rope_attention(q, q, q, rotary=None, window=64)
+        largest[n] = max(event.cpu_memory_usage for event in profile.key_averages())
+    assert largest[16 * 1024] <= 17 * largest[1024]
+
+
+def by_kernel(op: Any, inputs: tuple[Tensor, ...], options: dict[str, Any]) -> list[Tensor]:
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    out = op(*leaves, **options)
+    torch.manual_seed(0)
+    weights = torch.randn(out.shape, dtype=torch.float64).to(out)
+    return [out.detach(), *torch.autograd.grad(out, leaves, weights)]
+
+
+@pytest.mark.parametrize("kind", ["rope", "alibi", "exact", "pope"])
+@settings(max_examples=5, deadline=None)
+@given(data=st.data())
+def test_the_kernel_equals_the_definition_with_gradients(kind: str, data: st.DataObject) -> None:
+    pytest.importorskip("triton", reason="needs triton (pip install farspan[gpu])")
+    (op, fixed), (shape, options) = SOFTMAX[kind], data.draw(calls(kind, (1, 2, 17, 40)))
+    torch.manual_seed(data.draw(st.integers(0, 2**16)))
+    if kind == "alibi" or isinstance(options["positions"], tuple):
+        options["positions"] = None  # not by the kernel
+    if op is coca_attention:
+        shape["n"] = shape["m"]  # few queries are decoded by another kernel
+    options |= {"window": options["window"] or data.draw(st.integers(1, 43)), **of_heads(fixed, shape["h"])}
+    narrow = tuple(x.detach().float().to(DEVICE) for x in leaves_of(kind, **shape))
+    options = {key: x.to(DEVICE) if isinstance(x, Tensor) else x for key, x in options.items()}
+    found = by_kernel(op, narrow, {**options, "backend": "triton"})
+    truth = by_kernel(op, tuple(x.double() for x in narrow), {**options, "backend": "reference"})
+    plain = by_kernel(op, narrow, {**options, "backend": "sdpa"})
+    for ours, exact, theirs in zip(found, truth, plain, strict=True):
+        error, size = (ours.double() - exact).abs().max(), max(1.0, float(exact.abs().max()))
+        assert error <= 4 * (theirs.double() - exact).abs().max() + 4e-6 * size
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [(2, 2, 64), (4, 1, 80)], ids=str)
+def test_the_kernel_is_as_good_as_eager(dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
+    pytest.importorskip("triton", reason="needs triton (pip install farspan[gpu])")
+    h, g, d = shape
+    q, k, v = (x.detach().to(DEVICE, dtype) for x in softmax_inputs(150, h=h, g=g, d=d))
+    options: dict[str, Any] = {"rotary": None, "window": 40}
+    definition = {**options, "backend": "reference"}
+    truth = by_kernel(rope_attention, tuple(x.double() for x in (q, k, v)), definition)
+    plain = by_kernel(rope_attention, (q, k, v), definition)
+    ours = by_kernel(rope_attention, (q, k, v), {**options, "backend": "triton"})
+    for found, exact, eager in zip(ours, truth, plain, strict=True):
+        assert_as_good_as_eager(found, exact, eager)
+
+
+def test_the_kernel_leaves_what_it_cannot_run() -> None:
+    pytest.importorskip("triton", reason="needs triton (pip install farspan[gpu])")
+    q, k, v = (x.detach() for x in softmax_inputs(20))
+    pair = (torch.arange(20)[None], torch.arange(20)[None])
+    found = explain(rope_attention, q, k, v, rotary=None, window=4, positions=pair, backend="triton").then
+    assert found is not None
+    assert found.name == "blocked"
+    assert "among the keys" in found.skipped["masked_kernel"]
+    found = explain(alibi_attention, q, k, v, window=4, positions=torch.arange(20) * 2, backend="triton").then
+    assert found is not None
+    assert found.name == "blocked"
+    assert "consecutive positions" in found.skipped["masked_kernel"]
+
+
+def test_one_compiled_graph_of_the_kernel_serves_all_lengths() -> None:
+    pytest.importorskip("triton", reason="needs triton (pip install farspan[gpu])")
+    graphs = []
+
+    def count(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return rope_attention(q, k, v, rotary=Rotary(8), window=5, backend="triton")
+
+    torch.compiler.reset()
+    compiled = torch.compile(attention, backend=count, dynamic=True, fullgraph=True)
+    for n in (20, 3, 5, 6, 64, 65):
+        q, k, v = (x.detach().float().to(DEVICE) for x in softmax_inputs(n))
+        assert torch.allclose(compiled(q, k, v), attention(q, k, v), atol=1e-5)
+    assert len(graphs) == 1
+
+
+def test_one_compiled_graph_serves_rows_of_whole_blocks() -> None:
+    """Padding by nothing keeps the strides of its input, which a traced graph takes for contiguous."""
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return rope_attention(q, k, v, rotary=Rotary(8), window=70)
+
+    torch.compiler.reset()
+    compiled = torch.compile(attention, backend="aot_eager", dynamic=True, fullgraph=True)
+    for n in (280, 283):
+        leaves = softmax_inputs(n, b=3)
+        assert largest_difference(compiled, attention, leaves) <= 1e-12
+
+
+@pytest.mark.parametrize("n", [300, 4096])
+@pytest.mark.parametrize(
+    "layout", [lambda x: x.mT.contiguous().mT, lambda x: torch.stack((x, -x), -1).flatten(-2)[..., ::2]]
+)
+def test_layout_of_memory_does_not_matter(n: int, layout: Callable[[Tensor], Tensor]) -> None:
+    q, k, v = torch.randn(3, 1, 2, n, 16, dtype=torch.float64).unbind()
+    out = rope_attention(*map(layout, (q, k, v)), rotary=None, window=64)
+    torch.testing.assert_close(out, rope_attention(q, k, v, rotary=None, window=64), atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("seen", [0, 2, 9])
+@pytest.mark.parametrize("n", [1, 3])
+def test_the_kernel_takes_the_mask_of_a_static_window(seen: int, n: int) -> None:
+    pytest.importorskip("triton", reason="needs triton (pip install farspan[gpu])")
+    window, device = 5, torch.device(DEVICE)
+    context = AttentionContext(torch.zeros(2, n, 1, device=device), past=torch.tensor(seen), cached=True, static=True)
+    length, past = window - 1 + n, torch.tensor(seen, device=device)
+    mask = context.mask(window, past=past, length=length, offset=past - (window - 1))
+    q, k, v = (torch.randn(2, heads, size, 8, device=device) for heads, size in ((4, n), (2, length), (2, length)))
+    ours, theirs = (rope_attention(q, k, v, rotary=None, mask=mask, backend=name) for name in ("triton", "sdpa"))
+    assert (ours - theirs).abs().max() <= 1e-5
+    assert mask.padding is not None
+    assert mask.padding.sum() == min(seen, window - 1) + n
