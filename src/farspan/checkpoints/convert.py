@@ -4,7 +4,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import islice
@@ -169,10 +169,8 @@ def new_folder(out: Path) -> Iterator[None]:
     """
     path = out.resolve()
     require(path != Path.cwd(), "out must be a new folder, got the current one; name another")
-    name, missing = f".{path.name}.lock", [folder for folder in path.parents if not folder.exists()]
+    name = f".{path.name}.lock"
     with ExitStack() as held:
-        for folder in reversed(missing):  # removed again, the innermost first, unless something is written there
-            held.callback(_remove_empty, folder)
         try:
             held.enter_context(lock(path.parent, name=name))
         except ValueError:
@@ -180,11 +178,6 @@ def new_folder(out: Path) -> Iterator[None]:
         held.callback((path.parent / name).unlink, missing_ok=True)
         check_folder(out)
         yield
-
-
-def _remove_empty(folder: Path) -> None:
-    with suppress(OSError):
-        folder.rmdir()
 
 
 def save(model: FarspanForCausalLM, out: Path, carry: Callable[[Path], None], *, config: Any = None) -> None:
@@ -370,16 +363,15 @@ def sequences(source: Source, text: Sequence[str], wanted: int, length: int) -> 
 
     tokenizer, found, spare = tokenizer_of(source), list[Tensor](), list[Tensor]()
     share = max(1, wanted // 8)
-    for name in text:
-        for document in documents(name):
-            if len(found) >= wanted:
-                break
-            part = document.text[: wanted * length * 10]  # few tokens are longer than ten characters
-            with quiet():
-                ids = torch.tensor(tokenizer(part).input_ids, dtype=torch.long)
-            pieces = ids[: len(ids) // length * length].view(-1, length)
-            found += pieces[:share]
-            spare += islice(pieces[share:], max(0, wanted - len(spare)))
+    for document in documents(text):
+        if len(found) >= wanted:
+            break
+        part = document.text[: wanted * length * 10]  # few tokens are longer than ten characters
+        with quiet():
+            ids = torch.tensor(tokenizer(part).input_ids, dtype=torch.long)
+        pieces = ids[: len(ids) // length * length].view(-1, length)
+        found += pieces[:share]
+        spare += islice(pieces[share:], max(0, wanted - len(spare)))
     found = [*found, *spare][:wanted]
     require(
         len(found) >= 2,

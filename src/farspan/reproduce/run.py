@@ -177,7 +177,7 @@ def check_inputs(preset: Preset, work: Work, steps: list[Step]) -> None:
     wanted += [of.position_tokens for of in measured.values() if "positions" in kinds]
     needed, sources = max(wanted, default=0), corpus.held_out or list(corpus.train)
     # A token has at least one byte.
-    found = (len(document.text.encode()) >= needed for source in sources for document in documents(source))
+    found = (len(document.text.encode()) >= needed for document in documents(sources))
     need = f"--held-out must have a document of at least {needed} tokens, got none in {', '.join(sources)}; "
     require(not needed or any(found), need + "use longer texts")
     known = None if isinstance(tokenizer, int) else tokenizer  # an int is the size of one to be trained
