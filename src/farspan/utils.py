@@ -210,8 +210,9 @@ def read_settings(path: str | os.PathLike[str], argument: str = "config") -> dic
             raise ValueError(f"a line has more than {LONGEST_LINE:,} characters")
         values = json.loads(text, parse_constant=_not_finite) if kind == "JSON" else tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # also what is not UTF-8
-        raise ValueError(f"{argument} {str(path)!r} is not valid {kind}: {error}; correct it") from error
-    require(isinstance(values, dict), f"{argument} {str(path)!r} must hold a table, got {type(values).__name__}")
+        raise ValueError(f"{argument} {str(path)!r} is not valid {kind}: {error}; correct or replace it") from error
+    what = "an object" if kind == "JSON" else "a table"
+    require(isinstance(values, dict), f"{argument} {str(path)!r} must hold {what}, got {type(values).__name__}")
     return values
 
 

@@ -30,11 +30,12 @@ def _names(option: str, known: Callable[[], Iterable[str]], help: str) -> Any:
     """Make an option that reads names, separated by commas, of those `known` returns."""
 
     def read(text: str) -> list[str]:
-        from farspan.errors import require_choice
+        from farspan.errors import unknown
 
         found = [name.strip() for name in text.split(",")]
         for name in found:
-            require_choice(option, name, known())
+            if name not in known():
+                fail(str(unknown(option, name, [*known()])))
         return found
 
     return typer.Option(parser=read, metavar="NAME,NAME", help=help)

@@ -7,7 +7,6 @@ import torch
 
 from farspan.analysis import curves as module
 from farspan.analysis.curves import FIRST, QUANTILES, Decay, Drift, distances
-from farspan.ops.rotary import Rotary
 from tests.analysis.reference import probabilities, scores
 from tests.analysis.small import KINDS, N, same, seen, small, text
 
@@ -33,19 +32,6 @@ def test_curves_equal_brute_force(attention: Any, at_once: int, monkeypatch: pyt
         same(row["mean"][i], diagonal.mean())
         wanted = diagonal.quantile(torch.tensor(QUANTILES, dtype=torch.float64))
         same(torch.stack([values[i] for values in row["quantiles"].values()]), wanted)
-
-
-def test_the_bounds_of_eq_19_to_21_hold() -> None:
-    """docs/math.md proves them: steps of h times partial sums of the waves, with h_{d/2} = 0 behind the last pair."""
-    h = torch.randn(4, 100, 16, dtype=torch.complex128)
-    angle = torch.tensor([0, 1, 7, 300])[:, None, None] * Rotary(32).frequencies()
-    wave = torch.polar(torch.ones_like(angle), angle)
-    ends = torch.nn.functional.pad(h, (0, 1))
-    steps, flat = ends.diff(dim=-1).abs(), ends.abs().diff(dim=-1).abs()
-    assert bool((flat <= steps + 1e-12).all())  # Eq. 21
-    assert bool(((h * wave).real.sum(-1).abs() <= steps.amax(-1) * wave.cumsum(-1).abs().sum(-1) + 1e-9).all())
-    collinear, real = (h.abs() * wave.real).sum(-1).abs(), wave.real.cumsum(-1).abs().sum(-1)
-    assert bool((collinear <= flat.amax(-1) * real + 1e-9).all())  # Eq. 20, a theorem where all Θ_j = 0
 
 
 def test_a_long_text_is_sampled_evenly() -> None:

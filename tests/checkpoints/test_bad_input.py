@@ -100,7 +100,7 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:-100]),
         r"model.safetensors' is not a complete safetensors file .*; download or save it again",
     ),
-    "lost shard": (lose_shard, "must name files beside it, got 'model-00002-of-.*'; download all shards"),
+    "lost shard": (lose_shard, "must name files beside it, got 'model-00002-of-.*'; download all files"),
     "another shard": (swap_shards, "tensor '.*' must have shape .*, got none"),
     "a shard that climbs": (
         climbing,
@@ -113,7 +113,7 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "no configuration": (lambda f: (f / "config.json").unlink(), "checkpoint must have a config.json"),
     "broken configuration": (
         lambda f: (f / "config.json").write_text("{"),
-        "checkpoint .*config.json' is not valid JSON: .*; correct it",
+        "checkpoint .*config.json' is not valid JSON: .*; correct or replace it",
     ),
     "infinite setting": (
         lambda f: (f / "generation_config.json").write_text('{"temperature": Infinity}'),
@@ -232,7 +232,7 @@ def test_numbers_too_large_for_the_wanted_dtype(tmp_path: Path) -> None:
     ("name", "text", "message"),
     [
         ("tokenizer.json", '{"version": "1.0"}', "tokenizer.json' is not a tokenizer .*; download or save it again"),
-        ("tokenizer_config.json", "[]", "tokenizer_config.json' must hold a table, got list"),
+        ("tokenizer_config.json", "[]", "tokenizer_config.json' must hold an object, got list"),
         ("tokenizer_config.json", '{"eos_token": 5}', "eos_token in .*tokenizer_config.json' must be text, got 5"),
         ("model", "", "must have at most the model's vocab_size = 64 tokens, got 257"),
     ],

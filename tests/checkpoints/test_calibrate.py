@@ -170,7 +170,9 @@ def test_what_needs_no_fit() -> None:
     """RoPE with another window is the model that copied weights make; and up to the window, the source itself."""
     ids, window = torch.randint(0, 512, (6, 24)), {"kind": "rope", "window": 24}
     give_attention(model := teacher_model(), Target(window))
-    with pytest.raises(ValueError, match=r"calibration needs layers of another kind to fit, got \['rope'\]; leave it"):
+    with pytest.raises(
+        ValueError, match=r"calibration needs layers of another kind to fit, got \['rope'\]; give attention"
+    ):
         calibrate(teacher_model(), window, ids)
     source = teacher_model()
     source.load_state_dict(model.state_dict())

@@ -34,7 +34,6 @@ def test_the_card_holds_the_numbers_and_where_they_come_from(exported: Path) -> 
         "`` farspan eval ppl `x` ``; CPU, commit abc",
         "| Layers | 1 coca-exact (window 8), 1 rope, 1 coca-slack (without positions)",
         "| Training length | 64 tokens |",
-        '`model.set_rope_parameters(rope_type="dynamic", factor=4.0)` sets dynamic NTK 4',
     ):
         assert line in card
     assert " ".join(card.split()).count("seed 0, torch 2; nothing in the file ties it to these weights") == 3

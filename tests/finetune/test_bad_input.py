@@ -21,7 +21,10 @@ TEACHER = {"objective": {"logit-kl": 1.0}}
             {"rope_parameters": {"rope_type": "linear"}},
             "rope_parameters of stage s1 need a factor > 1, got 0.5 for length 16 and a model trained at 32",
         ),
-        ({"passkey_share": 0.02, "retrieval_share": 0.1}, "passkey_share must be 0 with retrieval_share, got 0.02"),
+        (
+            {"passkey_share": 0.02, "retrieval_share": 0.1},
+            "passkey_share of stage s1 must be 0 with retrieval_share, got 0.02",
+        ),
         ({"passkey_share": 0.02}, "length of stage s1 must be at least 246 tokens .* got 16; use longer rows"),
     ],
 )
@@ -50,6 +53,16 @@ def test_a_model_and_its_teacher_must_be_there(
     paths = {None: None, "original": original, "coca": coca, "gone": tmp_path / "gone"}
     with pytest.raises(ValueError, match=message):
         finetune(paths[model], {source: 1.0}, recipe(stage), tmp_path / "out", teacher=paths[teacher])
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("weight", [-1.0, 0.0, float("nan"), float("inf")])
+def test_weights_of_data_must_be_positive(weight: float, folders: Folders, tmp_path: Path) -> None:
+    _, coca, source = folders
+    with pytest.raises(ValueError, match=r"data\.sources.* must be"):
+        finetune(coca, {source: weight}, recipe({}), tmp_path / "out")
+    with pytest.raises(ValueError, match="data must name at least one token folder, got none"):
+        finetune(coca, {}, recipe({}), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

@@ -100,3 +100,20 @@ def test_a_teacher_must_have_the_students_shape_and_other_layers() -> None:
         Distillation(student(teacher()), teacher(num_hidden_layers=2), {"logit-kl": 1.0})
     with pytest.raises(ValueError, match=r"'attention-output' needs layers that were changed.*convert the model first"):
         Distillation(teacher(), teacher(), {"attention-output": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ({"attention-output": 5.0}, "weights must be one of weight 1"),
+        ({"attention-output": 1.0, "logit-kl": 1.0}, "weights must be one of weight 1"),
+        ({"next-token": 1.0}, "an objective that needs the teacher"),
+        ({}, "weights must be one of weight 1"),
+        ({"logits": 1.0}, "weights must be one of"),
+    ],
+    ids=str,
+)
+def test_weights_that_cannot_be_lowered_together(weights: dict[str, float], message: str) -> None:
+    original = teacher()
+    with pytest.raises(ValueError, match=message):
+        Distillation(student(original), original, weights)

@@ -413,7 +413,7 @@ def test_texts_that_are_too_short_are_noticed_before_they_are_tokenized(toml: Pa
             CONVERSION.replace("coca-exact", "hybrid-rope") + "global_every = 3\nglobal_layers = [1]",
             r"give global_every or global_layers, got 3 and \[1\]",
         ),
-        (ROPE + "[tasks.lm]\nlength = 1", "data.length must be greater than or equal to 2, got 1"),
+        (ROPE + "[tasks.lm]\nlength = 1", "tasks.lm.length must be greater than or equal to 2, got 1"),
         (ROPE + "[tasks.listops]\nlength = 7", "tasks.listops.length must be 2000 with this generator, got 7"),
         (ROPE + "[tasks.finetuning]\nsteps = 3", "tasks.finetuning.pretraining_steps must be at least 1, got 0"),
         (ROPE + "[tasks.listop]", "tasks must be one of .* got 'listop'; did you mean 'listops'?"),

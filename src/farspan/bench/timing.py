@@ -161,7 +161,10 @@ def captured(call: Callable[[], Any]) -> Callable[[], None]:
 
 
 def peak_bytes(call: Callable[[], Any], device: str) -> int:
-    """Run a call, and return the most memory of tensors that it took beyond what was held before."""
+    """Run a call, and return the most memory of tensors that it took beyond what was held before.
+
+    On a CPU what the call frees of that earlier memory is not subtracted.
+    """
     if device.startswith("cuda"):
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -173,7 +176,7 @@ def peak_bytes(call: Callable[[], Any], device: str) -> int:
         call()
     changes = [event for event in recorded.kineto_results.events() if event.name() == "[memory]"]
     changes.sort(key=lambda event: event.start_ns())
-    return max(0, *accumulate(event.nbytes() for event in changes), 0)
+    return max(accumulate((event.nbytes() for event in changes), initial=0))
 
 
 @contextmanager

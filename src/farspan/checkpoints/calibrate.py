@@ -109,7 +109,8 @@ def calibrate(
     fitted = [index for index in changed if needs_fit(specs[index], old[index])]
     require(
         bool(fitted),
-        f"calibration needs layers of another kind to fit, got {sorted({spec.name for spec in specs})}; leave it out",
+        f"calibration needs layers of another kind to fit, got {sorted({spec.name for spec in specs})}; "
+        "give attention, for example coca-exact, or no text",
     )
     windows = [specs[index].window for index in changed if specs[index].window != old[index].window]
     most = min([model.config.train_length, *filter(None, windows)])

@@ -322,6 +322,10 @@ def convert_folder(
         text: sources as `farspan data` takes them. `tokens` of it, in sequences of `length` (at most the training
             length, and a layer's window), calibrate; "auto" is measured on it, too.
     """
+    require(
+        not text or attention is not None,
+        f"calibration needs attention, the one to fit, got {', '.join(text)} without; give for example coca-exact",
+    )
     out = Path(out)
     with new_folder(out):
         target, opened = Target(attention, window, global_every, global_layers), open_source(Path(source))

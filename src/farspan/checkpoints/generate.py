@@ -38,6 +38,10 @@ def generate(
         f"temperature must be 0 or {COLDEST:g} … {HOTTEST:g}, got {temperature!r}; 0 takes the likeliest token",
     )
     require(max_new_tokens < 2**31, f"max_new_tokens must be below 2^31, got {max_new_tokens}")
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"prompt must be valid Unicode, got {prompt!r} ({error.reason}); remove it") from error
     source = open_source(Path(path))
     tokenizer = tokenizer_of(source)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -74,7 +78,6 @@ def _ids(tokenizer: Any, prompt: str, chat: bool) -> list[int]:
         "--chat needs a tokenizer with a chat template, got one without; leave --chat out",
     )
     try:
-        prompt.encode()  # raises for half a character
         if not chat:
             return list(tokenizer(prompt).input_ids)
         messages = [{"role": "user", "content": prompt}]
@@ -82,6 +85,4 @@ def _ids(tokenizer: Any, prompt: str, chat: bool) -> list[int]:
     except Exception as error:  # a template is a program, and tokenizer_config.json may hold anything
         what = "chat template" if chat else "tokenizer"
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        raise ValueError(
-            f"the model's {what} must take the prompt, got {prompt!r:.60} ({reason}); correct one of them"
-        ) from error
+        raise ValueError(f"the model's {what} fails ({reason}); correct it, or leave --chat out") from error

@@ -136,7 +136,7 @@ class Folder(Source):
         require(
             bool(names) and wrong is None,
             f"weight_map of {str(index)!r} must name files beside it, got {repr(wrong) if names else 'none'}; "
-            "download all shards, and do not trust a folder that names files elsewhere",
+            "download all files, and do not trust a folder that names others",
         )
         return [self.path / name for name in names]
 

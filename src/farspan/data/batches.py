@@ -1,5 +1,6 @@
 """Training batches as a pure function of (seed, step, row): nothing to save, nothing that can drift."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -47,6 +48,10 @@ class Batches:
         passkey_share: float = 0.0,
         passkey_document: MakeRow | None = None,
     ) -> None:
+        require(
+            len(sources) > 0 and all(0 < weight < math.inf for _, weight in sources),
+            f"sources must be pairs of shards and a weight > 0, got weights {[weight for _, weight in sources]}",
+        )
         first = sources[0][0]
         for shards, _ in sources:
             require(
@@ -70,6 +75,8 @@ class Batches:
 
         Process `rank` of `world` gets rows rank · batch_size / world and the following.
         """
+        valid = 0 <= rank < world and self.batch_size % world == 0
+        require(valid, f"rank and world must fit batch_size {self.batch_size}, got {rank} of {world}")
         share = self.batch_size // world
         rows = [self.row(step, row) for row in range(rank * share, (rank + 1) * share)]
         return torch.from_numpy(np.stack(rows))

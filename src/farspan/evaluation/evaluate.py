@@ -69,7 +69,7 @@ def evaluate_perplexity(
         text: sources as `farspan data` takes them, or token sequences.
         texts: at most so many documents, each cut to `text_tokens`.
     """
-    shortest, longest = min(lengths), max(lengths)
+    shortest, longest = min(lengths, default=0), max(lengths, default=0)
     require(shortest >= 2, f"--lengths must be at least 2, got {shortest}; use the training length or more")
     need = f"--text-tokens must be at least the longest window {longest}, got {text_tokens}; raise it"
     require(longest <= text_tokens, need)
@@ -123,10 +123,14 @@ def evaluate_passkey(
     """Measure passkey retrieval by length, with Wilson intervals and the near/far split at the training length."""
     opened = _Opened(model, out, **common)
     tokenizer = opened.tokenizer()
-    check_prompt(tokenizer, min(lengths), "--lengths")
-    asked = partial(passkey, cases=cases, new_tokens=new_tokens, tokens_at_once=tokens_at_once, seed=seed)
-    row = partial(asked, tokenizer=tokenizer, progress=opened.progress)
-    return opened.measured("passkey", lambda loaded, _: [row(loaded, length=length) for length in lengths], seed)
+    check_prompt(tokenizer, min(lengths, default=0), "--lengths")
+    how: dict[str, Any] = {"cases": cases, "new_tokens": new_tokens, "tokens_at_once": tokens_at_once, "seed": seed}
+    how["progress"] = opened.progress
+
+    def measure(loaded: FarspanForCausalLM, _: bool) -> Iterator[dict[str, Any]]:
+        yield from (passkey(loaded, tokenizer, length=length, **how) for length in lengths)
+
+    return opened.measured("passkey", measure, seed)
 
 
 def evaluate_retrieval(
@@ -146,19 +150,19 @@ def evaluate_retrieval(
     opened = _Opened(model, out, **common)
     tokenizer = opened.tokenizer()
     check_retrieval(tokenizer, tasks, lengths)
-    asked = partial(retrieval, cases=cases, tokens_at_once=tokens_at_once, seed=seed)
-    rows = partial(asked, tokenizer=tokenizer, progress=opened.progress)
+    how: dict[str, Any] = {"cases": cases, "tokens_at_once": tokens_at_once, "seed": seed}
+    how["progress"] = opened.progress
 
     def measure(loaded: FarspanForCausalLM, _: bool) -> Iterator[dict[str, Any]]:
         for task, length in product(tasks, lengths):
-            yield from rows(loaded, task=task, length=length)
+            yield from retrieval(loaded, tokenizer, task=task, length=length, **how)
 
     return opened.measured("retrieval", measure, seed)
 
 
 def check_retrieval(tokenizer: TextTokenizer, tasks: Sequence[str], lengths: Sequence[int]) -> None:
     """Raise for the first task that has no prompt of some length."""
-    for task, length in product(tasks, (min(lengths), max(lengths))):
+    for task, length in product(tasks, (min(lengths, default=0), max(lengths, default=0))):
         retrieval_case(tokenizer, task, length, np.random.default_rng(0), 0.5)
 
 
@@ -197,6 +201,7 @@ def evaluate_bits(
         texts: at most so many documents, each cut to `text_bytes`, between characters.
     """
     opened = _Opened(model, out, **common)
+    require(length is None or length >= 2, f"--length must be at least 2, got {length}; leave it out")
     found = [one.text.encode()[:text_bytes].decode(errors="ignore") for one in islice(documents(text), texts)]
     require(bool(found), f"--text must hold at least one document, got none in {', '.join(text)}; name another file")
     how = {**opened.encoding(), "length": length or min(2048, opened.config.train_length)}

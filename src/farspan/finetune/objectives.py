@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from farspan.configuration_farspan import FarspanConfig
-from farspan.errors import require
+from farspan.errors import require, require_choice
 from farspan.modeling_farspan import FarspanBlock, FarspanForCausalLM
 from farspan.ops.masking import AttentionContext
 from farspan.training.loop import compile_blocks
@@ -72,6 +72,8 @@ class Distillation(nn.Module):
         reach: int = 1,
     ) -> None:
         super().__init__()
+        check_objective(weights, "weights")
+        require(set(weights) != {NEXT_TOKEN}, "weights must have an objective that needs the teacher, got next-token")
         check_teacher(model.config, teacher.config, weights)
         self.model = model
         self._teacher = (teacher.eval().requires_grad_(False),)
@@ -119,6 +121,18 @@ class Distillation(nn.Module):
             with torch.no_grad():
                 hidden = self._feed(block, hidden, attended)
         return torch.stack(errors).mean()
+
+
+def check_objective(weights: Mapping[str, float], name: str) -> None:
+    """Raise unless these objectives, which the caller knows by `name`, can be lowered together."""
+    for objective in weights:
+        require_choice(name, objective, OBJECTIVES)
+    mixes = LOGIT_KL in weights and ATTENTION_OUTPUT not in weights
+    require(
+        mixes or list(weights.values()) == [1],
+        f"{name} must be one of weight 1, or logit-kl with or without next-token, got {dict(weights)}; change "
+        "optimizer.peak_lr instead of a weight",
+    )
 
 
 def check_teacher(ours: FarspanConfig, theirs: FarspanConfig, weights: Mapping[str, float]) -> None:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from farspan.errors import require, require_choice
-from farspan.finetune.objectives import ATTENTION_OUTPUT, LOGIT_KL, NEXT_TOKEN, OBJECTIVES
+from farspan.finetune.objectives import NEXT_TOKEN, check_objective
 from farspan.ops.masking import LIMIT
 from farspan.training.config import Count, Length, OptimizerSection, PasskeyShare, RetrievalShare, Weight, check_pieces
 from farspan.utils import parse, read_settings
@@ -27,7 +27,7 @@ class Scaling:
     """``rope_parameters``: position interpolation, whose factor follows from the lengths, or dynamic NTK."""
 
     rope_type: Literal["linear", "dynamic"]
-    factor: Annotated[float, Field(ge=1)] | None = None
+    factor: Annotated[float, Field(ge=1, lt=1e6)] | None = None
 
     def __post_init__(self) -> None:
         require(
@@ -63,13 +63,11 @@ class Stage:
 
     def __post_init__(self) -> None:
         name = self.name
-        for objective in self.objective:
-            require_choice(f"objective of stage {name}", objective, OBJECTIVES)
-        mixes = LOGIT_KL in self.objective and ATTENTION_OUTPUT not in self.objective
+        check_objective(self.objective, f"objective of stage {name}")
         require(
-            mixes or list(self.objective.values()) == [1],
-            f"objective of stage {name} must be one of weight 1, or logit-kl with or without next-token, got "
-            f"{self.objective}; change optimizer.peak_lr instead of a weight",
+            not (self.passkey_share and self.retrieval_share),
+            f"passkey_share of stage {name} must be 0 with retrieval_share, got {self.passkey_share}; its rows hold "
+            "passkeys too",
         )
         require(
             self.reach.bit_count() == 1 and self.length * self.reach <= LIMIT,

@@ -55,7 +55,9 @@ class Origin:
             or all(ATTENTION_OUTPUT not in stage.objective for stage in recipe.stages),
             "objective 'attention-output' needs unsharded weights, got FSDP; launch with one-node.yaml instead",
         )
-        self.model, self.data = Path(model), {str(Path(path)): weight for path, weight in data.items()}
+        require(bool(data), "data must name at least one token folder, got none; make one with farspan data")
+        sources = {str(Path(path)): weight for path, weight in data.items()}
+        self.model, self.data = Path(model), parse(DataSection, {"sources": sources}, "data.").sources
         self.teacher = Path(teacher) if teacher is not None else read_note(self.model)
         self.source = open_source(self.model)
         config_of(self.source)  # raises for what is no model before anything is said about its teacher

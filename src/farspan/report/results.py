@@ -227,7 +227,7 @@ def collect(folder: Path) -> Run:
     run = Run(steps=[_record(STEP, step, str(status)) for step in steps])
     for path in sorted(results.glob("*.json")):
         _add(run, path)
-    said = f"{results} must hold result files, got none; run `farspan reproduce` first"
+    said = f"{results} must hold evaluations, trainings or analyses, got none; run `farspan reproduce` first"
     require(bool(run.sources or run.steps), said)
     lengths = {str(row.length) for row in run.of("training")}
     got = ", ".join(sorted(lengths))

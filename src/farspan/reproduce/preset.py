@@ -97,6 +97,7 @@ class Evaluation:
             check_scaling(name, "evaluation.scalings")
         for name in self.retrieval_tasks:
             require_choice("evaluation.retrieval_tasks", name, RETRIEVAL)
+        require(self.window != 1, "evaluation.window must be 0 or at least 2, got 1; one token predicts nothing")
         cases = len(self.long_cases) in (0, len(self.long))
         require(cases, f"evaluation.long_cases must have a number for each limit in long, got {self.long_cases}")
         longest = max(self.perplexity_lengths, default=0)

@@ -24,7 +24,7 @@ from farspan.modeling_farspan import FarspanForCausalLM, FarspanForMaskedLM, Far
 from farspan.ops.device import product_dtype
 from farspan.tasks.examples import PIECE, SPLITS, MaskedRows, TableRows, Tables, chosen_texts, generate, make_tables
 from farspan.training import Job, TrainConfig, pretraining_job, run
-from farspan.training.config import Count, OptimizerSection, RunSection
+from farspan.training.config import Count, Length, OptimizerSection, RunSection
 from farspan.training.loop import METRICS
 from farspan.training.loss import linear_cross_entropy
 from farspan.utils import Progress, check_folder, in_phase, parse, share, silent
@@ -54,7 +54,7 @@ class TaskSettings:
 
     options: dict[str, Any] = field(default_factory=dict)
     """Fields of the model's preset "tiny" to replace."""
-    length: Count = 128
+    length: Length = 128
     """Tokens per row; shorter examples are padded, longer texts cut."""
     batch_size: Count = 32
     steps: Count = 100

@@ -45,7 +45,7 @@ class DataSection:
     def __post_init__(self) -> None:
         require(
             not (self.retrieval_share and self.passkey_share),
-            f"passkey_share must be 0 with retrieval_share, got {self.passkey_share}; its rows hold passkeys too",
+            f"data.passkey_share must be 0 with retrieval_share, got {self.passkey_share}; its rows hold passkeys too",
         )
 
 
