@@ -50,8 +50,9 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         (-30, 1e-12),
         (torch.arange(20) * 1000 - 5000, 1e-12),
         ((torch.tensor([[11], [12]]), torch.arange(20)[None]), 1e-12),
+        ((torch.tensor([[2], [12]]), torch.arange(3, 23)[None]), 1e-12),  # the first sees nothing
     ],
-    ids=["far", "negative", "gaps", "a static cache"],
+    ids=["far", "negative", "gaps", "a static cache", "before all keys"],
 )
 def test_equals_reference_at_any_positions(form: str, positions: object, bound: float) -> None:
     assert error(form, inputs(20, b=2), Rotary(8), positions=positions) <= bound
