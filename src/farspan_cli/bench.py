@@ -47,6 +47,12 @@ def _layouts() -> list[str]:
     return [*NAMES, *HYBRIDS]
 
 
+def _modes() -> tuple[str, ...]:
+    from farspan.bench.decode import MODES
+
+    return MODES
+
+
 Lengths = Annotated[Any, numbers("--lengths", "2048,8192", "Tokens, separated by commas.", LONGEST)]
 Published = Annotated[int | None, typer.Option(help="Tokens of the published formulation.", min=64, max=LONGEST)]
 Window = Annotated[int | None, typer.Option(help="Keys of a window, beside full RoPE.", min=1, max=LONGEST)]
@@ -56,9 +62,7 @@ Layouts = Annotated[Any, _names("--layouts", _layouts, "What to compare: rope,hy
 Models = Annotated[
     Any, _names("--layouts", lambda: [*_layouts(), "llama"], "As elsewhere; llama is transformers' own.")
 ]
-Modes = Annotated[
-    Any, _names("--modes", lambda: ("eager", "graph", "compiled"), "On a GPU, beside eager: graph, compiled.")
-]
+Modes = Annotated[Any, _names("--modes", _modes, "On a GPU, beside eager: graph, compiled.")]
 
 
 @dataclass(frozen=True)

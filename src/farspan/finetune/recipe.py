@@ -23,7 +23,7 @@ FEWEST_STEPS = 500
 
 
 @dataclass(frozen=True)
-class Scaling:
+class StageScaling:
     """``rope_parameters``: position interpolation, whose factor follows from the lengths, or dynamic NTK."""
 
     rope_type: Literal["linear", "dynamic"]
@@ -57,7 +57,7 @@ class Stage:
     train_length: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
     """The model's training length from here on, which dynamic NTK measures against; 0 = as it is, or `length` times
     `reach` under linear scaling."""
-    rope_parameters: Scaling | None = None
+    rope_parameters: StageScaling | None = None
     """Another scaling of the angles from here on; see :func:`farspan.finetune.run.lengthened`."""
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
 

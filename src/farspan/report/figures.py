@@ -211,7 +211,7 @@ def perplexity_figures(run: Run) -> Iterator[Figure | None]:
     """Draw perplexity against the window, with the truncation control of each variant (the paper's Fig. 1)."""
     lengths, base = run.lengths("perplexity"), run.train_length or 0
     several = len({row.seed for row in run.of("perplexity")}) > 1
-    caption = "The axis ends at a million." + " Bands: range over seeds." * several
+    caption = "The axis ends at a million." + (" Bands: range over seeds." if several else "")
     for scaling in run.scalings("perplexity"):
         curves = []
         for v in variants_in(run, "perplexity"):
@@ -304,5 +304,5 @@ def loss_figure(rows: Sequence[Record], title: str = "Training loss", name: str 
         label = variant_name(row.variant) if first[row.variant] is row else None
         style = variant_style(row.variant) | {"markevery": max(1, len(row.losses) // 8), "alpha": 0.9}
         curves.append(Curve(label, [step for step, _ in row.losses], [loss for _, loss in row.losses], style))
-    caption = "One line per seed." * (len(rows) > len(first))
+    caption = "One line per seed." if len(rows) > len(first) else ""
     return chart(name, (title, "optimiser step", "loss (nats per token)"), curves, caption)

@@ -94,8 +94,15 @@ def make_sections(run: Run) -> list[Section]:
         add(x.name, x.title, measured.experiment_tables(run, x))
     perplexities, passkeys = measured.measured_table(run, "perplexity"), measured.measured_table(run, "passkey")
     add("perplexity", "Perplexity by window length", [perplexities], figures.perplexity_figures(run) if whole else ())
-    text = "Near: within one training length of the end. By distance: the prompts of all lengths together." * whole
-    add("passkey", "Passkey", [passkeys], figures.passkey_figures(run) if whole else (), text, small=True)
+    text = "Near: within one training length of the end. By distance: the prompts of all lengths together."
+    add(
+        "passkey",
+        "Passkey",
+        [passkeys],
+        figures.passkey_figures(run) if whole else (),
+        text if whole else "",
+        small=True,
+    )
     add("positions", "Loss by position", [measured.position_table(run)], [figures.position_figure(run)])
     add("retrieval", "Retrieval", [measured.retrieval_table(run)], figures.retrieval_figures(run), small=True)
     for anchor, title, summary, found, text in analysis.sections(run.analyses):
