@@ -388,12 +388,12 @@ class Attention(nn.Module):
         return self._features(self.sharpen(q, mask), k, mask, rotary)
 
     def _features(self, q: Tensor, k: Tensor, mask: AttentionMask, rotary: Rotary | None) -> tuple[Tensor, Tensor]:
+        if rotary is not None and self._prepares_by_kernel(q.dtype, q.device):
+            return kernel_features(q, k, mask.angles(rotary), "polar" if self.polar else self.form, self._phases())
         if self.polar:
             query, key = mask.tables(rotary, q.dtype)
             return polar_features(q, query, self._phases()), polar_features(k, key)
         if self.squares:
-            if rotary is not None and self._prepares_by_kernel(q.dtype, q.device):
-                return kernel_features(q, k, mask.angles(rotary), self.form)
             q, k = coca_features(q, k, *mask.tables(rotary, q.dtype), form=self.form)
             gap = self.head_dim - q.shape[-1]  # NoPE needs d/2, but other kernels want one width
             return (F.pad(q, (0, gap)), F.pad(k, (0, gap))) if gap else (q, k)
@@ -411,7 +411,9 @@ class Attention(nn.Module):
         return windowed and (self.polar or (self.squares and dtype != torch.float16))
 
     def _prepares_by_kernel(self, dtype: torch.dtype, device: torch.device) -> bool:
-        return self.spec.form != "strict" and why_not_feature_kernel(dtype, self.head_dim, device) is None
+        if self.rotary is None or self.spec.form == "strict" or not (self.polar or self.squares):
+            return False
+        return why_not_feature_kernel(dtype, self.rotary.dim, device) is None
 
     def prepare(self, context: AttentionContext, dtype: torch.dtype) -> None:
         """Compute what this layer shares with others in a forward pass without a cache, for queries of a dtype.
@@ -423,7 +425,7 @@ class Attention(nn.Module):
             self._shared_gain(mask, dtype)
         if self.rotary is not None:
             angles = mask.angles(self.rotary)
-            if self.squares and self._prepares_by_kernel(dtype, context.device):
+            if self._prepares_by_kernel(dtype, context.device):
                 _ = angles.steps
             else:
                 angles.key(dtype)
