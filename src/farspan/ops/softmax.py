@@ -167,18 +167,15 @@ def _why_not_causal(call: Call) -> str | None:
 
 
 def _one_query(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float, slopes: Tensor | None) -> Tensor:
-    """Run cuDNN's kernel on one query per row, whose mask hides keys, such as the empty slots of a static cache.
+    """Run cuDNN's kernel on one query whose mask hides keys, such as the empty slots of a static cache.
 
-    SDPA itself takes a kernel that is five times slower at 32k keys, and repeats keys for grouped heads: here the heads
-    of a group are queries of their key head.
+    SDPA itself takes a kernel that is five times slower at 32k keys.
     """
-    (b, h, _, d), g = q.shape, k.shape[1]
     low, high = mask.key_range(0, 1)
     if high - low < mask.m:
         k, v = k[:, :, low:high], v[:, :, low:high]
     seen, blind = _shared_block(mask, 0, 1, low, high, q.dtype)
-    bias = seen if h == g else seen.expand(-1, -1, h // g, -1)
-    out = ONE_QUERY(q.reshape(b, g, h // g, d), k, v, bias, False, scale=scale)[0].reshape(b, h, 1, -1)
+    out = ONE_QUERY(q, k, v, seen, False, scale=scale)[0]
     return out if blind is None else out.masked_fill(blind, 0.0)
 
 
@@ -186,14 +183,17 @@ ONE_QUERY = torch.ops.aten._scaled_dot_product_cudnn_attention
 
 
 def _why_not_one_query(call: Call) -> str | None:
-    if call.mask.n != 1:
+    q, v, mask = call.q, call.v, call.mask
+    if mask.n != 1:
         return "there are several queries"
-    if call.gradient or call.slopes is not None or call.q.dtype not in CUDNN:
+    if call.gradient or call.slopes is not None or q.dtype not in CUDNN:
         return "the kernel takes bfloat16 and float16, without gradients and biases"
-    width = max(call.q.shape[-1] if call.rotary is None else call.rotary.dim, call.v.shape[-1])
-    if width > 128 or width % 8 or call.v.shape[-1] % 8:
+    if mask.batch > 1 or q.shape[1] != v.shape[1]:
+        return "the kernel is known to be right for one mask and a key head per query head"
+    width = max(q.shape[-1] if call.rotary is None else call.rotary.dim, v.shape[-1])
+    if width > 128 or width % 8 or v.shape[-1] % 8:
         return "the kernel takes heads up to 128 wide, in multiples of 8"
-    return why_never_by_kernel(call.q.dtype, call.q.device)
+    return why_never_by_kernel(q.dtype, q.device)
 
 
 def _masked_kernel(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float, slopes: Tensor | None) -> Tensor:
