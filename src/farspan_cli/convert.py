@@ -30,7 +30,7 @@ def convert(
         str | None,
         typer.Option(
             help="rope (the source's logits), hybrid-rope, hybrid-coca-exact, hybrid-coca-polar, hybrid-pope (windows "
-            "and global layers without positions), coca-exact, coca-slack, coca-strict …; or one per layer: rope,… "
+            "and global layers without positions), coca-exact, coca-slack, coca-strict … "
             "Default: rope, or what a farspan folder has."
         ),
     ] = None,
@@ -78,7 +78,7 @@ def convert(
         done = convert_folder(
             source,
             out,
-            attention.split(",") if attention and "," in attention else attention,
+            attention,
             text=calibrate or (),
             tokens=calibrate_tokens,
             length=calibrate_length,

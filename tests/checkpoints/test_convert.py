@@ -10,8 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from farspan import FarspanConfig, FarspanForCausalLM
-from farspan.checkpoints import attention_reach, generate, read_note, write_config
+from farspan.checkpoints import attention_reach, generate, read_note, replace_attention, write_config
 from farspan.convert import Target, convert_folder, from_pretrained
+from farspan.layers import AttentionSpec
 from tests.checkpoints.sources import saved, tokens, with_tokenizer
 from tests.command_line import called, farspan
 
@@ -139,16 +140,16 @@ def test_named_global_layers_and_calibration_from_the_command_line(source: Path,
 
 
 def test_convert_and_generate_from_the_command_line(source: Path, tmp_path: Path) -> None:
-    layers, ours = ["coca-slack", "rope", "coca-exact"], tmp_path / "ours"
-    status, out, err = called("convert", source, "--attention", ",".join(layers), "--out", ours)
+    ours = tmp_path / "ours"
+    status, out, err = called("convert", source, "--attention", "coca-slack", "--out", ours)
     assert status == 0, err
     assert f"written: {ours}" in out.replace("\n", "")
     assert err == (
-        "farspan: 2 layers start from copied weights and do not yet compute what the original did: "
+        "farspan: 3 layers start from copied weights and do not yet compute what the original did: "
         "convert with --calibrate TEXT, or train them with farspan finetune\n"
     )
     assert json.loads((ours / "config.json").read_text())["architectures"] == ["FarspanForCausalLM"]
-    assert [name for name, *_ in specs(ours)] == layers
+    assert [name for name, *_ in specs(ours)] == ["coca-slack"] * 3
     assert AutoTokenizer.from_pretrained(ours)("ab").input_ids == [98, 99]
     status, out, err = called("generate", ours, "hello", "--max-new-tokens", 8)
     assert status == 0, err
@@ -204,9 +205,9 @@ def test_what_another_family_cannot_hold(changes: dict, to: str, message: str) -
 def test_a_folder_of_version_0_1_still_loads(tmp_path: Path) -> None:
     """Collinear global layers, which conversions no longer make, and a note without layers."""
     saved(tmp_path)
-    layers = [{"kind": "coca", "window": 8}, {"kind": "coca", "rotary": False}, "rope"]
-    model, ids = from_pretrained(tmp_path, layers), tokens()
-    model.config.attention[1] |= {"form": "exact", "window": None}
+    model, ids = from_pretrained(tmp_path), tokens()
+    for layer, spec in enumerate((AttentionSpec("coca", window=8), AttentionSpec("coca", rotary=False))):
+        replace_attention(model, layer, spec)
     model.save_pretrained(tmp_path / "old")
     (tmp_path / "old" / "conversion.json").write_text('{"schema": 1, "source": "/models/llama"}')
     with torch.no_grad():

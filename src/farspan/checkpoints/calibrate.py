@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from farspan.checkpoints.replace import AttentionArgument, Target, replace_attention
+from farspan.checkpoints.replace import Target, replace_attention
 from farspan.errors import require
 from farspan.layers import Attention, AttentionSpec
 from farspan.modeling_farspan import FarspanBlock, FarspanForCausalLM
@@ -75,7 +75,7 @@ class CalibrationReport:
 
 def calibrate(
     model: FarspanForCausalLM,
-    attention: AttentionArgument | Target,
+    attention: str | Target,
     ids: Tensor,
     config: CalibrationConfig | None = None,
     *,

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from farspan.checkpoints.calibrate import CalibrationConfig, CalibrationReport, calibrate, needs_fit
 from farspan.checkpoints.configuration import config_of, valid_config
-from farspan.checkpoints.replace import AUTO, AttentionArgument, Target, replace_attention
+from farspan.checkpoints.replace import AUTO, Target, replace_attention
 from farspan.checkpoints.sources import Source, open_source, quiet, tokenizer_of
 from farspan.configuration_farspan import FarspanConfig
 from farspan.errors import require
@@ -237,7 +237,7 @@ class Conversion:
 
 def from_pretrained(
     path: str | os.PathLike[str],
-    attention: AttentionArgument = "rope",
+    attention: str | None = "rope",
     *,
     window: int | None = None,
     global_every: int | None = None,
@@ -302,7 +302,7 @@ def give_attention(
 def convert_folder(
     source: str | os.PathLike[str],
     out: str | os.PathLike[str],
-    attention: AttentionArgument = None,
+    attention: str | None = None,
     *,
     text: Sequence[str] = (),
     tokens: int = CALIBRATION_TOKENS,
