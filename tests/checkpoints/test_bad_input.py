@@ -79,10 +79,6 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
         tensors(lambda t: t.update({"model.layers.1.self_attn.sinks": torch.ones(4)})),
         r"tensors \['model.layers.1.self_attn.sinks'\] .* are unknown to a llama model of 3 layers",
     ),
-    "adapter": (
-        tensors(lambda t: t.update({"model.layers.0.self_attn.q_proj.lora_A.weight": torch.ones(4, 4)})),
-        "must be a plain model, got .* with LoRA weights",
-    ),
     "wrong shape": (
         tensors(lambda t: t.update({UP: torch.ones(64, 31)})),
         rf"tensor '{UP}' .* must have shape \(64, 32\) by the configuration, got \(64, 31\)",

@@ -66,7 +66,7 @@ def test_a_second_process_is_told_that_the_folder_is_taken(command: tuple[str, .
     source, out = with_tokenizer(tmp_path / "source"), tmp_path / "a" / "out"
     with new_folder(out):
         status, _, err = called(command[0], source, *command[1:], "--out", out)
-    assert (status, err) == (2, f"farspan: another process writes '{out}'; wait for it or choose another folder\n")
+    assert (status, err) == (2, f"farspan: another process works in '{out.parent}'; wait for it or choose another\n")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
     assert called(command[0], source, *command[1:], "--out", out)[0] == 0
     assert [path.name for path in out.parent.iterdir()] == ["out"]

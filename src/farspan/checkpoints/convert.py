@@ -4,7 +4,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import islice
@@ -84,15 +84,8 @@ def _empty_model(source: Source, config: FarspanConfig | None = None) -> Farspan
 
 def _check_tensors(source: Source, model: FarspanForCausalLM) -> list[str]:
     """Return the names to read. Raise for the first tensor that is unknown, missing or of another shape."""
-    path, shapes = (
-        str(source.path),
-        {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)},
-    )
-    if adapter := min((name for name in source.shapes if ".lora_" in name), default=None):
-        raise ValueError(
-            f"checkpoint must be a plain model, got {path!r} with LoRA weights ({adapter!r}); "
-            "merge them into its weights first"
-        )
+    path = str(source.path)
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
     known = {source.stored(name) for name in shapes}
     unknown = [name for name in source.shapes if name not in known and not name.endswith(".rotary_emb.inv_freq")]
     require(
@@ -168,16 +161,13 @@ def new_folder(out: Path) -> Iterator[None]:
     The lock lies beside the folder, which appears complete or not at all.
     """
     path = out.resolve()
-    require(path != Path.cwd(), "out must be a new folder, got the current one; name another")
     name = f".{path.name}.lock"
-    with ExitStack() as held:
+    with lock(path.parent, name=name):
         try:
-            held.enter_context(lock(path.parent, name=name))
-        except ValueError:
-            raise ValueError(f"another process writes {str(out)!r}; wait for it or choose another folder") from None
-        held.callback((path.parent / name).unlink, missing_ok=True)
-        check_folder(out)
-        yield
+            check_folder(out)
+            yield
+        finally:
+            (path.parent / name).unlink(missing_ok=True)
 
 
 def save(model: FarspanForCausalLM, out: Path, carry: Callable[[Path], None], *, config: Any = None) -> None:
@@ -198,10 +188,6 @@ def save(model: FarspanForCausalLM, out: Path, carry: Callable[[Path], None], *,
             raw = {**config, "dtype": str(model.dtype).removeprefix("torch.")}
             (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
         carry(folder)
-        # As the umask has them: safetensors writes for the owner alone.
-        rights = (folder / "config.json").stat().st_mode
-        for file in folder.glob("*.safetensors"):
-            file.chmod(rights)
 
 
 def write_note(folder: Path, source: Path, **more: Any) -> None:

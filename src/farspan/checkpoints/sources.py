@@ -5,7 +5,6 @@ pickles, and initialises what is missing. Its GGUF reader drops head widths, win
 not know without an error, has no SmolLM3, and holds all tensors at once.
 """
 
-import math
 import os
 import re
 from abc import ABC, abstractmethod
@@ -215,12 +214,9 @@ class GgufFile(Source):
         config = {ours: value for ours, value in found.items() if value is not None}
         config.setdefault("num_key_value_heads", config["num_attention_heads"])
         width = config.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
-        rotated, scale = self._field("rope.dimension_count", width), self._field("attention.scale", 0.0)
-        require(
-            rotated == width and (scale == 0 or math.isclose(scale, width**-0.5, rel_tol=1e-5)),  # 0: the default
-            f"heads of width {width} must be rotated whole and have {self._kind}.attention.scale {width**-0.5:.6g}, "
-            f"got {rotated} and {scale:.6g}; such models are not supported",
-        )
+        rotated, scale = self._field("rope.dimension_count", width), self._field("attention.scale")
+        need = f"heads of width {width} must be rotated whole and have no attention.scale, got {rotated} and {scale}"
+        require(rotated == width and not scale, f"{need}; such models are not supported")
         if "token_embd.weight" in self.shapes:
             config["vocab_size"] = self.shapes["token_embd.weight"][0]
         for ours, token in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
