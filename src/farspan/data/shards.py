@@ -106,30 +106,21 @@ class Shards:
         """Number of tokens, end tokens included."""
         return int(self._token_ends[-1])
 
-    @property
-    def documents_total(self) -> int:
-        """Number of documents."""
-        return sum(map(len, self._index))
-
     @cached_property
     def _bounds(self) -> npt.NDArray[np.int64]:
-        """The first token of each document, and the number of all tokens (documents_total + 1,)."""
+        """The first token of each document, and the number of all tokens (documents + 1,)."""
         starts = zip([*self._index, np.zeros(1, START)], [0, *self._token_ends], strict=True)
         return np.concatenate([start.astype(np.int64) + first for start, first in starts])
 
     @property
     def document_lengths(self) -> npt.NDArray[np.int64]:
-        """Tokens of each document (documents_total,), its end token included."""
+        """Tokens of each document (documents,), its end token included."""
         return np.diff(self._bounds)
 
     def document(self, i: int) -> npt.NDArray[Any]:
         """Copy document i (document_lengths[i],), its end token included."""
-        require(
-            0 <= i < self.documents_total,
-            f"document must be between 0 and {self.documents_total - 1}, got {i}; see documents_total",
-        )
-        start, stop = (int(bound) for bound in self._bounds[i : i + 2])
-        return self.window(start, stop - start)
+        start = int(self._bounds[i])
+        return self.window(start, int(self._bounds[i + 1]) - start)
 
     def window(self, start: int, length: int) -> npt.NDArray[Any]:
         """Copy tokens start … start + length − 1 of the concatenated documents (length,)."""
