@@ -123,11 +123,16 @@ def test_auto_from_the_command_line_and_in_python(text: bool, source: Path, tmp_
 
 def test_named_global_layers_and_calibration_from_the_command_line(source: Path, tmp_path: Path) -> None:
     ours, options = tmp_path / "ours", ("--attention", "hybrid-rope", "--window", 8, "--global-layers")
-    status, out, err = called("convert", source, *calibrating(tmp_path), *options, "0,2", "--out", ours)
-    assert status == 0, err
+    length = ("--calibrate-length", 9)
+    status, out, err = called("convert", source, *calibrating(tmp_path), *length, *options, "0,2", "--out", ours)
+    assert (status, err) == (0, "")
     assert specs(ours) == [("rope", None, False), ("rope", 8, True), ("rope", None, False)]
-    assert [row["layer"] for row in json.loads((ours / "calibration.json").read_text())["rows"]] == [0, 2]
+    report = json.loads((ours / "calibration.json").read_text())
+    assert (report["schema"], report["kind"], [row["layer"] for row in report["rows"]]) == (2, "calibration", [0, 2])
     assert "global layers: 0, 2" in out
+    assert "calibrated on 1,024 tokens" in out
+    assert "…" not in out
+    assert max(map(len, out.splitlines()[:-1])) <= 80
     before, after = (from_pretrained(p, None).model.layers[1].self_attn.q_proj.weight for p in (source, ours))
     assert torch.equal(before, after)
     status, _, err = called("convert", source, *options, "a", "--out", tmp_path / "x")
@@ -153,20 +158,6 @@ def test_convert_and_generate_from_the_command_line(source: Path, tmp_path: Path
     status, out, err = called("generate", ours, "hello", "--max-new-tokens", 8)
     assert status == 0, err
     assert out == generate(ours, "hello", max_new_tokens=8) + "\n"
-
-
-def test_calibration_leaves_its_report(source: Path, tmp_path: Path) -> None:
-    options = (*calibrating(tmp_path), "--calibrate-length", 9, "--out", tmp_path / "ours")
-    status, out, err = called("convert", source, "--attention", "coca-exact", *options)
-    assert status == 0, err
-    report = json.loads((tmp_path / "ours" / "calibration.json").read_text())
-    assert (report["schema"], report["kind"]) == (2, "calibration")
-    assert [row["layer"] for row in report["rows"]] == [0, 1, 2]
-    assert "calibrated on 1,017 tokens" in out
-    assert out.count("coca-exact") == 3
-    assert "…" not in out
-    assert max(map(len, out.splitlines()[:-1])) <= 80
-    assert "copied" not in err
 
 
 def test_what_cannot_be_calibrated(source: Path, tmp_path: Path) -> None:
