@@ -24,12 +24,6 @@ def test_text_becomes_shards(tmp_path: Path) -> None:
     assert load_tokenizer(out).decode(train.document(0)[:-1]) in texts(80)
 
 
-def test_help_shows_an_example() -> None:
-    status, shown, _ = called("data", "--help")
-    assert status == 0
-    assert "farspan data books.jsonl.xz --train-tokenizer 8192 --out data/books" in " ".join(shown.split())
-
-
 @pytest.mark.parametrize(
     ("content", "options", "message"),
     [
