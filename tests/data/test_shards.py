@@ -76,9 +76,7 @@ def test_the_tokenizer_is_trained_without_held_out_documents(tmp_path: Path) -> 
     assert len(load_tokenizer(tmp_path / "out").encode(" zyzzyva")) > 4
 
 
-def test_wide_vocabularies_get_wide_tokens(
-    sources: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wide_vocabularies_get_wide_tokens(sources: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = load_tokenizer("bytes")
     monkeypatch.setattr(tokenizer, "vocab_size", 2**16 + 1)
     prepare(sources, tmp_path / "out", tokenizer=tokenizer, valid_share=0)

@@ -33,13 +33,10 @@ def render(
         original: the same as the text names it, perhaps a file.
     """
     try:
-        from jinja2 import Environment, StrictUndefined
-    except ImportError as error:
-        raise ValueError(
-            "a model card needs jinja2, got an installation without it; install farspan[report]"
-        ) from error
-    config = model.config
-    kinds = sorted({spec.kind for spec in config.attention_specs})
+        from jinja2 import StrictUndefined, Template
+    except ImportError:
+        raise ValueError("a model card needs jinja2, which is missing; install farspan[report]") from None
+    kinds = sorted({spec.kind for spec in model.config.attention_specs})
     front_matter = ModelCardData(
         library_name="transformers",
         pipeline_tag="text-generation",
@@ -47,17 +44,15 @@ def render(
         base_model=base_model,
         tags=["farspan", "long-context", *kinds],
     )
-    environment = Environment(
-        undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
-    )
     text = (resources.files("farspan") / "checkpoints" / "card.md.jinja").read_text(encoding="utf-8")
-    return environment.from_string(text).render(
+    template = Template(text, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    return template.render(
         name=name,
         front_matter=str(front_matter.to_yaml()).strip(),
         original=original,
         facts=facts(model),
         kinds=kinds,
-        train_length=config.train_length,
+        train_length=model.config.train_length,
         tables=[to_markdown(table) for table in tables(run)],
         sources=run.sources,
         version=version("farspan"),

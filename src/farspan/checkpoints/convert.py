@@ -252,11 +252,11 @@ def from_pretrained(
     target.specs(config_of(source))  # raises for an impossible target, before any work
     ids = _reach_ids(source, target, ())
     model = load(source, dtype=dtype, device=device, progress=progress)
-    give_attention(model, target, reach_ids=ids, progress=progress)
+    _give_attention(model, target, reach_ids=ids, progress=progress)
     return model
 
 
-def give_attention(
+def _give_attention(
     model: FarspanForCausalLM,
     target: Target,
     calibration: Tensor | None = None,
@@ -265,11 +265,12 @@ def give_attention(
     reach_ids: Tensor | None = None,
     progress: Progress = silent,
 ) -> Conversion:
-    """Replace a RoPE model's attention, fitted if there is text for it, otherwise from copied weights."""
+    """Replace a RoPE model's attention, fitted if there is text for it, otherwise from copied weights.
+
+    `reach_ids` are sequences to choose the global layers on, where these are "auto".
+    """
     before, reach = model.config.attention_specs, list[float]()
-    if target.global_layers == AUTO:
-        if reach_ids is None:
-            raise ValueError("global_layers 'auto' needs reach_ids to measure on")
+    if reach_ids is not None:
         target, reach = target.measured(model, reach_ids, progress)
     specs, report = target.specs(model.config), None
     if calibration is not None:
@@ -322,7 +323,7 @@ def convert_folder(
         ids = sequences(opened, text, max(2, tokens // length), length) if text else None
         reach_ids = _reach_ids(opened, target, text)
         model = load(opened, dtype=dtype, device=device, progress=progress)
-        done = give_attention(model, target, ids, calibration_config, reach_ids=reach_ids, progress=progress)
+        done = _give_attention(model, target, ids, calibration_config, reach_ids=reach_ids, progress=progress)
 
         def carry(folder: Path) -> None:
             for name, content in carried.items():
