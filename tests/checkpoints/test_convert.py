@@ -180,7 +180,7 @@ def test_what_cannot_be_calibrated(source: Path, tmp_path: Path) -> None:
     [
         ({"attention": "coca-exact"}, "llama", "attention .coca-exact; it would have rope"),
         ({"attention": {"kind": "rope", "window": 8}}, "llama", "attention .rope window 8; it would have rope"),
-        ({"attention": [{"kind": "rope", "window": w} for w in (4, 8, 4, 8)]}, "smollm3", "rope window 4, rope window 8"),
+        ({"attention": [{"kind": "rope", "window": w} for w in (4, 8, 4, 8)]}, "smollm3", "window 4, rope window 8"),
         ({"qkv_bias": True}, "llama", "cannot have this model's qkv_bias"),
         ({"qk_norm": True}, "mistral", "cannot have this model's qk_norm"),
         ({"rope_parameters": {"rope_type": "ntk", "factor": 2.0}}, "llama", "must be of a type that transformers has"),
