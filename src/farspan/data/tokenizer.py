@@ -203,8 +203,8 @@ def _from_hub(name: str) -> Path:
 
     try:
         require(not name.endswith(".json") and not Path(name).exists(), "no such file")
-        files, known = ["tokenizer.json", "tokenizer_config.json"], name.count("/") != 1
-        return Path(snapshot_download(name, allow_patterns=files, local_files_only=known), "tokenizer.json")
+        files, offline = ["tokenizer.json", "tokenizer_config.json"], name.count("/") != 1
+        return Path(snapshot_download(name, allow_patterns=files, local_files_only=offline), "tokenizer.json")
     except (OSError, ValueError) as error:
         raise ValueError(
             "tokenizer must be 'bytes', a tokenizer.json, a folder with one, or OWNER/NAME on the Hugging Face hub, "
