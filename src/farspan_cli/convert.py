@@ -30,7 +30,7 @@ def convert(
         str | None,
         typer.Option(
             help="rope (the source's logits), hybrid-rope, hybrid-coca-exact, hybrid-coca-polar, hybrid-pope (windows "
-            "and global layers without positions), coca-exact, coca-slack, coca-strict …; or one per layer: rope,… "
+            "and global layers without positions), coca-exact, coca-slack, coca-strict … "
             "Default: rope, or what a farspan folder has."
         ),
     ] = None,
@@ -78,7 +78,7 @@ def convert(
         done = convert_folder(
             source,
             out,
-            attention.split(",") if attention and "," in attention else attention,
+            attention,
             text=calibrate or (),
             tokens=calibrate_tokens,
             length=calibrate_length,
@@ -92,11 +92,11 @@ def convert(
         )
     if done.report is not None:
         kind = Column("attention", no_wrap=True)  # 80 columns are enough: the other heads may wrap
-        heads = "layer", kind, "KL copied", "KL closed form", "KL fitted", "output error", "of the stream"
+        heads = "layer", kind, "KL copied", "KL closed form", "KL fitted", "output error"
         lines = []
         for row in done.report.layers:
             kl = [row[when]["attention_kl"] for when in ("copied", "closed", "fitted")]
-            lines.append([row["layer"], row["attention"], *kl, row["fitted"]["output_error"], row["stream_error"]])
+            lines.append([row["layer"], row["attention"], *kl, row["fitted"]["output_error"]])
         show_table(console, heads, lines)
         console.print(f"calibrated on {done.report.tokens:,} tokens in {done.report.seconds:.0f} s")
     if done.global_layers:

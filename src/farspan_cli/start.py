@@ -29,7 +29,7 @@ def demo(
 
 
 EXTRAS = {
-    "data": ("numpy", "tokenizers", "zstandard", "pyarrow"),
+    "data": ("numpy", "tokenizers", "pyarrow"),
     "train": ("accelerate", "safetensors", "tensorboard"),
     "eval": ("wonderwords", "scipy"),
     "report": ("matplotlib", "jinja2"),
