@@ -163,15 +163,6 @@ def test_raise_counts_real_tokens_documents_and_the_stream() -> None:
     cosformer_attention(q, k, v, reweight=False, **options)  # no cosine, no limit
 
 
-def test_raise_counts_only_keys_that_a_causal_query_sees() -> None:
-    q, k, v = softmax_inputs(10, 40)
-    options = {"max_length": 20, "positions": (torch.arange(10), torch.arange(40))}
-    ops = cosformer_attention, cosformer_attention_reference
-    assert largest_difference(*ops, (q, k, v), **options) <= 1e-12
-    with pytest.raises(ValueError, match="spans 40 positions"):
-        cosformer_attention(q, k, v, causal=False, **options)
-
-
 @pytest.mark.parametrize("attention", [cosformer_attention, cosformer_attention_reference])
 def test_padding_gives_zeros_and_no_gradient_even_past_m(attention: Callable[..., torch.Tensor]) -> None:
     """20 tokens of M = 20 and 40 of padding, whose denominators are negative."""

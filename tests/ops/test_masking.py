@@ -17,7 +17,7 @@ B, M = 3, 12
 NTK = "coca, per_query NTK"
 OPS = {name: (op, of_heads(options, 4)) for name, (op, options) in ALL.items()}
 OPS[NTK] = coca_attention, {"rotary": Rotary(8, scaling=DynamicNTK(4, 5))}
-FOR_LINEAR = ("causal", "bidirectional", "left padding", "documents", "rows of positions", "pair, padding")
+FOR_LINEAR = ("causal", "bidirectional", "left padding", "documents", "rows of positions")
 """Kinds of masks for linear ops, which have no window and are slow."""
 KINDS = list(ways(1, 1))
 

@@ -64,8 +64,8 @@ def why_not_decode_triton(call: Call) -> str | None:
     mask = call.mask
     if mask.documents is not None or not (mask.offset == mask.m - mask.n if mask.aligned else mask.lengths is not None):
         return "the half-width kernel takes queries that are the last keys, in one document"
-    if q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return f"backend='triton' takes float32, bfloat16 or float16, got {q.dtype}; use backend='sdpa'"
+    if q.dtype not in (torch.float32, torch.bfloat16):
+        return f"backend='triton' takes float32 or bfloat16, got {q.dtype}; use backend='sdpa'"
     if width > WIDEST:
         return f"backend='triton' takes heads up to {WIDEST} wide, got {width}; use backend='sdpa'"
     if takes_forward_derivatives():

@@ -234,10 +234,6 @@ def few_queries_kernel(
     where = q + row * q_b + head * q_h + query.to(tl.int64) * q_n
     inside = live[:, None] & (pair < HALF)[None, :]
     left, right = _load_amplitudes(where[:, None] + pair[None, :], inside, phase, scale, EXACT, HALF)
-    if q.dtype.element_ty == tl.float16:  # squares leave float16's range: scale each row by its own
-        largest = tl.maximum(tl.max(tl.maximum(tl.abs(left), tl.abs(right)), axis=1), 1e-30)
-        left = left * (1024.0 / largest)[:, None]
-        right = right * (1024.0 / largest)[:, None]
     now_left = left
     now_right = right
     if step is not None and not DIRECT:  # a split has at most ANCHOR tiles: advancing from here stays exact
@@ -266,9 +262,6 @@ def few_queries_kernel(
         else:
             score = _rotated_scores(coefficient, near_cos, near_sin, now_left, now_right)
             now_left, now_right = _rotate(now_left, now_right, next_cos[None, :], next_sin[None, :])
-        if q.dtype.element_ty == tl.float16:
-            score = score * (largest * (1.0 / 1024.0))[None, :]
-
         distance = index[None, :] - key[:, None]
         score = _masked(score, distance, (live & (index >= 0))[None, :] & keep[:, None], window, CAUSAL, WINDOW)
         weight, top, fade = _softmax_step(score, top, 0)
@@ -307,19 +300,13 @@ def _rotated_scores(coefficient, cos, sin, left, right):
     """Return scores (keys, rows) of t (keys, d/2) at angles (cos, sin) and amplitudes (rows, d/2) of queries."""
     dtype: tl.constexpr = coefficient.dtype
     wide = coefficient.to(tl.float32)
-    if dtype == tl.float16:  # as with the queries: each tile is scaled by its own range
-        ceiling = tl.maximum(tl.max(tl.max(tl.abs(wide), axis=1), axis=0), 1e-30)
-        wide = wide * (1024.0 / ceiling)
     keys = _beside(narrow(wide * cos, dtype), narrow(wide * sin, dtype))
     # Side by side last: then they are stored, and read by the product, along the width.
     if dtype == tl.float32:  # summed apart: one chain of d additions rounds off twice as much as two
         wave = _above(_beside(left, tl.zeros_like(left)), _beside(tl.zeros_like(right), right))
     else:
         wave = _beside(_two_parts(left, dtype), _two_parts(right, dtype))
-    score = _score_product(keys, wave, left.shape[0])
-    if dtype == tl.float16:
-        score = score * (ceiling * (1.0 / 1024.0))
-    return score
+    return _score_product(keys, wave, left.shape[0])
 
 
 @triton.jit
