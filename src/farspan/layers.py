@@ -329,16 +329,21 @@ class Attention(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor, AttentionMask, Rotary | None]:
         """Add new keys and values to the cache; return what :meth:`attend` takes.
 
-        RoPE with fixed frequencies caches rotated keys, as LLaMA does; all else is cached un-rotated.
+        With fixed frequencies RoPE caches rotated keys, as LLaMA does. Windows of other kinds cache what dot products
+        take: wider, but there are few, and each is made once. All else is cached un-rotated.
         """
         rotary = self.rotary
         if cache is None:
             return q, k, v, context.mask(self.spec.window), rotary
-        if self.spec.kind == "rope" and rotary is not None and not rotary.is_dynamic:
-            angles = context.new_tokens(cache.get_seq_length()).angles(rotary)
-            (q, k), rotary = angles.rotate_new(q, k), None
         past, (length, offset) = cache.get_seq_length(), cache.get_mask_sizes(q.shape[2])
         mask = context.mask(self.spec.window, past=past, length=length, offset=offset)
+        if rotary is not None and not rotary.is_dynamic:
+            if self.spec.kind == "rope":
+                q, k = context.new_tokens(past).angles(rotary).rotate_new(q, k)
+                rotary = None
+            elif self.caches_features(q.dtype):
+                q, k = self._features(self.sharpen(q, mask), k, context.new_tokens(past), rotary)
+                rotary = None
         k, v = cache.update(k, v)
         if k.shape[2] > mask.m:  # static: the tail is still empty; growing: more than the window was kept
             keys = slice(None, mask.m) if cache.is_compileable else slice(-mask.m, None)
@@ -347,8 +352,9 @@ class Attention(nn.Module):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, rotary: Rotary | None) -> Tensor:
         """Call the layer's op: (b, h, n, d), (b, g, m, ·), (b, g, m, d) → (b, h, n, d)."""
-        if self.log_length is not None:
-            q = self.sharpen(q, mask)
+        if k.shape[-1] != self.key_width:  # features of a window's cache
+            return rope_attention(q, k, v, rotary=None, mask=mask, scale=self.scaling)
+        q = self.sharpen(q, mask)
         if self.shift is not None:
             shares = self.shift.view(2, -1, 1, 1).to(k.dtype)
             k, v = mask.mix_neighbours(k, shares[0]), mask.mix_neighbours(v, shares[1])
@@ -377,14 +383,17 @@ class Attention(nn.Module):
 
     def features(self, q: Tensor, k: Tensor, mask: AttentionMask, rotary: Rotary | None) -> tuple[Tensor, Tensor]:
         """Compute queries and keys whose plain dot product is this layer's score, for other attention code."""
-        if self.log_length is not None:
-            q = self.sharpen(q, mask)
+        if k.shape[-1] != self.key_width:  # of a window's cache
+            return q, k
+        return self._features(self.sharpen(q, mask), k, mask, rotary)
+
+    def _features(self, q: Tensor, k: Tensor, mask: AttentionMask, rotary: Rotary | None) -> tuple[Tensor, Tensor]:
+        if rotary is not None and self._prepares_by_kernel(q.dtype, q.device):
+            return kernel_features(q, k, mask.angles(rotary), "polar" if self.polar else self.form, self._phases())
         if self.polar:
             query, key = mask.tables(rotary, q.dtype)
             return polar_features(q, query, self._phases()), polar_features(k, key)
         if self.squares:
-            if rotary is not None and self._prepares_by_kernel(q.dtype, q.device):
-                return kernel_features(q, k, mask.angles(rotary), self.form)
             q, k = coca_features(q, k, *mask.tables(rotary, q.dtype), form=self.form)
             gap = self.head_dim - q.shape[-1]  # NoPE needs d/2, but other kernels want one width
             return (F.pad(q, (0, gap)), F.pad(k, (0, gap))) if gap else (q, k)
@@ -393,8 +402,18 @@ class Attention(nn.Module):
         angles = mask.angles(rotary)
         return angles.rotate_queries(q), angles.rotate_keys(k)
 
+    def caches_features(self, dtype: torch.dtype) -> bool:
+        """Whether the cache of this layer holds features of keys, which are wider than keys.
+
+        In float16 CoCA's features depend on the queries beside them, see :func:`farspan.ops.coca.balance`.
+        """
+        windowed = self.spec.window is not None and self.rotary is not None and not self.rotary.is_dynamic
+        return windowed and (self.polar or (self.squares and dtype != torch.float16))
+
     def _prepares_by_kernel(self, dtype: torch.dtype, device: torch.device) -> bool:
-        return self.spec.form != "strict" and why_not_feature_kernel(dtype, self.head_dim, device) is None
+        if self.rotary is None or self.spec.form == "strict" or not (self.polar or self.squares):
+            return False
+        return why_not_feature_kernel(dtype, self.rotary.dim, device) is None
 
     def prepare(self, context: AttentionContext, dtype: torch.dtype) -> None:
         """Compute what this layer shares with others in a forward pass without a cache, for queries of a dtype.
@@ -406,13 +425,15 @@ class Attention(nn.Module):
             self._shared_gain(mask, dtype)
         if self.rotary is not None:
             angles = mask.angles(self.rotary)
-            if self.squares and self._prepares_by_kernel(dtype, context.device):
+            if self._prepares_by_kernel(dtype, context.device):
                 _ = angles.steps
             else:
                 angles.key(dtype)
 
     def sharpen(self, q: Tensor, mask: AttentionMask) -> Tensor:
-        """Multiply queries by the length temperature of `log_length`."""
+        """Multiply queries by the length temperature of `log_length`, if the layer has one."""
+        if self.log_length is None:
+            return q
         gain = self._shared_gain(mask, q.dtype)
         if gain is not None and self.length_scale is not None:
             gain = gain * self.length_scale[:, None, None]

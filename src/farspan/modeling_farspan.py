@@ -115,7 +115,7 @@ class _LayerOf:
             held.shape[-1] == keys.shape[-1],
             lambda: (
                 f"past_key_values must hold {keys.shape[-1]} numbers per key in layer {self.layer_idx}, got "
-                f"{held.shape[-1]}; PEFT's prefix tuning cannot be used with CoCA, but its prompt tuning can"
+                f"{held.shape[-1]}; PEFT's prefix tuning cannot be used with CoCA and PoPE, but its prompt tuning can"
             ),
         )
         return self.cache.update(keys, values, self.layer_idx)

@@ -274,11 +274,14 @@ def fill(cache: Any, model: Any, batch: int, context: int, seed: int, rows: int 
     generator = torch.Generator(like.device).manual_seed(seed)
     for index, block in enumerate(model.model.layers):
         layer = block.self_attn
+        width = getattr(layer, "key_width", layer.head_dim)
+        if isinstance(layer, Attention) and layer.caches_features(like.dtype):
+            width = 2 * layer.head_dim if layer.spec.kind == "pope" else layer.head_dim
         keys, values = (
             torch.empty(batch, heads, context, size, dtype=torch.bfloat16, device=like.device)
             .normal_(generator=generator)[:rows]
             .to(like.dtype)
-            for size in (getattr(layer, "key_width", layer.head_dim), layer.head_dim)
+            for size in (width, layer.head_dim)
         )
         magnitudes = isinstance(layer, Attention) and (layer.collinear or layer.polar)
         cache.update(keys.relu_() if magnitudes else keys, values, index)
