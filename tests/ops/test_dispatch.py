@@ -31,7 +31,6 @@ from farspan.ops import (
     softmax,
 )
 from farspan.ops.coca import COCA
-from farspan.ops.coca_decode import TIMED_ROWS
 from farspan.ops.device import why_not_triton
 from tests.helpers import coca_inputs, softmax_inputs
 from tests.ops.kernels import DEVICE
@@ -220,10 +219,8 @@ def test_auto_takes_the_kernels_on_a_gpu() -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"dtype": torch.float16}, "bfloat16 heads of width 64 or 128 .*; backend='triton' asks for it elsewhere"),
+        ({"dtype": torch.float32}, "bfloat16 heads of width 64 or 128 .*; backend='triton' asks for it elsewhere"),
         ({"width": 96}, "bfloat16 heads of width 64 or 128 .*; backend='triton' asks for it elsewhere"),
-        ({"n": 3}, f"more than {TIMED_ROWS} queries per key head are faster on rotated keys"),
-        ({"group": TIMED_ROWS + 1}, f"more than {TIMED_ROWS} queries per key head are faster on rotated keys"),
     ],
     ids=str,
 )
@@ -253,7 +250,8 @@ def test_auto_asks_for_an_ampere_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({"gradient": True}, "the half-width kernel has no gradients; decode under torch.no_grad()", "fused"),
         ({"documents": True}, "the half-width kernel takes queries that are the last keys, in one document", "fused"),
-        ({"n": 9}, "the half-width kernel takes at most 32 queries per key head", "fused"),
+        ({"n": 3}, "the half-width kernel takes at most 8 queries per key head; more are faster on rotated", "fused"),
+        ({"group": 9}, "the half-width kernel takes at most 8 queries per key head", "fused"),
         ({"width": 258}, "backend='triton' takes heads up to 256 wide, got 258; use backend='sdpa'", "sdpa"),
     ],
     ids=str,
@@ -267,11 +265,10 @@ def test_what_the_half_width_kernel_cannot_run(change: dict[str, Any], reason: s
 
 @needs_triton
 @pytest.mark.usefixtures("ampere")
-@pytest.mark.parametrize("change", [{"dtype": torch.float64}, {"dtype": torch.float16, "gradient": True}], ids=str)
-def test_what_neither_kernel_can_run_raises(change: dict[str, Any]) -> None:
-    message = r"with gradients or more than 32 queries per key head, got torch.float\d\d; use backend='sdpa'"
-    with pytest.raises(ValueError, match=message):
-        gpu_choice(**change, backend="triton")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16], ids=str)
+def test_what_neither_kernel_can_run_raises(dtype: torch.dtype) -> None:
+    with pytest.raises(ValueError, match=rf"takes float32 or bfloat16, got {dtype}; use backend='sdpa'"):
+        gpu_choice(dtype=dtype, backend="triton")
 
 
 @needs_triton

@@ -12,8 +12,8 @@ Two kernels rotate the queries by p₀θ, and differ in how they multiply:
 
 - `one_query_kernel`: one query per key head. Memory bandwidth is the only limit, so it computes in float32 without
   tensor cores, which would need sixteen queries and a rounded product of t.
-- `few_queries_kernel`: up to FOLD_ROWS rows (queries × heads of a group) per key head, on the short side of the
-  products. More rows are faster on rotated keys (:mod:`farspan.ops.triton.coca_features` and SDPA).
+- `few_queries_kernel`: up to eight rows (queries × heads of a group) per key head, on the short side of the products.
+  More rows are faster on rotated keys (:mod:`farspan.ops.triton.coca_features` and SDPA).
 
 The keys may be split among programs; `merge_kernel` combines their results.
 """
@@ -36,26 +36,24 @@ VARYING = ["n", "m", "first", "window", "splits", "sums_b", "sums_h", "sums_n"]
 
 @triton.jit
 def _locate(
-    lengths, firsts, n, m, first, window, splits, block,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+    lengths, firsts, n, m, first, window, splits, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr
+):
     """Return a program's batch row, key head and split, the position of key 0, the index of query 0 among the keys,
-    and the keys to read, begin … end-1: its split of those that some query of the block attends to."""
-    split = tl.program_id(1) % splits
-    key_head = (tl.program_id(1) // splits).to(tl.int64)
-    row = tl.program_id(2).to(tl.int64)
+    and the keys to read, begin … end-1: its split of those that some query attends to."""
+    split = tl.program_id(0) % splits
+    key_head = (tl.program_id(0) // splits).to(tl.int64)
+    row = tl.program_id(1).to(tl.int64)
     length = m
     if lengths is not None:
         length = tl.minimum(tl.load(lengths + row), m).to(tl.int32)  # beyond m is another row's cache
     if firsts is not None:
         first = tl.load(firsts + row).to(tl.int64)
     lead = length - n
-    foremost = lead + block * BLOCK_M // GROUP
-    last = lead + tl.minimum(n - 1, (block * BLOCK_M + BLOCK_M - 1) // GROUP)
+    last = lead + n - 1
     low = 0
     high = length
     if WINDOW:
-        low = tl.maximum(0, foremost - window + 1)
+        low = tl.maximum(0, lead - window + 1)
         high = tl.minimum(high, last + window)
     if CAUSAL:
         high = tl.minimum(high, last + 1)
@@ -137,7 +135,7 @@ def one_query_kernel(
     apart until the end: one maximum per tile is all that its threads have to agree on.
     """
     row, head, split, first, index, begin, end = _locate(
-        lengths, firsts, 1, m, first, window, splits, 0, CAUSAL, WINDOW, 1, 1, BLOCK_N
+        lengths, firsts, 1, m, first, window, splits, CAUSAL, WINDOW, BLOCK_N
     )
     pair = tl.arange(0, BLOCK_D)
     column = tl.arange(0, BLOCK_V)
@@ -204,24 +202,23 @@ def few_queries_kernel(
     GROUP: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Attend with BLOCK_M rows (query × head of a group) of one key head to one split of the keys.
+    """Attend with all rows (query × head of a group, at most BLOCK_M) of one key head to one split of the keys.
 
     Arguments are those of `one_query_kernel`. Scores and results are transposed: keys or width first, rows second.
 
     A tensor core takes its first operand, 64 rows of it, from registers. So t is loaded there, multiplied by the cos
     and sin of r, and used in place; the few queries rotate by p₀θ. Only the queries, one maximum per tile and row, and
-    the weights cross shared memory. Queries enter as two numbers of their dtype, so that rounding costs nothing. So do
-    weights of at most eight rows: sixteen columns cost little more.
+    the weights cross shared memory. Queries and weights enter as two numbers of their dtype, so that rounding costs
+    nothing.
     """
     row, key_head, split, first, lead, begin, end = _locate(
-        lengths, firsts, n, m, first, window, splits, tl.program_id(0),
-        CAUSAL, WINDOW, GROUP, BLOCK_M, BLOCK_N,
-    )  # fmt: skip
+        lengths, firsts, n, m, first, window, splits, CAUSAL, WINDOW, BLOCK_N
+    )
     pair = tl.arange(0, BLOCK_D)
     column = tl.arange(0, BLOCK_V)
     offset = tl.arange(0, BLOCK_N)
 
-    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    rows = tl.arange(0, BLOCK_M)
     query = rows // GROUP
     head = key_head * GROUP + rows % GROUP
     live = query < n
@@ -244,7 +241,7 @@ def few_queries_kernel(
 
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)  # sums over keys stay apart until the end
-    spare: tl.constexpr = BLOCK_M < 16 and v.dtype.element_ty != tl.float32
+    spare: tl.constexpr = v.dtype.element_ty != tl.float32
     mixed = tl.zeros([BLOCK_V, 2 * BLOCK_M if spare else BLOCK_M], tl.float32)
     for start in range(begin, end, BLOCK_N):
         key = start + offset
@@ -398,7 +395,7 @@ SPLIT_TILES = 8  # fewest tiles worth a program of their own
 
 
 class Cut(NamedTuple):
-    """Tile sizes of a launch."""
+    """Tile sizes of a launch; `rows` is 1 for the kernel of one query."""
 
     rows: int
     keys: int
@@ -411,9 +408,9 @@ class Cut(NamedTuple):
 ALONE = {16: Cut(1, 64, 1, 2), 32: Cut(1, 16, 1, 4), 64: Cut(1, 16, 1, 3), 128: Cut(1, 16, 2, 2)}
 # With fewer than four warps Triton keeps to mma.sync.
 FEW = {16: Cut(8, 32, 2, 3), 32: Cut(8, 64, 2, 2), 64: Cut(8, 32, 2, 3), 128: Cut(8, 16, 2, 2)}
-# For up to eight queries, with ptxas 12.9 or later: 12.8 builds the descriptors of this kernel's wgmma from registers
+# With ptxas 12.9 or later: 12.8 builds the descriptors of this kernel's wgmma from registers
 # that hold something else. The fastest of a sweep on an H200 at four waves, nearly twice as fast as FEW; with two
-# waves, 64 is faster still in groups of four. Other widths and more queries have not been checked on a GPU.
+# waves, 64 is faster still in groups of four. Other widths have not been checked on a GPU.
 FEW_BY_WGMMA = {32: Cut(8, 64, 4, 3), 64: Cut(8, 64, 4, 3, waves=2)}
 
 
@@ -422,12 +419,8 @@ def choose_cut(rows: int, half: int, width: int, dtype: torch.dtype) -> Cut:
     size = max(padded(half), padded(width) // 2)
     if rows == 1:
         return ALONE[size]
-    cut = FEW[size]
-    if size in FEW_BY_WGMMA and rows <= FEW_BY_WGMMA[size].rows and has_sound_wgmma():
-        cut = FEW_BY_WGMMA[size]
-    if dtype == torch.float32:
-        cut = Cut(cut.rows, min(cut.keys, 32), cut.warps, 2)
-    return cut if rows <= cut.rows else cut._replace(rows=power_of_2(rows))
+    cut = FEW_BY_WGMMA[size] if size in FEW_BY_WGMMA and has_sound_wgmma() else FEW[size]
+    return Cut(cut.rows, min(cut.keys, 32), cut.warps, 2) if dtype == torch.float32 else cut
 
 
 def choose_splits(programs: int, keys: int, cut: Cut, processors: int) -> int:
@@ -443,7 +436,7 @@ def choose_splits(programs: int, keys: int, cut: Cut, processors: int) -> int:
 
 
 class DecodeCall(NamedTuple):
-    """One call of the kernels. The queries are the last n of each row's keys, at most FOLD_ROWS per key head."""
+    """One call of the kernels. The queries are the last n of each row's keys, at most eight per key head."""
 
     q: Tensor  # (b, h, n, d)
     t: Tensor  # (b, g, m, d/2)
@@ -466,9 +459,8 @@ def launch(call: DecodeCall, cut: Cut | None = None, splits: int | None = None) 
     q, t, v = (row_major(x) for x in (call.q, call.t, call.v))
     (b, h, n, d), (g, m), width = q.shape, t.shape[1:3], v.shape[-1]
     cut = cut or choose_cut(n * (h // g), d // 2, width, q.dtype)
-    blocks = cdiv(n * (h // g), cut.rows)
     in_window = m if call.window is None else min(m, n + 2 * call.window)
-    splits = splits or choose_splits(blocks * b * g, in_window, cut, processors(q.device))
+    splits = splits or choose_splits(b * g, in_window, cut, processors(q.device))
     if cut.rows == 1:  # its loop has no product, and Triton pipelines such a loop only where the loop asks for it
         kernel, stages = one_query_kernel, {"STAGES": cut.stages}
     else:  # its kernel computes one base angle per split
@@ -486,7 +478,7 @@ def launch(call: DecodeCall, cut: Cut | None = None, splits: int | None = None) 
     given = (call.step, call.query_positions, call.key_positions, padding)
     step, query_positions, key_positions, padding = (x if x is None else row_major(x) for x in given)
     with torch.cuda.device_of(q):
-        kernel[(blocks, g * splits, b)](
+        kernel[(g * splits, b)](
             q, t, v, parts, sums, step, lengths, firsts, query_positions, key_positions, padding,
             call.scale * LOG2_E, n, m, call.first, call.window or 0, splits,
             *q.stride()[:3], *t.stride()[:3], *v.stride()[:3], *parts.stride()[:4], *sums_strides,
