@@ -20,6 +20,7 @@ from farspan.ops.coca import (
     why_not_feature_kernel,
 )
 from farspan.ops.cosformer import BEYOND, cosformer_attention
+from farspan.ops.coca_decode import MOST_ROWS
 from farspan.ops.device import working_dtype
 from farspan.ops.masking import LIMIT, AttentionContext, AttentionMask
 from farspan.ops.reference import ACTIVATIONS as COSFORMER_ACTIVATIONS
@@ -358,7 +359,7 @@ class Attention(nn.Module):
             return pope_attention(q, k, v, rotary=rotary, phase=self._phases(), mask=mask, scale=self.scaling)
         if self.squares:
             # For the feature kernel the tied query of strict CoCA would be written out.
-            backend = "sdpa" if self.spec.form == "strict" and q.shape[2] > 1 else "auto"
+            backend = "sdpa" if self.spec.form == "strict" and q.shape[2] > MOST_ROWS else "auto"
             return coca_attention(
                 q, k, v, rotary=rotary, form=self.form, mask=mask, scale=self.scaling, backend=backend
             )

@@ -259,7 +259,6 @@ def test_a_sequence_longer_than_m_raises_with_the_remedy() -> None:
         (lambda: CocaAttention(32, 4, window=0), "window must be a whole number of keys ≥ 1 or None, got 0"),
         (lambda: CocaAttention(32, 4, coca_activation="gelu"), "coca_activation must be one of"),
         (lambda: CocaAttention(32, 4, form="slak"), "did you mean 'slack'"),
-        (lambda: CocaAttention(32, 4, decode_backend="cuda"), "decode_backend must be one of .* got 'cuda'"),
         (lambda: CocaAttention(32, 4, log_length=1), "log_length must be None or a length ≥ 2, in a causal layer"),
         (lambda: RopeAttention(32, 4, log_length=5, causal=False), "got 5 for 'rope', causal=False; leave it out"),
         (lambda: CosformerAttention(32, 4, max_length=9, log_length=5), "got 5 for 'cosformer', causal=True"),

@@ -120,7 +120,6 @@ def test_an_encoder_is_no_language_model(tmp_path: Path) -> None:
         ({"attention": "hybrid", "causal": False, "global_every": 2}, "attention 'hybrid' needs a causal model, got"),
         ({"attention": "rope", "window": 4}, "window can be given for a hybrid only, got attention 'rope'; elsewhere"),
         ({"attention": "hybrid-pop"}, "attention must be one of .* did you mean 'hybrid-pope'?"),
-        ({"decode_backend": "tritn"}, "decode_backend must be one of 'auto', 'sdpa', 'triton', got 'tritn'"),
         ({"log_length": "lerned"}, "log_length must be one of False, True, 'learned', 'step', got 'lerned'"),
         (
             {"kv_shift": True},
