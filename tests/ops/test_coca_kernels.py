@@ -77,17 +77,11 @@ SPREAD = 3 * torch.arange(150)[None] + torch.tensor([[0], [40_000]])
 MASKS: dict[str, dict[str, Any]] = {
     "plain": {},
     "far": {"positions": 2**20},
-    "window": {"window": 33},
-    "window beyond all": {"window": 300},
-    "bidirectional": {"causal": False},
-    "bidirectional window": {"causal": False, "window": 40},
     "padding": {"padding_mask": PADDING},
-    "padding and window": {"padding_mask": PADDING.flip(1), "window": 60},
+    "right padding": {"padding_mask": PADDING.flip(1)},
     "a row of padding": {"padding_mask": torch.tensor([[False], [True]]).expand(2, 150)},
     "positions per row": {"positions": SPREAD},
-    "positions and window": {"positions": SPREAD, "window": 20},
     "free positions": {"positions": "free"},
-    "free positions, bidirectional window": {"positions": "free", "window": 300, "causal": False},
     "scale": {"scale": 0.01},
     "NTK": {"rotary": Rotary(32, scaling=NTK(4))},
     "dynamic NTK": {"rotary": Rotary(32, scaling=DynamicNTK(4, 50))},
@@ -122,7 +116,7 @@ def test_one_query_per_key_head_rounds_its_result_alone(name: str, form: str, dt
 @pytest.mark.parametrize(
     ("name", "dtype", "h", "n"),
     [(name, torch.bfloat16, 2, 3) for name in MASKS]
-    + [("plain", torch.bfloat16, 4, 1), ("plain", torch.bfloat16, 8, 1), ("window", torch.bfloat16, 2, 4)]
+    + [("plain", torch.bfloat16, 4, 1), ("plain", torch.bfloat16, 8, 1), ("padding", torch.bfloat16, 2, 4)]
     + [("plain", torch.float32, 8, 1), ("positions per row", torch.float32, 2, 3), ("NoPE", torch.float32, 4, 1)],
     ids=str,
 )
@@ -188,7 +182,7 @@ def test_large_scores_do_not_blur_what_splits_weigh(h: int, n: int, monkeypatch:
     m, d = 170, 16
     q, t = torch.full((1, h, n, d), 28.0, device=DEVICE), torch.ones(1, 1, m, d // 2, device=DEVICE)
     v = (torch.arange(m, device=DEVICE) < 70).float()[None, None, :, None].repeat(1, 1, 1, d)
-    out = coca_attention(q, t, v, rotary=None, causal=False, backend="triton")
+    out = coca_attention(q, t, v, rotary=None, backend="triton")
     assert (out - 70 / m).abs().max() <= 1e-6
 
 
@@ -222,7 +216,7 @@ def test_angles_start_afresh_after_some_tiles(
         monkeypatch.setattr(coca_decode, name, Rotating(getattr(coca_decode, name)))
     q, t, v = inputs(n, 150, h=1, g=1, d=8)
     theta = fixed_point(Rotary(8).frequencies())
-    call = DecodeCall(q, t, v, theta, None, None, None, None, None, 1000, "exact", True, None, 0.5)
+    call = DecodeCall(q, t, v, theta, None, None, None, None, None, 1000, "exact", 0.5)
     out = coca_decode.launch(call, cut, splits=1)
     wide = [x.double() for x in (q, t, v)]
     truth = coca_attention_reference(*wide, rotary=Rotary(8), positions=1000, scale=0.5)
@@ -255,9 +249,8 @@ def test_rows_of_different_lengths_equal_each_row_alone(
     lengths = numbers(70, 20, 65, 0).repeat_interleave(2)[::2]  # a column of a table
     written = (torch.arange(70, device=DEVICE) < lengths[:, None])[:, None, :, None]
     rotary = None if scaling is None else Rotary(16, scaling=scaling)
-    for form, window, starts in (("exact", None, numbers(7).expand(4)), ("slack", 33, numbers(9, 0, 30, 1))):
+    for form, starts in (("exact", numbers(7).expand(4)), ("slack", numbers(9, 0, 30, 1))):
         mask = static_mask(n, 70, lengths, starts)
-        mask.window = window
         truth = coca_attention_reference(q.double(), t.double(), v.double(), rotary=rotary, form=form, mask=mask)
         held = [torch.where(written, x, torch.nan) for x in (t, v)]
         out = coca_attention(q, *held, rotary=rotary, form=form, mask=mask, backend="triton")
@@ -265,23 +258,21 @@ def test_rows_of_different_lengths_equal_each_row_alone(
         assert (out[3] == 0).all()
 
 
-@pytest.mark.parametrize(("window", "splits"), [(None, 1), (2, 2)])
-def test_queries_before_the_first_key_give_zeros_also_bidirectionally(window: int | None, splits: int) -> None:
+@pytest.mark.parametrize("splits", [1, 2])
+def test_queries_before_the_first_key_give_zeros(splits: int) -> None:
     q, t, v = inputs(5, 40, b=2, h=2, d=16)
     step, rest = fixed_point(Rotary(16).frequencies()).to(DEVICE), (None, None, None, None)
-    call = DecodeCall(q, t, v, step, numbers(40, 3), *rest, 0, "exact", causal=False, window=window, scale=0.25)
-    out = launch(call, splits=splits)
+    out = launch(DecodeCall(q, t, v, step, numbers(40, 3), *rest, 0, "exact", 0.25), splits=splits)
     assert (out[1, :, :2] == 0).all()
     for got, row, length in ((out[0], 0, 40), (out[1, :, 2:], 1, 3)):
         alone = (x[row : row + 1, :].double() for x in (q[:, :, -length:], t[:, :, :length], v[:, :, :length]))
-        truth = coca_attention_reference(*alone, rotary=Rotary(16), causal=False, window=window)
-        assert (got - truth[0]).abs().max() <= 1e-5
+        assert (got - coca_attention_reference(*alone, rotary=Rotary(16))[0]).abs().max() <= 1e-5
 
 
 def test_the_start_of_a_row_is_not_cut_to_32_bits() -> None:
     q, t, v = inputs(1, 20, b=2, d=16)
     step, first = fixed_point(Rotary(16).frequencies()).to(DEVICE), numbers(2**31 - 9, 0)
-    out = coca_decode.decode_op(q, t, v, step, None, first, None, None, None, 0, "exact", True, None, 0.25)
+    out = coca_decode.decode_op(q, t, v, step, None, first, None, None, None, 0, "exact", 0.25)
     truth = coca_attention_reference(q.double(), t.double(), v.double(), rotary=Rotary(16))  # only distances count
     assert (out - truth).abs().max() <= 1e-5
 
@@ -289,7 +280,7 @@ def test_the_start_of_a_row_is_not_cut_to_32_bits() -> None:
 def test_no_row_reads_beyond_its_cache() -> None:
     q, t, v = inputs(2, 20, b=2, d=16)
     step = fixed_point(Rotary(16).frequencies()).to(DEVICE)
-    call = DecodeCall(q, t, v, step, numbers(35, 20), None, None, None, None, 0, "exact", True, None, 0.25)
+    call = DecodeCall(q, t, v, step, numbers(35, 20), None, None, None, None, 0, "exact", 0.25)
     assert torch.equal(launch(call), launch(call._replace(lengths=None)))
 
 
@@ -347,7 +338,7 @@ def test_operators_pass_torchs_own_check() -> None:
     folded = q.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
     torch.library.opcheck(torch.ops.farspan.coca_prepare.default, (folded, t, None, step, None, None, 4, 0, "slack", 1.0))
     q, t, v = inputs(1, 9, d=16)
-    rest = (None, None, None, None, None, 0, "exact", True, None, 0.25)
+    rest = (None, None, None, None, None, 0, "exact", 0.25)
     torch.library.opcheck(torch.ops.farspan.half_width_attention.default, (q, t, v, step, *rest))
 
 

@@ -249,7 +249,8 @@ def test_auto_asks_for_an_ampere_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     ("change", "reason", "auto"),
     [
         ({"gradient": True}, "the half-width kernel has no gradients; decode under torch.no_grad()", "fused"),
-        ({"documents": True}, "the half-width kernel takes queries that are the last keys, in one document", "fused"),
+        ({"documents": True}, "the half-width kernel takes causal calls without windows and documents", "fused"),
+        ({"window": 9}, "the half-width kernel takes causal calls without windows and documents", "fused"),
         ({"n": 3}, "the half-width kernel takes at most 8 queries per key head; more are faster on rotated", "fused"),
         ({"group": 9}, "the half-width kernel takes at most 8 queries per key head", "fused"),
         ({"width": 258}, "backend='triton' takes heads up to 256 wide, got 258; use backend='sdpa'", "sdpa"),

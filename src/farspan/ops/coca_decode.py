@@ -52,8 +52,10 @@ def why_not_decode_triton(call: Call) -> str | None:
     if call.gradient:
         return "the half-width kernel has no gradients; decode under torch.no_grad()"
     mask = call.mask
-    if mask.documents is not None or not (mask.offset == mask.m - mask.n if mask.aligned else mask.lengths is not None):
-        return "the half-width kernel takes queries that are the last keys, in one document"
+    if mask.documents is not None or mask.window is not None or not mask.causal:
+        return "the half-width kernel takes causal calls without windows and documents"
+    if not (mask.offset == mask.m - mask.n if mask.aligned else mask.lengths is not None):
+        return "the half-width kernel takes queries that are the last keys"
     if q.dtype not in (torch.float32, torch.bfloat16):
         return f"backend='triton' takes float32 or bfloat16, got {q.dtype}; use backend='sdpa'"
     if width > WIDEST:
@@ -86,8 +88,6 @@ def decode_triton(call: Call) -> Tensor:
         padding=mask.padding,
         first=first if isinstance(first, int) else 0,
         form=call.form,
-        causal=mask.causal,
-        window=mask.window,
         scale=scale,
     )
     return decode_op(*kernel)
@@ -108,14 +108,11 @@ def decode_cpu(call: Call) -> Tensor:
     """Compute q (b, h, 1, d), un-rotated t (b, g, m, d/2) and v (b, g, m, dv) → (b, h, 1, dv) in q's dtype."""
     q, t, v, mask = call.q, call.k, call.v, call.mask
     key, query = mask.share(("waves", call.rotary, call.form, q.dtype), lambda: _waves(call))
-    low, high = mask.key_range(0, 1)
-    if high - low < mask.m:
-        t, v, key = t[:, :, low:high], v[:, :, low:high], tuple(wave[:, :, low:high] for wave in key)
     with torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else nullcontext():
         scores = _scores(*_amplitudes(q, query, call.scale, grouped=q.shape[1] > t.shape[1]), t, key)
     blind = None
     if not mask.shows_everything:
-        seen = mask.block(0, 1, low, high)
+        seen = mask.block(0, 1, 0, mask.m)
         blind = ~seen.any(dim=-1, keepdim=True)
         scores = scores.unflatten(0, t.shape[:2]).masked_fill(~(seen | blind), -torch.inf).flatten(0, 1)
     out = _means(scores, v.flatten(0, 1)).view(*q.shape[:3], v.shape[-1])

@@ -31,15 +31,13 @@ from farspan.ops.triton.support import load_tile, narrow, padded, processors, pr
 
 ANCHOR = tl.constexpr(1024)  # tiles from one exact base angle to the next
 # Kernel arguments whose values should not cause another compilation.
-VARYING = ["n", "m", "first", "window", "splits", "sums_b", "sums_h", "sums_n"]
+VARYING = ["n", "m", "first", "splits", "sums_b", "sums_h", "sums_n"]
 
 
 @triton.jit
-def _locate(
-    lengths, firsts, n, m, first, window, splits, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr
-):
+def _locate(lengths, firsts, n, m, first, splits, BLOCK_N: tl.constexpr):
     """Return a program's batch row, key head and split, the position of key 0, the index of query 0 among the keys,
-    and the keys to read, begin … end-1: its split of those that some query attends to."""
+    and the keys to read, begin … end-1."""
     split = tl.program_id(0) % splits
     key_head = (tl.program_id(0) // splits).to(tl.int64)
     row = tl.program_id(1).to(tl.int64)
@@ -48,19 +46,9 @@ def _locate(
         length = tl.minimum(tl.load(lengths + row), m).to(tl.int32)  # beyond m is another row's cache
     if firsts is not None:
         first = tl.load(firsts + row).to(tl.int64)
-    lead = length - n
-    last = lead + n - 1
-    low = 0
-    high = length
-    if WINDOW:
-        low = tl.maximum(0, lead - window + 1)
-        high = tl.minimum(high, last + window)
-    if CAUSAL:
-        high = tl.minimum(high, last + 1)
-    high = tl.where(last < 0, low, high)  # a query before the first key gives zeros
-    tiles = tl.cdiv(tl.cdiv(tl.maximum(high - low, 0), BLOCK_N), splits)
-    begin = low + split * tiles * BLOCK_N
-    return row, key_head, split, first, lead, begin, tl.minimum(high, begin + tiles * BLOCK_N)
+    tiles = tl.cdiv(tl.cdiv(length, BLOCK_N), splits)
+    begin = split * tiles * BLOCK_N
+    return row, key_head, split, first, length - n, begin, tl.minimum(length, begin + tiles * BLOCK_N)
 
 
 @triton.jit
@@ -83,16 +71,6 @@ def _kept(padding, padding_b, row, key, end):
     if padding is not None:
         keep = keep & (tl.load(padding + row * padding_b + key, mask=keep, other=0) != 0)
     return keep
-
-
-@triton.jit
-def _masked(score, distance, allowed, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
-    """Set scores to -∞ where a query does not attend to the key `distance` before it."""
-    if CAUSAL:
-        allowed = allowed & (distance >= 0)
-    if WINDOW:
-        allowed = allowed & (distance < window) & (distance > -window)
-    return tl.where(allowed, score, float("-inf"))
 
 
 @triton.jit
@@ -121,10 +99,10 @@ def _rotate(left, right, cos, sin):
 @triton.jit(do_not_specialize=VARYING)
 def one_query_kernel(
     q, t, v, out, sums, step, lengths, firsts, query_positions, key_positions, padding,
-    scale, n, m, first, window, splits,
+    scale, n, m, first, splits,
     q_b, q_h, q_n, t_b, t_g, t_m, v_b, v_g, v_m, out_b, out_h, out_n, out_s, sums_b, sums_h, sums_n,
     step_b, query_positions_b, key_positions_b, padding_b,
-    EXACT: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DIRECT: tl.constexpr,
+    EXACT: tl.constexpr, DIRECT: tl.constexpr,
     GROUP: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -134,9 +112,7 @@ def one_query_kernel(
     computes 2^x. `sums` is None when there is one split. For other arguments see `DecodeCall`. Sums over keys stay
     apart until the end: one maximum per tile is all that its threads have to agree on.
     """
-    row, head, split, first, index, begin, end = _locate(
-        lengths, firsts, 1, m, first, window, splits, CAUSAL, WINDOW, BLOCK_N
-    )
+    row, head, split, first, index, begin, end = _locate(lengths, firsts, 1, m, first, splits, BLOCK_N)
     pair = tl.arange(0, BLOCK_D)
     column = tl.arange(0, BLOCK_V)
     offset = tl.arange(0, BLOCK_N)
@@ -178,9 +154,7 @@ def one_query_kernel(
                 now_left, now_right = _rotate(left, right, base_cos, base_sin)
             else:
                 now_left, now_right = _rotate(now_left, now_right, next_cos, next_sin)
-        score = tl.sum(coefficient * wave, axis=1)
-
-        score = _masked(score, index - key, keep, window, CAUSAL, WINDOW)
+        score = tl.where(keep, tl.sum(coefficient * wave, axis=1), float("-inf"))
         weight, top, fade = _softmax_step(score, top, 0)
         total = total * fade + weight
         mixed = mixed * fade + weight[:, None] * value
@@ -195,10 +169,10 @@ def one_query_kernel(
 @triton.jit(do_not_specialize=VARYING)
 def few_queries_kernel(
     q, t, v, out, sums, step, lengths, firsts, query_positions, key_positions, padding,
-    scale, n, m, first, window, splits,
+    scale, n, m, first, splits,
     q_b, q_h, q_n, t_b, t_g, t_m, v_b, v_g, v_m, out_b, out_h, out_n, out_s, sums_b, sums_h, sums_n,
     step_b, query_positions_b, key_positions_b, padding_b,
-    EXACT: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DIRECT: tl.constexpr,
+    EXACT: tl.constexpr, DIRECT: tl.constexpr,
     GROUP: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
@@ -211,9 +185,7 @@ def few_queries_kernel(
     the weights cross shared memory. Queries and weights enter as two numbers of their dtype, so that rounding costs
     nothing.
     """
-    row, key_head, split, first, lead, begin, end = _locate(
-        lengths, firsts, n, m, first, window, splits, CAUSAL, WINDOW, BLOCK_N
-    )
+    row, key_head, split, first, lead, begin, end = _locate(lengths, firsts, n, m, first, splits, BLOCK_N)
     pair = tl.arange(0, BLOCK_D)
     column = tl.arange(0, BLOCK_V)
     offset = tl.arange(0, BLOCK_N)
@@ -259,8 +231,8 @@ def few_queries_kernel(
         else:
             score = _rotated_scores(coefficient, near_cos, near_sin, now_left, now_right)
             now_left, now_right = _rotate(now_left, now_right, next_cos[None, :], next_sin[None, :])
-        distance = index[None, :] - key[:, None]
-        score = _masked(score, distance, (live & (index >= 0))[None, :] & keep[:, None], window, CAUSAL, WINDOW)
+        seen = (index[None, :] >= key[:, None]) & live[None, :] & keep[:, None]
+        score = tl.where(seen, score, float("-inf"))
         weight, top, fade = _softmax_step(score, top, 0)
         total = total * fade[None, :] + weight
         mixed = _split_product(tl.trans(value), weight, _scaled(mixed, fade), spare)
@@ -449,8 +421,6 @@ class DecodeCall(NamedTuple):
     padding: Tensor | None  # (b|1, m) bool, True = keep
     first: int
     form: str  # "exact" or "slack"
-    causal: bool
-    window: int | None
     scale: float
 
 
@@ -459,13 +429,12 @@ def launch(call: DecodeCall, cut: Cut | None = None, splits: int | None = None) 
     q, t, v = (row_major(x) for x in (call.q, call.t, call.v))
     (b, h, n, d), (g, m), width = q.shape, t.shape[1:3], v.shape[-1]
     cut = cut or choose_cut(n * (h // g), d // 2, width, q.dtype)
-    in_window = m if call.window is None else min(m, n + 2 * call.window)
-    splits = splits or choose_splits(b * g, in_window, cut, processors(q.device))
+    splits = splits or choose_splits(b * g, m, cut, processors(q.device))
     if cut.rows == 1:  # its loop has no product, and Triton pipelines such a loop only where the loop asks for it
         kernel, stages = one_query_kernel, {"STAGES": cut.stages}
     else:  # its kernel computes one base angle per split
         kernel, stages = few_queries_kernel, {"num_stages": cut.stages}
-        splits = max(splits, cdiv(cdiv(in_window, cut.keys), ANCHOR.value))
+        splits = max(splits, cdiv(cdiv(m, cut.keys), ANCHOR.value))
     out = torch.empty((b, n, h, width), dtype=q.dtype, device=q.device).transpose(1, 2)
     parts: Tensor = out.unsqueeze(3)
     sums: Tensor | None = None
@@ -480,11 +449,10 @@ def launch(call: DecodeCall, cut: Cut | None = None, splits: int | None = None) 
     with torch.cuda.device_of(q):
         kernel[(g * splits, b)](
             q, t, v, parts, sums, step, lengths, firsts, query_positions, key_positions, padding,
-            call.scale * LOG2_E, n, m, call.first, call.window or 0, splits,
+            call.scale * LOG2_E, n, m, call.first, splits,
             *q.stride()[:3], *t.stride()[:3], *v.stride()[:3], *parts.stride()[:4], *sums_strides,
             *(row_stride(x) for x in (step, query_positions, key_positions, padding)),
-            EXACT=call.form == "exact", CAUSAL=call.causal, WINDOW=call.window is not None,
-            DIRECT=key_positions is not None or q.dtype == torch.float32,
+            EXACT=call.form == "exact", DIRECT=key_positions is not None or q.dtype == torch.float32,
             GROUP=h // g, HALF=d // 2, WIDTH=width, BLOCK_M=cut.rows, BLOCK_N=cut.keys, BLOCK_D=padded(d // 2),
             BLOCK_V=padded(width), num_warps=cut.warps, **stages,
         )  # fmt: skip
@@ -500,7 +468,7 @@ def launch(call: DecodeCall, cut: Cut | None = None, splits: int | None = None) 
     "farspan::half_width_attention",
     mutates_args=(),
     schema="(Tensor q, Tensor t, Tensor v, Tensor? step, Tensor? lengths, Tensor? firsts, Tensor? query_positions, "
-    "Tensor? key_positions, Tensor? padding, int first, str form, bool causal, int? window, float scale) -> Tensor",
+    "Tensor? key_positions, Tensor? padding, int first, str form, float scale) -> Tensor",
 )
 def decode_op(*arguments: Any) -> Tensor:
     """Attend with the queries of a :class:`DecodeCall`, given field by field; return (b, h, n, dv)."""
