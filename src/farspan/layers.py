@@ -19,8 +19,8 @@ from farspan.ops.coca import (
     pope_attention,
     why_not_feature_kernel,
 )
-from farspan.ops.cosformer import BEYOND, cosformer_attention
 from farspan.ops.coca_decode import MOST_ROWS
+from farspan.ops.cosformer import BEYOND, cosformer_attention
 from farspan.ops.device import working_dtype
 from farspan.ops.masking import LIMIT, AttentionContext, AttentionMask
 from farspan.ops.reference import ACTIVATIONS as COSFORMER_ACTIVATIONS

@@ -97,9 +97,10 @@ def test_every_cache_gives_the_same_logits_on_the_kernel_and_no_figures_when_it_
         kernel, *others = COCA.entries
         wrong = kernel._replace(run=lambda call: 1.05 * decode_triton(call))
         one = decode.Decoder(on_the_kernel, "eager", 40, 1, spare=20, seed=0)
-        with monkeypatch.context() as patch, pytest.raises(ResultsDifferError, match="a decoding step, is wrong"):
+        with monkeypatch.context() as patch:
             patch.setattr(COCA, "entries", [wrong, *others])
-            decode.check_steps(one, "coca-exact", "eager", {})
+            with pytest.raises(ResultsDifferError, match="a decoding step, is wrong"):
+                decode.check_steps(one, "coca-exact", "eager", {})
 
 
 def test_no_figures_when_a_step_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

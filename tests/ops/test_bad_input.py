@@ -133,7 +133,7 @@ DOCUMENTS = torch.zeros(1, 5, dtype=torch.long)
         ("raise", {"positions": "proportional"}, "a tensor or a pair of tensors, got 'proportional'"),
         ("raise", {"documents": torch.tensor([[0, 1, 0, 1, 1]])}, "must not decrease in linear attention"),
         ("raise", {"documents": DOCUMENTS, "return_state": True}, "documents cannot be combined"),
-        ("raise", {"positions": PAIR}, "takes queries that are the last keys, got a pair of positions"),
+        ("raise", {"positions": PAIR}, "takes one position per key, got a pair of positions"),
         ("raise", {"padding_mask": torch.ones(1, 4).bool()}, r"padding_mask must have shape .* \(1, 5\)"),
     ],
 )

@@ -101,7 +101,11 @@ def options_of(name: str, form: str, n: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("name", "form", "dtype"),
     [(name, FORMS[len(name) % 2], torch.bfloat16) for name in MASKS]
-    + [("plain", "slack", torch.bfloat16), ("plain", "exact", torch.float32), ("positions per row", "slack", torch.float32)],
+    + [
+        ("plain", "slack", torch.bfloat16),
+        ("plain", "exact", torch.float32),
+        ("positions per row", "slack", torch.float32),
+    ],
     ids=str,
 )
 def test_one_query_per_key_head_rounds_its_result_alone(name: str, form: str, dtype: torch.dtype) -> None:
@@ -336,7 +340,9 @@ def test_operators_pass_torchs_own_check() -> None:
     q, t, _ = (x.requires_grad_() for x in inputs(5, 9, d=16))
     step = fixed_point(Rotary(16).frequencies()).to(q.device)
     folded = q.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
-    torch.library.opcheck(torch.ops.farspan.coca_prepare.default, (folded, t, None, step, None, None, 4, 0, "slack", 1.0))
+    torch.library.opcheck(
+        torch.ops.farspan.coca_prepare.default, (folded, t, None, step, None, None, 4, 0, "slack", 1.0)
+    )
     q, t, v = inputs(1, 9, d=16)
     rest = (None, None, None, None, None, 0, "exact", 0.25)
     torch.library.opcheck(torch.ops.farspan.half_width_attention.default, (q, t, v, step, *rest))

@@ -41,12 +41,12 @@ def why_not_decode_triton(call: Call) -> str | None:
     """
     q, v = call.q, call.v
     width, group = max(q.shape[-1], v.shape[-1]), q.shape[1] // call.k.shape[1]
-    if call.backend == "auto":
-        if q.dtype != torch.bfloat16 or width not in TIMED_WIDTHS or not is_ampere(q.device.index):
-            return (
-                "the half-width kernel is chosen for bfloat16 heads of width 64 or 128 on Nvidia GPUs from Ampere on; "
-                "backend='triton' asks for it elsewhere"
-            )
+    timed = q.dtype == torch.bfloat16 and width in TIMED_WIDTHS
+    if call.backend == "auto" and not (timed and is_ampere(q.device.index)):
+        return (
+            "the half-width kernel is chosen for bfloat16 heads of width 64 or 128 on Nvidia GPUs from Ampere on; "
+            "backend='triton' asks for it elsewhere"
+        )
     if q.shape[2] * group > MOST_ROWS:  # numbers in a message would become constants of a compiled graph
         return f"the half-width kernel takes at most {MOST_ROWS} queries per key head; more are faster on rotated keys"
     if call.gradient:
@@ -200,7 +200,8 @@ def _scores(amplitudes: tuple[Tensor, ...], share: Tensor | None, t: Tensor, wav
     for block, *tables in zip(t.split(rows, dim=2), *(wave.split(rows, dim=2) for wave in waves), strict=True):
         keys = product[:, :, : block.shape[2]]
         if share is not None:  # the mixture of both waves
-            tables = [torch.addcmul(*tables, share, out=keys)]
+            cos, sin = tables
+            tables = [torch.addcmul(cos, sin, share, out=keys)]
         scores = torch.bmm(amplitudes[0], torch.mul(block, tables[0], out=keys).flatten(0, 1).mT)
         for amplitude, wave in zip(amplitudes[1:], tables[1:], strict=True):  # one at a time: both need more memory
             scores.baddbmm_(amplitude, torch.mul(block, wave, out=keys).flatten(0, 1).mT)

@@ -20,7 +20,14 @@ from torch import Tensor
 
 from farspan.errors import require, require_choice
 from farspan.ops.cosformer_chunked import Keys, absorb, advance, causal_attention, hide, recall
-from farspan.ops.device import is_hopper, is_traced, takes_forward_derivatives, wants_gradient, why_not_triton, working_dtype
+from farspan.ops.device import (
+    is_hopper,
+    is_traced,
+    takes_forward_derivatives,
+    wants_gradient,
+    why_not_triton,
+    working_dtype,
+)
 from farspan.ops.dispatch import Implementation, Table, mask_of, operation, reference_twin
 from farspan.ops.masking import AttentionMask, MaskOptions, Positions, check_tensors
 from farspan.ops.reference import ACTIVATIONS, MIN_DENOMINATOR, MIN_WEIGHT, cosformer_weights, seen_only, visible, weigh
@@ -296,12 +303,12 @@ def check_linear_call(
         keys = state.position.long() + 1 + torch.arange(mask.m, device=q.device)  # type: ignore[union-attr]
         mask.first, mask.positions = None, (keys[:, mask.m - mask.n :], keys)
     require(mask.window is None, lambda: f"linear attention has no window, got window {mask.window}; leave it out")
-    require(mask.aligned, "linear attention takes queries that are the last keys, got a pair of positions; use a tensor")
+    require(mask.aligned, "linear attention takes one position per key, got a pair of positions; use a tensor")
     documents = mask.documents
     if documents is not None and documents.device.type == "cpu" and not torch.compiler.is_compiling():
         require(
             bool((documents[:, 1:] >= documents[:, :-1]).all()),
-            "documents must not decrease in linear attention, whose sums are not taken apart again; number them in order",
+            "documents must not decrease in linear attention, whose sums are not taken apart; number them in order",
         )
     call = LinearCall(q, k, v, mask, weighting, state, return_state, backend, table)
     if call.streams:

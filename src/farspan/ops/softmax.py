@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from farspan.errors import require
 from farspan.ops.device import (
     constant,
     is_ampere,
