@@ -153,6 +153,36 @@ def _why_not_causal(call: Call) -> str | None:
     return None if mask.n == mask.m or call.q.is_cuda else "on a CPU there must be as many queries as keys"
 
 
+def _one_query(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float, slopes: Tensor | None) -> Tensor:
+    """Run cuDNN's kernel on one query per row, whose mask hides keys, such as the empty slots of a static cache.
+
+    SDPA itself takes a kernel that is five times slower at 32k keys, and repeats keys for grouped heads: here the heads
+    of a group are queries of their key head.
+    """
+    (b, h, _, d), g = q.shape, k.shape[1]
+    low, high = mask.key_range(0, 1)
+    if high - low < mask.m:
+        k, v = k[:, :, low:high], v[:, :, low:high]
+    seen, blind = _shared_block(mask, 0, 1, low, high, q.dtype)
+    bias = seen if h == g else seen.expand(-1, -1, h // g, -1)
+    out = ONE_QUERY(q.reshape(b, g, h // g, d), k, v, bias, False, scale=scale)[0].reshape(b, h, 1, -1)
+    return out if blind is None else out.masked_fill(blind, 0.0)
+
+
+ONE_QUERY = torch.ops.aten._scaled_dot_product_cudnn_attention
+
+
+def _why_not_one_query(call: Call) -> str | None:
+    if call.mask.n != 1:
+        return "there are several queries"
+    if call.gradient or call.slopes is not None or call.q.dtype not in CUDNN:
+        return "the kernel takes bfloat16 and float16, without gradients and biases"
+    width = max(call.q.shape[-1] if call.rotary is None else call.rotary.dim, call.v.shape[-1])
+    if width > 128 or width % 8 or call.v.shape[-1] % 8:
+        return "the kernel takes heads up to 128 wide, in multiples of 8"
+    return why_never_by_kernel(call.q.dtype, call.q.device)
+
+
 def _masked_kernel(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float, slopes: Tensor | None) -> Tensor:
     """Run the Triton kernel, which reads only tiles that a window reaches and needs no mask in memory."""
     from farspan.ops.triton.attention import MaskedAttention, attention_op
@@ -404,12 +434,9 @@ def _block(
     q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, start: int, stop: int, scale: float, slopes: Tensor | None
 ) -> Tensor:
     low, high = mask.key_range(start, stop)
-    if stop - start == mask.n and not torch.compiler.is_compiling():  # layers share the only block of a mask
-        # What SDPA adds is small for one query, and SDPA would make it in each layer.
-        bias = q.dtype if mask.n == 1 and slopes is None else None
-        seen, blind = mask.share(("block", bias), lambda: _visible(mask, start, stop, low, high, bias))
-    else:
-        seen, blind = _visible(mask, start, stop, low, high)
+    # What SDPA adds is small for one query, and SDPA would make it in each layer.
+    bias = q.dtype if mask.n == 1 and slopes is None else None
+    seen, blind = _shared_block(mask, start, stop, low, high, bias)
     if slopes is not None:
         distance = mask.distance(start, stop, low, high).abs().to(q.dtype)[:, None]
         seen = torch.where(seen, distance * -slopes.to(q.dtype)[:, None, None], -torch.inf)
@@ -417,6 +444,15 @@ def _block(
         q, k, v = q[:, :, start:stop], k[:, :, low:high], v[:, :, low:high]
     out = _sdpa(q, k, v, scale, seen)
     return out if blind is None else out.masked_fill(blind, 0.0)
+
+
+def _shared_block(
+    mask: AttentionMask, start: int, stop: int, low: int, high: int, bias: torch.dtype | None
+) -> tuple[Tensor, Tensor | None]:
+    """Return what :func:`_visible` does; layers share the only block of a mask."""
+    if stop - start < mask.n or torch.compiler.is_compiling():
+        return _visible(mask, start, stop, low, high, bias)
+    return mask.share(("block", bias), lambda: _visible(mask, start, stop, low, high, bias))
 
 
 def _visible(
@@ -508,12 +544,13 @@ WINDOW = Implementation("window", _EVERY, _window, _why_not_window)
 DOT_PRODUCT = Table(
     Implementation("unmasked", _EVERY, _unmasked, _why_not_unmasked),
     Implementation("causal", _EVERY, _causal, _why_not_causal),
+    Implementation("one_query", _EVERY, _one_query, _why_not_one_query, "cuda"),
     MASKED_KERNEL,
     WINDOW,
     Implementation("blocked", _EVERY, _blocked),
 )
-"""unmasked, causal: one SDPA call. masked_kernel: one Triton kernel. window: one SDPA call for many blocks of queries.
-blocked: one SDPA call per block of queries."""
+"""unmasked, causal: one SDPA call. one_query: cuDNN's kernel for a decoding step. masked_kernel: one Triton kernel.
+window: one SDPA call for many blocks of queries. blocked: one SDPA call per block of queries."""
 ROPE = Table(
     Implementation("sdpa", _EVERY, _rope_sdpa, then=DOT_PRODUCT),
     Implementation("reference", ("reference",), _rope_reference),
