@@ -20,10 +20,9 @@ from farspan.ops.coca import (
     why_not_feature_kernel,
 )
 from farspan.ops.coca_decode import MOST_ROWS
-from farspan.ops.cosformer import BEYOND, cosformer_attention
+from farspan.ops.cosformer import cosformer_attention
 from farspan.ops.device import working_dtype
 from farspan.ops.masking import LIMIT, AttentionContext, AttentionMask
-from farspan.ops.reference import ACTIVATIONS as COSFORMER_ACTIVATIONS
 from farspan.ops.rotary import Rotary, log_length, odd_width, step_length
 from farspan.ops.softmax import alibi_attention, rope_attention
 
@@ -557,9 +556,6 @@ class CosformerAttention(LinearAttention):
         nope: bool = False,
         **options: Any,
     ) -> None:
-        require(max_length >= 1, f"max_length must be at least 1, got {max_length}; use the length of training")
-        require_choice("beyond", beyond, BEYOND)
-        require_choice("activation", activation, COSFORMER_ACTIVATIONS)
         super().__init__(hidden_size, num_heads, AttentionSpec("cosformer", None, None, not nope), **options)
         self.rotary = None  # its one frequency is π/2M
         self.max_length, self.beyond, self.activation = max_length, beyond, activation

@@ -341,19 +341,6 @@ def test_logits_and_gradients_are_those_of_plain_torch(options: dict[str, Any], 
         assert (got - want).abs().max() <= 1e-4 * max(1.0, float(want.abs().max()))
 
 
-@torch.no_grad()
-def test_chunks_and_other_attention_implementations_take_its_features(by: Any) -> None:
-    x = tokens(1, 20).to(DEVICE)
-    model, mixed = small(PREPARED[1]), small(PREPARED[0])
-    by("torch")
-    want = mixed(x).logits
-    by("kernel")
-    for length in (None, 24):
-        assert (chunked(model, x, [9, 1, 10], length=length) - model(x).logits).abs().max() <= 1e-4
-    mixed.set_attn_implementation("sdpa")
-    assert 0 < (mixed(x).logits - want).abs().max() <= 1e-4
-
-
 @pytest.mark.parametrize(
     ("who", "attention", "tables"),
     [

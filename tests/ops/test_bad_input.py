@@ -39,7 +39,6 @@ def test_wrong_shapes_raise(name: str) -> None:
     ("options", "message"),
     [
         ({"window": 0}, "window must be a whole number of keys ≥ 1 or None, got 0"),
-        ({"window": -3}, "window must be .* got -3"),
         ({"window": 2.5}, "window must be .* got 2.5"),
         (
             {"padding_mask": torch.ones(1, 4, dtype=torch.bool)},
@@ -58,18 +57,10 @@ def test_wrong_shapes_raise(name: str) -> None:
             r"positions must have shape \(5,\) or \(1, 5\), one for each of the keys, got \(4,\)",
         ),
         ({"positions": torch.arange(5.0)}, r"positions must hold integers, got torch.float32"),
-        (
-            {"positions": torch.arange(5).expand(3, 5)},
-            r"positions must have shape \(5,\) or \(1, 5\), .*, got \(3, 5\)",
-        ),
         ({"positions": torch.arange(5)[None, None]}, r"positions must have shape \(5,\) or .*, got \(1, 1, 5\)"),
         (
             {"positions": (torch.arange(4), torch.arange(5))},
             r"positions\[0\] must have shape \(5,\) or \(1, 5\), one for each of the queries, got \(4,\)",
-        ),
-        (
-            {"positions": (torch.arange(5), torch.arange(4))},
-            r"positions\[1\] must have shape \(5,\) or \(1, 5\), one for each of the keys, got \(4,\)",
         ),
         (
             {"positions": (torch.arange(5), torch.arange(5)), "documents": torch.zeros(1, 5, dtype=torch.long)},
@@ -120,10 +111,8 @@ DOCUMENTS = torch.zeros(1, 5, dtype=torch.long)
         ("pope", {"phase": torch.ones(3, 8)}, r"^phase must have shape \(4, 8\), one per head .*, got \(3, 8\)"),
         ("pope", {"rotary": Rotary(8)}, "rotary must have dim 16, twice the width of q, got 8"),
         ("linear coca", {"rotary": Rotary(8, scaling=DynamicNTK(4, 8))}, "fixed frequencies, got dynamic NTK"),
-        ("linear coca", {"rotary": Rotary(16)}, "rotary must have dim 8"),
         ("linear coca", {"backend": "triton"}, "backend must be one of 'auto', 'chunked', 'reference', got 'triton'"),
         ("raise", {"max_length": 0}, "max_length must be a whole number ≥ 1, the M of the model, got 0"),
-        ("raise", {"max_length": 2.5}, "max_length must be .* got 2.5"),
         ("raise", {"beyond": "raised"}, "beyond must be one of .* got 'raised'; did you mean 'raise"),
         ("raise", {"activation": "gelu"}, "activation must be one of 'relu', 'elu', got 'gelu'"),
         ("raise", {"backend": "chunkd"}, "did you mean 'chunked'"),
