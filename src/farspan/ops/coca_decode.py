@@ -155,16 +155,17 @@ def _key_angles(mask: AttentionMask, angles: Angles, dtype: torch.dtype) -> Sequ
     if least < 0 or most >= 2 * mask.m or varies or is_traced():
         return angles.key(dtype).unbind(-2)
     table = _kept_table(angles.rotary, angles.length, power_of_2(most + 1), dtype)
-    chosen = table[:, :, least : most + 1] if positions is None else table[0, :, positions].transpose(0, 1)
-    return chosen.unbind(-2)
+    chosen = table[:, None, least : most + 1] if positions is None else table[:, positions]
+    return chosen[:, :, None].unbind()
 
 
 @lru_cache(maxsize=2)
 def _kept_table(rotary: Rotary, length: int | None, count: int, dtype: torch.dtype) -> Tensor:
-    """Compute cosines and sines of positions 0 … count-1 once for many steps: (1, 1, count, 2, d/2)."""
+    """Compute cosines and sines of positions 0 … count-1 once for many steps: (2, count, d/2)."""
     with torch.inference_mode(False), torch.no_grad():  # a first call in inference mode serves training later
         positions = torch.arange(count, device="cpu")[None]
-        return cos_sin(positions, rotary.frequencies(length, "cpu"), rotary.factor, dtype)
+        table = cos_sin(positions, rotary.frequencies(length, "cpu"), rotary.factor, dtype)
+        return table[0, 0].movedim(-2, 0).contiguous()
 
 
 def _amplitudes(
@@ -177,11 +178,11 @@ def _amplitudes(
     Queries of a group would each need their own mixture, which costs more than two products. All are (b, h, 1, d/2).
     """
     a, b = q.to(working_dtype(q.dtype)).chunk(2, dim=-1)
+    if query is None:
+        return (torch.addcmul(a * a, b, b) * scale,), None
+    cos, tan = query
     first, second = a * a, b * b
     square = first + second
-    if query is None:
-        return (square * scale,), None
-    cos, tan = query
     share = torch.addcmul(second - first, a * b, tan, value=2) / (square + torch.finfo(square.dtype).tiny)
     amplitude = square * (cos * scale)
     return ((amplitude, amplitude * share), None) if grouped else ((amplitude,), share)
@@ -195,18 +196,27 @@ def _scores(amplitudes: tuple[Tensor, ...], share: Tensor | None, t: Tensor, wav
         (amplitude,) = amplitudes
         return torch.bmm(amplitude, t.to(amplitude.dtype).flatten(0, 1).mT)
     blocks = max(1, round(b * g * m * width / (BLOCK_ELEMENTS * torch.get_num_threads())))
+    if blocks == 1:
+        return _block_scores(amplitudes, share, t, waves, None)
     rows = -(-m // blocks)  # of equal length: a short block takes as many operations as a long one
     product, parts = amplitudes[0].new_empty(b, g, rows, width), []
     for block, *tables in zip(t.split(rows, dim=2), *(wave.split(rows, dim=2) for wave in waves), strict=True):
-        keys = product[:, :, : block.shape[2]]
-        if share is not None:  # the mixture of both waves
-            cos, sin = tables
-            tables = [torch.addcmul(cos, sin, share, out=keys)]
-        scores = torch.bmm(amplitudes[0], torch.mul(block, tables[0], out=keys).flatten(0, 1).mT)
-        for amplitude, wave in zip(amplitudes[1:], tables[1:], strict=True):  # one at a time: both need more memory
-            scores.baddbmm_(amplitude, torch.mul(block, wave, out=keys).flatten(0, 1).mT)
-        parts.append(scores)
-    return parts[0] if blocks == 1 else torch.cat(parts, dim=-1)
+        parts.append(_block_scores(amplitudes, share, block, tables, product[:, :, : block.shape[2]]))
+    return torch.cat(parts, dim=-1)
+
+
+def _block_scores(
+    amplitudes: tuple[Tensor, ...], share: Tensor | None, t: Tensor, waves: Sequence[Tensor], product: Tensor | None
+) -> Tensor:
+    """Compute the scores of a block of keys; `product` is where t∘wave goes."""
+    if share is not None:  # the mixture of both waves
+        cos, sin = waves
+        keys = torch.addcmul(cos, sin, share, out=product).mul_(t)
+        return torch.bmm(amplitudes[0], keys.flatten(0, 1).mT)
+    scores = torch.bmm(amplitudes[0], torch.mul(t, waves[0], out=product).flatten(0, 1).mT)
+    for amplitude, wave in zip(amplitudes[1:], waves[1:], strict=True):  # one at a time: both need twice the memory
+        scores.baddbmm_(amplitude, torch.mul(t, wave, out=product).flatten(0, 1).mT)
+    return scores
 
 
 def _means(scores: Tensor, v: Tensor) -> Tensor:
