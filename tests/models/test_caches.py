@@ -151,18 +151,6 @@ def test_a_compiled_model_continues_a_padded_sequence_in_a_growing_cache() -> No
     assert difference[mask.bool()].abs().max() <= TIGHT
 
 
-@torch.no_grad()
-def test_a_model_past_its_m_names_the_remedy() -> None:
-    model = make("cosformer")  # M is the length of training, 8
-    model(tokens(1, 8))
-    with pytest.raises(ValueError, match=r"max_length is M = 8 and the sequence spans 9 positions.*beyond="):
-        model(tokens(1, 9))
-    for cache in ("dynamic", "static"):
-        with pytest.raises(ValueError, match="max_length is M = 8"):
-            model.generate(tokens(1, 5), max_new_tokens=8, do_sample=False, pad_token_id=0, cache_implementation=cache)
-    assert model.generate(tokens(1, 5), max_new_tokens=4, do_sample=False, pad_token_id=0).shape == (1, 9)
-
-
 @pytest.mark.parametrize("attention", ["cosformer", "linear-coca"])
 @torch.no_grad()
 def test_sums_cannot_be_cropped_and_other_caches_cannot_hold_them(attention: str) -> None:
