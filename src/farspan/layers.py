@@ -19,11 +19,10 @@ from farspan.ops.coca import (
     pope_attention,
     why_not_feature_kernel,
 )
-from farspan.ops.coca_decode import is_decoding_step
-from farspan.ops.cosformer import BEYOND, cosformer_attention
-from farspan.ops.device import wants_gradient, working_dtype
+from farspan.ops.coca_decode import MOST_ROWS
+from farspan.ops.cosformer import cosformer_attention
+from farspan.ops.device import working_dtype
 from farspan.ops.masking import LIMIT, AttentionContext, AttentionMask
-from farspan.ops.reference import ACTIVATIONS as COSFORMER_ACTIVATIONS
 from farspan.ops.rotary import Rotary, log_length, odd_width, step_length
 from farspan.ops.softmax import alibi_attention, rope_attention
 
@@ -44,7 +43,6 @@ NAMES = ("rope", "alibi", "coca-exact", "coca-strict", "coca-slack", "coca-polar
 KINDS = ("rope", "alibi", "coca", "pope", "cosformer", "linear-coca")
 COCA_FORMS = ("exact", "strict", "slack", "polar")
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "softplus": F.softplus}
-DECODE_BACKENDS = ("auto", "sdpa", "triton")
 LENGTH_FORMS = ("log", "learned", "step")
 """How scores follow the number n of keys past the training length L0: ln n / ln L0, s·ln n with s learned per head, or
 1 + 0.1·ln(1 + ⌊position / L0⌋)."""
@@ -196,7 +194,7 @@ class Attention(nn.Module):
         log_length: length of training, past which scores grow with the logarithm of a query's position
             (:func:`farspan.ops.rotary.log_length`); None = never.
         length_form: how they grow, one of :data:`LENGTH_FORMS`. "learned" gives the layer a `length_scale` per head.
-        coca_activation, decode_backend, polar_phase, polar_activation, kv_shift: as in :class:`farspan.FarspanConfig`.
+        coca_activation, polar_phase, polar_activation, kv_shift: as in :class:`farspan.FarspanConfig`.
     """
 
     def __init__(
@@ -213,7 +211,6 @@ class Attention(nn.Module):
         qk_norm_eps: float | None = None,
         coca_activation: str = "relu",
         causal: bool = True,
-        decode_backend: str = "auto",
         log_length: int | None = None,
         length_form: str = "log",
         polar_phase: bool = True,
@@ -224,7 +221,6 @@ class Attention(nn.Module):
         require_choice("coca_activation", coca_activation, ACTIVATIONS)
         require_choice("polar_activation", polar_activation, ACTIVATIONS)
         require_choice("length_form", length_form, LENGTH_FORMS)
-        require_choice("decode_backend", decode_backend, DECODE_BACKENDS)
         self.spec = AttentionSpec.parse(spec)
         require(
             type(self) is not Attention or not self.spec.linear,
@@ -250,7 +246,7 @@ class Attention(nn.Module):
         self.rotary = (rotary or Rotary(self.head_dim)) if self.spec.rotary else None
         if self.spec.kind == "pope" and self.rotary is not None:
             self.rotary = replace(self.rotary, dim=2 * self.head_dim)  # d frequencies
-        self.causal, self.coca_activation, self.decode_backend = causal, coca_activation, decode_backend
+        self.causal, self.coca_activation = causal, coca_activation
         self.log_length, self.length_form, self.polar_activation = log_length, length_form, polar_activation
         self.scaling = self.head_dim**-0.5
         self.form = "slack" if self.spec.form == "slack" else "exact"  # strict is exact with a tied query
@@ -361,8 +357,8 @@ class Attention(nn.Module):
         if self.polar:
             return pope_attention(q, k, v, rotary=rotary, phase=self._phases(), mask=mask, scale=self.scaling)
         if self.squares:
-            plain = self.decode_backend == "auto" and self.spec.form != "strict"
-            backend = "auto" if plain else self._backend(q, k, v, mask)
+            # For the feature kernel the tied query of strict CoCA would be written out.
+            backend = "sdpa" if self.spec.form == "strict" and q.shape[2] > MOST_ROWS else "auto"
             return coca_attention(
                 q, k, v, rotary=rotary, form=self.form, mask=mask, scale=self.scaling, backend=backend
             )
@@ -373,13 +369,6 @@ class Attention(nn.Module):
     def _phases(self) -> Tensor | None:
         """Return the learned phases, (h, frequencies)."""
         return None if self.phase is None else self.phase.view(self.num_heads, -1)
-
-    def _backend(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> str:
-        """Return `decode_backend` for a step of few tokens; strict CoCA's prompts do without the feature kernel."""
-        group = self.num_heads // self.num_key_heads
-        if is_decoding_step(q.shape[2], group) and mask.documents is None and not wants_gradient(q, k, v):
-            return self.decode_backend
-        return "sdpa" if self.spec.form == "strict" else "auto"  # for a kernel the tied query would be written out
 
     def features(self, q: Tensor, k: Tensor, mask: AttentionMask, rotary: Rotary | None) -> tuple[Tensor, Tensor]:
         """Compute queries and keys whose plain dot product is this layer's score, for other attention code."""
@@ -567,9 +556,6 @@ class CosformerAttention(LinearAttention):
         nope: bool = False,
         **options: Any,
     ) -> None:
-        require(max_length >= 1, f"max_length must be at least 1, got {max_length}; use the length of training")
-        require_choice("beyond", beyond, BEYOND)
-        require_choice("activation", activation, COSFORMER_ACTIVATIONS)
         super().__init__(hidden_size, num_heads, AttentionSpec("cosformer", None, None, not nope), **options)
         self.rotary = None  # its one frequency is π/2M
         self.max_length, self.beyond, self.activation = max_length, beyond, activation

@@ -213,7 +213,7 @@ def make_attention(config: FarspanConfig, spec: AttentionSpec) -> Attention:
         return LinearCocaAttention(width, heads, nope=not spec.rotary, **options)
     options |= {"polar_phase": config.polar_phase, "polar_activation": config.polar_activation}
     options |= {"kv_shift": config.kv_shift and spec.shiftable, **_length_options(config, spec)}
-    return Attention(width, heads, spec, decode_backend=config.decode_backend, **options)
+    return Attention(width, heads, spec, **options)
 
 
 def _length_options(config: FarspanConfig, spec: AttentionSpec) -> dict[str, Any]:

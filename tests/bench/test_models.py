@@ -11,9 +11,10 @@ import torch.nn.functional as F
 
 from farspan import FarspanCache, FarspanConfig, FarspanForCausalLM
 from farspan.bench import Row, Steps, decode, model
-from farspan.bench.checks import ResultsDifferError, wider
+from farspan.bench.checks import ResultsDifferError
 from farspan.layers import Attention
 from farspan.ops.coca import COCA, decode_triton
+from tests.ops.kernels import decoding
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 LAYOUT = {"window": 16, "global_every": 2}
@@ -85,22 +86,21 @@ def test_every_cache_gives_the_same_logits_on_the_kernel_and_no_figures_when_it_
     """In Triton's interpreter where there is no GPU."""
     pytest.importorskip("triton", reason="needs triton (pip install farspan[gpu])")
     options = {"num_hidden_layers": 1, "num_attention_heads": 1, "head_dim": 16, "vocab_size": 64}
-    config = FarspanConfig.preset("tiny", decode_backend="triton", **options)
+    config = FarspanConfig.preset("tiny", **options)
     on_the_kernel = FarspanForCausalLM(config).eval().to("cuda" if torch.cuda.is_available() else "cpu")
-    assert wider(on_the_kernel).model.layers[0].self_attn.decode_backend == "sdpa"
     eager: dict[str, Any] = {}
-    for mode in ("eager", "graph"):  # a static cache; a graph of it is captured by `settle`
-        one = decode.Decoder(on_the_kernel, mode, 40, 1, spare=20, seed=0)
-        assert decode.check_steps(one, "coca-exact", mode, eager)["error"] <= 1e-5
-        assert one.cache.get_seq_length() == 40 + decode.CHECKED
-    wrong = [
-        entry._replace(run=lambda call: 1.05 * decode_triton(call)) if entry.name == "decode_triton" else entry
-        for entry in COCA.entries
-    ]
-    monkeypatch.setattr(COCA, "entries", wrong)
-    one = decode.Decoder(on_the_kernel, "eager", 40, 1, spare=20, seed=0)
-    with pytest.raises(ResultsDifferError, match="coca-exact, a decoding step, is wrong"):
-        decode.check_steps(one, "coca-exact", "eager", {})
+    with decoding("triton"):
+        for mode in ("eager", "graph"):  # a static cache; a graph of it is captured by `settle`
+            one = decode.Decoder(on_the_kernel, mode, 40, 1, spare=20, seed=0)
+            assert decode.check_steps(one, "coca-exact", mode, eager)["error"] <= 1e-5
+            assert one.cache.get_seq_length() == 40 + decode.CHECKED
+        kernel, *others = COCA.entries
+        wrong = kernel._replace(run=lambda call: 1.05 * decode_triton(call))
+        one = decode.Decoder(on_the_kernel, "eager", 40, 1, spare=20, seed=0)
+        with monkeypatch.context() as patch:
+            patch.setattr(COCA, "entries", [wrong, *others])
+            with pytest.raises(ResultsDifferError, match="a decoding step, is wrong"):
+                decode.check_steps(one, "coca-exact", "eager", {})
 
 
 def test_no_figures_when_a_step_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -131,10 +131,7 @@ def _why_not_fused(call: Call) -> str | None:
     if call.backend == "auto":
         return "nothing rotates" if call.rotary is None else why_not_feature_kernel(q.dtype, call.rotary.dim, q.device)
     if q.dtype not in (torch.bfloat16, torch.float32):
-        return (
-            "backend='triton' takes bfloat16 or float32 with gradients or more than 32 queries per key head, "
-            f"got {q.dtype}; use backend='sdpa'"
-        )
+        return f"backend='triton' takes float32 or bfloat16, got {q.dtype}; use backend='sdpa'"
     if takes_forward_derivatives():
         return "backend='triton' has no forward-mode derivatives; use backend='sdpa'"
     return why_not_triton(q.device.type)

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from farspan.errors import require
 from farspan.ops.device import (
     constant,
     is_ampere,
@@ -81,29 +80,17 @@ def _rope_sdpa(call: Call) -> Tensor:
 
 
 @operation(SoftmaxOptions)
-def alibi_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, slopes: Tensor | None = None, **options: Unpack[SoftmaxOptions]
-) -> Call:
-    """Compute attention with linear biases (Press et al. 2022): scores q·k - slope·|m-n|, one slope per head.
+def alibi_attention(q: Tensor, k: Tensor, v: Tensor, **options: Unpack[SoftmaxOptions]) -> Call:
+    """Compute attention with linear biases (Press et al. 2022): scores q·k - slope·|m-n|, see :func:`alibi_slopes`.
 
-    The bias is built for one block of queries at a time, so memory grows with N, not N². `slopes` (h) defaults to
-    :func:`alibi_slopes`; the other arguments are those of :func:`farspan.ops.coca_attention`.
+    The bias is built for one block of queries at a time, so memory grows with N, not N². The arguments are those of
+    :func:`farspan.ops.coca_attention`.
 
     >>> q = torch.randn(1, 2, 5, 8)
     >>> alibi_attention(q, q, q).shape
     torch.Size([1, 2, 5, 8])
     """
-    if slopes is None:
-        slopes = alibi_slopes(q.shape[1], device=q.device)
-    require(
-        slopes.shape == (q.shape[1],),
-        f"slopes must have shape ({q.shape[1]},), one per query head, got {tuple(slopes.shape)}",
-    )
-    if slopes.device.type == "cpu" and not torch.compiler.is_compiling():
-        require(
-            bool((slopes >= 0).all()), f"slopes must be ≥ 0, got {float(slopes.min())}; distance only lowers scores"
-        )
-    return check_call(ALIBI, q, k, v, slopes=slopes, **options)
+    return check_call(ALIBI, q, k, v, slopes=alibi_slopes(q.shape[1], device=q.device), **options)
 
 
 def _alibi_reference(call: Call) -> Tensor:
@@ -211,8 +198,8 @@ def _why_not_masked_kernel(call: Call) -> str | None:
     q, mask, slopes = call.q, call.mask, call.slopes
     if not mask.aligned:
         return "the kernel takes queries that are among the keys"
-    if slopes is not None and (mask.positions is not None or slopes.requires_grad):
-        return "the kernel takes fixed slopes and consecutive positions"
+    if slopes is not None and mask.positions is not None:
+        return "the kernel takes ALiBi at consecutive positions"
     width = q.shape[-1] if call.rotary is None else call.rotary.dim  # of the features
     if max(width, call.v.shape[-1]) > WIDEST:  # not in the message: torch.compile may let widths vary
         return f"the kernel takes heads up to {WIDEST} wide"
@@ -245,7 +232,7 @@ def _window(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float, 
         queries  | 0 | 1 | 2 | 3 |      block 2 reads  | 1 | 2 |
         keys     | 0 | 1 | 2 | 3 |      block 3 reads      | 2 | 3 |
     """
-    if _takes_chunks(q, slopes):
+    if _takes_chunks(q):
         q, k, v = (x.to(product_dtype(x)) for x in (q, k, v))
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))  # the kernel does not ask
         return WindowAttention.apply(q, k, v, mask, scale, slopes)
@@ -257,9 +244,9 @@ def _window(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float, 
     return _tokens(out, q.shape[0])[:, : mask.n].transpose(1, 2)
 
 
-def _takes_chunks(q: Tensor, slopes: Tensor | None) -> bool:
+def _takes_chunks(q: Tensor) -> bool:
     transformed = takes_forward_derivatives() or torch._C._are_functorch_transforms_active()
-    return q.is_cpu and not (transformed or is_traced() or (slopes is not None and slopes.requires_grad))
+    return q.is_cpu and not (transformed or is_traced())
 
 
 class WindowAttention(torch.autograd.Function):
@@ -396,7 +383,7 @@ def _why_not_window(call: Call) -> str | None:
         return "there are few queries"
     if not mask.is_plain:
         copies = call.q.shape[0] * (1 if call.slopes is None else call.q.shape[1])
-        queries = _window_rows(mask.window) if _takes_chunks(call.q, call.slopes) else mask.n
+        queries = _window_rows(mask.window) if _takes_chunks(call.q) else mask.n
         if copies * queries * (mask.window + 128) > 4 * MASK_ELEMENTS:
             return "the masks of many blocks at once would take too much memory"
     return None
