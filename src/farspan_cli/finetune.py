@@ -57,23 +57,20 @@ def finetune(
     from farspan.finetune import finetune as run
     from farspan.training import TrainingStoppedError
     from farspan.training.config import RunSection
-    from farspan.training.loop import format_loss, main_process
+    from farspan.training.loop import main_process
 
     chosen = Recipe.load(recipe)
     chosen = chosen if length is None else chosen.capped(length)
     chosen = chosen if tokens is None else chosen.scaled(tokens)
     section = RunSection(seed, precision, compile, gradient_checkpointing, checkpoint_every)  # type: ignore[arg-type]
-    console = Console(quiet=not main_process())
-
-    def plan() -> None:
-        for stage in chosen.stages:
-            rows = f"{stage.batch_size:,} row{'s' if stage.batch_size > 1 else ''} of {stage.length:,} tokens"
-            console.print(f"stage {stage.name}: {stage.optimizer.steps:,} steps of {rows}", highlight=False)
-
     sources = dict(weighted(one, "--data", "DIR", "--data books=3 --data code=1") for one in data)
+    console = Console(quiet=not main_process())
+    for stage in chosen.stages:
+        batch = f"{stage.batch_size:,} row{'s' if stage.batch_size > 1 else ''} of {stage.length:,} tokens"
+        console.print(f"stage {stage.name}: {stage.optimizer.steps:,} steps of {batch}", highlight=False)
     with show_progress(console) as show:
         try:
-            written = run(model, sources, chosen, out, teacher=teacher, run=section, begin=plan, progress=show)
+            written = run(model, sources, chosen, out, teacher=teacher, run=section, progress=show)
         except TrainingStoppedError as error:
             fail(str(error))
     rows = json.loads((out / "recipe.json").read_text())["rows"]
@@ -84,7 +81,7 @@ def finetune(
             f"{row['trained_parameters'] / row['parameters']:.0%}",
             f"{row['tokens']:,}",
             timedelta(seconds=round(row["seconds"])),
-            f"{format_loss(row['first_loss'])} → {format_loss(row['last_loss'])}",
+            f"{row['first_loss']:.4g} → {row['last_loss']:.4g}",
         ]
         for row in rows
     )

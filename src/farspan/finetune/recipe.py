@@ -62,24 +62,14 @@ class Stage:
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
 
     def __post_init__(self) -> None:
-        name = self.name
-        check_objective(self.objective, f"objective of stage {name}")
+        check_objective(self.objective, f"objective of stage {self.name}")
+        halved = self.reach == 1 or self.length % 2 == 0
         require(
-            not (self.passkey_share and self.retrieval_share),
-            f"passkey_share of stage {name} must be 0 with retrieval_share, got {self.passkey_share}; its rows hold "
-            "passkeys too",
-        )
-        require(
-            self.reach.bit_count() == 1 and self.length * self.reach <= LIMIT,
-            f"reach of stage {name} must be a power of two, which keeps positions within {LIMIT}, "
+            self.reach.bit_count() == 1 and halved and self.length * self.reach <= LIMIT,
+            f"reach of stage {self.name} must be a power of two, with rows of even length and positions up to {LIMIT}, "
             f"got {self.reach} times {self.length}; try 16",
         )
-        require(
-            self.reach == 1 or self.length % 2 == 0,
-            f"length of stage {name} must be even where reach > 1, to be halved, got {self.length}; "
-            f"try {self.length + 1}",
-        )
-        check_pieces(self.batch_size, self.optimizer.accumulation, f"batch_size of stage {name}")
+        check_pieces(self.batch_size, self.optimizer.accumulation, f"batch_size of stage {self.name}")
 
     @property
     def tokens(self) -> int:
@@ -105,11 +95,9 @@ class Recipe:
 
     stages: Annotated[tuple[Stage, ...], Field(min_length=1)]
     description: str = ""
-    log_length: bool | None = None
+    log_length: bool = False
     """Whether `log_length` is switched on in the finished model, after all stages: it says what to do with more keys
-    than rows have, and up to the training length it changes nothing. None = as in the recipe before, or not."""
-    after: str | None = None
-    """A shipped recipe whose stages come first; None once they are among the stages."""
+    than rows have, and up to the training length it changes nothing."""
 
     @classmethod
     def load(cls, name: str | Path) -> "Recipe":
@@ -124,11 +112,6 @@ class Recipe:
     def parse(cls, values: Mapping[str, Any]) -> "Recipe":
         """Make a recipe from nested mappings. Raise one line for the first wrong key or value."""
         recipe = parse(cls, values)
-        if recipe.after is not None:
-            require_choice("after of a recipe", recipe.after, NAMES)
-            before = cls.load(recipe.after)
-            log_length = before.log_length if recipe.log_length is None else recipe.log_length
-            recipe = cls((*before.stages, *recipe.stages), recipe.description, log_length)
         names = [stage.name for stage in recipe.stages]
         require(all(names) and len(set(names)) == len(names), f"stages must have names of their own, got {names}")
         return recipe
