@@ -31,7 +31,6 @@ def analyze(
         int | None, typer.Option(help="Cut each document; by default 32 windows or 32,768.", min=2)
     ] = None,
     texts: Texts = 4,
-    tokenizer: Annotated[str | None, typer.Option(help="A tokenizer.json or folder; by default the model's.")] = None,
     seed: Seed = 0,
     force: Force = False,
 ) -> None:
@@ -45,7 +44,7 @@ def analyze(
     from farspan.checkpoints.sources import quiet
 
     settings = Settings(tuple(dict.fromkeys(scalings.split(","))), factor, queries, layers=layers, seed=seed)
-    options: dict[str, Any] = {"label": label, "tokenizer": tokenizer, "texts": texts, "text_tokens": text_tokens}
+    options: dict[str, Any] = {"label": label, "texts": texts, "text_tokens": text_tokens}
     console = Console()
     with show_progress(console) as show, quiet():  # transformers warns of every scaling that is tried
         rows, path = analyze_checkpoint(model, text, out, settings, force=force, progress=show, **options)

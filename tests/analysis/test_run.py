@@ -100,14 +100,10 @@ def test_rows_hold_what_the_sums_say() -> None:
         (lambda: small("alibi"), 40, {}, "must have rotary layers .* got alibi"),
         (lambda: small([{"kind": "rope", "rotary": False}] * 2), 40, {}, "must have rotary layers"),
         (lambda: small("linear-coca"), 40, {}, "must have rotary layers with a softmax to analyze, got linear-coca"),
-        (lambda: small(["rope", "linear-coca"]), 40, {}, "must not have 'dynamic_ntk' with linear-coca"),
         (lambda: small(["rope", "linear-coca"]), 40, {"scalings": ("none",), "layers": (1,)}, "got 1"),
-        (lambda: small("rope", vocab_size=9), 40, {}, "must be below the vocabulary of the model, 9, got"),
         (lambda: small("rope"), 31, {}, "two windows = 32 tokens, got 31"),
         (lambda: small("rope"), 40, {"layers": (0, 2)}, r"rotary layers of this model \(0, 1\), got 2"),
         (lambda: small(["alibi", "rope"]), 40, {"layers": (0,)}, "got 0"),
-        (lambda: poisoned(lambda layer: layer.self_attn.q_proj), 40, {}, "must be finite, got NaN or inf in layer 1"),
-        (lambda: poisoned(lambda layer: layer.mlp.down_proj), 40, {}, "got NaN or inf after the last layer"),
     ],
 )
 def test_models_that_cannot_be_analyzed_raise(model: Any, length: int, settings: Any, message: str) -> None:
@@ -115,26 +111,10 @@ def test_models_that_cannot_be_analyzed_raise(model: Any, length: int, settings:
         analyze(model(), [text(length)], Settings(**settings))
 
 
-def poisoned(find: Any) -> FarspanForCausalLM:
-    model = small("rope")
-    find(model.model.layers[1]).weight.data[0, 0] = torch.nan
-    return model
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("scalings", ("linear",)),
-        ("scalings", ("none", "nkt")),
-        ("factor", 0.5),
-        ("factor", 1e300),
-        ("queries", 1),
-        ("seed", -1),
-    ],
-)
-def test_bad_settings_raise(name: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=f"{name} must"):
-        Settings(**{name: value})
+@pytest.mark.parametrize("scalings", [("linear",), ("none", "nkt")])
+def test_bad_scalings_raise(scalings: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError, match="scalings must"):
+        Settings(scalings=scalings)
 
 
 def test_memory_grows_with_the_text_and_not_with_its_square(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:

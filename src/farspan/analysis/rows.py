@@ -15,7 +15,7 @@ from farspan.analysis.census import BORDERS
 from farspan.analysis.curves import LARGEST
 from farspan.analysis.run import Analysis, Settings, analyze
 from farspan.checkpoints import load, open_source, text_tokenizer
-from farspan.data import documents, load_tokenizer
+from farspan.data import documents
 from farspan.data.sources import resolve
 from farspan.errors import require
 from farspan.evaluation.conditions import device
@@ -35,7 +35,6 @@ def analyze_checkpoint(
     settings: Settings | None = None,
     *,
     label: str | None = None,
-    tokenizer: str | None = None,
     texts: int = 4,
     text_tokens: int | None = None,
     force: bool = False,
@@ -67,9 +66,9 @@ def analyze_checkpoint(
         check_folder(out, what="of results")
     path = out / "results" / f"analysis-{label}.json"
     check_out(path, force)
-    reader = text_tokenizer(model) if tokenizer is None else load_tokenizer(tokenizer)
+    tokenizer = text_tokenizer(model)
     cut = text_tokens or max(least, min(LONGEST, LARGEST * least // 2))
-    encoded = (torch.tensor(reader.encode(document.text)[:cut]) for source in text for document in documents(source))
+    encoded = (torch.tensor(tokenizer.encode(document.text)[:cut]) for source in text for document in documents(source))
     tokens = list(islice((ids for ids in encoded if len(ids) >= least), texts))
     made = rows(analyze(loaded, tokens, settings, progress), label)
     write_result(path, made, device=loaded.device.type, seed=settings.seed, kind="analysis")
