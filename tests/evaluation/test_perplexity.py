@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from farspan.evaluation.losses import perplexity, truncation_control, windows
+from farspan.evaluation.losses import loss_by_position, perplexity, truncation_control, windows
 from tests.models.small import PER_QUERY, PER_REQUEST, make, tokens
 
 
@@ -67,7 +67,17 @@ def test_batching_and_chunking_change_nothing(rope: dict | None, monkeypatch: py
         assert row["tokens"] == want["tokens"] == 63 + 74 + 63
 
 
-@pytest.mark.parametrize("options", [{"length": 32}, {"length": 8, "stride": 0}, {"length": 1}, {"texts": []}], ids=str)
-def test_bad_windows_raise(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"windows must have 2 tokens up to the (20|0) of the shortest text, got"):
-        perplexity(make(), **{"texts": texts(20), "length": 8, **options})
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"length": 32}, "window length 32 is longer than a sequence of 20 tokens"),
+        ({"length": 8, "stride": 0}, "stride must be at least 1, got 0"),
+        ({"length": 1}, "windows of at least 2 tokens, got 1 texts and length 1"),
+        ({"length": 8, "texts": []}, "perplexity needs texts, .* got 0 texts"),
+    ],
+)
+def test_bad_windows_raise(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        perplexity(make(), **{"texts": texts(20), **options})
+    with pytest.raises(ValueError, match="sequences must hold at least one, got none"):
+        loss_by_position(make(), [])

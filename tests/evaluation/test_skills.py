@@ -197,6 +197,15 @@ def test_several_scalings_are_measured_in_turn_and_the_own_one_comes_back(
     assert found(tmp_path)[0] == {**found(tmp_path)[0], "scaling": "yarn-2+log", "nll": rows["yarn-2+log"]}
 
 
+def test_perplexity_needs_no_end_of_text_token(model: FarspanForCausalLM, tmp_path: Path) -> None:
+    options = saved(model, tmp_path)
+    tokenizer = tmp_path / "model" / "tokenizer.json"
+    tokenizer.write_text(tokenizer.read_text().replace("<|endoftext|>", "<strange>"))
+    (tmp_path / "model" / "tokenizer_config.json").unlink()
+    evaluated(*options)
+    refused("must have an end-of-text token", "bits", tmp_path / "model", "--text", tmp_path / "a.txt")
+
+
 def test_a_tokenizer_larger_than_the_vocabulary_is_an_error(tmp_path: Path) -> None:
     given = saved(FarspanForCausalLM(FarspanConfig.preset("tiny", num_hidden_layers=1, vocab_size=100)), tmp_path)
     refused("at most the model's vocab_size = 100 tokens, got 257", *given)

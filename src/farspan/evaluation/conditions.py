@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from farspan.configuration_farspan import FarspanConfig
+from farspan.errors import require
 from farspan.modeling_farspan import FarspanForCausalLM
 from farspan.ops import NTK, DynamicNTK, Linear, Llama3, YaRN
 from farspan.ops.rotary import Scaling
@@ -19,7 +20,9 @@ Result = TypeVar("Result")
 
 NAMES = {NTK: "ntk", DynamicNTK: "dynamic_ntk", Linear: "linear", YaRN: "yarn", Llama3: "llama3"}
 LOG = "+log"
-SCALING = re.compile(r"own|none|(?P<kind>ntk|linear|yarn|dynamic_ntk)-(?P<factor>\d+(\.\d+)?)")
+SCALING = re.compile(
+    r"own|none|(?P<kind>ntk|linear|yarn|dynamic_ntk)-(?P<factor>\d+(\.\d+)?)(/(?P<mode>per_query|per_request))?"
+)
 
 
 # Device, rounding and processes
@@ -102,17 +105,21 @@ def scaling_of(config: FarspanConfig) -> str:
 
 
 def check_scaling(name: str, argument: str = "scaling") -> re.Match[str]:
-    """Return the parts of the name of a scaling, kind and factor; raise unless a model can be given it.
+    """Return the parts of the name of a scaling, kind, factor and mode; raise unless a model can be given it.
 
-    >>> check_scaling("dynamic_ntk-4+log")["factor"]
+    >>> check_scaling("dynamic_ntk-4/per_request+log")["factor"]
     '4'
     """
     found = SCALING.fullmatch(name.removesuffix(LOG))
-    if found is None or (found["factor"] and not 1 <= float(found["factor"]) < 1e6):
+    if found is None or (found["mode"] and found["kind"] != "dynamic_ntk"):
         raise ValueError(
-            f"{argument} must be own, none, ntk-F, dynamic_ntk-F, yarn-F or linear-F, with a factor F from 1 on and "
-            f"below a million, each perhaps with +log, got {name!r}; try dynamic_ntk-4"
+            f"{argument} must be own, none, ntk-F, dynamic_ntk-F (/per_request), yarn-F or linear-F with a factor F, "
+            f"each perhaps with +log, got {name!r}; try dynamic_ntk-4"
         )
+    require(
+        found["factor"] is None or 1 <= float(found["factor"]) < 1e6,
+        f"{argument} must have a factor from 1 on and below a million, got {name!r}; try dynamic_ntk-4",
+    )
     return found
 
 
@@ -120,12 +127,12 @@ def set_scaling(model: FarspanForCausalLM, name: str) -> None:
     """Give a model the scaling of this name in place of its own. "own" leaves its angles and `log_length` as they are.
 
     >>> model = FarspanForCausalLM(FarspanConfig.preset("tiny"))
-    >>> set_scaling(model, "dynamic_ntk-4+log")
+    >>> set_scaling(model, "dynamic_ntk-4/per_request+log")
     >>> model.config.rotary().scaling, model.config.log_length
-    (DynamicNTK(factor=4.0, train_length=64, mode='per_query'), True)
+    (DynamicNTK(factor=4.0, train_length=64, mode='per_request'), True)
     """
     found = check_scaling(name)
-    log, plain = name.endswith(LOG), name.removesuffix(LOG)
+    log, plain = name.endswith(LOG), name.removesuffix(LOG).removesuffix("/per_query")
     if plain != "own" or log:
         model.set_log_length(log)
     if plain in ("own", scaling_name(model.config.rotary().scaling)):
@@ -133,4 +140,6 @@ def set_scaling(model: FarspanForCausalLM, name: str) -> None:
     if model.config.rotary().scaling is not None:
         model.set_rope_parameters(rope_type="default")
     if found["kind"]:
-        model.set_rope_parameters(rope_type=found["kind"].removesuffix("_ntk"), factor=float(found["factor"]))
+        kind = found["kind"].removesuffix("_ntk")
+        more = {"mode": found["mode"] or "per_query"} if kind == "dynamic" else {}
+        model.set_rope_parameters(rope_type=kind, factor=float(found["factor"]), **more)

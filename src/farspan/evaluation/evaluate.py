@@ -23,13 +23,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from farspan.checkpoints.configuration import config_of
 from farspan.checkpoints.convert import fingerprint, load
-from farspan.checkpoints.sources import open_source, text_tokenizer
+from farspan.checkpoints.sources import check_tokenizer, open_source, text_tokenizer
 from farspan.configuration_farspan import FarspanConfig
-from farspan.data import documents
+from farspan.data import TextTokenizer, documents
 from farspan.data.passkey import check_prompt
 from farspan.data.retrieval import TASKS, retrieval_case
 from farspan.errors import require, require_choice
@@ -121,7 +122,7 @@ def evaluate_passkey(
 ) -> Rows:
     """Measure passkey retrieval by length, with Wilson intervals and the near/far split at the training length."""
     opened = _Opened(model, out, **common)
-    tokenizer = text_tokenizer(opened.path)
+    tokenizer = opened.tokenizer()
     check_prompt(tokenizer, min(lengths, default=0), "--lengths")
     how: dict[str, Any] = {"cases": cases, "new_tokens": new_tokens, "tokens_at_once": tokens_at_once, "seed": seed}
     how["progress"] = opened.progress
@@ -147,9 +148,8 @@ def evaluate_retrieval(
     for task in tasks:
         require_choice("--tasks", task, TASKS)
     opened = _Opened(model, out, **common)
-    tokenizer = text_tokenizer(opened.path)
-    for task, length in product(tasks, (min(lengths, default=0), max(lengths, default=0))):
-        retrieval_case(tokenizer, task, length, np.random.default_rng(0), 0.5)  # raises where none fits
+    tokenizer = opened.tokenizer()
+    check_retrieval(tokenizer, tasks, lengths)
     how: dict[str, Any] = {"cases": cases, "tokens_at_once": tokens_at_once, "seed": seed}
     how["progress"] = opened.progress
 
@@ -158,6 +158,12 @@ def evaluate_retrieval(
             yield from retrieval(loaded, tokenizer, task=task, length=length, **how)
 
     return opened.measured("retrieval", measure, seed)
+
+
+def check_retrieval(tokenizer: TextTokenizer, tasks: Sequence[str], lengths: Sequence[int]) -> None:
+    """Raise for the first task that has no prompt of some length."""
+    for task, length in product(tasks, (min(lengths, default=0), max(lengths, default=0))):
+        retrieval_case(tokenizer, task, length, np.random.default_rng(0), 0.5)
 
 
 def evaluate_pairs(
@@ -195,6 +201,7 @@ def evaluate_bits(
         texts: at most so many documents, each cut to `text_bytes`, between characters.
     """
     opened = _Opened(model, out, **common)
+    require(length is None or length >= 2, f"--length must be at least 2, got {length}; leave it out")
     found = [one.text.encode()[:text_bytes].decode(errors="ignore") for one in islice(documents(text), texts)]
     require(bool(found), f"--text must hold at least one document, got none in {', '.join(text)}; name another file")
     how = {**opened.encoding(), "length": length or min(2048, opened.config.train_length)}
@@ -231,6 +238,17 @@ class _Opened:
         self.source, self.progress = open_source(self.path), progress
         self.config = config_of(self.source)
 
+    def tokenizer(self) -> TextTokenizer:
+        """Return the tokenizer beside a model. Long texts need no end-of-text token, so it may have none."""
+        try:
+            return text_tokenizer(self.path)
+        except ValueError:
+            file = self.path / "tokenizer.json"
+            check_tokenizer(self.path, self.config.vocab_size)  # raises for broken files
+            if not file.is_file():
+                raise
+            return TextTokenizer(Tokenizer.from_file(str(file)), end=-1)
+
     def encoding(self) -> dict[str, Any]:
         """Return how to encode a text, and the token before it: the model's own, else the end of the text before."""
         tokenizer, begin = text_tokenizer(self.path), self.config.bos_token_id
@@ -242,13 +260,14 @@ class _Opened:
         goal = max(needed, trained) if trained <= cut else needed
         made: Iterable[Tensor] = [one for one in text if isinstance(one, Tensor)]
         if not made:
-            tokenizer = text_tokenizer(self.path)
+            tokenizer = self.tokenizer()
             made = (torch.tensor(tokenizer.encode(one.text)) for one in documents([str(source) for source in text]))
         long, short = list[Tensor](), list[Tensor]()
         for ids in made:
-            group = long if len(ids[:cut]) >= goal else short
-            if len(ids[:cut]) >= needed and len(group) < most:
-                group.append(ids[:cut])
+            if len(ids[:cut]) >= goal:
+                long.append(ids[:cut])
+            elif len(ids[:cut]) >= needed and len(short) < most:
+                short.append(ids[:cut])
             if len(long) == most:
                 break
         return long or short

@@ -159,9 +159,16 @@ def perplexity(
     >>> row["tokens"], row["ppl"] > 1
     (63, True)
     """
-    shortest, stride = min(map(len, texts), default=0), min(stride, length)
-    need = f"windows must have 2 tokens up to the {shortest} of the shortest text, got length {length}, stride {stride}"
-    require(2 <= length <= shortest and stride >= 1, need)
+    require(
+        len(texts) > 0 and length >= 2,
+        f"perplexity needs texts, and windows of at least 2 tokens, got {len(texts)} texts and length {length}",
+    )
+    require(stride >= 1, f"stride must be at least 1, got {stride}; the paper uses 512")
+    shortest, stride = min(map(len, texts)), min(stride, length)
+    require(
+        shortest >= length,
+        f"window length {length} is longer than a sequence of {shortest} tokens; choose a shorter window",
+    )
     batches = list(window_batches(texts, length, stride, tokens_at_once))
     made = in_shares(lambda batch: _sums(model, batch), batches, progress, f"windows of {length:,} tokens")
     nll, tokens = _total([one for batch in made for one in batch])
@@ -187,6 +194,7 @@ def loss_by_position(
     >>> [(row["start"], row["stop"]) for row in loss_by_position(model, [torch.arange(200)])]
     [(1, 64), (64, 128), (128, 200)]
     """
+    require(len(sequences) > 0, "sequences must hold at least one, got none; name longer texts")
     longest, (length, stride) = max(map(len, sequences)), truncation_control(model.config.train_length)
     edges = [1, *takewhile(lambda edge: edge < longest, (length << i for i in count())), longest]
 
