@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from farspan import FarspanConfig, FarspanForCausalLM
+from farspan.checkpoints.sources import open_source
 from farspan.convert import convert_folder, from_pretrained
 from tests.checkpoints.sources import edit_config, saved, with_tokenizer
 from tests.command_line import called
@@ -112,6 +113,10 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: (f / "generation_config.json").write_text('{"watermarking_config": 3}'),
         "generation_config.json' is not valid .*; correct or remove it",
     ),
+    "end token": (
+        lambda f: (f / "generation_config.json").write_text('{"eos_token_id": "a"}'),
+        "generation_config.json' is .*eos_token_id must be a token id or a list of them, got 'a'",
+    ),
 }
 
 
@@ -120,8 +125,10 @@ def test_bad_sources_raise_one_line(case: str, tmp_path: Path) -> None:
     saved(tmp_path / "source")
     spoil, message = BAD[case]
     spoil(tmp_path / "source")
+    # A fine-tuning opens its model, and then writes its first file.
+    read = open_source if case in ("settings of generate", "end token") else from_pretrained
     with pytest.raises(ValueError, match=message) as caught:
-        from_pretrained(tmp_path / "source")
+        read(tmp_path / "source")
     assert "\n" not in str(caught.value)
 
 
@@ -193,6 +200,8 @@ def test_numbers_too_large_for_the_wanted_dtype(tmp_path: Path) -> None:
     ("name", "text", "message"),
     [
         ("tokenizer.json", '{"version": "1.0"}', "tokenizer.json' is not a tokenizer .*; download or save it again"),
+        ("tokenizer_config.json", "[]", "tokenizer_config.json' must hold an object, got list"),
+        ("tokenizer_config.json", '{"eos_token": 5}', "eos_token in .*tokenizer_config.json' must be text, got 5"),
         ("model", "", "must have at most the model's vocab_size = 64 tokens, got 257"),
     ],
 )

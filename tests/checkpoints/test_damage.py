@@ -1,7 +1,10 @@
 """Flipped bits and two processes at once leave no wrong weights, no traceback and no half folder."""
 
 import random
+import signal
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,22 @@ from tests.checkpoints.sources import random_model, saved, with_tokenizer
 from tests.command_line import called
 
 # Flipped bits
+
+
+@contextmanager
+def at_most(seconds: float) -> Iterator[None]:
+    """Fail where the block hangs."""
+
+    def late(*_: object) -> None:
+        raise AssertionError(f"longer than {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def read_with_flipped_bits(kind: str, folder: Path, count: int, seed: int = 0) -> Counter[str]:
@@ -39,7 +58,8 @@ def read_with_flipped_bits(kind: str, folder: Path, count: int, seed: int = 0) -
         damaged[place] ^= 1 << drawn.randrange(8)
         file.write_bytes(damaged)
         try:
-            model = from_pretrained(path, None)
+            with at_most(20):
+                model = from_pretrained(path, None)
         except (ValueError, OSError):  # what the command line prints as one line
             outcomes["error"] += 1
         else:
@@ -56,6 +76,18 @@ def test_a_flipped_bit_raises_one_line_or_gives_finite_weights(kind: str, tmp_pa
     outcomes = read_with_flipped_bits(kind, tmp_path, 20)
     assert outcomes["error"] > 0
     assert outcomes.total() == 20
+
+
+def test_a_damaged_length_of_a_list_is_no_endless_loop(tmp_path: Path) -> None:
+    made = pytest.importorskip("tests.checkpoints.test_gguf")
+    made.write(tmp_path / "m.gguf", random_model("llama"), "llama", **{"a.list": [1, 2, 3]})
+    data = bytearray((tmp_path / "m.gguf").read_bytes())
+    length = data.index(b"llama.a.list") + len("llama.a.list") + 8  # after the types of the field and its items
+    data[length + 5] = 1  # 3 + 2^40 items
+    data += bytes(-(len(data) - length) % 4)  # whole items up to the end, where gguf would read empty ones for ever
+    (tmp_path / "m.gguf").write_bytes(data)
+    with at_most(10), pytest.raises(ValueError, match=r"m.gguf' is not a complete GGUF file \(it ends before byte"):
+        from_pretrained(tmp_path / "m.gguf")
 
 
 # Two processes

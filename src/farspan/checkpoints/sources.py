@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
-from farspan.checkpoints.configuration import config_of, one_line, valid_config
+from farspan.checkpoints.configuration import config_of, valid_config
 from farspan.errors import require, require_choice
 from farspan.ops.rotary import Llama3, Rotary
 from farspan.utils import read_settings
@@ -168,9 +168,17 @@ def _open(file: Path) -> Any:
 def _generation(file: Path) -> GenerationConfig:
     raw = read_settings(file, "checkpoint")
     try:
-        return GenerationConfig.from_dict(raw)
+        settings = GenerationConfig.from_dict(raw)
+        for key, value in settings.to_dict().items():
+            if key in ("eos_token_id", "bos_token_id", "pad_token_id"):
+                tokens = value if isinstance(value, list) else [value]
+                good = value is None or all(type(token) is int and token >= 0 for token in tokens)
+                require(good, f"{key} must be a token id or a list of them, got {value!r}")
+            elif key.startswith("output_"):
+                require(isinstance(value, bool | None), f"{key} must be true or false, got {value!r}")
     except (ValueError, TypeError, AttributeError) as error:
         raise ValueError(f"{str(file)!r} is not valid ({error}); correct or remove it") from error
+    return settings
 
 
 # GGUF
@@ -203,6 +211,10 @@ class GgufFile(Source):
         require_choice(f"general.architecture of {str(path)!r}", self._kind, INTERLEAVED, remedy)
         self._divisors = self._tensors.pop("rope_freqs.weight", None)
         self.shapes = {name: tuple(int(n) for n in reversed(tensor.shape)) for name, tensor in self._tensors.items()}
+        for field in ("block_count", "embedding_length", "attention.head_count"):
+            held = self._field(field)
+            need = f"{str(path)!r} must give {self._kind}.{field} as a number from 1 on, got {held!r}; export it again"
+            require(isinstance(held, int) and held >= 1, need)
         with valid_config({"model_type": self._kind}, self.where):
             self.config = self._config()
 
@@ -313,8 +325,14 @@ def _parse_gguf(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     except ModuleNotFoundError as error:
         raise ValueError(f"a .gguf checkpoint needs the package {error.name}; pip install 'farspan[gguf]'") from error
 
+    class Reader(GGUFReader):
+        def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
+            found = super()._get(offset, dtype, count, override_order)
+            require(len(found) == count, f"it ends before byte {offset}")  # else a damaged length is a loop without end
+            return found
+
     try:
-        reader = GGUFReader(path)
+        reader = Reader(path)
         lists = {name for name, held in reader.fields.items() if held.types and held.types[0].name == "ARRAY"}
         fields = {name: None if name in lists else held.contents() for name, held in reader.fields.items()}
     except Exception as error:  # whatever numpy and struct raise for a file that is cut short or something else
@@ -342,8 +360,10 @@ def _auto_tokenizer(folder: Path, named: Path, **options: Any) -> Any:
         with quiet():
             return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True, **options)
     except Exception as error:
-        what = f"the tokenizer of {str(named)!r} cannot be read"
-        raise ValueError(f"{what} ({one_line(error)}); save or download it again") from error
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise ValueError(
+            f"the tokenizer of {str(named)!r} cannot be read ({reason}); save or download it again"
+        ) from error
 
 
 def text_tokenizer(path: str | os.PathLike[str]) -> "TextTokenizer":
@@ -361,9 +381,16 @@ def text_tokenizer(path: str | os.PathLike[str]) -> "TextTokenizer":
 
 
 def check_tokenizer(folder: Path, vocab_size: int, named: Path | None = None) -> None:
-    """Raise for a broken tokenizer.json, and for more tokens than the model has. A folder without one passes."""
+    """Raise for broken files of a tokenizer, and more tokens than the model has. A folder without any passes."""
     from tokenizers import Tokenizer
 
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        for key, token in (read_settings(folder / name, "checkpoint") if (folder / name).is_file() else {}).items():
+            text = token.get("content") if isinstance(token, dict) else token
+            require(
+                not re.fullmatch("(bos|eos|pad|unk)_token", key) or text is None or isinstance(text, str),
+                f"{key} in {str(folder / name)!r} must be text, got {token!r}; correct it",
+            )
     file = folder / "tokenizer.json"
     if not file.is_file():
         return
