@@ -188,6 +188,10 @@ def save(model: FarspanForCausalLM, out: Path, carry: Callable[[Path], None], *,
             raw = {**config, "dtype": str(model.dtype).removeprefix("torch.")}
             (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
         carry(folder)
+        # As the umask has them: safetensors writes for the owner alone.
+        rights = (folder / "config.json").stat().st_mode
+        for file in folder.glob("*.safetensors"):
+            file.chmod(rights)
 
 
 def write_note(folder: Path, source: Path, **more: Any) -> None:
