@@ -72,14 +72,15 @@ def test_transformers_finds_every_file_and_asks_for_no_other_package(exported: P
     """The hub's loader fetches what relative imports name, and refuses packages that are missing, used or not."""
     entry = exported / "modeling_farspan.py"
     reached = {Path(file).name for file in get_relative_import_files(entry)} | {entry.name}
-    assert reached == {path.name for path in exported.glob("*.py")} == set(flat_source())
+    assert reached == {path.name for path in exported.glob("*.py")} == set(flat_source({"linear-coca"}))
     assert {package for path in exported.glob("*.py") for package in get_imports(path)} <= ALWAYS_THERE
 
 
 def test_an_exported_model_has_few_files_and_no_ops_or_kernels_of_its_own() -> None:
     """torch lets a second op of the same name replace the first for everyone."""
-    assert len(flat_source()) <= 16
-    assert not re.findall(r"custom_op|triton\.jit", "".join(flat_source().values()))
+    assert len(flat_source()) <= 15
+    assert set(flat_source({"linear-coca"})) - set(flat_source()) == {"farspan_ops_linear_coca.py"}
+    assert not re.findall(r"custom_op|triton\.jit", "".join(flat_source({"linear-coca"}).values()))
 
 
 @pytest.mark.parametrize(
@@ -99,6 +100,11 @@ def test_imports_are_rewritten_and_nothing_else(before: str, after: str, needed:
     assert text.startswith(after)
     assert found == needed
     compile(text, "rewritten", "exec")
+
+
+def test_imports_that_cannot_be_flat() -> None:
+    with pytest.raises(ValueError, match="must say what it imports"):
+        rewrite("import farspan.ops")
 
 
 # Plain folders of another family
