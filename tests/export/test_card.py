@@ -30,7 +30,7 @@ def test_the_card_holds_the_numbers_and_where_they_come_from(exported: Path) -> 
         "| dynamic NTK 4 | — | 18.75 |",
         "| dynamic NTK 4 | 0.70 (95% 0.40–0.89) |",
         "Perplexity by window length (context cut to the training length, stride 512)",
-        "`` farspan eval ppl `x` ``; CPU, commit abc",
+        "`farspan eval ppl 'x'`; CPU, commit abc",
         "| Layers | 1 coca-exact (window 8), 1 rope, 1 coca-slack (without positions)",
         "| Training length | 64 tokens |",
     ):

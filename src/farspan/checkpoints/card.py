@@ -24,7 +24,6 @@ def render(
     license: str | None = None,
     base_model: str | None = None,
     original: str | None = None,
-    rounded: bool = False,
 ) -> str:
     """Return the card as Markdown with YAML front matter; the sections are those of `card.md.jinja`.
 
@@ -32,7 +31,6 @@ def render(
         run: the results about this model.
         base_model: the model that this one was made from, by its name on the hub, which becomes a link.
         original: the same as the text names it, perhaps a file.
-        rounded: the weights are written in another dtype than they were measured in.
     """
     try:
         from jinja2 import StrictUndefined, Template
@@ -46,13 +44,6 @@ def render(
         base_model=base_model,
         tags=["farspan", "long-context", *kinds],
     )
-<<<<<<< HEAD
-=======
-    environment = Environment(
-        undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
-    )
-    environment.filters["code"] = code
->>>>>>> parent of bd21c44 (Export the same files for every model, and plain code spans on its card)
     text = (resources.files("farspan") / "checkpoints" / "card.md.jinja").read_text(encoding="utf-8")
     template = Template(text, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     return template.render(
@@ -64,7 +55,6 @@ def render(
         train_length=model.config.train_length,
         tables=[to_markdown(table) for table in tables(run)],
         sources=run.sources,
-        rounded=rounded,
         version=version("farspan"),
         commit=commit(),
     )
@@ -113,18 +103,6 @@ def cache_text(model: FarspanForCausalLM) -> str:
         held += layer.nbytes * (1 if spec.linear else min(length, spec.window or length))
         full += 2 * width * model.dtype.itemsize * length
     return f"{held / 2**20:,.2f} MiB for {length:,} tokens, {held / full:.0%} of full RoPE attention's"
-
-
-def code(text: str) -> str:
-    """Return text as inline code, whatever it holds.
-
-    >>> code("a `b` c")
-    '`` a `b` c ``'
-    """
-    fence = "`"
-    while fence in text:
-        fence += "`"
-    return f"{fence}{text}{fence}" if len(fence) == 1 else f"{fence} {text} {fence}"
 
 
 # Tables

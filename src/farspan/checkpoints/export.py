@@ -87,8 +87,7 @@ def export_folder(
         model.config.auto_map = dict(AUTO_MAP)
         original = base_model or _original(opened)
         base_model = original if original and "/" in original else base_model
-        rounded = dtype not in (None, opened.dtype)
-        card = render(name, model, run, license=license, base_model=base_model, original=original, rounded=rounded)
+        card = render(name, model, run, license=license, base_model=base_model, original=original)
 
         def carry(folder: Path) -> None:
             opened.carry(folder)
