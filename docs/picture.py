@@ -55,7 +55,7 @@ def draw(folder: Path, out: Path) -> None:
         axes.set_xlabel("length in tokens")
         axes.axvline(TRAIN_LENGTH, color="grey", linewidth=0.8)
         axes.spines[["top", "right"]].set_visible(False)
-    right.legend(title="trained at 512 tokens", frameon=False, loc="upper right", bbox_to_anchor=(1, 0.97))
+    right.legend(title="trained at 512 tokens", frameon=False, loc="center right", bbox_to_anchor=(1, 0.36))
     figure.savefig(out, dpi=150)
     plt.close(figure)
 

@@ -94,7 +94,7 @@ class FarspanConfig(PreTrainedConfig):
             "linear-coca" (experimental) for every layer, or a list with one entry per layer, each a name or a mapping
             such as ``{"kind": "coca", "form": "exact", "window": 128}``. "hybrid-rope",
             "hybrid-coca-exact", "hybrid-coca-polar", "hybrid-pope" and "hybrid-cosformer" stand for local layers of
-            that kind and global ones without positions; "hybrid" is "hybrid-pope". They become a list of layers.
+            that kind and global ones without positions; "hybrid" is "hybrid-rope". They become a list of layers.
         window, global_every: of a hybrid, the keys that a local layer sees (128), and the layers per global one (4).
         coca_activation: keeps t ≥ 0: "relu" (the paper) or "softplus".
         cosformer_max_length: M, the distance at which cosFormer's cosine reaches zero; default `train_length`.

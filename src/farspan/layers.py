@@ -139,7 +139,7 @@ class AttentionSpec:
 
 
 HYBRIDS = {
-    "hybrid": "pope",
+    "hybrid": "rope",
     "hybrid-rope": "rope",
     "hybrid-coca-exact": "coca-exact",
     "hybrid-coca-polar": "coca-polar",
