@@ -1,13 +1,12 @@
 """`farspan demo` and `farspan doctor`, the first two commands of a new user; and where files of this package are."""
 
-import json as json_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
-from farspan_cli.app import Json, app, show_table
+from farspan_cli.app import app, show_table
 from farspan_cli.experiments import reproduce
 
 if TYPE_CHECKING:
@@ -28,18 +27,14 @@ def demo(
     print("Trained on sequences of 64 bytes, and read at longer ones. Lower is better.")
 
 
-EXTRAS = {
-    "data": ("numpy", "tokenizers", "zstandard", "pyarrow"),
-    "train": ("accelerate", "safetensors", "tensorboard"),
-    "eval": ("wonderwords", "scipy"),
-    "report": ("matplotlib", "jinja2"),
-    "gguf": ("gguf",),
-    "gpu": ("triton",),
-}
+PACKAGES = (
+    *("farspan", "torch", "transformers", "accelerate", "tokenizers", "pyarrow", "gguf", "wonderwords", "scipy"),
+    *("matplotlib", "jinja2", "triton", "flash-attn", "vllm"),
+)
 
 
 @app.command()
-def doctor(json: Json = False) -> None:
+def doctor() -> None:
     """Print versions, the device, and which implementation of each op runs here and why not the others.
 
     Example: `farspan doctor`
@@ -50,29 +45,20 @@ def doctor(json: Json = False) -> None:
 
     from farspan.results import device_name, version
 
-    console, device = Console(), "cuda" if torch.cuda.is_available() else "cpu"
-    names = ("farspan", "torch", "transformers", "accelerate", "triton", "flash-attn", "vllm")
-    versions = {"python": platform.python_version()} | {name: found for name in names if (found := version(name))}
-    missing = [name for name, need in EXTRAS.items() if any(version(package) is None for package in need)]
-    calls: dict[str, dict[str, Any]] = {}
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    versions = {"python": platform.python_version()} | {name: version(name) for name in PACKAGES}
+    lines = []
     for label, chosen in choices(device):
         steps, reasons = list[str](), dict[str, str]()
         while chosen is not None:
             steps.append(chosen.name)
             reasons |= chosen.skipped
             chosen = chosen.then
-        calls[label] = {"runs": steps, "skipped": reasons}
-    if json:
-        told = {"versions": versions, "device": device_name(device), "missing": missing, "calls": calls}
-        print(json_module.dumps(told))
-        return
-    console.print(", ".join(f"{name} {found}" for name, found in versions.items()), highlight=False)
+        lines.append([label, " → ".join(steps), "\n".join(f"{name}: {why}" for name, why in reasons.items())])
+    console = Console()
+    console.print(", ".join(f"{name} {found}" for name, found in versions.items() if found), highlight=False)
+    console.print(f"not installed: {', '.join(name for name, found in versions.items() if not found)}", highlight=False)
     console.print(f"device: {device_name(device)}", highlight=False)
-    console.print(f"extras not installed: {', '.join(missing) or 'none'}", highlight=False)
-    lines = (
-        [label, " → ".join(call["runs"]), "\n".join(f"{name}: {why}" for name, why in call["skipped"].items())]
-        for label, call in calls.items()
-    )
     show_table(console, ("call", "runs on", "because others do not"), lines)
 
 

@@ -15,7 +15,7 @@ from tests.command_line import called
 
 MEGABYTE = 2**20
 TOY = cosformer.Shape(2, 1, 66, 16)
-ONCE: dict[str, Any] = {"repeats": 1, "device": "cpu", "seed": 0}
+ONCE: dict[str, Any] = {"repeats": 1, "device": "cpu"}
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="toy sizes are for the interpreter, without a GPU")
 
 

@@ -9,33 +9,31 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from farspan import FarspanCache, FarspanConfig, FarspanForCausalLM
+from farspan import FarspanConfig, FarspanForCausalLM
 from farspan.bench import Row, Steps, decode, model
 from farspan.bench.checks import ResultsDifferError, wider
 from farspan.layers import Attention
 from farspan.ops.coca import COCA, decode_triton
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-LAYOUT = {"window": 16, "global_every": 2}
-ONCE: dict[str, Any] = {"repeats": 1, "device": "cpu", "seed": 0}
+ONCE: dict[str, Any] = {"repeats": 1, "device": "cpu"}
 
 
 def take(steps: Steps) -> list[Row]:
     return [row for _, measure in steps for row in measure()]
 
 
-def made(name: str, **fields: Any) -> FarspanForCausalLM:
-    options = LAYOUT if name.startswith("hybrid") else {}
-    return decode.build(decode.make_config("tiny", name, **options, **fields), "cpu", 0)
+def made(name: str) -> FarspanForCausalLM:
+    return decode.build(decode.make_config("tiny", name, window=16), "cpu")
 
 
-def decoder(name: str, mode: str = "eager", context: int = 40, batch: int = 1, seed: int = 0) -> decode.Decoder:
-    return decode.Decoder(made(name), mode, context, batch, spare=60, seed=seed)
+def decoder(name: str, mode: str = "eager", context: int = 40, batch: int = 1) -> decode.Decoder:
+    return decode.Decoder(made(name), mode, context, batch, spare=60)
 
 
 def test_every_step_at_toy_size() -> None:
     layouts = ["coca-exact", "hybrid-pope"]
-    options: dict[str, Any] = {**ONCE, **LAYOUT, "layouts": layouts, "repeats": 2}
+    options: dict[str, Any] = {**ONCE, "window": 16, "layouts": layouts, "repeats": 2}
     rows = take(decode.steps("tiny", contexts=[40], batches=[2], prompts=[100], **options))
     found = [row for row in rows if row["kind"] == "decode"]
     assert [(row["mode"], row["attention"]) for row in found] == [("eager", name) for name in ("rope", *layouts)]
@@ -45,20 +43,19 @@ def test_every_step_at_toy_size() -> None:
         assert row["peak_bytes"] >= row["cache_bytes"] + row["weight_bytes"]
     growing = {row["attention"]: row["cache_over_rope"] for row in found}
     assert growing["coca-exact"] == pytest.approx(0.75)
-    assert growing["hybrid-pope"] == pytest.approx((40 + 15) / 80, abs=0.06)  # spare tokens come on top
+    assert growing["hybrid-pope"] == pytest.approx((40 + 3 * 15) / 160, abs=0.06)  # spare tokens come on top
     prompts = [row for row in rows if row["kind"] == "prefill"]
-    assert [row["cache_over_rope"] for row in prompts] == [1.0, 0.75, (100 + 15) / 200]
-    assert list(rows[-4]["each"]) == ["rope", *layouts]
+    assert [row["cache_over_rope"] for row in prompts] == [1.0, 0.75, (100 + 3 * 15) / 400]
+    assert {row["attention"] for row in rows if row["kind"] == "best"} == {"rope", *layouts}
 
 
 def test_each_is_quoted_in_its_best_mode() -> None:
     speeds = {("rope", "eager"): 2.0, ("rope", "graph"): 4.0, ("pope", "eager"): 5.0, ("pope", "graph"): 3.0}
     label = {"kind": "decode", "context": 8, "batch": 1, "sdpa_first": None, "cache_bytes": 1}
     rows = [label | {"attention": x, "mode": mode, "tokens_per_second": y} for (x, mode), y in speeds.items()]
-    [row] = decode.best_modes([*rows, {"kind": "missing"}])
-    assert {x: (y["mode"], y["speed_over_rope"]) for x, y in row["each"].items()} == {
-        "rope": ("graph", 1.0), "pope": ("eager", 1.25),
-    }  # fmt: skip
+    best = decode.best_modes([*rows, {"kind": "missing"}])
+    found = {row["attention"]: (row["mode"], row["speed_over_rope"]) for row in best}
+    assert found == {"rope": ("graph", 1.0), "pope": ("eager", 1.25)}
 
 
 @pytest.mark.parametrize("name", ["rope", "coca-exact", "hybrid-coca-exact", "hybrid-pope"])
@@ -67,16 +64,13 @@ def test_both_caches_hold_the_same_context_and_can_be_rewound(name: str) -> None
     """A static cache gives the growing one's logits, also after it went on and came back, and as float64 does."""
     tokens, logits = torch.randint(0, 512, (3, 2)), []
     for mode in ("eager", "graph"):
-        one = decoder(name, mode, batch=2, seed=1)
+        one = decoder(name, mode, batch=2)
         logits.append(one.follow(tokens))
         one.several()
         one.rewind()
         logits.append(one.follow(tokens))
     assert all((x - logits[0]).abs().max() <= 1e-5 for x in logits)
     assert (logits[0][:, 0] - decode.exact(one, tokens)).abs().max() <= 1e-5
-    other = FarspanCache(one.model.config)
-    decode.fill(other, one.model, 2, 40, 2)
-    assert not torch.equal(other.layers[-1].values, one.cache.layers[-1].values[:, :, :40])
 
 
 def test_every_cache_gives_the_same_logits_on_the_kernel_and_no_figures_when_it_is_wrong(
@@ -90,7 +84,7 @@ def test_every_cache_gives_the_same_logits_on_the_kernel_and_no_figures_when_it_
     assert wider(on_the_kernel).model.layers[0].self_attn.decode_backend == "sdpa"
     eager: dict[str, Any] = {}
     for mode in ("eager", "graph"):  # a static cache; a graph of it is captured by `settle`
-        one = decode.Decoder(on_the_kernel, mode, 40, 1, spare=20, seed=0)
+        one = decode.Decoder(on_the_kernel, mode, 40, 1, spare=20)
         assert decode.check_steps(one, "coca-exact", mode, eager)["error"] <= 1e-5
         assert one.cache.get_seq_length() == 40 + decode.CHECKED
     wrong = [
@@ -98,7 +92,7 @@ def test_every_cache_gives_the_same_logits_on_the_kernel_and_no_figures_when_it_
         for entry in COCA.entries
     ]
     monkeypatch.setattr(COCA, "entries", wrong)
-    one = decode.Decoder(on_the_kernel, "eager", 40, 1, spare=20, seed=0)
+    one = decode.Decoder(on_the_kernel, "eager", 40, 1, spare=20)
     with pytest.raises(ResultsDifferError, match="coca-exact, a decoding step, is wrong"):
         decode.check_steps(one, "coca-exact", "eager", {})
 
@@ -191,11 +185,11 @@ def test_no_figures_when_a_prompt_is_read_wrongly(
 
 def test_decoding_is_timed_beside_transformers_llama() -> None:
     """With its own growing cache, whose reset keeps the length, and reading a prompt."""
-    models = {name: decode.build(decode.make_config("tiny", name, 8), "cpu", 0) for name in ("rope", "llama")}
+    models = {"rope": made("rope"), "llama": decode.build(decode.llama_config("tiny"), "cpu")}
     rows = decode.decode(models, "eager", 40, 2, eager={}, **ONCE)
     assert [(row["attention"], row["cache_over_rope"]) for row in rows] == [("rope", 1.0), ("llama", 1.0)]
     assert all(row["error"] <= 1e-5 for row in [*rows, *decode.prefill(models, 24, device="cpu", repeats=1)])
-    static = decode.Decoder(models["llama"], "graph", 40, 2, spare=20, seed=0)
+    static = decode.Decoder(models["llama"], "graph", 40, 2, spare=20)
     assert static.cache.is_compileable
     assert decode.check_steps(static, "llama", "eager", {})["error"] <= 1e-5
 
@@ -223,7 +217,7 @@ def test_more_models_are_compiled_than_torch_keeps_graphs_of_one_function(monkey
     compile, model = torch.compile, made("rope")
     monkeypatch.setattr(torch, "compile", lambda *args, **options: compile(*args, backend="eager", **options))
     for batch in range(1, torch._dynamo.config.recompile_limit + 2):
-        decode.Decoder(model, "compiled", 8, batch, spare=20, seed=0).settle("cpu")
+        decode.Decoder(model, "compiled", 8, batch, spare=20).settle("cpu")
 
 
 # Training
@@ -265,7 +259,7 @@ def test_the_complete_model_is_timed_in_turn() -> None:
 
 
 def test_bodies_of_layouts_are_timed_beside_full_rope() -> None:
-    options: dict[str, Any] = {"window": 16, "global_every": 2, "compile": False, **ONCE}
+    options: dict[str, Any] = {"window": 16, "compile": False, **ONCE}
     rows = take(model.bodies("tiny", ["hybrid-rope", "hybrid-pope"], [40], **options))
     assert [(row["kind"], row["attention"]) for row in rows] == [
         ("body", "rope"), ("body", "hybrid-rope"), ("body", "hybrid-pope"),

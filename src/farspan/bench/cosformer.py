@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from farspan.bench import Row, Steps
+from farspan.bench import SEED, Row, Steps
 from farspan.bench.checks import PASSES, Blocks, Candidate, by_blocks, by_heads, compare, smaller
 from farspan.bench.timing import ratio, spread
 from farspan.ops import cosformer_attention
@@ -122,9 +122,9 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, *, waves: Sequence[Tensor])
 # On a CPU
 
 
-def time_length(names: Sequence[str], length: int, passes: str, *, repeats: int, device: str, seed: int) -> list[Row]:
+def time_length(names: Sequence[str], length: int, passes: str, *, repeats: int, device: str) -> list[Row]:
     """Time the op, 8 heads of width 64 in float32, beside others: a row of its own forward, and one per other."""
-    torch.manual_seed(seed)
+    torch.manual_seed(SEED)
     ops: dict[str, Attention] = {
         "cosformer": partial(cosformer_attention, max_length=length),
         "softmax": partial(F.scaled_dot_product_attention, is_causal=True),
@@ -160,13 +160,13 @@ def published_cosformer(q: Tensor, k: Tensor, v: Tensor, max_length: int) -> Ten
 # On a GPU
 
 
-def time_kernels(shape: Shape, passes: str, *, repeats: int, device: str, seed: int) -> list[Row]:
+def time_kernels(shape: Shape, passes: str, *, repeats: int, device: str) -> list[Row]:
     """Make rows of checks and one row: milliseconds, time over ours, memory over the least, and the state's bytes.
 
     The least that a training step can hold is q, k, v, the output, and the gradient of each. The state is what decoding
     keeps per sequence.
     """
-    torch.manual_seed(seed)
+    torch.manual_seed(SEED)
     softmax: Attention = partial(F.scaled_dot_product_attention, is_causal=True)
     if device != "cpu":
         softmax = sdpa_kernel(SDPBackend.FLASH_ATTENTION)(softmax)
