@@ -199,8 +199,6 @@ COLUMNS = {
     "best": "context batch attention mode tokens_per_second speed_over_rope cache_bytes",
     "prefill": "length attention tokens_per_second time_over_rope cache_over_rope peak_bytes",
     **dict.fromkeys(("training", "body"), STEP),
-    "length": "length median peak_bytes",
-    **dict.fromkeys(("softmax", "published"), "passes length speedup memory_ratio"),
     "linear": "passes b n d candidate milliseconds speedup memory_over_least",
 }
 """What is shown of each kind of row; the file has all."""

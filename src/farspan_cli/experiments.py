@@ -72,7 +72,7 @@ def report(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="What `farspan reproduce` wrote: results/*.json.")],
     out: Annotated[Path | None, typer.Option(help="Where to write; DIR/report by default.")] = None,
 ) -> None:
-    """One offline page with tables (ours beside the paper's) and figures, and both as files for a paper.
+    """One offline page with tables (ours beside the paper's) and figures, and both as files.
 
     Example: `farspan report runs/demo --out runs/demo/report`
     """

@@ -37,7 +37,6 @@ STYLE: Any = {
     "svg.hashsalt": "farspan",  # the same numbers give the same file
     **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), INK),
 }
-PARTS = {"passkey": "Passkey", "near": "Passkey near the end", "far": "Passkey far from the end"}
 DISTANCES = (1, 4, 16)
 """Ends of the ranges of distance in training lengths; the last range is open."""
 ACCURACY: Any = {"caption": "Bars: 95% Wilson interval.", "bars": True, "at": "bottom", "ylim": (-0.04, 1.04)}
@@ -234,12 +233,11 @@ def passkey_figures(run: Run) -> Iterator[Figure | None]:
     names = [f"{low:,}–{high:,}" if high < math.inf else f"> {low:,}" for low, high in pairwise(ends)]
     looks = [(v, variant_name(v), variant_style(v)) for v in variants_in(run, "passkey")]
     for scaling in run.scalings("passkey"):
-        for part, what in PARTS.items():
-            curves = [
-                curve(name, lengths, [run.at(part, v, scaling, n) for n in lengths], style) for v, name, style in looks
-            ]
-            labels = f"{what}, {scaling_name(scaling)}", LENGTH, SHARE
-            yield chart(file_of(part, scaling), labels, curves, lengths=lengths, mark=run.train_length, **ACCURACY)
+        curves = []
+        for v, name, style in looks:
+            curves.append(curve(name, lengths, [run.at("passkey", v, scaling, n) for n in lengths], style))
+        labels = f"Passkey, {scaling_name(scaling)}", LENGTH, SHARE
+        yield chart(file_of("passkey", scaling), labels, curves, lengths=lengths, mark=run.train_length, **ACCURACY)
         curves = []
         for v, name, style in looks:
             found = [run.passkey_between(v, scaling, low, high) for low, high in pairwise(ends)]
@@ -291,12 +289,7 @@ def position_figure(run: Run) -> Figure | None:
 # Training
 
 
-def task_loss_figures(run: Run) -> Iterator[Figure | None]:
-    for task in dict.fromkeys(x.task for x in run.of("task")):
-        yield loss_figure(run.of("task", task=task), f"Training loss, {task}", file_of("loss", task))
-
-
-def loss_figure(rows: Sequence[Record], title: str = "Training loss", name: str = "loss") -> Figure | None:
+def loss_figure(rows: Sequence[Record]) -> Figure | None:
     """Draw the training loss, a line per seed."""
     rows, curves = [row for row in rows if row.losses], []
     first = {row.variant: row for row in reversed(rows)}
@@ -305,4 +298,4 @@ def loss_figure(rows: Sequence[Record], title: str = "Training loss", name: str 
         style = variant_style(row.variant) | {"markevery": max(1, len(row.losses) // 8), "alpha": 0.9}
         curves.append(Curve(label, [step for step, _ in row.losses], [loss for _, loss in row.losses], style))
     caption = "One line per seed." if len(rows) > len(first) else ""
-    return chart(name, (title, "optimiser step", "loss (nats per token)"), curves, caption)
+    return chart("loss", ("Training loss", "optimiser step", "loss (nats per token)"), curves, caption)
