@@ -192,10 +192,6 @@ def lock(folder: Path, *, wait: bool = False, name: str = LOCK) -> Iterator[None
 # Settings
 
 
-LONGEST_LINE = 20_000
-"""Characters of a line of TOML."""
-
-
 def read_settings(path: str | os.PathLike[str], argument: str = "config") -> dict[str, Any]:
     """Read a TOML or JSON file that a user named. Raise one clear line for anything but a table."""
     import tomllib
@@ -205,9 +201,6 @@ def read_settings(path: str | os.PathLike[str], argument: str = "config") -> dic
     kind = "JSON" if path.suffix == ".json" else "TOML"
     try:
         text = path.read_text(encoding="utf-8")
-        longest = max(map(len, text.splitlines()), default=0)
-        if kind == "TOML" and longest > LONGEST_LINE:  # keys of many parts take hours
-            raise ValueError(f"a line has more than {LONGEST_LINE:,} characters")
         values = json.loads(text, parse_constant=_not_finite) if kind == "JSON" else tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # also what is not UTF-8
         raise ValueError(f"{argument} {str(path)!r} is not valid {kind}: {error}; correct or replace it") from error

@@ -26,9 +26,9 @@ def toy(n: int) -> cosformer.Shape:
 @pytest.mark.parametrize("passes", PASSES)
 def test_the_published_formulation_is_far_behind(passes: str) -> None:
     """How far in time, a recorded run says: beside other tests a clock tells little, memory as much as ever."""
-    row = cosformer.time_shape(["cosformer", "published"], toy(1024), passes, **ONCE)[-1]
-    assert (row["kind"], row["n"], row["passes"]) == ("linear", 1024, passes)
-    assert row["peak_bytes"]["published"] >= (15 if passes == PASSES[0] else 8) * row["peak_bytes"]["cosformer"]
+    row = cosformer.time_shape(["cosformer", "published"], toy(512), passes, **ONCE)[-1]
+    assert (row["kind"], row["n"], row["passes"]) == ("linear", 512, passes)
+    assert row["peak_bytes"]["published"] >= 15 * row["peak_bytes"]["cosformer"]
     assert row["speedup"]["published"]["median"] > 1
 
 

@@ -98,7 +98,7 @@ def test_every_cache_gives_the_same_logits_on_the_kernel_and_no_figures_when_it_
 
 
 def test_no_figures_when_a_step_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In any mode beside float64, and in mode "graph" beside the eager steps; a reason when it cannot run."""
+    """In any mode beside float64, and in mode "graph" beside the eager steps."""
     models, eager = {"rope": made("rope")}, dict[str, Any]()
     decode.decode(models, "eager", 40, 2, eager=eager, **ONCE)
     follow, compute = decode.Decoder.follow, Attention.attend
@@ -111,13 +111,6 @@ def test_no_figures_when_a_step_is_wrong(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(Attention, "attend", off)  # float64, which is the truth, stays right
     with pytest.raises(ResultsDifferError, match="rope, a decoding step, is wrong"):
         decode.decode(models, "eager", 40, 2, eager={}, **ONCE)
-
-    def broken(*_: Any) -> None:
-        raise RuntimeError("no memory\nsecond line")
-
-    monkeypatch.setattr(decode.Decoder, "settle", broken)
-    [row] = decode.decode(models, "graph", 40, 2, eager=eager, **ONCE)
-    assert (row["kind"], row["why"]) == ("missing", "RuntimeError: no memory")
 
 
 def test_the_fastest_order_of_kernels_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,30 +187,30 @@ def test_decoding_is_timed_beside_transformers_llama() -> None:
     assert decode.check_steps(static, "llama", "eager", {})["error"] <= 1e-5
 
 
-def test_one_model_that_cannot_run_leaves_the_others_their_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    models, eager, settle = {name: made(name) for name in ("rope", "pope", "hybrid-rope")}, {}, decode.Decoder.settle
+@pytest.mark.parametrize(("broken", "missing"), [("pope", ["pope"]), ("rope", ["pope", "rope"])])
+def test_one_model_that_cannot_run_leaves_the_others_their_figures(
+    monkeypatch: pytest.MonkeyPatch, broken: str, missing: list[str]
+) -> None:
+    models, eager, settle = {name: made(name) for name in ("rope", "pope")}, dict[str, Any](), decode.Decoder.settle
     decode.decode(models, "eager", 40, 1, eager=eager, **ONCE)
 
-    def fails(name: str) -> list[tuple[str, str]]:
-        def broken(self: decode.Decoder, device: str) -> None:
-            if self.model is models[name]:
-                raise RuntimeError("no memory")
-            settle(self, device)
+    def fails(self: decode.Decoder, device: str) -> None:
+        if self.model is models[broken]:
+            raise RuntimeError("no memory\nsecond line")
+        settle(self, device)
 
-        monkeypatch.setattr(decode.Decoder, "settle", broken)
-        return sorted(
-            (row["attention"], row["kind"]) for row in decode.decode(models, "graph", 40, 1, eager=eager, **ONCE)
-        )
-
-    assert fails("pope") == [("hybrid-rope", "decode"), ("pope", "missing"), ("rope", "decode")]
-    assert fails("rope") == [(name, "missing") for name in ("hybrid-rope", "pope", "rope")]
+    monkeypatch.setattr(decode.Decoder, "settle", fails)
+    rows = decode.decode(models, "graph", 40, 1, eager=eager, **ONCE)
+    reasons = {row["attention"]: row["why"] for row in rows if row["kind"] == "missing"}
+    assert (sorted(reasons), reasons[broken]) == (missing, "RuntimeError: no memory")
 
 
 def test_more_models_are_compiled_than_torch_keeps_graphs_of_one_function(monkeypatch: pytest.MonkeyPatch) -> None:
     compile, model = torch.compile, made("rope")
     monkeypatch.setattr(torch, "compile", lambda *args, **options: compile(*args, backend="eager", **options))
-    for batch in range(1, torch._dynamo.config.recompile_limit + 2):
-        decode.Decoder(model, "compiled", 8, batch, spare=20).settle("cpu")
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for batch in range(1, 4):
+            decode.Decoder(model, "compiled", 8, batch, spare=20).settle("cpu")
 
 
 # Training
@@ -246,22 +239,16 @@ def test_no_figures_when_a_training_step_is_wrong(
         model.check_step("coca-exact", step, torch.float32)
 
 
-def test_the_complete_model_is_timed_in_turn() -> None:
-    options: dict[str, Any] = {"variants": ("coca-exact", "cosformer"), "compile": False}
-    rope, coca, cosformer = take(model.training("tiny", rows=2, length=16, repeats=3, **options))
-    assert (rope["attention"], rope["time_over_rope"], cosformer["attention"]) == ("rope", 1.0, "cosformer")
-    assert coca["range_over_rope"]["low"] <= coca["time_over_rope"] <= coca["range_over_rope"]["high"]
-    assert coca["parameters"] < rope["parameters"]
-    for row in (rope, coca, cosformer):
-        assert row["error"] <= row["allowed"]
-        assert len(row["seconds"]) == 3
-        assert 0 < row["mfu"] < 1
-
-
-def test_bodies_of_layouts_are_timed_beside_full_rope() -> None:
+def test_complete_models_and_bodies_are_timed_beside_full_rope() -> None:
     options: dict[str, Any] = {"window": 16, "compile": False, **ONCE}
-    rows = take(model.bodies("tiny", ["hybrid-rope", "hybrid-pope"], [40], **options))
-    assert [(row["kind"], row["attention"]) for row in rows] == [
-        ("body", "rope"), ("body", "hybrid-rope"), ("body", "hybrid-pope"),
-    ]  # fmt: skip
-    assert all(row["gradient_error"] <= row["gradient_allowed"] and row["window"] == 16 for row in rows)
+    variants = {"training": ["rope", "coca-exact", "cosformer"], "body": ["rope", "hybrid-pope"]}
+    rows = take(model.training("tiny", variants=variants["training"], rows=2, length=16, **options))
+    rows += take(model.bodies("tiny", variants["body"], [40], **options))
+    assert [(row["kind"], row["attention"]) for row in rows] == [(kind, x) for kind in variants for x in variants[kind]]
+    assert rows[1]["parameters"] < rows[0]["parameters"]
+    assert (rows[0]["time_over_rope"], rows[3]["time_over_rope"]) == (1.0, 1.0)
+    for row in rows:
+        assert row["error"] <= row["allowed"]
+        assert row["gradient_error"] <= row["gradient_allowed"]
+        assert (len(row["seconds"]), row["window"]) == (1, 16)
+        assert 0 < row["mfu"] < 1

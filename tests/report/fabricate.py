@@ -21,18 +21,10 @@ def ppl_row(variant: str, seed: int, scaling: str, length: int, ppl: float, mode
     return {**head, "nll": 1000 * math.log(ppl), "tokens": 1000, "texts": 4, "ppl": ppl}
 
 
-def passkey_row(
-    variant: str, seed: int, scaling: str, length: int, outcomes: list[tuple[int, bool]], near: int
-) -> dict[str, Any]:
-    close = [right for distance, right in outcomes if distance <= near]
-    away = [right for distance, right in outcomes if distance > near]
-    return {
-        **{"variant": variant, "seed": seed, "scaling": scaling, "length": length},
-        **share(int(sum(close) + sum(away)), len(outcomes)),
-        "near": share(int(sum(close)), len(close)),
-        "far": share(int(sum(away)), len(away)),
-        "outcomes": [{"distance": distance, "right": right} for distance, right in outcomes],
-    }
+def passkey_row(variant: str, seed: int, scaling: str, length: int, outcomes: list[tuple[int, bool]]) -> dict[str, Any]:
+    head = {"variant": variant, "seed": seed, "scaling": scaling, "length": length}
+    each = [{"distance": distance, "right": right} for distance, right in outcomes]
+    return {**head, **share(sum(right for _, right in outcomes), len(outcomes)), "outcomes": each}
 
 
 def train_row(variant: str, seed: int, length: int = 512) -> dict[str, Any]:
@@ -102,7 +94,7 @@ def fabricate(
                     distances = generator.integers(1, length, cases).tolist()
                     chance = [math.exp(-rate * distance / length) for distance in distances]
                     found = [(int(d), bool(generator.random() < p)) for d, p in zip(distances, chance, strict=True)]
-                    passkey.append(passkey_row(variant, seed, scaling, length, found, train))
+                    passkey.append(passkey_row(variant, seed, scaling, length, found))
             write(folder, f"ppl-{variant}-{seed}", ppl)
             write(folder, f"passkey-{variant}-{seed}", passkey)
             write(folder, f"train-{variant}-{seed}", [train_row(variant, seed, train)])

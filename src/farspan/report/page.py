@@ -26,7 +26,6 @@ class Section:
     tables: list[Table]
     figures: "list[Figure]"
     text: str
-    small: bool = False
 
 
 TITLE = "<title>farspan: "
@@ -71,17 +70,12 @@ def make_sections(run: Run) -> list[Section]:
     made: list[Section] = []
 
     def add(
-        anchor: str,
-        title: str,
-        tables: Iterable[Table | None],
-        drawn: "figures.Figures" = (),
-        text: str = "",
-        small: bool = False,
+        anchor: str, title: str, tables: Iterable[Table | None], drawn: "figures.Figures" = (), text: str = ""
     ) -> None:
         shown, found = [table for table in tables if table], [figure for figure in drawn if figure]
         text = text or next((table.caption for table in shown), "")
         if shown or found:
-            made.append(Section(anchor, title, shown, found, text, small))
+            made.append(Section(anchor, title, shown, found, text))
 
     for x in load("tasks"):
         add(x.name, x.title, [measured.task_table(run, x)])
@@ -94,11 +88,11 @@ def make_sections(run: Run) -> list[Section]:
     perplexities, passkeys = measured.measured_table(run, "perplexity"), measured.measured_table(run, "passkey")
     add("perplexity", "Perplexity by window length", [perplexities], figures.perplexity_figures(run) if whole else ())
     text = "By distance: the prompts of all lengths together." if whole else ""
-    add("passkey", "Passkey", [passkeys], figures.passkey_figures(run) if whole else (), text, small=True)
+    add("passkey", "Passkey", [passkeys], figures.passkey_figures(run) if whole else (), text)
     add("positions", "Loss by position", [measured.position_table(run)], [figures.position_figure(run)])
-    add("retrieval", "Retrieval", [measured.retrieval_table(run)], figures.retrieval_figures(run), small=True)
+    add("retrieval", "Retrieval", [measured.retrieval_table(run)], figures.retrieval_figures(run))
     for anchor, title, summary, found, text in analysis.sections(run.analyses):
-        add(anchor, title, [summary], found, text, small=anchor == "look-drift")
+        add(anchor, title, [summary], found, text)
     add("training", "Training", [measured.training_table(run)], [figures.loss_figure(run.of("training"))])
     return made
 
