@@ -16,7 +16,6 @@ from farspan.results import write_result
 from tests.command_line import called
 from tests.report.fabricate import fabricate, passkey_row, position_rows, ppl_row, retrieval_rows, train_row, write
 
-SMALL: dict[str, Any] = {"variants": ("rope", "coca-exact"), "lengths": (512, 1024), "cases": 6}
 RESULTS = Path(__file__).parents[2] / "results"
 HOSTILE = '"><i>mine</i> <script>alert(1)</script> $\\frac{$ [x](javascript:y)'
 
@@ -48,7 +47,7 @@ class Tags(HTMLParser):
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A page of a run in which everything that a user can name is hostile."""
-    folder = fabricate(tmp_path_factory.mktemp("run"), **SMALL)
+    folder = fabricate(tmp_path_factory.mktemp("run"))
     steps = [{"step": "train <script>", "state": "failed", "message": "disk & memory"}, {"step": "b", "state": "done"}]
     (folder / "status.json").write_text(json.dumps(steps))
     write(folder, "ppl-odd", [ppl_row(HOSTILE, 0, HOSTILE, 512, 9.0)], command="farspan <b>x</b>", device="<u>")
@@ -184,7 +183,7 @@ def test_measurements_that_contradict_each_other_are_not_shown(tmp_path: Path) -
 
 def test_seeds_are_spoken_of_where_there_are_several(tmp_path: Path) -> None:
     for seeds in ((0,), (0, 1)):
-        folder = fabricate(tmp_path / str(len(seeds)), variants=("rope",), seeds=seeds, lengths=(512, 1024), cases=4)
+        folder = fabricate(tmp_path / str(len(seeds)), variants=("rope",), seeds=seeds)
         text = write_report(folder).read_text()
         assert [words in text for words in ("Bands: range over seeds", "One line per seed")] == [len(seeds) > 1] * 2
 
