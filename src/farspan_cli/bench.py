@@ -13,7 +13,8 @@ from farspan_cli.progress import show_progress
 if TYPE_CHECKING:
     from farspan.bench import Steps
 
-bench = typer.Typer(help="Speed and memory against peers, in one run.", no_args_is_help=True)
+HELP = "Speed and memory against peers, in one run. One that is interrupted leaves its rows beside --out."
+bench = typer.Typer(help=HELP, no_args_is_help=True)
 app.add_typer(bench, name="bench")
 
 Lengths = Annotated[Any, numbers("--lengths", "2048,8192", "Tokens, separated by commas.")]
@@ -199,7 +200,7 @@ COLUMNS = {
     "best": "context batch attention mode tokens_per_second speed_over_rope cache_bytes",
     "prefill": "length attention tokens_per_second time_over_rope cache_over_rope peak_bytes",
     **dict.fromkeys(("training", "body"), STEP),
-    "linear": "passes b n d candidate milliseconds speedup memory_over_least",
+    "linear": "passes b n d candidate milliseconds speedup memory_over_least state_bytes",
 }
 """What is shown of each kind of row; the file has all."""
 

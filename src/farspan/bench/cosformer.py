@@ -23,9 +23,8 @@ TOKENS = 65_536
 """Tokens of a row of the GPU's table: shorter sequences come in larger batches."""
 WIDTHS = (64, 128)
 KERNELS = ("triton", "chunked", "flash softmax", "fla")
-"""What is timed on a GPU, and elsewhere "cosformer", "softmax" and "published". The first is what others are compared
-with; the functions named softmax are others, which are not checked."""
-PEERS = ("published", "fla")
+"""What is timed on a GPU; on a CPU "cosformer", "softmax" and "published". The others are compared with the first."""
+PEERS = ("softmax", "published", "flash softmax", "fla")
 SOFTMAX = 4096
 """Tokens beyond which softmax attention takes minutes on a CPU, and is left out."""
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
