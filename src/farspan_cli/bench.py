@@ -1,5 +1,6 @@
 """`farspan bench`: speed and memory against peers, in one run."""
 
+import sys
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -67,7 +68,7 @@ def timed(
             rows = run(steps, kind=kind, device=device, out=out, force=force, progress=progress)
     except ResultsDifferError as error:
         fail(f"no figures: {error}")
-    print_rows(Console(), rows)
+    print_rows(Console(width=None if sys.stdout.isatty() else 160), rows)
     if out is not None:
         print(f"written: {out}")
 
@@ -236,7 +237,8 @@ def _lines(row: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _cell(name: str, value: Any) -> Any:
-    """Format a number with its range, and bytes."""
+    """Format a ratio with its range, the median of times, and bytes."""
     if isinstance(value, dict):
-        return f"{value['median']:,.3f}\n{value['low']:,.3f}–{value['high']:,.3f}"
+        median = f"{value['median']:,.3f}"
+        return median if name == "milliseconds" else f"{median}\n{value['low']:.3f}–{value['high']:.3f}"
     return f"{value / 1e6:,.1f} MB" if name.endswith("bytes") and value is not None else value

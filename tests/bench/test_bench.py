@@ -208,7 +208,6 @@ def some_rows() -> list[dict[str, Any]]:
 def test_tables_have_every_figure_the_missing_and_the_nearest_check() -> None:
     console = Console(file=io.StringIO(), width=120)
     command.print_rows(console, some_rows())
-    assert isinstance(console.file, io.StringIO)
     printed = console.file.getvalue()
     for figure in ("1,234.567", "1.074", "1.070–1.077", "123,000.0 MB", "131072", "123456", "0.750", "1.066–1.073"):
         assert figure in printed

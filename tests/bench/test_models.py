@@ -13,7 +13,6 @@ from farspan import FarspanConfig, FarspanForCausalLM
 from farspan.bench import Row, Steps, decode, model
 from farspan.bench.checks import ResultsDifferError, wider
 from farspan.layers import Attention
-from farspan.ops.coca import COCA, decode_triton
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ONCE: dict[str, Any] = {"repeats": 1, "device": "cpu"}
@@ -73,9 +72,7 @@ def test_both_caches_hold_the_same_context_and_can_be_rewound(name: str) -> None
     assert (logits[0][:, 0] - decode.exact(one, tokens)).abs().max() <= 1e-5
 
 
-def test_every_cache_gives_the_same_logits_on_the_kernel_and_no_figures_when_it_is_wrong(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_every_cache_gives_the_same_logits_on_the_kernel() -> None:
     """In Triton's interpreter where there is no GPU."""
     pytest.importorskip("triton", reason="needs triton (pip install farspan[gpu])")
     options = {"num_hidden_layers": 1, "num_attention_heads": 1, "head_dim": 16, "vocab_size": 64}
@@ -87,14 +84,6 @@ def test_every_cache_gives_the_same_logits_on_the_kernel_and_no_figures_when_it_
         one = decode.Decoder(on_the_kernel, mode, 40, 1, spare=20)
         assert decode.check_steps(one, "coca-exact", mode, eager)["error"] <= 1e-5
         assert one.cache.get_seq_length() == 40 + decode.CHECKED
-    wrong = [
-        entry._replace(run=lambda call: 1.05 * decode_triton(call)) if entry.name == "decode_triton" else entry
-        for entry in COCA.entries
-    ]
-    monkeypatch.setattr(COCA, "entries", wrong)
-    one = decode.Decoder(on_the_kernel, "eager", 40, 1, spare=20)
-    with pytest.raises(ResultsDifferError, match="coca-exact, a decoding step, is wrong"):
-        decode.check_steps(one, "coca-exact", "eager", {})
 
 
 def test_no_figures_when_a_step_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
