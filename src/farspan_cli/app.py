@@ -25,6 +25,10 @@ app = typer.Typer(
 )
 
 
+OUT_OF_MEMORY = ("out of memory", "not enough memory", "can't allocate memory", "Storage size calculation overflowed")
+"""What torch says when it cannot allocate; a size beyond int64 counts too."""
+
+
 def main() -> None:
     """Entry point. Calling `app` itself would end at Ctrl-C without a word."""
     try:
@@ -47,7 +51,7 @@ def main() -> None:
     except OverflowError as error:
         fail(f"a number is too large ({error}); give a smaller one")
     except (MemoryError, RuntimeError) as error:  # torch raises its own, or RuntimeError on a CPU
-        if not is_out_of_memory(error):
+        if not isinstance(error, MemoryError) and not any(text in str(error) for text in OUT_OF_MEMORY):
             raise
         fail("out of memory; give shorter lengths, fewer rows at a time or a smaller model")
 
@@ -56,12 +60,6 @@ def _given(error: UsageError) -> str:
     """Say what an option was given, which pydantic's message does not."""
     cause = error.__cause__
     return f", got {cause.errors()[0]['input']}" if hasattr(cause, "errors") else ""
-
-
-def is_out_of_memory(error: MemoryError | RuntimeError) -> bool:
-    """Return whether Python or torch could not allocate; a size beyond int64 counts too."""
-    texts = "out of memory", "not enough memory", "can't allocate memory", "Storage size calculation overflowed"
-    return isinstance(error, MemoryError) or any(text in str(error) for text in texts)
 
 
 def fail(message: str) -> NoReturn:
