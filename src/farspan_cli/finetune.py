@@ -46,7 +46,7 @@ def finetune(
     from farspan.finetune import finetune as run
     from farspan.training import TrainingStoppedError
     from farspan.training.config import RunSection
-    from farspan.training.loop import main_process
+    from farspan.training.loop import format_loss, main_process
 
     chosen = Recipe.load(recipe)
     chosen = chosen if length is None else chosen.capped(length)
@@ -66,6 +66,8 @@ def finetune(
         except TrainingStoppedError as error:
             fail(str(error))
     rows = json.loads((out / "recipe.json").read_text())["rows"]
-    names = "name", "tokens", "seconds", "first_loss", "last_loss"
-    show_table(console, names, ([row[name] for name in names] for row in rows))
+    lines = []
+    for row in rows:
+        lines.append([row["name"], f"{row['tokens']:,}", *(format_loss(row[x]) for x in ("first_loss", "last_loss"))])
+    show_table(console, ("stage", "tokens", "first loss", "last loss"), lines)
     console.print(f"model: {written}")
