@@ -191,7 +191,8 @@ def _may_write(buffer: Tensor) -> bool:
 
 def is_alike(held: Tensor, new: Tensor) -> bool:
     """Return whether storage held for an earlier batch serves a new one."""
-    return (held.shape[0], held.dtype, held.device) == (new.shape[0], new.dtype, new.device)
+    kinds = [(x.shape[0], x.shape[-1], x.dtype, x.device) for x in (held, new)]
+    return kinds[0] == kinds[1]
 
 
 def _keep_addresses(*storage: Tensor) -> None:

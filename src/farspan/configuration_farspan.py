@@ -12,7 +12,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PreTrainedConfig
 
 from farspan.errors import require, require_choice, unknown
-from farspan.layers import ACTIVATIONS, DECODE_BACKENDS, LENGTH_FORMS, AttentionSpec, hybrid
+from farspan.layers import ACTIVATIONS, LENGTH_FORMS, AttentionSpec, hybrid
 from farspan.ops.cosformer import BEYOND
 from farspan.ops.masking import LIMIT
 from farspan.ops.reference import ACTIVATIONS as COSFORMER_ACTIVATIONS
@@ -100,8 +100,6 @@ class FarspanConfig(PreTrainedConfig):
         cosformer_max_length: M, the distance at which cosFormer's cosine reaches zero; default `train_length`.
         cosformer_beyond: what its weights do past M: "raise", "decoupled" or "decay".
         cosformer_activation: "relu" (the paper) or "elu" (elu + 1).
-        decode_backend: the backend of CoCA's decoding steps: "auto", "sdpa", or "triton", which raises where device,
-            dtype or width forbid it. It is a choice for one machine and is not saved with the model.
         train_length: length of training, against which dynamic NTK, YaRN and `log_length` measure.
         rope_parameters: as in transformers; for ``"rope_type": "dynamic"`` also ``"mode"``, "per_query" (default)
             or "per_request". Linear CoCA layers take every scaling except "dynamic".
@@ -137,7 +135,6 @@ class FarspanConfig(PreTrainedConfig):
     cosformer_max_length: int | None = None
     cosformer_beyond: str = "raise"
     cosformer_activation: str = "relu"
-    decode_backend: str = "auto"
     causal: bool = True
     learned_positions: int = 0
     train_length: int = 512
@@ -283,12 +280,6 @@ class FarspanConfig(PreTrainedConfig):
         assert self.head_dim is not None
         return Rotary(self.head_dim, rope.get("rope_theta", 10_000.0), scaling)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return all that makes the model; not `decode_backend`, or a checkpoint made on a GPU would fail on a CPU."""
-        values = super().to_dict()
-        del values["decode_backend"]
-        return values
-
     def _check_numbers(self, torch_dtype: Any) -> None:
         """Raise for numbers outside of their limits, and for a dtype that no weight can have."""
         tokens = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), (0, self.vocab_size - 1))
@@ -348,7 +339,6 @@ CHOICES: dict[str, Iterable[Any]] = {
     "polar_activation": ACTIVATIONS,
     "cosformer_beyond": BEYOND,
     "cosformer_activation": COSFORMER_ACTIVATIONS,
-    "decode_backend": DECODE_BACKENDS,
     "log_length": (False, True, *LENGTH_FORMS[1:]),
 }
 FIELDS = [field.name for field in fields(FarspanConfig)]

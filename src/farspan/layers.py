@@ -19,11 +19,10 @@ from farspan.ops.coca import (
     pope_attention,
     why_not_feature_kernel,
 )
-from farspan.ops.coca_decode import is_decoding_step
-from farspan.ops.cosformer import BEYOND, cosformer_attention
-from farspan.ops.device import wants_gradient, working_dtype
+from farspan.ops.coca_decode import MOST_ROWS
+from farspan.ops.cosformer import cosformer_attention
+from farspan.ops.device import working_dtype
 from farspan.ops.masking import LIMIT, AttentionContext, AttentionMask
-from farspan.ops.reference import ACTIVATIONS as COSFORMER_ACTIVATIONS
 from farspan.ops.rotary import Rotary, log_length, odd_width, step_length
 from farspan.ops.softmax import alibi_attention, rope_attention
 
@@ -44,7 +43,6 @@ NAMES = ("rope", "alibi", "coca-exact", "coca-strict", "coca-slack", "coca-polar
 KINDS = ("rope", "alibi", "coca", "pope", "cosformer", "linear-coca")
 COCA_FORMS = ("exact", "strict", "slack", "polar")
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "softplus": F.softplus}
-DECODE_BACKENDS = ("auto", "sdpa", "triton")
 LENGTH_FORMS = ("log", "learned", "step")
 """How scores follow the number n of keys past the training length L0: ln n / ln L0, s·ln n with s learned per head, or
 1 + 0.1·ln(1 + ⌊position / L0⌋)."""
@@ -196,7 +194,7 @@ class Attention(nn.Module):
         log_length: length of training, past which scores grow with the logarithm of a query's position
             (:func:`farspan.ops.rotary.log_length`); None = never.
         length_form: how they grow, one of :data:`LENGTH_FORMS`. "learned" gives the layer a `length_scale` per head.
-        coca_activation, decode_backend, polar_phase, polar_activation, kv_shift: as in :class:`farspan.FarspanConfig`.
+        coca_activation, polar_phase, polar_activation, kv_shift: as in :class:`farspan.FarspanConfig`.
     """
 
     def __init__(
@@ -213,7 +211,6 @@ class Attention(nn.Module):
         qk_norm_eps: float | None = None,
         coca_activation: str = "relu",
         causal: bool = True,
-        decode_backend: str = "auto",
         log_length: int | None = None,
         length_form: str = "log",
         polar_phase: bool = True,
@@ -224,7 +221,6 @@ class Attention(nn.Module):
         require_choice("coca_activation", coca_activation, ACTIVATIONS)
         require_choice("polar_activation", polar_activation, ACTIVATIONS)
         require_choice("length_form", length_form, LENGTH_FORMS)
-        require_choice("decode_backend", decode_backend, DECODE_BACKENDS)
         self.spec = AttentionSpec.parse(spec)
         require(
             type(self) is not Attention or not self.spec.linear,
@@ -250,7 +246,7 @@ class Attention(nn.Module):
         self.rotary = (rotary or Rotary(self.head_dim)) if self.spec.rotary else None
         if self.spec.kind == "pope" and self.rotary is not None:
             self.rotary = replace(self.rotary, dim=2 * self.head_dim)  # d frequencies
-        self.causal, self.coca_activation, self.decode_backend = causal, coca_activation, decode_backend
+        self.causal, self.coca_activation = causal, coca_activation
         self.log_length, self.length_form, self.polar_activation = log_length, length_form, polar_activation
         self.scaling = self.head_dim**-0.5
         self.form = "slack" if self.spec.form == "slack" else "exact"  # strict is exact with a tied query
@@ -329,16 +325,21 @@ class Attention(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor, AttentionMask, Rotary | None]:
         """Add new keys and values to the cache; return what :meth:`attend` takes.
 
-        RoPE with fixed frequencies caches rotated keys, as LLaMA does; all else is cached un-rotated.
+        With fixed frequencies RoPE caches rotated keys, as LLaMA does. Windows of other kinds cache what dot products
+        take: wider, but there are few, and each is made once. All else is cached un-rotated.
         """
         rotary = self.rotary
         if cache is None:
             return q, k, v, context.mask(self.spec.window), rotary
-        if self.spec.kind == "rope" and rotary is not None and not rotary.is_dynamic:
-            angles = context.new_tokens(cache.get_seq_length()).angles(rotary)
-            (q, k), rotary = angles.rotate_new(q, k), None
         past, (length, offset) = cache.get_seq_length(), cache.get_mask_sizes(q.shape[2])
         mask = context.mask(self.spec.window, past=past, length=length, offset=offset)
+        if rotary is not None and not rotary.is_dynamic:
+            if self.spec.kind == "rope":
+                q, k = context.new_tokens(past).angles(rotary).rotate_new(q, k)
+                rotary = None
+            elif self.caches_features(q.dtype):
+                q, k = self._features(self.sharpen(q, mask), k, context.new_tokens(past), rotary)
+                rotary = None
         k, v = cache.update(k, v)
         if k.shape[2] > mask.m:  # static: the tail is still empty; growing: more than the window was kept
             keys = slice(None, mask.m) if cache.is_compileable else slice(-mask.m, None)
@@ -347,16 +348,17 @@ class Attention(nn.Module):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, rotary: Rotary | None) -> Tensor:
         """Call the layer's op: (b, h, n, d), (b, g, m, ·), (b, g, m, d) → (b, h, n, d)."""
-        if self.log_length is not None:
-            q = self.sharpen(q, mask)
+        if k.shape[-1] != self.key_width:  # features of a window's cache
+            return rope_attention(q, k, v, rotary=None, mask=mask, scale=self.scaling)
+        q = self.sharpen(q, mask)
         if self.shift is not None:
             shares = self.shift.view(2, -1, 1, 1).to(k.dtype)
             k, v = mask.mix_neighbours(k, shares[0]), mask.mix_neighbours(v, shares[1])
         if self.polar:
             return pope_attention(q, k, v, rotary=rotary, phase=self._phases(), mask=mask, scale=self.scaling)
         if self.squares:
-            plain = self.decode_backend == "auto" and self.spec.form != "strict"
-            backend = "auto" if plain else self._backend(q, k, v, mask)
+            # For the feature kernel the tied query of strict CoCA would be written out.
+            backend = "sdpa" if self.spec.form == "strict" and q.shape[2] > MOST_ROWS else "auto"
             return coca_attention(
                 q, k, v, rotary=rotary, form=self.form, mask=mask, scale=self.scaling, backend=backend
             )
@@ -368,23 +370,19 @@ class Attention(nn.Module):
         """Return the learned phases, (h, frequencies)."""
         return None if self.phase is None else self.phase.view(self.num_heads, -1)
 
-    def _backend(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> str:
-        """Return `decode_backend` for a step of few tokens; strict CoCA's prompts do without the feature kernel."""
-        group = self.num_heads // self.num_key_heads
-        if is_decoding_step(q.shape[2], group) and mask.documents is None and not wants_gradient(q, k, v):
-            return self.decode_backend
-        return "sdpa" if self.spec.form == "strict" else "auto"  # for a kernel the tied query would be written out
-
     def features(self, q: Tensor, k: Tensor, mask: AttentionMask, rotary: Rotary | None) -> tuple[Tensor, Tensor]:
         """Compute queries and keys whose plain dot product is this layer's score, for other attention code."""
-        if self.log_length is not None:
-            q = self.sharpen(q, mask)
+        if k.shape[-1] != self.key_width:  # of a window's cache
+            return q, k
+        return self._features(self.sharpen(q, mask), k, mask, rotary)
+
+    def _features(self, q: Tensor, k: Tensor, mask: AttentionMask, rotary: Rotary | None) -> tuple[Tensor, Tensor]:
+        if rotary is not None and self._prepares_by_kernel(q.dtype, q.device):
+            return kernel_features(q, k, mask.angles(rotary), "polar" if self.polar else self.form, self._phases())
         if self.polar:
             query, key = mask.tables(rotary, q.dtype)
             return polar_features(q, query, self._phases()), polar_features(k, key)
         if self.squares:
-            if rotary is not None and self._prepares_by_kernel(q.dtype, q.device):
-                return kernel_features(q, k, mask.angles(rotary), self.form)
             q, k = coca_features(q, k, *mask.tables(rotary, q.dtype), form=self.form)
             gap = self.head_dim - q.shape[-1]  # NoPE needs d/2, but other kernels want one width
             return (F.pad(q, (0, gap)), F.pad(k, (0, gap))) if gap else (q, k)
@@ -393,8 +391,18 @@ class Attention(nn.Module):
         angles = mask.angles(rotary)
         return angles.rotate_queries(q), angles.rotate_keys(k)
 
+    def caches_features(self, dtype: torch.dtype) -> bool:
+        """Whether the cache of this layer holds features of keys, which are wider than keys.
+
+        In float16 CoCA's features depend on the queries beside them, see :func:`farspan.ops.coca.balance`.
+        """
+        windowed = self.spec.window is not None and self.rotary is not None and not self.rotary.is_dynamic
+        return windowed and (self.polar or (self.squares and dtype != torch.float16))
+
     def _prepares_by_kernel(self, dtype: torch.dtype, device: torch.device) -> bool:
-        return self.spec.form != "strict" and why_not_feature_kernel(dtype, self.head_dim, device) is None
+        if self.rotary is None or self.spec.form == "strict" or not (self.polar or self.squares):
+            return False
+        return why_not_feature_kernel(dtype, self.rotary.dim, device) is None
 
     def prepare(self, context: AttentionContext, dtype: torch.dtype) -> None:
         """Compute what this layer shares with others in a forward pass without a cache, for queries of a dtype.
@@ -406,13 +414,15 @@ class Attention(nn.Module):
             self._shared_gain(mask, dtype)
         if self.rotary is not None:
             angles = mask.angles(self.rotary)
-            if self.squares and self._prepares_by_kernel(dtype, context.device):
+            if self._prepares_by_kernel(dtype, context.device):
                 _ = angles.steps
             else:
                 angles.key(dtype)
 
     def sharpen(self, q: Tensor, mask: AttentionMask) -> Tensor:
-        """Multiply queries by the length temperature of `log_length`."""
+        """Multiply queries by the length temperature of `log_length`, if the layer has one."""
+        if self.log_length is None:
+            return q
         gain = self._shared_gain(mask, q.dtype)
         if gain is not None and self.length_scale is not None:
             gain = gain * self.length_scale[:, None, None]
@@ -546,9 +556,6 @@ class CosformerAttention(LinearAttention):
         nope: bool = False,
         **options: Any,
     ) -> None:
-        require(max_length >= 1, f"max_length must be at least 1, got {max_length}; use the length of training")
-        require_choice("beyond", beyond, BEYOND)
-        require_choice("activation", activation, COSFORMER_ACTIVATIONS)
         super().__init__(hidden_size, num_heads, AttentionSpec("cosformer", None, None, not nope), **options)
         self.rotary = None  # its one frequency is π/2M
         self.max_length, self.beyond, self.activation = max_length, beyond, activation

@@ -115,7 +115,7 @@ class _LayerOf:
             held.shape[-1] == keys.shape[-1],
             lambda: (
                 f"past_key_values must hold {keys.shape[-1]} numbers per key in layer {self.layer_idx}, got "
-                f"{held.shape[-1]}; PEFT's prefix tuning cannot be used with CoCA, but its prompt tuning can"
+                f"{held.shape[-1]}; PEFT's prefix tuning cannot be used with CoCA and PoPE, but its prompt tuning can"
             ),
         )
         return self.cache.update(keys, values, self.layer_idx)
@@ -213,7 +213,7 @@ def make_attention(config: FarspanConfig, spec: AttentionSpec) -> Attention:
         return LinearCocaAttention(width, heads, nope=not spec.rotary, **options)
     options |= {"polar_phase": config.polar_phase, "polar_activation": config.polar_activation}
     options |= {"kv_shift": config.kv_shift and spec.shiftable, **_length_options(config, spec)}
-    return Attention(width, heads, spec, decode_backend=config.decode_backend, **options)
+    return Attention(width, heads, spec, **options)
 
 
 def _length_options(config: FarspanConfig, spec: AttentionSpec) -> dict[str, Any]:

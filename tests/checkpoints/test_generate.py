@@ -52,10 +52,9 @@ def test_a_chat_is_the_template_and_then_text(tmp_path: Path) -> None:
         ("{# nothing #}", ("--chat", "a"), "prompt must have at least one token"),
         (5, ("--chat", "a"), "(TypeError: "),
         (None, ("",), "prompt must have at least one token"),
-        (None, ("a\ud800b",), "prompt must be valid Unicode, got 'a\\ud800b'"),
+        (None, ("a\ud800b",), "the model's tokenizer fails (TypeError: "),
         (None, ("a", "--temperature", "1e-320"), "temperature must be 0 or 0.001 … 1000, got 1e-320"),
         (None, ("a", "--temperature", "nan"), "got nan"),
-        (None, ("a", "--max-new-tokens", 10**20), "max_new_tokens must be below 2^31"),
     ],
     ids=ascii,
 )

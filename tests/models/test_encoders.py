@@ -139,15 +139,6 @@ def test_an_even_attention_cannot_tell_left_from_right_without_learned_positions
 
 
 @torch.no_grad()
-def test_without_re_weighting_there_is_no_order_at_all_but_the_learned_one() -> None:
-    x, order = tokens(2, 20), torch.randperm(20)
-    blind, sighted, rotary = encoder(attention=PLAIN), encoder(attention=PLAIN, learned=24), encoder(attention="rope")
-    assert (blind(x[:, order]).logits - blind(x).logits[:, order]).abs().max() <= TIGHT
-    assert (sighted(x[:, order]).logits - sighted(x).logits[:, order]).abs().max() > 0.1
-    assert (rotary(x.flip(1)).logits.flip(1) - rotary(x).logits).abs().max() > 0.1
-
-
-@torch.no_grad()
 def test_learned_positions_are_added_to_the_tokens_and_to_given_embeddings() -> None:
     with_them, x = encoder(learned=24), tokens(2, 20)
     without = encoder()

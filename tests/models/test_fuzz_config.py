@@ -27,7 +27,6 @@ GOOD: dict[str, list[Any]] = {
     "cosformer_max_length": [1, 64, None],
     "cosformer_beyond": ["raise", "decay", "decoupled"],
     "cosformer_activation": ["relu", "elu"],
-    "decode_backend": ["auto", "sdpa"],
     "causal": [True, False],
     "learned_positions": [0, 64],
     "train_length": [1, 2, 8, 64],

@@ -225,15 +225,20 @@ def test_peft_lora_trains_and_merges() -> None:
 
 
 def test_peft_prompts_train_and_generate() -> None:
-    """They come with a mask of floats; a prefix comes with a cache, whose keys CoCA cannot use."""
+    """They come with a mask of floats; a prefix comes with a cache, whose keys CoCA and PoPE cannot use."""
     peft = pytest.importorskip("peft")
     x, settings = tokens(2, 10), {"num_virtual_tokens": 4, "task_type": "CAUSAL_LM"}
     mask = torch.ones_like(x)
-    for attention in (MIXED, ["rope", {"kind": "pope", "window": 4}, "alibi"]):
+    pope = ["rope", {"kind": "pope", "window": 4}, "alibi"]
+    for attention, refused in (
+        (["rope", "alibi", "rope"], ""),
+        (MIXED, "4 numbers per key in layer 2"),
+        (pope, "16 numbers per key in layer 1"),
+    ):
         prefix = peft.get_peft_model(make(attention), peft.PrefixTuningConfig(**settings))
         for model in (peft.get_peft_model(make(attention), peft.PromptTuningConfig(**settings)), prefix):
-            if model is prefix and attention is MIXED:
-                with pytest.raises(ValueError, match="must hold 4 numbers per key in layer 0, got 8; PEFT's prefix"):
+            if model is prefix and refused:
+                with pytest.raises(ValueError, match=f"must hold {refused}, got 8; PEFT's prefix"):
                     model(input_ids=x, attention_mask=mask)
                 continue
             model(input_ids=x, attention_mask=mask, labels=x).loss.backward()

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from farspan import FarspanConfig, FarspanForCausalLM, FarspanForSequenceClassification
-from farspan.layers import HYBRIDS, Attention, hybrid
+from farspan.layers import HYBRIDS, Attention
 from farspan.ops import rope_attention
 from tests.models.small import NOPE, TIGHT, make, tokens
 
@@ -63,10 +63,6 @@ def test_an_encoder_cannot_be_a_hybrid() -> None:
         FarspanForSequenceClassification(FarspanConfig.preset("tiny", attention="hybrid"))
     with pytest.raises(ValueError, match="window must be left out of 'hybrid-cosformer', got 8"):
         FarspanConfig.preset("tiny", attention="hybrid-cosformer", window=8)
-
-
-def test_the_last_layer_of_each_group_is_global() -> None:
-    assert [spec.window for spec in hybrid("hybrid-coca-exact", 6, window=64, global_every=3)] == [64, 64, None] * 2
 
 
 @torch.no_grad()

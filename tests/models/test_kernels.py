@@ -17,8 +17,8 @@ from farspan.bench.timing import captured
 from farspan.ops import coca, rotary
 from farspan.ops.dispatch import Table
 from tests.models.small import LOCAL, PER_QUERY, PER_REQUEST, chunked, compiled_steps, make, name_of, tokens
+from tests.ops.kernels import DEVICE, decoding
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NOPE = {"kind": "coca", "rotary": False}
 
 
@@ -27,20 +27,13 @@ def model_of(**options: Any) -> FarspanForCausalLM:
     return make(num_hidden_layers=len(options["attention"]), **options).to(DEVICE)
 
 
-def on(backend: str, model: FarspanForCausalLM) -> FarspanForCausalLM:
-    """Make the same model with another backend for decoding."""
-    config = copy.deepcopy(model.config)
-    config.decode_backend = backend
-    twin = FarspanForCausalLM(config).to(model.device, model.dtype).eval()
-    twin.load_state_dict(model.state_dict())
-    return twin
-
-
-def without_and_with_kernel(
-    model: FarspanForCausalLM, call: Callable[[FarspanForCausalLM], torch.Tensor]
-) -> tuple[torch.Tensor, torch.Tensor]:
+def without_and_with_kernel(call: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
     """Return what a call gives without the kernel, and with it."""
-    return call(on("sdpa", model)), call(on("triton", model))
+    found = []
+    for backend in ("sdpa", "triton"):
+        with decoding(backend):
+            found.append(call())
+    return found
 
 
 def check_near(want: torch.Tensor, got: torch.Tensor) -> None:
@@ -65,7 +58,7 @@ class Allocations(TorchDispatchMode):
 
 def kernel_calls(call: Callable[[], object]) -> int:
     """Count how often a call runs the half-width kernel."""
-    with Allocations() as made:
+    with decoding("triton"), Allocations() as made:
         call()
     return made.calls
 
@@ -74,19 +67,16 @@ def left_padding(rows: int, length: int, pad: int) -> torch.Tensor:
     return (torch.arange(length, device=DEVICE)[None] >= torch.arange(rows, device=DEVICE)[:, None] * pad).long()
 
 
-WINDOWS = [{"kind": "coca", "form": "slack", "window": 8}, {"kind": "coca", "window": 16}]
 CASES: list[tuple[dict[str, Any], int | None, bool]] = [
     ({"attention": ["coca-exact"]}, None, False),
     ({"attention": ["coca-slack"], "num_attention_heads": 2, "num_key_value_heads": 2}, 24, False),
     ({"attention": ["coca-strict"], "num_key_value_heads": 2, "coca_activation": "softplus"}, 24, True),
-    ({"attention": WINDOWS}, None, True),
-    ({"attention": WINDOWS}, 24, False),
     ({"attention": ["coca-slack", NOPE, "rope"], "rope_parameters": PER_QUERY}, None, True),
     ({"attention": ["coca-slack", NOPE, "rope"], "rope_parameters": PER_QUERY}, 24, True),
     ({"attention": ["coca-exact"], "rope_parameters": PER_REQUEST}, None, True),
     ({"attention": ["coca-exact"], "rope_parameters": PER_REQUEST}, 24, False),
     ({"attention": ["coca-exact"], "rope_parameters": {"rope_type": "yarn", "factor": 4.0}, "qk_norm": True}, 24, True),
-    ({"attention": [{"kind": "coca", "window": 1}, {"kind": "coca", "window": 2}]}, 24, True),
+    ({"attention": [LOCAL, "coca-exact"]}, 24, True),
     ({"attention": ["coca-slack", NOPE], "log_length": True}, None, True),
 ]
 """A model, the slots of its cache (None = growing), and whether there is padding. A step of a kernel takes a tenth of a
@@ -100,15 +90,17 @@ second in the interpreter, per layer, row and key head."""
 def test_decoding_on_the_kernel_equals_decoding_without(
     options: dict, length: int | None, padded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three tokens at once cross a doubling of dynamic NTK; one window is full before, one in the midst."""
-    x, rotated, features = tokens(2, 18).to(DEVICE), [], coca.coca_features
-    mask = left_padding(2, 18, 2) if padded else None
+    """Two tokens at once cross a doubling of dynamic NTK. Windows keep features, which need no kernel."""
+    x, rotated, features = tokens(2, 17).to(DEVICE), [], coca.coca_features
+    mask = left_padding(2, 17, 2) if padded else None
     model = model_of(**options)
-    want = chunked(on("sdpa", model), x, [13, 1, 1, 3], mask, length=length)
+    with decoding("sdpa"):
+        want = chunked(model, x, [13, 1, 1, 2], mask, length=length)
     monkeypatch.setattr(
         coca, "coca_features", lambda q, t, *a, **o: rotated.append(t.shape[2]) or features(q, t, *a, **o)
     )
-    got = chunked(on("triton", model), x, [13, 1, 1, 3], mask, length=length)
+    with decoding("triton"):
+        got = chunked(model, x, [13, 1, 1, 2], mask, length=length)
     check_near(want[:, 13:], got[:, 13:])
     assert max(rotated, default=0) <= 13  # the prompt's keys may be rotated, but no cached ones again
 
@@ -120,9 +112,9 @@ def test_padding_after_real_tokens_is_continued(length: int | None) -> None:
     model, x = model_of(attention=["coca-slack", NOPE], rope_parameters=PER_QUERY), tokens(2, 15).to(DEVICE)
     mask = torch.ones_like(x)
     mask[1, 7:12] = 0
-    want, got = without_and_with_kernel(model, lambda model: chunked(model, x, [12, 1, 2], mask, length=length))
+    want, got = without_and_with_kernel(lambda: chunked(model, x, [12, 1, 2], mask, length=length))
     check_near(want[:, 12:], got[:, 12:])
-    alone = on("sdpa", model)(torch.cat((x[1:, :7], x[1:, 12:]), dim=1)).logits
+    alone = model(torch.cat((x[1:, :7], x[1:, 12:]), dim=1)).logits
     assert (got[1, 12:] - alone[0, 7:]).abs().max() <= 1e-5
 
 
@@ -133,7 +125,7 @@ def test_positions_of_ones_own_are_kept(rows: int, length: int | None) -> None:
     model, x = model_of(attention=["coca-slack"]), tokens(2, 16).to(DEVICE)
     positions = torch.tensor([[100], [40_000]][:rows], device=DEVICE) + torch.arange(16, device=DEVICE)
     options = {"length": length, "positions": positions}
-    want, got = without_and_with_kernel(model, lambda model: chunked(model, x, [13, 1, 2], **options)[:, 13:])
+    want, got = without_and_with_kernel(lambda: chunked(model, x, [13, 1, 2], **options)[:, 13:])
     check_near(want, got)
     assert (want - model(x).logits[:, 13:]).abs().max() > 1e-3
 
@@ -144,15 +136,14 @@ def test_a_step_makes_nothing_as_large_as_the_cache(
     length: int | None, rope: dict | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("farspan.cache.CHEAP", 0)
-    made_by = model_of(attention=["coca-exact", NOPE], rope_parameters=rope, num_attention_heads=1)
+    model = model_of(attention=["coca-exact", NOPE], rope_parameters=rope, num_attention_heads=1)
     x, found = tokens(1, 102).to(DEVICE), {}
     for backend in ("sdpa", "triton"):
-        model = on(backend, made_by)
         cache = FarspanCache(model.config, max_length=length)
         model(x[:, :100], past_key_values=cache)
         model(x[:, 100:101], past_key_values=cache)  # a growing cache allocates
         held = [*model.parameters(), *(x for layer in cache.layers for x in (layer.keys, layer.values))]
-        with Allocations(*held) as made:
+        with decoding(backend), Allocations(*held) as made:
             model(x[:, 101:], past_key_values=cache)
         found[backend] = made.calls, made.largest
     assert found["triton"][0] == 2
@@ -164,12 +155,13 @@ def test_a_step_makes_nothing_as_large_as_the_cache(
 @torch.no_grad()
 def test_a_static_cache_is_read_as_far_as_it_is_filled() -> None:
     """What lies beyond may be anything, even while only the device knows where it begins."""
-    model, x = model_of(attention=[NOPE, "coca-slack"], decode_backend="triton"), tokens(2, 15).to(DEVICE)
+    model, x = model_of(attention=[NOPE, "coca-slack"]), tokens(2, 15).to(DEVICE)
     cache = FarspanCache(model.config, max_length=50)
     model(x[:, :13], past_key_values=cache)
     for layer in cache.layers:
         layer.keys[:, :, 15:] = layer.values[:, :, 15:] = torch.nan
-    parts = [model(x[:, i : i + 1], past_key_values=cache).logits for i in (13, 14)]
+    with decoding("triton"):
+        parts = [model(x[:, i : i + 1], past_key_values=cache).logits for i in (13, 14)]
     assert (torch.cat(parts, dim=1) - model(x).logits[:, 13:]).abs().max() <= 1e-5
 
 
@@ -179,62 +171,42 @@ def test_a_static_cache_is_read_as_far_as_it_is_filled() -> None:
 @torch.no_grad()
 def test_what_the_kernel_is_not_for_goes_on_as_before() -> None:
     """Prompts, gradients, packed documents, other implementations of attention."""
-    model, x = model_of(decode_backend="triton"), tokens(1, 12).to(DEVICE)
-    packed = torch.cat((torch.arange(4), torch.arange(3)))[None].to(DEVICE)
+    model, x = model_of(), tokens(1, 12).to(DEVICE)
+    packed = torch.zeros(1, 2, dtype=torch.long, device=DEVICE)
 
     def trains() -> None:
         with torch.enable_grad():
             model(x[:, :1]).logits.sum().backward()
 
-    assert kernel_calls(lambda: model(x[:, :9])) == 0  # with four heads per key head
-    assert kernel_calls(lambda: model(x[:, :8])) == 1
+    assert kernel_calls(lambda: model(x[:, :3])) == 0  # with four heads per key head
+    assert kernel_calls(lambda: model(x[:, :2])) == 1
     assert kernel_calls(trains) == 0
-    assert kernel_calls(lambda: model(x[:, :7], position_ids=packed, use_cache=False)) == 0
+    assert kernel_calls(lambda: model(x[:, :2], position_ids=packed, use_cache=False)) == 0
     model.set_attn_implementation("sdpa")
     assert kernel_calls(lambda: chunked(model, x, [10, 1, 1])) == 0
 
 
-def test_the_choice_is_of_this_machine_and_never_saved(tmp_path) -> None:
-    model = make(decode_backend="triton")
-    model.save_pretrained(tmp_path)
-    assert "decode_backend" not in (tmp_path / "config.json").read_text()
-    assert FarspanForCausalLM.from_pretrained(tmp_path).config.decode_backend == "auto"
-    assert FarspanForCausalLM.from_pretrained(tmp_path, decode_backend="triton").config.decode_backend == "triton"
-    model.set_rope_parameters(rope_type="ntk", factor=2.0)
-    assert model.config.decode_backend == copy.deepcopy(model.config).decode_backend == "triton"
-
-
 def test_a_frozen_model_decodes_on_the_kernel_in_grad_mode_too() -> None:
-    """Unless a gradient is wanted: of a weight before or in the layer, of the input, or of what is cached."""
-    model, x = model_of(attention=[NOPE, "coca-exact"], decode_backend="triton"), tokens(1, 1).to(DEVICE)
-
-    def taken(**options: Any) -> int:
-        return kernel_calls(lambda: model(**({"input_ids": x} | options)))
-
-    assert taken() == 0
-    model.requires_grad_(False)
-    assert taken() == 2
-    embedded = model.model.embed_tokens(x)
-    assert taken(input_ids=None, inputs_embeds=embedded.requires_grad_()) == 0
-    model.model.layers[0].mlp.requires_grad_()
-    assert taken() == 1
-    model.requires_grad_(False).model.layers[1].self_attn.t_proj.requires_grad_()
-    assert taken() == 1
+    """Unless a gradient is wanted: of a weight before or in the layer, or of what is cached."""
+    model, x = model_of(attention=[NOPE, "coca-exact"]), tokens(1, 1).to(DEVICE)
+    assert kernel_calls(lambda: model(x)) == 0
+    model.requires_grad_(False).model.layers[0].mlp.requires_grad_()
+    assert kernel_calls(lambda: model(x)) == 1
     model.requires_grad_(False)
     cache = FarspanCache(model.config)
     for layer in range(2):
         cache.update(*(torch.rand(1, 1, 5, d, device=DEVICE, requires_grad=layer == 0) for d in (4, 8)), layer)
-    assert taken(past_key_values=cache) == 0
-    assert taken() == 2
+    assert kernel_calls(lambda: model(x, past_key_values=cache)) == 0
+    assert kernel_calls(lambda: model(x)) == 2
 
 
 @torch.no_grad()
 def test_under_autocast_the_kernel_gets_what_sdpa_gets(monkeypatch: pytest.MonkeyPatch) -> None:
     """float32 weights under autocast, as `farspan eval` has them, decode on the kernel where bfloat16 does."""
-    ids, seen, op = tokens(2, 12).to(DEVICE), [], layers.coca_attention
+    ids, seen, op, model = tokens(2, 12).to(DEVICE), [], layers.coca_attention, model_of()
     monkeypatch.setattr(layers, "coca_attention", lambda q, *a, **o: seen.append(q.dtype) or op(q, *a, **o))
 
-    def last(model: FarspanForCausalLM) -> torch.Tensor:
+    def last() -> torch.Tensor:
         cache = FarspanCache(model.config)
         with torch.autocast(DEVICE, torch.bfloat16):
             model(ids[:, :-1], past_key_values=cache)
@@ -244,7 +216,7 @@ def test_under_autocast_the_kernel_gets_what_sdpa_gets(monkeypatch: pytest.Monke
             model(ids[:, -1:], past_key_values=cache)
         return logits
 
-    plain, kernel = without_and_with_kernel(model_of(), last)
+    plain, kernel = without_and_with_kernel(last)
     assert (plain - kernel).abs().max() <= 0.03 * plain.abs().max()
 
 
@@ -266,7 +238,7 @@ def test_generate_hands_every_static_step_the_same_shapes(
     attention: list[Any], padded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or transformers, which compiles the step on a GPU, would record a graph for each token."""
-    model, x = model_of(attention=attention, decode_backend="sdpa"), tokens(2, 13).to(DEVICE)
+    model, x = model_of(attention=attention), tokens(2, 13).to(DEVICE)
     forward, masks = model.forward, []
     monkeypatch.setattr(
         model, "forward", lambda **inputs: masks.append(inputs.get("attention_mask")) or forward(**inputs)
@@ -283,12 +255,13 @@ def test_generate_hands_every_static_step_the_same_shapes(
 @pytest.mark.gpu
 @torch.no_grad()
 def test_a_cuda_graph_of_a_step_follows_the_sequence() -> None:
-    model = model_of(attention=["coca-exact", NOPE], rope_parameters=PER_QUERY, decode_backend="triton")
+    model = model_of(attention=["coca-exact", NOPE], rope_parameters=PER_QUERY, num_key_value_heads=2)
     x = tokens(2, 14).to(DEVICE)
     cache, parts = FarspanCache(model.config, max_length=20), []
     model(x[:, :10], past_key_values=cache)
     token, logits = x[:, 10:11].clone(), torch.empty(2, 97, device=DEVICE)
-    replay = captured(lambda: logits.copy_(model(token, past_key_values=cache).logits[:, -1]))
+    with decoding("triton"):
+        replay = captured(lambda: logits.copy_(model(token, past_key_values=cache).logits[:, -1]))
     for layer in cache.layers:
         layer.cumulative_length.fill_(10)  # before the graph was captured, the step ran once
     for i in range(10, 14):
@@ -307,10 +280,11 @@ def test_a_cuda_graph_of_a_step_follows_the_sequence() -> None:
 @torch.no_grad()
 def test_a_compiled_step_is_one_graph(options: dict, masked: bool) -> None:
     """No graph break, and no new graph for each token, also while a window fills up and after."""
-    model, x = model_of(decode_backend="triton", **options), tokens(2, 11).to(DEVICE)
+    model, x = model_of(**options), tokens(2, 11).to(DEVICE)
     mask = left_padding(2, 11, 3) if masked else None
-    found, graphs = compiled_steps(model, x, 5, 16, mask)
-    assert (found - on("sdpa", model)(x, attention_mask=mask).logits[:, 5:]).abs().max() <= 1e-5
+    with decoding("triton"):
+        found, graphs = compiled_steps(model, x, 5, 16, mask)
+    assert (found - model(x, attention_mask=mask).logits[:, 5:]).abs().max() <= 1e-5
     assert graphs <= 4
 
 
@@ -365,19 +339,6 @@ def test_logits_and_gradients_are_those_of_plain_torch(options: dict[str, Any], 
     assert torch.equal(found[0][0], found[1][0]) == strict  # two ways, and for strict CoCA one
     for got, want in zip(*found, strict=True):
         assert (got - want).abs().max() <= 1e-4 * max(1.0, float(want.abs().max()))
-
-
-@torch.no_grad()
-def test_chunks_and_other_attention_implementations_take_its_features(by: Any) -> None:
-    x = tokens(1, 20).to(DEVICE)
-    model, mixed = small(PREPARED[1]), small(PREPARED[0])
-    by("torch")
-    want = mixed(x).logits
-    by("kernel")
-    for length in (None, 24):
-        assert (chunked(model, x, [9, 1, 10], length=length) - model(x).logits).abs().max() <= 1e-4
-    mixed.set_attn_implementation("sdpa")
-    assert 0 < (mixed(x).logits - want).abs().max() <= 1e-4
 
 
 @pytest.mark.parametrize(

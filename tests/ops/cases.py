@@ -90,7 +90,9 @@ def calls(
     if padding is not None:
         holes = (index * 7 + lengths) % 10 < 7
         options["padding_mask"] = {"left": index >= lengths, "right": index < lengths, "holes": holes}[padding]
-    positions = draw(st.sampled_from([None, 3, (index * 3) // 2, index - lengths, "pair"]))
+    positions = draw(
+        st.sampled_from([None, 3, (index * 3) // 2, index - lengths, *(["pair"] if kind in SOFTMAX else [])])
+    )
     if isinstance(positions, str):
         positions = (index[None, m - n :] + draw(st.integers(0, 3)), index[None])
     elif draw(st.booleans()):

@@ -1,11 +1,15 @@
 """What the tests of the kernels share."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
+from farspan.ops.coca import COCA
+from farspan.ops.coca_decode import why_not_decode_triton
 from tests.helpers import coca_inputs
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -37,3 +41,13 @@ def assert_as_good_as_eager(out: Tensor, truth: Tensor, plain: Tensor) -> None:
     largest, mean = ((float(ours.max()), float(theirs.max())), (float(ours.mean()), float(theirs.mean())))
     assert largest[0] <= 2 * largest[1] + rounding, f"largest error {largest[0]:.2e}, eager's {largest[1]:.2e}"
     assert mean[0] <= 2 * mean[1] + rounding / 8, f"mean error {mean[0]:.2e}, eager's {mean[1]:.2e}"
+
+
+@contextmanager
+def decoding(backend: str) -> Iterator[None]:
+    """Let "auto" decode CoCA on the kernel wherever it can run ("triton"), or as any other call ("sdpa")."""
+    kernel, _, *others = COCA.entries
+    asked = kernel._replace(device=None, why_not=lambda call: why_not_decode_triton(replace(call, backend=backend)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(COCA, "entries", [*([asked] if backend == "triton" else []), *others])
+        yield

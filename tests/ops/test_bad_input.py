@@ -39,7 +39,6 @@ def test_wrong_shapes_raise(name: str) -> None:
     ("options", "message"),
     [
         ({"window": 0}, "window must be a whole number of keys ≥ 1 or None, got 0"),
-        ({"window": -3}, "window must be .* got -3"),
         ({"window": 2.5}, "window must be .* got 2.5"),
         (
             {"padding_mask": torch.ones(1, 4, dtype=torch.bool)},
@@ -58,18 +57,10 @@ def test_wrong_shapes_raise(name: str) -> None:
             r"positions must have shape \(5,\) or \(1, 5\), one for each of the keys, got \(4,\)",
         ),
         ({"positions": torch.arange(5.0)}, r"positions must hold integers, got torch.float32"),
-        (
-            {"positions": torch.arange(5).expand(3, 5)},
-            r"positions must have shape \(5,\) or \(1, 5\), .*, got \(3, 5\)",
-        ),
         ({"positions": torch.arange(5)[None, None]}, r"positions must have shape \(5,\) or .*, got \(1, 1, 5\)"),
         (
             {"positions": (torch.arange(4), torch.arange(5))},
             r"positions\[0\] must have shape \(5,\) or \(1, 5\), one for each of the queries, got \(4,\)",
-        ),
-        (
-            {"positions": (torch.arange(5), torch.arange(4))},
-            r"positions\[1\] must have shape \(5,\) or \(1, 5\), one for each of the keys, got \(4,\)",
         ),
         (
             {"positions": (torch.arange(5), torch.arange(5)), "documents": torch.zeros(1, 5, dtype=torch.long)},
@@ -116,16 +107,12 @@ DOCUMENTS = torch.zeros(1, 5, dtype=torch.long)
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
-        ("alibi", {"slopes": torch.ones(3)}, "slopes must have shape"),
-        ("alibi", {"slopes": -torch.ones(4)}, "slopes must be ≥ 0"),
         ("pope", {"rotary": None}, "phase needs angles, got rotary=None"),
         ("pope", {"phase": torch.ones(3, 8)}, r"^phase must have shape \(4, 8\), one per head .*, got \(3, 8\)"),
         ("pope", {"rotary": Rotary(8)}, "rotary must have dim 16, twice the width of q, got 8"),
         ("linear coca", {"rotary": Rotary(8, scaling=DynamicNTK(4, 8))}, "fixed frequencies, got dynamic NTK"),
-        ("linear coca", {"rotary": Rotary(16)}, "rotary must have dim 8"),
         ("linear coca", {"backend": "triton"}, "backend must be one of 'auto', 'chunked', 'reference', got 'triton'"),
         ("raise", {"max_length": 0}, "max_length must be a whole number ≥ 1, the M of the model, got 0"),
-        ("raise", {"max_length": 2.5}, "max_length must be .* got 2.5"),
         ("raise", {"beyond": "raised"}, "beyond must be one of .* got 'raised'; did you mean 'raise"),
         ("raise", {"activation": "gelu"}, "activation must be one of 'relu', 'elu', got 'gelu'"),
         ("raise", {"backend": "chunkd"}, "did you mean 'chunked'"),
@@ -133,9 +120,9 @@ DOCUMENTS = torch.zeros(1, 5, dtype=torch.long)
         ("raise", {"window": 3}, "linear attention has no window, got window 3"),
         ("raise", {"backend": "reference", "return_state": True}, "backend='reference' has no state"),
         ("raise", {"positions": "proportional"}, "a tensor or a pair of tensors, got 'proportional'"),
-        ("raise", {"documents": torch.tensor([[0, 1, 0, 1, 1]])}, "must be adjacent runs .* a split one in row 0"),
+        ("raise", {"documents": torch.tensor([[0, 1, 0, 1, 1]])}, "must not decrease in linear attention"),
         ("raise", {"documents": DOCUMENTS, "return_state": True}, "documents cannot be combined"),
-        ("raise", {"positions": PAIR, "return_state": True}, "state needs queries that are the last"),
+        ("raise", {"positions": PAIR}, "takes one position per key, got a pair of positions"),
         ("raise", {"padding_mask": torch.ones(1, 4).bool()}, r"padding_mask must have shape .* \(1, 5\)"),
     ],
 )

@@ -8,8 +8,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from farspan import FarspanCache, FarspanConfig, FarspanForCausalLM
-from farspan.layers import Attention, LayerCache
-from farspan.ops import DynamicNTK, Rotary, YaRN, coca_attention, coca_attention_reference, coca_decode, explain
+from farspan.layers import Attention, AttentionSpec, LayerCache
+from farspan.ops import DynamicNTK, Rotary, YaRN, coca, coca_attention, coca_attention_reference, coca_decode, explain
 from farspan.ops.device import why_not_triton
 from farspan.ops.masking import AttentionMask
 from tests.helpers import coca_inputs
@@ -31,12 +31,10 @@ def error(form: str, given: tuple[torch.Tensor, ...], rotary: Rotary | None, **o
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Record the number of positions of each table that is made."""
+    """Record the number of positions of each table that is kept."""
     found: list[int] = []
-    make = coca_decode._wave_table
-    monkeypatch.setattr(
-        coca_decode, "_wave_table", lambda phases, *rest: found.append(phases.shape[-1]) or make(phases, *rest)
-    )
+    make = coca_decode.cos_sin
+    monkeypatch.setattr(coca_decode, "cos_sin", lambda at, *rest: found.append(at.shape[-1]) or make(at, *rest))
     coca_decode._kept_table.cache_clear()
     yield found
     coca_decode._kept_table.cache_clear()
@@ -83,11 +81,10 @@ def test_left_padded_sequences_keep_their_tables_from_step_to_step(form: str, ma
     assert (logits - alone).abs().max() <= 1e-12
 
 
-def test_positions_that_do_not_count_on_make_no_large_table(made: list[int]) -> None:
+def test_positions_that_do_not_count_on_keep_no_table(made: list[int]) -> None:
     assert error("slack", inputs(8), Rotary(8), positions=10**6) <= 1e-9
     assert error("exact", inputs(8), Rotary(8), positions=torch.arange(8) * 10**6) <= 1e-9
-    assert made == [8, 8]
-    assert coca_decode._kept_table.cache_info().currsize == 0
+    assert made == []
 
 
 @pytest.mark.parametrize(
@@ -96,24 +93,17 @@ def test_positions_that_do_not_count_on_make_no_large_table(made: list[int]) -> 
         "coca-exact",
         "coca-strict",
         "coca-slack",
-        {"kind": "coca", "form": "exact", "window": 5},
         {"kind": "coca", "form": "exact", "rotary": False},
     ],
     ids=str,
 )
+@torch.no_grad()
 def test_decoding_makes_no_keys_of_width_d(spec: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = FarspanConfig.preset("tiny", num_hidden_layers=2, attention=[spec] * 2)
-    model = FarspanForCausalLM(config).eval().double()
-    layer = Attention(16, 4, spec if isinstance(spec, str) else model.model.layers[0].self_attn.spec).double()
-    ids, x = torch.randint(0, 512, (2, 12)), torch.randn(2, 12, 16, dtype=torch.float64)
-    cache, memory = FarspanCache(config), LayerCache(layer.spec.window)
-    with torch.no_grad():
-        logits, out = model(ids).logits[:, -1], layer(x)[:, -1]
-        model(ids[:, :-1], past_key_values=cache)
-        layer(x[:, :-1], cache=memory)
-        monkeypatch.setattr(Attention, "features", lambda *_: pytest.fail("rotated keys were made"))
-        assert (model(ids[:, -1:], past_key_values=cache).logits[:, -1] - logits).abs().max() <= 1e-12
-        assert (layer(x[:, -1:], cache=memory)[:, -1] - out).abs().max() <= 1e-12
+    layer, x = Attention(16, 4, AttentionSpec.parse(spec)).double(), torch.randn(2, 12, 16, dtype=torch.float64)
+    out, cache = layer(x)[:, -1], LayerCache()
+    layer(x[:, :-1], cache=cache)
+    monkeypatch.setattr(coca, "coca_features", lambda *_, **__: pytest.fail("rotated keys were made"))
+    assert (layer(x[:, -1:], cache=cache)[:, -1] - out).abs().max() <= 1e-12
 
 
 @torch.no_grad()

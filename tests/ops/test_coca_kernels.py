@@ -23,7 +23,7 @@ from farspan.ops import (
     coca_features,
     device,
 )
-from farspan.ops.coca_decode import FOLD_ROWS
+from farspan.ops.coca_decode import MOST_ROWS
 from farspan.ops.masking import AttentionMask, make_mask
 from farspan.ops.rotary import fixed_point
 from farspan.ops.triton import coca_decode, support
@@ -61,11 +61,10 @@ def check(n: int, m: int, *, form: str, dtype: torch.dtype, rotary: Rotary | Non
         ("slack", torch.bfloat16, 1, 65),
         ("exact", torch.bfloat16, 1, 257),
         ("exact", torch.bfloat16, 3, 65),
-        ("slack", torch.bfloat16, 16, 63),
-        ("exact", torch.bfloat16, 65, 257),  # more than 32 rows: the feature kernel, then SDPA
+        ("slack", torch.bfloat16, 4, 63),
+        ("exact", torch.bfloat16, 65, 257),  # more than eight rows: the feature kernel, then SDPA
         ("slack", torch.float32, 65, 65),
         ("slack", torch.float32, 1, 65),
-        ("exact", torch.float16, 1, 65),
     ],
     ids=str,
 )
@@ -78,17 +77,11 @@ SPREAD = 3 * torch.arange(150)[None] + torch.tensor([[0], [40_000]])
 MASKS: dict[str, dict[str, Any]] = {
     "plain": {},
     "far": {"positions": 2**20},
-    "window": {"window": 33},
-    "window beyond all": {"window": 300},
-    "bidirectional": {"causal": False},
-    "bidirectional window": {"causal": False, "window": 40},
     "padding": {"padding_mask": PADDING},
-    "padding and window": {"padding_mask": PADDING.flip(1), "window": 60},
+    "right padding": {"padding_mask": PADDING.flip(1)},
     "a row of padding": {"padding_mask": torch.tensor([[False], [True]]).expand(2, 150)},
     "positions per row": {"positions": SPREAD},
-    "positions and window": {"positions": SPREAD, "window": 20},
     "free positions": {"positions": "free"},
-    "free positions, bidirectional window": {"positions": "free", "window": 300, "causal": False},
     "scale": {"scale": 0.01},
     "NTK": {"rotary": Rotary(32, scaling=NTK(4))},
     "dynamic NTK": {"rotary": Rotary(32, scaling=DynamicNTK(4, 50))},
@@ -108,8 +101,11 @@ def options_of(name: str, form: str, n: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("name", "form", "dtype"),
     [(name, FORMS[len(name) % 2], torch.bfloat16) for name in MASKS]
-    + [("plain", "slack", torch.bfloat16), ("plain", "slack", torch.float16), ("padding", "exact", torch.float16)]
-    + [("plain", "exact", torch.float32), ("positions per row", "slack", torch.float32)],
+    + [
+        ("plain", "slack", torch.bfloat16),
+        ("plain", "exact", torch.float32),
+        ("positions per row", "slack", torch.float32),
+    ],
     ids=str,
 )
 def test_one_query_per_key_head_rounds_its_result_alone(name: str, form: str, dtype: torch.dtype) -> None:
@@ -123,10 +119,9 @@ def test_one_query_per_key_head_rounds_its_result_alone(name: str, form: str, dt
 
 @pytest.mark.parametrize(
     ("name", "dtype", "h", "n"),
-    [(name, torch.bfloat16, 4, 3) for name in MASKS]
-    + [("plain", torch.bfloat16, 4, 1), ("plain", torch.bfloat16, 8, 1), ("window", torch.bfloat16, 8, 4)]
-    + [("plain", torch.float16, 4, 3), ("padding", torch.float16, 8, 1), ("NoPE", torch.float16, 4, 3)]
-    + [("plain", torch.float32, 8, 1), ("positions per row", torch.float32, 4, 3), ("NoPE", torch.float32, 4, 1)],
+    [(name, torch.bfloat16, 2, 3) for name in MASKS]
+    + [("plain", torch.bfloat16, 4, 1), ("plain", torch.bfloat16, 8, 1), ("padding", torch.bfloat16, 2, 4)]
+    + [("plain", torch.float32, 8, 1), ("positions per row", torch.float32, 2, 3), ("NoPE", torch.float32, 4, 1)],
     ids=str,
 )
 def test_few_queries_err_no_more_than_on_rotated_keys(name: str, dtype: torch.dtype, h: int, n: int) -> None:
@@ -140,23 +135,12 @@ def test_few_queries_err_no_more_than_on_rotated_keys(name: str, dtype: torch.dt
         assert_as_good_as_eager(out, truth, coca_attention(q, t, v, **options, backend="sdpa"))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_few_queries_and_their_weights_are_not_rounded(dtype: torch.dtype) -> None:
+def test_few_queries_and_their_weights_are_not_rounded() -> None:
     """Where t is not rotated either, only the result is."""
-    q, t, v = inputs(2, 150, b=2, h=8, g=2, d=32, dtype=dtype)
+    q, t, v = inputs(2, 150, b=2, h=8, g=2, d=32, dtype=torch.bfloat16)
     truth = coca_attention_reference(q.double(), t.double(), v.double(), rotary=None)
     out = coca_attention(q, t, v, rotary=None, backend="triton").double()
-    assert ((out - truth).abs() <= truth.abs() * torch.finfo(dtype).eps / 2 + 1e-4 * truth.abs().max()).all()
-
-
-@pytest.mark.parametrize("rows", [8, 16])
-def test_tiles_with_fewer_rows_than_there_are_queries(rows: int) -> None:
-    q, t, v = inputs(8, 70, h=4, g=1, d=16)
-    step = fixed_point(Rotary(16).frequencies()).to(DEVICE)
-    call = DecodeCall(q, t, v, step, None, None, None, None, None, 0, "exact", True, 30, 0.25)
-    out = coca_decode.launch(call, Cut(rows, 16, 4, 2), splits=2)
-    truth = coca_attention_reference(q.double(), t.double(), v.double(), rotary=Rotary(16), window=30)
-    assert (out - truth).abs().max() <= 1e-5
+    assert ((out - truth).abs() <= truth.abs() * torch.finfo(torch.bfloat16).eps / 2 + 1e-4 * truth.abs().max()).all()
 
 
 @pytest.mark.parametrize(
@@ -168,42 +152,23 @@ def test_groups_and_widths(h: int, g: int, d: int, n: int, rotary: bool) -> None
     check(n, 40, form="slack", dtype=torch.bfloat16, rotary=Rotary(d) if rotary else None, h=h, g=g, d=d)
 
 
-@pytest.mark.parametrize(
-    ("form", "n", "dtype", "limit"),
-    [
-        ("exact", 1, torch.float32, 3e-6),
-        ("slack", 16, torch.float32, 3e-6),
-        ("slack", 1, torch.float16, 3e-3),
-        ("exact", 16, torch.float16, 3e-3),
-    ],
-    ids=str,
-)
-def test_far_positions_lose_nothing(form: str, n: int, dtype: torch.dtype, limit: float) -> None:
+@pytest.mark.parametrize(("form", "n"), [("exact", 1), ("slack", 4)])
+def test_far_positions_lose_nothing(form: str, n: int) -> None:
     """At 131,072 and far beyond, where float32 angles are noise."""
-    q, t, v = inputs(n, 80, h=2, g=1, d=64, dtype=dtype)
+    q, t, v = inputs(n, 80, h=2, g=1, d=64)
     for start in (131_072 - 80, 2**31 - 1000):
         options: dict[str, Any] = {"rotary": Rotary(64), "form": form, "positions": start}
         out = coca_attention(q, t, v, **options, backend="triton")
-        assert (out - coca_attention_reference(q.double(), t.double(), v.double(), **options)).abs().max() <= limit
+        assert (out - coca_attention_reference(q.double(), t.double(), v.double(), **options)).abs().max() <= 3e-6
 
 
 def test_strided_inputs() -> None:
-    q, t, v = inputs(5, 40, d=16)
+    q, t, v = inputs(4, 40, d=16)
     want = coca_attention(q, t, v, rotary=Rotary(16), backend="triton")
     folded = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, t, v)]
     scattered = [torch.stack((x, x), dim=-1)[..., 0] for x in (q, t, v)]
     for other in (folded, scattered):
         assert torch.equal(coca_attention(*other, rotary=Rotary(16), backend="triton"), want)
-
-
-@pytest.mark.parametrize("size", [1.0, 300.0, 1000.0])
-def test_float16_does_not_overflow_where_squares_would(size: float) -> None:
-    q, t, v = inputs(1, 40, h=4, g=2, d=16)
-    q, t, v = (q * size).half(), (t / size**2).half(), v.half()
-    out = coca_attention(q, t, v, rotary=Rotary(16), backend="triton")
-    truth = coca_attention_reference(q.double(), t.double(), v.double(), rotary=Rotary(16))
-    assert out.isfinite().all()
-    assert (out.double() - truth).abs().max() <= 2e-3
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -221,7 +186,7 @@ def test_large_scores_do_not_blur_what_splits_weigh(h: int, n: int, monkeypatch:
     m, d = 170, 16
     q, t = torch.full((1, h, n, d), 28.0, device=DEVICE), torch.ones(1, 1, m, d // 2, device=DEVICE)
     v = (torch.arange(m, device=DEVICE) < 70).float()[None, None, :, None].repeat(1, 1, 1, d)
-    out = coca_attention(q, t, v, rotary=None, causal=False, backend="triton")
+    out = coca_attention(q, t, v, rotary=None, backend="triton")
     assert (out - 70 / m).abs().max() <= 1e-6
 
 
@@ -255,7 +220,7 @@ def test_angles_start_afresh_after_some_tiles(
         monkeypatch.setattr(coca_decode, name, Rotating(getattr(coca_decode, name)))
     q, t, v = inputs(n, 150, h=1, g=1, d=8)
     theta = fixed_point(Rotary(8).frequencies())
-    call = DecodeCall(q, t, v, theta, None, None, None, None, None, 1000, "exact", True, None, 0.5)
+    call = DecodeCall(q, t, v, theta, None, None, None, None, None, 1000, "exact", 0.5)
     out = coca_decode.launch(call, cut, splits=1)
     wide = [x.double() for x in (q, t, v)]
     truth = coca_attention_reference(*wide, rotary=Rotary(8), positions=1000, scale=0.5)
@@ -276,7 +241,7 @@ def numbers(*values: int) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("n", "splits", "scaling"),
-    [(1, None, NTK(2)), (1, 3, DynamicNTK(4, 16)), (3, 2, None), (12, 1, DynamicNTK(4, 40))],
+    [(1, None, NTK(2)), (1, 3, DynamicNTK(4, 16)), (3, 2, None), (4, 1, DynamicNTK(4, 40))],
     ids=str,
 )
 def test_rows_of_different_lengths_equal_each_row_alone(
@@ -284,37 +249,34 @@ def test_rows_of_different_lengths_equal_each_row_alone(
 ) -> None:
     if splits is not None:
         monkeypatch.setattr(coca_decode, "choose_splits", lambda *arguments: splits)
-    q, t, v = inputs(n, 70, b=4, h=2, g=1, d=16, dtype=torch.float16)
+    q, t, v = inputs(n, 70, b=4, h=2, g=1, d=16)
     lengths = numbers(70, 20, 65, 0).repeat_interleave(2)[::2]  # a column of a table
     written = (torch.arange(70, device=DEVICE) < lengths[:, None])[:, None, :, None]
     rotary = None if scaling is None else Rotary(16, scaling=scaling)
-    for form, window, starts in (("exact", None, numbers(7).expand(4)), ("slack", 33, numbers(9, 0, 30, 1))):
+    for form, starts in (("exact", numbers(7).expand(4)), ("slack", numbers(9, 0, 30, 1))):
         mask = static_mask(n, 70, lengths, starts)
-        mask.window = window
         truth = coca_attention_reference(q.double(), t.double(), v.double(), rotary=rotary, form=form, mask=mask)
         held = [torch.where(written, x, torch.nan) for x in (t, v)]
         out = coca_attention(q, *held, rotary=rotary, form=form, mask=mask, backend="triton")
-        assert (out - truth).abs().max() <= 4e-3
+        assert (out - truth).abs().max() <= 1e-5
         assert (out[3] == 0).all()
 
 
-@pytest.mark.parametrize(("window", "splits"), [(None, 1), (2, 2)])
-def test_queries_before_the_first_key_give_zeros_also_bidirectionally(window: int | None, splits: int) -> None:
-    q, t, v = inputs(5, 40, b=2, d=16)
+@pytest.mark.parametrize("splits", [1, 2])
+def test_queries_before_the_first_key_give_zeros(splits: int) -> None:
+    q, t, v = inputs(5, 40, b=2, h=2, d=16)
     step, rest = fixed_point(Rotary(16).frequencies()).to(DEVICE), (None, None, None, None)
-    call = DecodeCall(q, t, v, step, numbers(40, 3), *rest, 0, "exact", causal=False, window=window, scale=0.25)
-    out = launch(call, splits=splits)
+    out = launch(DecodeCall(q, t, v, step, numbers(40, 3), *rest, 0, "exact", 0.25), splits=splits)
     assert (out[1, :, :2] == 0).all()
     for got, row, length in ((out[0], 0, 40), (out[1, :, 2:], 1, 3)):
         alone = (x[row : row + 1, :].double() for x in (q[:, :, -length:], t[:, :, :length], v[:, :, :length]))
-        truth = coca_attention_reference(*alone, rotary=Rotary(16), causal=False, window=window)
-        assert (got - truth[0]).abs().max() <= 1e-5
+        assert (got - coca_attention_reference(*alone, rotary=Rotary(16))[0]).abs().max() <= 1e-5
 
 
 def test_the_start_of_a_row_is_not_cut_to_32_bits() -> None:
     q, t, v = inputs(1, 20, b=2, d=16)
     step, first = fixed_point(Rotary(16).frequencies()).to(DEVICE), numbers(2**31 - 9, 0)
-    out = coca_decode.decode_op(q, t, v, step, None, first, None, None, None, 0, "exact", True, None, 0.25)
+    out = coca_decode.decode_op(q, t, v, step, None, first, None, None, None, 0, "exact", 0.25)
     truth = coca_attention_reference(q.double(), t.double(), v.double(), rotary=Rotary(16))  # only distances count
     assert (out - truth).abs().max() <= 1e-5
 
@@ -322,7 +284,7 @@ def test_the_start_of_a_row_is_not_cut_to_32_bits() -> None:
 def test_no_row_reads_beyond_its_cache() -> None:
     q, t, v = inputs(2, 20, b=2, d=16)
     step = fixed_point(Rotary(16).frequencies()).to(DEVICE)
-    call = DecodeCall(q, t, v, step, numbers(35, 20), None, None, None, None, 0, "exact", True, None, 0.25)
+    call = DecodeCall(q, t, v, step, numbers(35, 20), None, None, None, None, 0, "exact", 0.25)
     assert torch.equal(launch(call), launch(call._replace(lengths=None)))
 
 
@@ -332,12 +294,11 @@ def test_examples_in_the_kernels_run() -> None:
 
 
 def test_one_query_and_few_get_tiles_of_their_kernels() -> None:
-    for rows in range(1, FOLD_ROWS + 1):
+    for rows in range(1, MOST_ROWS + 1):
         for half in (4, 32, 64, 128):
             for dtype in (torch.bfloat16, torch.float32):
                 taken = choose_cut(rows, half, 2 * half, dtype).rows
-                assert (taken == 1) == (rows == 1)
-                assert rows <= taken <= FOLD_ROWS
+                assert taken == (1 if rows == 1 else MOST_ROWS)
 
 
 @pytest.mark.parametrize(("release", "sound"), [("12.8", False), ("12.9", True), ("13.0", True)])
@@ -353,7 +314,6 @@ def test_few_queries_have_four_warps_where_the_assembler_is_sound(
     monkeypatch.setattr(compiler, "get_ptxas", get_ptxas)
     monkeypatch.setattr(device, "assembler", device.assembler.__wrapped__)  # not what was found before
     assert (choose_cut(4, 64, 128, torch.bfloat16).warps == 4) is sound
-    assert choose_cut(9, 64, 128, torch.bfloat16).warps == 2  # as they were checked on a GPU
 
 
 def test_what_a_choice_asks_of_the_machine_is_a_constant_of_a_graph() -> None:
@@ -380,15 +340,17 @@ def test_operators_pass_torchs_own_check() -> None:
     q, t, _ = (x.requires_grad_() for x in inputs(5, 9, d=16))
     step = fixed_point(Rotary(16).frequencies()).to(q.device)
     folded = q.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
-    torch.library.opcheck(torch.ops.farspan.coca_prepare.default, (folded, t, step, None, None, 4, 0, "slack", 1.0))
+    torch.library.opcheck(
+        torch.ops.farspan.coca_prepare.default, (folded, t, None, step, None, None, 4, 0, "slack", 1.0)
+    )
     q, t, v = inputs(1, 9, d=16)
-    rest = (None, None, None, None, None, 0, "exact", True, None, 0.25)
+    rest = (None, None, None, None, None, 0, "exact", 0.25)
     torch.library.opcheck(torch.ops.farspan.half_width_attention.default, (q, t, v, step, *rest))
 
 
 @pytest.mark.parametrize("gradient", [True, False])
 def test_compiles_in_one_graph(gradient: bool) -> None:
-    q, t, v = (x.requires_grad_(gradient) for x in inputs(6, 12, d=16))
+    q, t, v = (x.requires_grad_(gradient) for x in inputs(4, 12, d=16))
 
     def attention(q: Tensor, t: Tensor, v: Tensor) -> Tensor:
         return coca_attention(q, t, v, rotary=Rotary(16), form="slack", backend="triton")

@@ -1,4 +1,4 @@
-"""The kernel that prepares CoCA's queries and keys: the features with one rounding, and in one graph."""
+"""The kernel that prepares queries and keys of CoCA and PoPE: features with one rounding, and in one graph."""
 
 import os
 import subprocess
@@ -14,8 +14,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 pytest.importorskip("triton", reason="needs triton (pip install farspan[gpu])")
 
 from farspan.layers import Attention
-from farspan.ops import DynamicNTK, Rotary, YaRN, coca, coca_attention, coca_features, explain
-from farspan.ops.coca import COCA, kernel_features
+from farspan.ops import DynamicNTK, Rotary, YaRN, coca, coca_attention, coca_features, explain, pope_attention
+from farspan.ops.coca import COCA, POPE, kernel_features, polar_features
 from farspan.ops.masking import make_mask
 from farspan.ops.rotary import Angles
 from tests.ops.kernels import DEVICE, FORMS, inputs, poison  # noqa: F401 (a fixture for every test here)
@@ -25,7 +25,11 @@ def angles_of(q: Tensor, t: Tensor, rotary: Rotary, positions: int | Tensor = 0)
     return make_mask(q.shape[2], t.shape[2], q.shape[0], q.device, positions=positions).angles(rotary)
 
 
-def features_by_torch(q: Tensor, t: Tensor, angles: Angles, form: str) -> tuple[Tensor, Tensor]:
+def features_by_torch(
+    q: Tensor, t: Tensor, angles: Angles, form: str, phase: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    if form == "polar":
+        return polar_features(q, angles.query(q.dtype), phase), polar_features(t, angles.key(t.dtype))
     return coca_features(q, t, angles.query(q.dtype), angles.key(q.dtype), form=form)
 
 
@@ -39,22 +43,34 @@ def features_by_torch(q: Tensor, t: Tensor, angles: Angles, form: str) -> tuple[
         ("slack", 65, 64),
         ("slack", 129, 6),
         ("exact", 20, 128),
+        ("polar", 1, 64),
+        ("polar", 65, 32),
+        ("polar", 129, 6),
+        ("polar without phase", 20, 64),
     ],
 )
 def test_preparation_equals_the_features_forward_and_backward(form: str, n: int, d: int) -> None:
     q, t, _ = inputs(n, n + 3, h=5, g=1, d=d)
-    wide = [x.double().requires_grad_() for x in (q, t)]
-    angles = angles_of(q, t, Rotary(d), 131_000)
-    truth = features_by_torch(*wide, angles, form)
+    angles, wide, (form, *no_phase) = angles_of(q, t, Rotary(d), 131_000), [q, t], form.split(maxsplit=1)
+    if form == "polar":
+        phase = torch.linspace(-9, 9, 5 * (d // 2), device=DEVICE).view(5, d // 2)
+        wide = [q[..., : d // 2].abs(), t, *([] if no_phase else [phase])]
+    wide = [x.double().requires_grad_() for x in wide]
+
+    def ordered(made: Any, q: Tensor, t: Tensor, *phase: Tensor) -> Any:
+        return made(q, t, angles, form, *phase)
+
+    truth = ordered(features_by_torch, *wide)
     weights = [torch.randn_like(x) for x in truth]
     true_gradients = torch.autograd.grad(truth, wide, weights)
     for dtype, limit in ((torch.float32, 1e-6), (torch.bfloat16, 2**-8)):
-        narrow = [x.to(dtype).requires_grad_() for x in (q, t)]
-        out = kernel_features(*narrow, angles, form)
+        narrow = [x.detach().to(dtype).requires_grad_() for x in wide]
+        out = ordered(kernel_features, *narrow)
         gradients = torch.autograd.grad(out, narrow, [x.to(dtype) for x in weights])
         for got, want in zip((*out, *gradients), (*truth, *true_gradients), strict=True):
-            # In bfloat16 the inputs themselves are rounded, and q̃ is quadratic in them.
-            assert (got - want).abs().max() <= limit * (1 if dtype == torch.float32 else 3) * want.abs().max()
+            # In bfloat16 the inputs themselves are rounded, and q̃ is quadratic in them. Phases are up to 9.
+            allowed = limit if dtype == torch.float32 else (12 if form == "polar" else 3) * limit
+            assert (got - want).abs().max() <= allowed * want.abs().max()
 
 
 def test_preparation_rounds_once() -> None:
@@ -80,8 +96,9 @@ def test_preparation_takes_positions_and_frequencies_per_row(form: str) -> None:
 @pytest.fixture
 def _by_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let "auto" choose as on a GPU."""
-    entries = tuple(entry._replace(device=None) if entry.name == "fused" else entry for entry in COCA.entries)
-    monkeypatch.setattr(COCA, "entries", entries)
+    for table in (COCA, POPE):
+        entries = tuple(entry._replace(device=None) if entry.name == "fused" else entry for entry in table.entries)
+        monkeypatch.setattr(table, "entries", entries)
     monkeypatch.setattr(coca, "why_not_feature_kernel", lambda *_: None)
 
 
@@ -93,6 +110,8 @@ def _by_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
         ("slack", YaRN(4, 16)),
         ("exact", DynamicNTK(4, 16, "per_request")),
         ("slack", DynamicNTK(4, 16, "per_query")),
+        ("polar", None),
+        ("polar", DynamicNTK(4, 16, "per_query")),
     ],
     ids=str,
 )
@@ -101,9 +120,18 @@ def test_attention_by_the_kernel_equals_sdpa_with_gradients(form: str, scaling: 
     rows = (torch.arange(40) + torch.tensor([[0], [7]])).to(DEVICE)
     for positions in (None, rows):
         leaves = [x.requires_grad_() for x in inputs(33, 40, b=2, h=4, g=1, d=16)]
-        options: dict[str, Any] = {"rotary": Rotary(16, scaling=scaling), "form": form, "positions": positions}
-        assert explain(coca_attention, *leaves, **options).name == "fused"
-        want, auto, triton = (coca_attention(*leaves, **options, backend=name) for name in ("sdpa", "auto", "triton"))
+        options: dict[str, Any] = {"rotary": Rotary(16, scaling=scaling), "positions": positions}
+        op: Any = coca_attention
+        if form == "polar":
+            phase = torch.linspace(-1, 1, 32, device=DEVICE).view(4, 8).requires_grad_()
+            q, k, v = leaves
+            leaves = [q.detach()[..., :8].abs().requires_grad_(), k, v, phase]
+            op = lambda q, k, v, phase, **given: pope_attention(q, k, v, phase=phase, **given)  # noqa: E731
+            assert explain(pope_attention, *leaves[:3], **options).name == "fused"
+        else:
+            options["form"] = form
+            assert explain(coca_attention, *leaves, **options).name == "fused"
+        want, auto, triton = (op(*leaves, **options, backend=name) for name in ("sdpa", "auto", "triton"))
         weights = torch.randn_like(want)
         gradients = torch.autograd.grad(want, leaves, weights)
         for got in (auto, triton):
@@ -112,24 +140,25 @@ def test_attention_by_the_kernel_equals_sdpa_with_gradients(form: str, scaling: 
                 assert (a - b).abs().max() <= 1e-5 * max(1.0, float(b.abs().max()))
 
 
-def test_layers_take_the_kernel_for_exact_and_slack(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_take_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """For the kernel strict CoCA would have to write out its tied query; RoPE has other features."""
     from farspan import layers
 
     taken: list[str] = []
 
     def spy(*args: Any) -> Any:
-        taken.append(args[-1])
+        taken.append(args[3])
         return kernel_features(*args)
 
     monkeypatch.setattr(layers, "why_not_feature_kernel", lambda *_: None)
     monkeypatch.setattr(layers, "kernel_features", spy)
     mask = make_mask(5, 5, 1, torch.device(DEVICE))
-    for name, wanted in (("coca-slack", ["slack"]), ("coca-exact", ["exact"]), ("coca-strict", []), ("rope", [])):
+    kinds = {"coca-slack": ["slack"], "coca-exact": ["exact"], "coca-strict": [], "rope": []}
+    for name, wanted in {**kinds, "pope": ["polar"], "coca-polar": ["polar"]}.items():
         taken.clear()
         layer = Attention(32, 4, name).to(DEVICE)
         q, k, _ = layer.project(torch.randn(1, 5, 32, device=DEVICE))
-        layer.features(q, k, mask, Rotary(8))
+        layer.features(q, k, mask, layer.rotary)
         assert taken == wanted
 
 
@@ -189,4 +218,4 @@ def test_torch_compile_looks_into_the_op() -> None:
     own = {**os.environ, "TRITON_INTERPRET": "0"}
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300, env=own)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["forward", "backward"] * 4
+    assert done.stdout.split() == ["forward", "backward"] * 5

@@ -16,7 +16,6 @@ from farspan.ops import (
     YaRN,
     coca_attention,
     dispatch,
-    rope_attention,
 )
 from farspan.ops.coca import COCA
 from farspan.ops.masking import make_mask
@@ -136,31 +135,6 @@ def test_tables_and_steps_are_the_same_angles(scaling: Scaling | None, name: str
         assert (rotated - torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)).abs().max() <= 1e-12
 
 
-def test_layers_that_share_a_mask_share_its_angles() -> None:
-    mask = make_mask(3, 5, 1, CPU)
-    angles = mask.angles(Rotary(8))
-    assert isinstance(angles, Angles)
-    assert mask.angles(Rotary(8)) is angles
-    assert mask.angles(Rotary(8, base=500.0)) is not angles
-    assert angles.key(torch.float32) is angles.key(torch.float32)
-    assert angles.key(torch.float64).dtype == torch.float64
-
-
-def test_per_query_buckets_follow_rows_that_cross_a_doubling_at_different_columns() -> None:
-    """Left padding shifts the rows against each other, so one column holds queries of two frequencies."""
-    rotary, inputs = Rotary(8, scaling=DynamicNTK(4, 6)), coca_inputs(30, b=3)
-    pad = torch.tensor([[0], [4], [11]])
-    positions, keep = torch.arange(30)[None] - pad, torch.arange(30)[None] >= pad
-    options = {"rotary": rotary, "positions": positions, "padding_mask": keep}
-    q, t, v = inputs
-    out = coca_attention(q, t, v, **options)
-    for row, start in enumerate(pad.flatten().tolist()):
-        alone = coca_attention(
-            q[row : row + 1, :, start:], t[row : row + 1, :, start:], v[row : row + 1, :, start:], rotary=rotary
-        )
-        assert (out[row, :, start:] - alone[0]).abs().max() <= 1e-12
-
-
 def test_prefill_runs_one_call_for_each_doubling(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     choose = dispatch.Table.choose
@@ -173,16 +147,6 @@ def test_prefill_runs_one_call_for_each_doubling(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(dispatch.Table, "choose", spy)
     coca_attention(*coca_inputs(64), rotary=Rotary(8, scaling=DynamicNTK(4, 8)))
     assert calls == [(8, 8), (8, 16), (16, 32), (32, 64)]
-
-
-def test_per_request_uses_one_base_from_the_length_of_the_call() -> None:
-    scaling = DynamicNTK(4, 6, "per_request")
-    dynamic, fixed = Rotary(8, scaling=scaling), Rotary(8, base=scaling.base_at(20, 8, 10_000.0))
-    q, t, v = coca_inputs(20)
-    for rotary in (dynamic, dynamic.at_length(20)):
-        assert torch.equal(coca_attention(q, t, v, rotary=rotary), coca_attention(q, t, v, rotary=fixed))
-    k = torch.randn_like(v)
-    assert torch.equal(rope_attention(q, k, v, rotary=dynamic), rope_attention(q, k, v, rotary=fixed))
 
 
 @pytest.mark.parametrize("factor", [0.5, -1.0, math.nan, math.inf])

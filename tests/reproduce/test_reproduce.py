@@ -323,7 +323,7 @@ def test_only_chooses_models_and_kinds_with_what_they_need(tmp_path: Path) -> No
         (["--text", "books=many"], "--text must be SOURCE or SOURCE=WEIGHT with a weight above 0, got 'books=many'"),
         (["--text", "nowhere.txt=1"], "source must exist, got 'nowhere.txt'"),
         (["--held-out", "nowhere.txt"], "source must exist, got 'nowhere.txt'"),
-        (["--tokenizer", "nowhere.json"], "tokenizer must exist, got 'nowhere.json'"),
+        (["--tokenizer", "nowhere.json"], "tokenizer must be 'bytes', a tokenizer.json"),
         (["--preset", "cosformer-cpu", "--only", "listop"], "--only must name some of cosformer-"),
         (
             ["--preset", "cosformer-cpu", "--labelled", "a"],

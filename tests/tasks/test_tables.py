@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from farspan.data import Shards
-from farspan.data.synthetic import evaluate
 from farspan.tasks.examples import SPLITS, MaskedRows, TableRows, chosen_texts, labelled_texts, make_tables
+from tests.data.test_synthetic import evaluate
 from tests.tasks.small import material, task
 
 

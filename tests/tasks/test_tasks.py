@@ -120,32 +120,9 @@ def test_variants_differ_in_their_attention_alone(tmp_path: Path) -> None:
             {"generator": {"max_depth": 3, "min_length": 0, "max_length": 3}, "length": 3},
             "must leave more expressions, got 0 and 3, where 200,000 tries after 10 found no other",
         ),
-        ("listops", {"generator": {"max_depth": "x"}}, "listops.generator.max_depth must be a valid integer, got 'x'"),
         ("finetuning", {"pretraining_steps": 0}, "pretraining_steps must be at least 1, got 0; without pre-training"),
     ],
 )
 def test_what_cannot_be_made_gets_one_line(name: str, changes: dict, message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
         task(name, tmp_path, **changes)
-
-
-@pytest.mark.parametrize(
-    ("name", "learned", "message"),
-    [
-        ("listops", 23, "tasks.listops.options.learned_positions must be 0 or at least the length 24, got 23; leave"),
-        ("finetuning", 31, "learned_positions must be 0 or at least the length 32, got 31"),
-        ("mqar", 16, "tasks.mqar.options.learned_positions must be 0 for a causal model, got 16; leave it out"),
-        ("lm", 32, "tasks.lm.options.learned_positions must be 0 for a causal model, got 32"),
-    ],
-)
-def test_positions_that_a_model_cannot_learn_are_found_before_any_work(
-    name: str, learned: int, message: str, tmp_path: Path
-) -> None:
-    made = make_task(name, settings(name, options={**MODEL, "learned_positions": learned}), material(tmp_path))
-    with pytest.raises(ValueError, match=message):
-        made.check(["cosformer"])
-
-
-def test_a_language_model_may_have_an_odd_batch(tmp_path: Path) -> None:
-    job = make_task("lm", settings("lm", batch_size=3), material(tmp_path)).job("rope", 0)
-    assert (job.batch_size, job.optimizer.accumulation, job.optimizer.steps) == (3, 1, 24)

@@ -261,10 +261,6 @@ def by_heads(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def wider(model: FarspanForCausalLM) -> FarspanForCausalLM:
-    """Copy a model in :data:`WIDER`, on SDPA alone: no decoding kernel, and no short cut for one query."""
+    """Copy a model in :data:`WIDER`."""
     weight = model.lm_head.weight
-    twin = copy.deepcopy(model).to(weight.device, WIDER[weight.dtype])
-    twin.config.decode_backend = "sdpa"
-    for block in twin.model.layers:
-        block.self_attn.decode_backend = "sdpa"
-    return twin
+    return copy.deepcopy(model).to(weight.device, WIDER[weight.dtype])

@@ -266,11 +266,14 @@ def fill(cache: Any, model: Any, batch: int, context: int, rows: int | None = No
     generator = torch.Generator(like.device).manual_seed(SEED)
     for index, block in enumerate(model.model.layers):
         layer = block.self_attn
+        width = getattr(layer, "key_width", layer.head_dim)
+        if isinstance(layer, Attention) and layer.caches_features(like.dtype):
+            width = 2 * layer.head_dim if layer.spec.kind == "pope" else layer.head_dim
         keys, values = (
             torch.empty(batch, heads, context, size, dtype=torch.bfloat16, device=like.device)
             .normal_(generator=generator)[:rows]
             .to(like.dtype)
-            for size in (getattr(layer, "key_width", layer.head_dim), layer.head_dim)
+            for size in (width, layer.head_dim)
         )
         magnitudes = isinstance(layer, Attention) and (layer.collinear or layer.polar)
         cache.update(keys.relu_() if magnitudes else keys, values, index)
@@ -297,11 +300,14 @@ def check_steps(decoder: Decoder, name: str, mode: str, eager: dict[str, tuple[T
 
 @torch.no_grad()
 def exact(decoder: Decoder, tokens: Tensor) -> Tensor:
-    """Return the first sequence's logits (steps, vocabulary) by the same model and cache in a wider dtype."""
+    """Return the first sequence's logits (steps, vocabulary) by the same model and cache in a wider dtype.
+
+    All steps in one call: what is made for one query takes no part.
+    """
     model = wider(decoder.model)
     cache = make_cache(model.config)
     fill(cache, model, decoder.batch, decoder.context, rows=1)
-    return torch.stack([model(given[None, :1], past_key_values=cache).logits[0, -1] for given in tokens])
+    return model(tokens[:, 0][None], past_key_values=cache).logits[0]
 
 
 @torch.no_grad()

@@ -24,7 +24,6 @@ def render(
     license: str | None = None,
     base_model: str | None = None,
     original: str | None = None,
-    rounded: bool = False,
 ) -> str:
     """Return the card as Markdown with YAML front matter; the sections are those of `card.md.jinja`.
 
@@ -32,16 +31,12 @@ def render(
         run: the results about this model.
         base_model: the model that this one was made from, by its name on the hub, which becomes a link.
         original: the same as the text names it, perhaps a file.
-        rounded: the weights are written in another dtype than they were measured in.
     """
     try:
-        from jinja2 import Environment, StrictUndefined
-    except ImportError as error:
-        raise ValueError(
-            "a model card needs jinja2, got an installation without it; install farspan[report]"
-        ) from error
-    config = model.config
-    kinds = sorted({spec.kind for spec in config.attention_specs})
+        from jinja2 import StrictUndefined, Template
+    except ImportError:
+        raise ValueError("a model card needs jinja2, which is missing; install farspan[report]") from None
+    kinds = sorted({spec.kind for spec in model.config.attention_specs})
     front_matter = ModelCardData(
         library_name="transformers",
         pipeline_tag="text-generation",
@@ -49,21 +44,17 @@ def render(
         base_model=base_model,
         tags=["farspan", "long-context", *kinds],
     )
-    environment = Environment(
-        undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
-    )
-    environment.filters["code"] = code
     text = (resources.files("farspan") / "checkpoints" / "card.md.jinja").read_text(encoding="utf-8")
-    return environment.from_string(text).render(
+    template = Template(text, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    return template.render(
         name=name,
         front_matter=str(front_matter.to_yaml()).strip(),
         original=original,
         facts=facts(model),
         kinds=kinds,
-        train_length=config.train_length,
+        train_length=model.config.train_length,
         tables=[to_markdown(table) for table in tables(run)],
         sources=run.sources,
-        rounded=rounded,
         version=version("farspan"),
         commit=commit(),
     )
@@ -112,18 +103,6 @@ def cache_text(model: FarspanForCausalLM) -> str:
         held += layer.nbytes * (1 if spec.linear else min(length, spec.window or length))
         full += 2 * width * model.dtype.itemsize * length
     return f"{held / 2**20:,.2f} MiB for {length:,} tokens, {held / full:.0%} of full RoPE attention's"
-
-
-def code(text: str) -> str:
-    """Return text as inline code, whatever it holds.
-
-    >>> code("a `b` c")
-    '`` a `b` c ``'
-    """
-    fence = "`"
-    while fence in text:
-        fence += "`"
-    return f"{fence}{text}{fence}" if len(fence) == 1 else f"{fence} {text} {fence}"
 
 
 # Tables

@@ -50,6 +50,11 @@ FAMILIES = {
 BIASES = ("qkv_bias", "out_bias", "mlp_bias")
 
 
+def one_line(error: Exception) -> str:
+    """Return the type of an error of another library, and the beginning of its message, on one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
 @contextmanager
 def valid_config(raw: dict[str, Any], where: str) -> Iterator[None]:
     """Raise any failure inside as one line about the configuration `raw`, read in `where`.
@@ -61,8 +66,8 @@ def valid_config(raw: dict[str, Any], where: str) -> Iterator[None]:
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
     except Exception as error:
-        kind, reason = raw.get("model_type"), f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise ValueError(f"{where} must be a valid {kind} configuration ({reason}); correct that field") from error
+        need = f"{where} must be a valid {raw.get('model_type')} configuration"
+        raise ValueError(f"{need} ({one_line(error)}); correct that field") from error
 
 
 def config_of(source: "Source") -> FarspanConfig:

@@ -4,7 +4,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import islice
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from farspan.checkpoints.calibrate import CalibrationConfig, CalibrationReport, calibrate, needs_fit
 from farspan.checkpoints.configuration import config_of, valid_config
-from farspan.checkpoints.replace import AUTO, AttentionArgument, Target, replace_attention
+from farspan.checkpoints.replace import AUTO, Target, replace_attention
 from farspan.checkpoints.sources import Source, open_source, quiet, tokenizer_of
 from farspan.configuration_farspan import FarspanConfig
 from farspan.errors import require
@@ -84,15 +84,8 @@ def _empty_model(source: Source, config: FarspanConfig | None = None) -> Farspan
 
 def _check_tensors(source: Source, model: FarspanForCausalLM) -> list[str]:
     """Return the names to read. Raise for the first tensor that is unknown, missing or of another shape."""
-    path, shapes = (
-        str(source.path),
-        {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)},
-    )
-    if adapter := min((name for name in source.shapes if ".lora_" in name), default=None):
-        raise ValueError(
-            f"checkpoint must be a plain model, got {path!r} with LoRA weights ({adapter!r}); "
-            "merge them into its weights first"
-        )
+    path = str(source.path)
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
     known = {source.stored(name) for name in shapes}
     unknown = [name for name in source.shapes if name not in known and not name.endswith(".rotary_emb.inv_freq")]
     require(
@@ -168,16 +161,13 @@ def new_folder(out: Path) -> Iterator[None]:
     The lock lies beside the folder, which appears complete or not at all.
     """
     path = out.resolve()
-    require(path != Path.cwd(), "out must be a new folder, got the current one; name another")
     name = f".{path.name}.lock"
-    with ExitStack() as held:
+    with lock(path.parent, name=name):
         try:
-            held.enter_context(lock(path.parent, name=name))
-        except ValueError:
-            raise ValueError(f"another process writes {str(out)!r}; wait for it or choose another folder") from None
-        held.callback((path.parent / name).unlink, missing_ok=True)
-        check_folder(out)
-        yield
+            check_folder(out)
+            yield
+        finally:
+            (path.parent / name).unlink(missing_ok=True)
 
 
 def save(model: FarspanForCausalLM, out: Path, carry: Callable[[Path], None], *, config: Any = None) -> None:
@@ -198,10 +188,6 @@ def save(model: FarspanForCausalLM, out: Path, carry: Callable[[Path], None], *,
             raw = {**config, "dtype": str(model.dtype).removeprefix("torch.")}
             (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
         carry(folder)
-        # As the umask has them: safetensors writes for the owner alone.
-        rights = (folder / "config.json").stat().st_mode
-        for file in folder.glob("*.safetensors"):
-            file.chmod(rights)
 
 
 def write_note(folder: Path, source: Path, **more: Any) -> None:
@@ -237,7 +223,7 @@ class Conversion:
 
 def from_pretrained(
     path: str | os.PathLike[str],
-    attention: AttentionArgument = "rope",
+    attention: str | None = "rope",
     *,
     window: int | None = None,
     global_every: int | None = None,
@@ -266,11 +252,11 @@ def from_pretrained(
     target.specs(config_of(source))  # raises for an impossible target, before any work
     ids = _reach_ids(source, target, ())
     model = load(source, dtype=dtype, device=device, progress=progress)
-    give_attention(model, target, reach_ids=ids, progress=progress)
+    _give_attention(model, target, reach_ids=ids, progress=progress)
     return model
 
 
-def give_attention(
+def _give_attention(
     model: FarspanForCausalLM,
     target: Target,
     calibration: Tensor | None = None,
@@ -279,11 +265,12 @@ def give_attention(
     reach_ids: Tensor | None = None,
     progress: Progress = silent,
 ) -> Conversion:
-    """Replace a RoPE model's attention, fitted if there is text for it, otherwise from copied weights."""
+    """Replace a RoPE model's attention, fitted if there is text for it, otherwise from copied weights.
+
+    `reach_ids` are sequences to choose the global layers on, where these are "auto".
+    """
     before, reach = model.config.attention_specs, list[float]()
-    if target.global_layers == AUTO:
-        if reach_ids is None:
-            raise ValueError("global_layers 'auto' needs reach_ids to measure on")
+    if reach_ids is not None:
         target, reach = target.measured(model, reach_ids, progress)
     specs, report = target.specs(model.config), None
     if calibration is not None:
@@ -302,7 +289,7 @@ def give_attention(
 def convert_folder(
     source: str | os.PathLike[str],
     out: str | os.PathLike[str],
-    attention: AttentionArgument = None,
+    attention: str | None = None,
     *,
     text: Sequence[str] = (),
     tokens: int = CALIBRATION_TOKENS,
@@ -336,7 +323,7 @@ def convert_folder(
         ids = sequences(opened, text, max(2, tokens // length), length) if text else None
         reach_ids = _reach_ids(opened, target, text)
         model = load(opened, dtype=dtype, device=device, progress=progress)
-        done = give_attention(model, target, ids, calibration_config, reach_ids=reach_ids, progress=progress)
+        done = _give_attention(model, target, ids, calibration_config, reach_ids=reach_ids, progress=progress)
 
         def carry(folder: Path) -> None:
             for name, content in carried.items():

@@ -8,7 +8,7 @@ exported models take them from an installed farspan, and run on torch without it
 import os
 import re
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -33,8 +33,6 @@ AUTO_MAP = {
 """What config.json tells the Auto classes. All through one file: transformers keeps a copy of the source for each file
 that the map names, and a class is not the same in two copies."""
 ALWAYS_THERE = {"torch", "transformers", "huggingface_hub", *sys.stdlib_module_names}
-OPTIONAL = {"linear-coca": "farspan.ops.linear_coca"}
-"""Kind of attention → the module that only models with such layers need."""
 
 
 def export_folder(
@@ -87,13 +85,11 @@ def export_folder(
         model.config.auto_map = dict(AUTO_MAP)
         original = base_model or _original(opened)
         base_model = original if original and "/" in original else base_model
-        rounded = dtype not in (None, opened.dtype)
-        card = render(name, model, run, license=license, base_model=base_model, original=original, rounded=rounded)
+        card = render(name, model, run, license=license, base_model=base_model, original=original)
 
         def carry(folder: Path) -> None:
             opened.carry(folder)
-            kinds = {spec.kind for spec in model.config.attention_specs}
-            for file, text in {**flat_source(kinds), "README.md": card}.items():
+            for file, text in {**flat_source(), "README.md": card}.items():
                 (folder / file).write_text(text, encoding="utf-8")
 
         save(model, out, carry)
@@ -138,14 +134,13 @@ def _original(source: Source) -> str | None:
     return cached.removeprefix("models--").replace("--", "/", 1) if cached else found.name
 
 
-def flat_source(kinds: Collection[str] = ()) -> dict[str, str]:
-    """Return file name → text for every module that a model with these kinds of attention needs.
+def flat_source() -> dict[str, str]:
+    """Return file name → text for every module that a model needs.
 
     >>> files = flat_source()
     >>> "from .farspan_ops_rotary import Rotary" in files["modeling_farspan.py"], len(files)
-    (True, 15)
+    (True, 16)
     """
-    left_out = {module for kind, module in OPTIONAL.items() if kind not in kinds}
     texts: dict[str, str] = {}
     waiting = [f"farspan.{ENTRY}"]
     while waiting:
@@ -153,7 +148,7 @@ def flat_source(kinds: Collection[str] = ()) -> dict[str, str]:
         if flat_name(module) not in texts:
             path = ROOT.joinpath(*module.split(".")[1:])
             path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-            texts[flat_name(module)], needed = rewrite(path.read_text(encoding="utf-8"), left_out)
+            texts[flat_name(module)], needed = rewrite(path.read_text(encoding="utf-8"))
             waiting += needed
     # The configuration is loaded through the entry, too: a model that is saved again must name it.
     texts[ENTRY] += "\nFarspanConfig.__module__ = __name__\n"
@@ -174,7 +169,7 @@ IMPORT = re.compile(r"^( *)((?:from ([\w.]+) )?import (\([^)]*\)|[\w., ]*\w))(.*
 """An import that begins a line: indent, statement, the module of a `from`, what it imports, the rest of the line."""
 
 
-def rewrite(text: str, left_out: Collection[str] = ()) -> tuple[str, list[str]]:
+def rewrite(text: str) -> tuple[str, list[str]]:
     """Return a module's text with flat imports, and the modules of farspan that it imports.
 
     >>> print(rewrite("from farspan.ops import Rotary  # angles")[0])
@@ -188,8 +183,7 @@ def rewrite(text: str, left_out: Collection[str] = ()) -> tuple[str, list[str]]:
             needed.append(f"farspan.{names}")
             return f"{indent}from . import {flat_name(needed[-1])}{rest}"
         module = module or names.split()[0]
-        if module.startswith("farspan.") and not module.startswith("farspan.ops.triton") and module not in left_out:
-            require(statement.startswith("from"), f"an exported module must say what it imports, got {statement!r}")
+        if module.startswith("farspan.") and not module.startswith("farspan.ops.triton"):
             needed.append(module)
             return f"{indent}from .{flat_name(module)} import {names}{rest}"
         if module.partition(".")[0] in ALWAYS_THERE:

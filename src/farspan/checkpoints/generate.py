@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import TextStreamer
 
+from farspan.checkpoints.configuration import one_line
 from farspan.checkpoints.convert import load
 from farspan.checkpoints.sources import open_source, tokenizer_of
 from farspan.errors import require
@@ -37,11 +38,6 @@ def generate(
         temperature == 0 or COLDEST <= temperature <= HOTTEST,
         f"temperature must be 0 or {COLDEST:g} … {HOTTEST:g}, got {temperature!r}; 0 takes the likeliest token",
     )
-    require(max_new_tokens < 2**31, f"max_new_tokens must be below 2^31, got {max_new_tokens}")
-    try:
-        prompt.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"prompt must be valid Unicode, got {prompt!r} ({error.reason}); remove it") from error
     source = open_source(Path(path))
     tokenizer = tokenizer_of(source)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -59,16 +55,14 @@ def generate(
     if temperature > 0:
         torch.manual_seed(seed % 2**63)
         settings = {"do_sample": True, "temperature": temperature}
-    pad, end = tokenizer.pad_token_id, tokenizer.eos_token_id
-    known = model.generation_config.eos_token_id
-    settings["eos_token_id"] = sorted({*(known if isinstance(known, list) else [known]), end} - {None}) or None
+    pad, end, known = tokenizer.pad_token_id, tokenizer.eos_token_id, model.generation_config.eos_token_id
     settings |= {"pad_token_id": end if pad is None else pad, "max_new_tokens": max_new_tokens}
     streamer = Streamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     try:
+        settings["eos_token_id"] = sorted({*(known if isinstance(known, list) else [known]), end} - {None}) or None
         model.generate(ids, attention_mask=torch.ones_like(ids), streamer=streamer, **settings)  # type: ignore[misc]
     except (TypeError, LookupError, AttributeError, ImportError) as error:  # of settings that nobody checked
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        raise ValueError(f"generation_config.json of {path} has settings that fail ({reason}); correct it") from error
+        raise ValueError(f"generation_config.json of {path} has settings that fail ({one_line(error)})") from error
     return "".join(pieces)
 
 
@@ -84,5 +78,4 @@ def _ids(tokenizer: Any, prompt: str, chat: bool) -> list[int]:
         return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
     except Exception as error:  # a template is a program, and tokenizer_config.json may hold anything
         what = "chat template" if chat else "tokenizer"
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        raise ValueError(f"the model's {what} fails ({reason}); correct it, or leave --chat out") from error
+        raise ValueError(f"the model's {what} fails ({one_line(error)}); correct it, or leave --chat out") from error

@@ -1,8 +1,7 @@
 """Give layers of a RoPE model another attention: which layers get which, and the weights they start from."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +14,6 @@ from farspan.ops.masking import make_mask
 from farspan.ops.reference import repeat_heads
 from farspan.utils import Progress, silent
 
-Entry = str | Mapping[str, Any] | AttentionSpec
-AttentionArgument = Entry | Sequence[Entry] | None
 KINDS = ("rope", "coca", "pope")
 """Kinds that can start from the weights of a RoPE layer."""
 WINDOW, GLOBAL_EVERY = 512, 4
@@ -31,9 +28,8 @@ class Target:
 
     Args:
         attention: None keeps the layers. A name ("rope", "coca-exact", "coca-slack", "coca-strict", "coca-polar",
-            "pope") keeps each layer's window and rotation; a mapping, or a list with one entry per layer, sets them.
-            A hybrid ("hybrid-rope", "hybrid-coca-exact", "hybrid-coca-polar", "hybrid-pope") has window layers of that
-            kind and global layers without positions.
+            "pope") keeps each layer's window and rotation. A hybrid ("hybrid-rope", "hybrid-coca-exact",
+            "hybrid-coca-polar", "hybrid-pope") has window layers of that kind and global layers without positions.
         window, global_every: of a hybrid, the keys in a window (512), and the layers per global layer (4).
         global_layers: the global layers by number, in place of `global_every`, or "auto": as many as `global_every`
             gives, those whose attention reaches furthest (:func:`attention_reach`).
@@ -43,13 +39,13 @@ class Target:
     [(8, True), (None, False), (8, True), (8, True)]
     """
 
-    attention: AttentionArgument = "rope"
+    attention: str | None = "rope"
     window: int | None = None
     global_every: int | None = None
     global_layers: Sequence[int] | str | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.attention, str):
+        if self.attention is not None:
             require_choice("attention", self.attention, [*NAMES, *HYBRIDS])
         require(
             self.hybrid or (self.window, self.global_every, self.global_layers) == (None, None, None),
@@ -64,7 +60,7 @@ class Target:
     @property
     def hybrid(self) -> bool:
         """Whether the target is a layout of window layers and global layers."""
-        return isinstance(self.attention, str) and self.attention.startswith("hybrid")
+        return self.attention in HYBRIDS
 
     @property
     def keys(self) -> int:
@@ -73,30 +69,18 @@ class Target:
 
     def specs(self, config: FarspanConfig) -> tuple[AttentionSpec, ...]:
         """Return one spec per layer for a model of this configuration; "auto" counts as the pattern."""
-        source, given = config.attention_specs, self.attention
-        if given is None:
+        source = config.attention_specs
+        if self.attention is None:
             return tuple(source)
-        if isinstance(given, str):
-            given = HYBRIDS.get(given, given)
-        entries = [given] * len(source) if isinstance(given, str | Mapping | AttentionSpec) else list(given)
+        new = AttentionSpec.parse(HYBRIDS.get(self.attention, self.attention))
         require(
-            len(entries) == len(source),
-            f"attention must have one entry for each of the {len(source)} layers, got {len(entries)}; repeat them",
+            new.kind in KINDS,
+            f"attention must be rope, CoCA with a softmax or PoPE in a conversion, got {self.attention!r}; "
+            "train a model with it instead",
         )
-        specs = [AttentionSpec.parse(entry) for entry in entries]
-        for spec in specs:
-            require(
-                spec.kind in KINDS,
-                f"attention must be rope, CoCA with a softmax or PoPE in a conversion, got {self.attention!r}; "
-                "train a model with it instead",
-            )
         if self.hybrid:
-            return self._layout(specs[0], config)
-        # A name keeps the source layer's window and rotation; a mapping says all itself.
-        return tuple(
-            replace(spec, window=old.window, rotary=old.rotary) if isinstance(entry, str) else spec
-            for entry, spec, old in zip(entries, specs, source, strict=True)
-        )
+            return self._layout(new, config)
+        return tuple(replace(new, window=old.window, rotary=old.rotary) for old in source)
 
     def _layout(self, local: AttentionSpec, config: FarspanConfig) -> tuple[AttentionSpec, ...]:
         """Return window layers of the kind `local`, and global layers without positions."""

@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,12 +17,12 @@ from farspan.utils import LOCK, Progress, check_folder, check_unchanged, lock, r
 SPLITS = ("train", "valid")
 STATE = ".unfinished.json"
 """What a killed run has done so far; the last file to go."""
-SAVE_SECONDS = 1.0
-"""A killed run repeats at most about this much work."""
 CHUNK = 2**20
 """Characters tokenized at once: the threads of the tokenizer share them."""
-Position = tuple[int, int, int]
-"""How far the sources have been read: the source, documents of it, and bytes of all sources."""
+Position = tuple[int, int]
+"""A document: the source, and its number there."""
+Show = Callable[[int, str], None]
+"""Receive the bytes that have been read, and of what phase."""
 
 
 def prepare(
@@ -42,10 +41,11 @@ def prepare(
         sources: as :func:`farspan.data.documents` takes them.
         tokenizer: one, its name or path, or a vocabulary size: train a BPE of that size on the training documents.
         valid_share: share of the documents held out, by a hash of their text: equal texts are never in both splits.
-        shard_tokens: a shard ends with the document that reaches this many tokens.
+        shard_tokens: a shard ends with the document that reaches this many tokens. Until then memory holds it.
 
-    Interrupted at any moment, the same call continues; called again after the end, it returns at once. Input that
-    cannot be read leaves nothing behind, unless tokens before it were saved; a corrected source then needs a new `out`.
+    Interrupted at any moment, the same call continues after the last shard; called again after the end, it returns at
+    once. Input that cannot be read leaves nothing behind, unless shards before it were written; a corrected source then
+    needs a new `out`.
 
     >>> from tempfile import TemporaryDirectory
     >>> with TemporaryDirectory() as folder:
@@ -53,10 +53,8 @@ def prepare(
     ...     prepare([f"{folder}/a.txt"], f"{folder}/tokens", valid_share=0)["splits"]["train"]["tokens"]
     20
     """
-    require(not isinstance(sources, str), f"sources must be a list, got {sources!r}; write [{sources!r}]")
     require(len(sources) > 0, "sources must name at least one text, got none; try 'stdlib'")
     require(0 <= valid_share <= 1, f"valid_share must be between 0 and 1, got {valid_share}; try 0.01")
-    require(shard_tokens >= 1, f"shard_tokens must be ≥ 1, got {shard_tokens}; try {2**26}")
     out = Path(out)
     check_folder(out, MANIFEST if (out / MANIFEST).is_file() else STATE, what="of the same tokens")
     resolved = [resolve(source) for source in sources]
@@ -84,8 +82,7 @@ def prepare(
             return manifest
         state = read_settings(out / STATE, "out") if (out / STATE).is_file() else {"plan": plan}
         check_unchanged(state.get("plan"), plan, "folder")
-        if not isinstance(state.get("position"), list):  # nothing is saved, or by version 0.1
-            state = {"plan": plan}
+        state.setdefault("written", {})
         try:
             write_json(out / STATE, state)
             if isinstance(tokenizer, TextTokenizer):
@@ -93,11 +90,10 @@ def prepare(
             elif (out / "tokenizer.json").exists():
                 tokenizer = load_tokenizer(out)
             else:
-                texts = _training_texts(_documents(resolved, field), valid_share, show)
-                tokenizer = train_bpe(texts, tokenizer, out)
+                tokenizer = train_bpe(_training_texts(resolved, plan, show), tokenizer, out)
             return _tokenize(out, state, tokenizer, resolved, show)
         except ValueError:
-            if "splits" not in read_settings(out / STATE):
+            if not read_settings(out / STATE)["written"]:
                 for path in {*out.iterdir()} - {out / LOCK}:
                     remove(path)
             raise
@@ -123,59 +119,54 @@ def _finished(out: Path, plan: dict[str, Any]) -> dict[str, Any] | None:
     return manifest
 
 
-def _documents(sources: list[Source], field: str, after: Position = (0, 0, 0)) -> Iterator[tuple[Position, str]]:
-    """Yield the text of each document after a position, and the position after it."""
+def _documents(sources: list[Source], field: str) -> Iterator[tuple[Position, int, str]]:
+    """Yield the position of each document, the bytes of all sources read up to its end, and its text."""
     before = 0
     for number, source in enumerate(sources):
-        if number >= after[0]:
-            for count, document in enumerate(source.documents(field), 1):
-                if (number, count) > after[:2]:
-                    yield (number, count, before + document.read), document.text
+        for count, document in enumerate(source.documents(field), 1):
+            yield (number, count), before + document.read, document.text
         before += source.bytes
 
 
-def _training_texts(
-    documents: Iterator[tuple[Position, str]], valid_share: float, show: Callable[[int, str], None]
-) -> Iterator[str]:
-    for (*_, done), text in documents:
+def _training_texts(sources: list[Source], plan: dict[str, Any], show: Show) -> Iterator[str]:
+    for _, done, text in _documents(sources, plan["field"]):
         show(done, "training the tokenizer")
-        if split_of(text, valid_share) == "train":
+        if split_of(text, plan["valid_share"]) == "train":
             yield text
 
 
 def _tokenize(
-    out: Path, state: dict[str, Any], tokenizer: TextTokenizer, sources: list[Source], show: Callable[[int, str], None]
+    out: Path, state: dict[str, Any], tokenizer: TextTokenizer, sources: list[Source], show: Show
 ) -> dict[str, Any]:
-    """Write shards and, every second, how far they go; at the end the manifest, with which the data exist."""
-    plan, dtype, saved = state["plan"], token_dtype(tokenizer.vocab_size), time.monotonic()
-    kept = state.get("splits", {})
-    writers = {name: ShardWriter(out, name, dtype, plan["shard_tokens"], kept.get(name, {})) for name in SPLITS}
-    try:
-        documents = _documents(sources, plan["field"], tuple(state.get("position", (0, 0, 0))))
-        for chunk in grouped(documents, CHUNK):
-            position = chunk[-1][0]
-            for (_, text), ids in zip(chunk, tokenizer.ids([text for _, text in chunk]), strict=True):
-                tokens = np.append(ids, tokenizer.end).astype(dtype)
-                writers[split_of(text, plan["valid_share"])].append(tokens)
-            show(position[2], "tokenizing")
-            if time.monotonic() - saved >= SAVE_SECONDS:
-                splits = {name: writer.state() for name, writer in writers.items()}
-                write_json(out / STATE, {"plan": plan, "position": position, "splits": splits})
-                saved = time.monotonic()
-        for writer in writers.values():
-            writer.finish()
-    finally:
-        for writer in writers.values():
-            writer.close()
-    shards = {name: writer.finished for name, writer in writers.items()}
+    """Write shards and, after each, how far they go; at the end the manifest, with which the data exist."""
+    plan, dtype = state["plan"], token_dtype(tokenizer.vocab_size)
+    writers = {
+        name: ShardWriter(out, name, dtype, plan["shard_tokens"], state["written"].get(name, {})) for name in SPLITS
+    }
+
+    def missing() -> Iterator[tuple[tuple[ShardWriter, Position, int], str]]:
+        for position, done, text in _documents(sources, plan["field"]):
+            writer = writers[split_of(text, plan["valid_share"])]
+            if position > writer.position:
+                yield (writer, position, done), text
+
+    for chunk in grouped(missing(), CHUNK):
+        for ((writer, position, _), _), ids in zip(chunk, tokenizer.ids([text for _, text in chunk]), strict=True):
+            if writer.append(np.append(ids, tokenizer.end), position):
+                state["written"] = {name: writer.state() for name, writer in writers.items()}
+                write_json(out / STATE, state)
+        show(chunk[-1][0][2], "tokenizing")
+    for writer in writers.values():
+        writer.finish()
     manifest = {
         "schema": SCHEMA,
         "dtype": dtype.name,
         "tokenizer": {"fingerprint": tokenizer.fingerprint, "vocab_size": tokenizer.vocab_size, "end": tokenizer.end},
         "plan": plan,
         "splits": {
-            name: {key: sum(shard[key] for shard in found) for key in ("tokens", "documents")} | {"shards": found}
-            for name, found in shards.items()
+            name: {key: sum(shard[key] for shard in writer.shards) for key in ("tokens", "documents")}
+            | {"shards": writer.shards}
+            for name, writer in writers.items()
         },
     }
     write_json(out / MANIFEST, manifest)

@@ -5,17 +5,17 @@ uint16 or uint32, every document followed by the end token) and train-00000.idx 
 """
 
 import os
-from contextlib import suppress
+from array import array
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from farspan.data.tokenizer import load_tokenizer
 from farspan.errors import require, require_choice
-from farspan.utils import explain_write_errors, read_settings, sha256
+from farspan.utils import atomic_path, read_settings, sha256
 
 MANIFEST = "manifest.json"
 SCHEMA = 1
@@ -106,30 +106,21 @@ class Shards:
         """Number of tokens, end tokens included."""
         return int(self._token_ends[-1])
 
-    @property
-    def documents_total(self) -> int:
-        """Number of documents."""
-        return sum(map(len, self._index))
-
     @cached_property
     def _bounds(self) -> npt.NDArray[np.int64]:
-        """The first token of each document, and the number of all tokens (documents_total + 1,)."""
+        """The first token of each document, and the number of all tokens (documents + 1,)."""
         starts = zip([*self._index, np.zeros(1, START)], [0, *self._token_ends], strict=True)
         return np.concatenate([start.astype(np.int64) + first for start, first in starts])
 
     @property
     def document_lengths(self) -> npt.NDArray[np.int64]:
-        """Tokens of each document (documents_total,), its end token included."""
+        """Tokens of each document (documents,), its end token included."""
         return np.diff(self._bounds)
 
     def document(self, i: int) -> npt.NDArray[Any]:
         """Copy document i (document_lengths[i],), its end token included."""
-        require(
-            0 <= i < self.documents_total,
-            f"document must be between 0 and {self.documents_total - 1}, got {i}; see documents_total",
-        )
-        start, stop = (int(bound) for bound in self._bounds[i : i + 2])
-        return self.window(start, stop - start)
+        start = int(self._bounds[i])
+        return self.window(start, int(self._bounds[i + 1]) - start)
 
     def window(self, start: int, length: int) -> npt.NDArray[Any]:
         """Copy tokens start … start + length − 1 of the concatenated documents (length,)."""
@@ -155,68 +146,45 @@ def _checksum(file: Path, size: int, mtime_ns: int) -> str:
 
 
 class ShardWriter:
-    """Append documents to the shards of one split.
+    """Collect the documents of one split in memory, and write each shard whole.
 
-    :meth:`state` is all that a later process needs: its writer cuts the open files back to that point and goes on.
-    What was written after it does not count, so a process may be killed at any moment.
+    :meth:`state` is all that a later process needs: its writer goes on after the last shard.
     """
 
     def __init__(
         self, folder: Path, split: str, dtype: np.dtype[Any], shard_tokens: int, state: dict[str, Any]
     ) -> None:
         self._folder, self._split, self._dtype, self._shard_tokens = folder, split, dtype, shard_tokens
-        self.finished: list[dict[str, Any]] = list(state.get("finished", []))
-        self._tokens, self._documents = int(state.get("tokens", 0)), int(state.get("documents", 0))
-        self._files: list[BinaryIO] = []
+        self.shards: list[dict[str, Any]] = state.get("shards", [])
+        self.position = self._last = tuple(state.get("position", (0, 0)))
+        """The last document in a shard."""
+        self._tokens, self._starts = bytearray(), array("Q")
 
-    def append(self, tokens: npt.NDArray[Any]) -> None:
-        """Add the tokens of a document. A shard ends with the first one that reaches shard_tokens."""
-        with explain_write_errors(self._folder):
-            if not self._files:
-                self._open()
-            self._files[0].write(tokens.tobytes())
-            self._files[1].write(np.array(self._tokens, START).tobytes())
-        self._tokens += len(tokens)
-        self._documents += 1
-        if self._tokens >= self._shard_tokens:
+    def append(self, tokens: npt.NDArray[Any], position: tuple[int, ...]) -> bool:
+        """Add a document; return whether a shard was written, which ends with the first to reach shard_tokens."""
+        self._starts.append(len(self._tokens) // self._dtype.itemsize)
+        self._tokens += tokens.astype(self._dtype).tobytes()
+        self._last = position
+        full = len(self._tokens) >= self._shard_tokens * self._dtype.itemsize
+        if full:
             self.finish()
-
-    def _paths(self) -> tuple[Path, Path]:
-        name = f"{self._split}-{len(self.finished):05d}"
-        return self._folder / f"{name}.bin", self._folder / f"{name}.idx"
-
-    def _open(self) -> None:
-        """Open the two files of the current shard, cut back to what is known to be good."""
-        sizes = self._tokens * self._dtype.itemsize, self._documents * START.itemsize
-        for path, size in zip(self._paths(), sizes, strict=True):
-            path.touch()
-            if path.stat().st_size < size:
-                raise OSError(f"{path} lost data, so it cannot be continued; {REMEDY}")
-            os.truncate(path, size)
-            self._files.append(open(path, "ab"))  # noqa: SIM115 - closed by close()
+        return full
 
     def finish(self) -> None:
-        """Close the current shard, if it holds anything, and note its hashes."""
-        if not self._tokens:
+        """Write what has been added since the last shard, if anything."""
+        if not self._starts:
             return
-        self.state()
-        self.close()
-        tokens, index = self._paths()
-        entry = {"file": tokens.name, "tokens": self._tokens, "documents": self._documents, "sha256": sha256(tokens)}
-        self.finished.append(entry | {"index": index.name, "index_sha256": sha256(index)})
-        self._tokens = self._documents = 0
+        name = f"{self._split}-{len(self.shards):05d}"
+        tokens, index = self._folder / f"{name}.bin", self._folder / f"{name}.idx"
+        for file, content in ((tokens, self._tokens), (index, np.array(self._starts, START).tobytes())):
+            with atomic_path(file) as part:
+                part.write_bytes(content)
+        counts = {"tokens": len(self._tokens) // self._dtype.itemsize, "documents": len(self._starts)}
+        entry = {"file": tokens.name, **counts, "sha256": sha256(tokens)}
+        self.shards.append(entry | {"index": index.name, "index_sha256": sha256(index)})
+        self.position = self._last
+        self._tokens, self._starts = bytearray(), array("Q")
 
     def state(self) -> dict[str, Any]:
-        """Sync the files to disk and return what has been written."""
-        with explain_write_errors(self._folder):
-            for file in self._files:
-                file.flush()
-                os.fsync(file.fileno())
-        return {"finished": list(self.finished), "tokens": self._tokens, "documents": self._documents}
-
-    def close(self) -> None:
-        """Close the open files; what was not synced does not count."""
-        for file in self._files:
-            with suppress(OSError):  # it writes what is left, which a full disk may not take
-                file.close()
-        self._files = []
+        """Return what has been written."""
+        return {"shards": self.shards, "position": self.position}

@@ -1,30 +1,29 @@
 """Read documents from files, directories, the standard library or the Hugging Face hub, one at a time.
 
-`datasets` reads the hub alone: of a truncated .zst, and of one with several frames, it silently drops the rest, and its
-errors name neither line nor byte.
+`datasets` reads the hub alone: of a truncated .zst, and of one with several frames, it silently drops the rest. So does
+the package zstandard; pyarrow raises for the first and reads the second.
 """
 
 import gzip
 import hashlib
 import importlib
-import io
 import json
 import lzma
 import os
 import sysconfig
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from farspan.errors import require, unknown
 from farspan.utils import sha256
 
 NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 FORMATS = "a file .txt .md .rst .py .jsonl (or these .gz .xz .zst) .parquet, a directory, 'stdlib' or 'hf:NAME'"
-BLOCK = 2**16
 FIELD = "name the one that holds the text with --field"
 
 
@@ -77,7 +76,7 @@ class Source:
             size = path.stat().st_size
             # An empty __init__.py is ordinary in a directory; an empty file that the user named is a mistake.
             if size or self.root is None:
-                for record, where, read in (_reader(path) or _text)(path, name, field):
+                for record, where, read in READERS[_ending(path)](path, name, field):
                     empty = False
                     yield Document(_checked(record, where, field), where, before + read)
             before += size
@@ -115,23 +114,23 @@ def resolve(name: str) -> Source:
         return Source(name, ())
     if name == "stdlib":
         root = Path(sysconfig.get_paths()["stdlib"])
-        return Source(name, _walk(root, lambda file: file.suffix == ".py", skip=NOT_LIBRARY), root)
+        return Source(name, _walk(root, [".py"], skip=NOT_LIBRARY), root)
     path = Path(name)
     require(path.exists(), f"source must exist, got {name!r}; give {FORMATS}")
     if path.is_dir():
-        files = _walk(path, lambda file: _reader(file) is not None)
+        files = _walk(path, READERS)
         require(bool(files), f"source must hold text files, got the directory {name!r} without any; give {FORMATS}")
         return Source(name, files, path)
-    require(_reader(path) is not None, f"source must have a known ending, got {name!r}; give {FORMATS}")
+    require(_ending(path) in READERS, f"source must have a known ending, got {name!r}; give {FORMATS}")
     return Source(name, (path,))
 
 
-def _walk(root: Path, keep: Callable[[Path], bool], skip: set[str] | frozenset[str] = frozenset()) -> tuple[Path, ...]:
-    """List the files under `root` to keep, sorted by their path below it, without hidden ones."""
+def _walk(root: Path, endings: Iterable[str], skip: Iterable[str] = ()) -> tuple[Path, ...]:
+    """List the files below `root` with these endings, sorted by their path there, without hidden ones."""
     found = []
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if not name.startswith(".") and name not in skip]
-        found += [Path(folder, name) for name in names if not name.startswith(".") and keep(Path(name))]
+        found += [Path(folder, name) for name in names if not name.startswith(".") and _ending(Path(name)) in endings]
     return tuple(sorted(found, key=lambda path: path.relative_to(root).as_posix()))
 
 
@@ -143,26 +142,26 @@ Records = Iterator[tuple[dict[str, Any], str, int]]
 
 def _text(path: Path, name: str, field: str) -> Records:
     with opened(path) as (stream, raw):
-        data = stream.read()
-        zero = data.find(b"\0")
-        require(zero < 0, f"{name} must be text, got binary data (a zero byte at offset {zero}); name UTF-8 text files")
-        yield {field: _decode(data, name)}, name, raw.tell()
+        yield {field: _decode(stream.read(), name)}, name, raw.tell()
 
 
 def _lines(path: Path, name: str, field: str) -> Records:
     with opened(path) as (stream, raw):
         for number, line in enumerate(stream, 1):
             if line.strip():
-                where, reason = f"{name}:{number}", "another JSON value"
-                text, record = _decode(line, where), None
-                try:
-                    record = json.loads(text)
-                except (ValueError, RecursionError) as error:
-                    reason = str(error)
-                got = f"got {text[:40]!r} ({reason}); repair it"
-                if not isinstance(record, dict):
-                    raise ValueError(f"{where} must be one JSON object per line, {got}")
-                yield record, where, raw.tell()
+                yield _object(line, f"{name}:{number}"), f"{name}:{number}", raw.tell()
+
+
+def _object(line: bytes, where: str) -> dict[str, Any]:
+    text = _decode(line, where)
+    need = f"{where} must be one JSON object per line, got {text[:40]!r}"
+    try:
+        record = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{need} ({error}); repair it") from error
+    if not isinstance(record, dict):
+        raise ValueError(f"{need}; repair it")
+    return record
 
 
 def json_lines(path: str | Path, argument: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -201,15 +200,17 @@ def _hub(name: str, field: str) -> Records:
             yield row, f"{name}:{number}", 0
 
 
-READERS = dict.fromkeys((".txt", ".md", ".rst", ".py"), _text) | dict.fromkeys((".jsonl", ".json", ".ndjson"), _lines)
+READERS: dict[str, Callable[[Path, str, str], Records]] = {
+    **dict.fromkeys((".txt", ".md", ".rst", ".py"), _text),
+    **dict.fromkeys((".jsonl", ".json", ".ndjson"), _lines),
+    ".parquet": _parquet,
+}
 
 
-def _reader(path: Path) -> Callable[[Path, str, str], Records] | None:
-    """Return what reads a file with this ending."""
+def _ending(path: Path) -> str:
+    """Return the ending that tells the format, without that of a compression."""
     name = Path(path.name.lower())
-    if name.suffix == ".parquet":  # compressed within
-        return _parquet
-    return READERS.get(Path(name.stem).suffix if name.suffix in COMPRESSED else name.suffix)
+    return Path(name.stem).suffix if name.suffix in COMPRESSED else name.suffix
 
 
 def _decode(data: bytes, where: str) -> str:
@@ -254,54 +255,16 @@ def opened(path: Path) -> Iterator[tuple[Any, Any]]:
     with open(path, "rb") as raw:
         try:
             yield COMPRESSED[suffix](raw) if suffix in COMPRESSED else raw, raw
-        except (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error) as error:
+        except (EOFError, OSError, lzma.LZMAError, zlib.error) as error:
             raise ValueError(
                 f"{path} must be a complete {suffix} file, got one truncated or damaged before byte {raw.tell()} "
                 f"of {path.stat().st_size} ({error}); download or compress it again"
             ) from error
 
 
-def _zstandard(raw: io.BufferedReader) -> Iterator[bytes]:
-    """Decompress zstd frames one after the other, and raise if the last one is truncated.
-
-    Other readers stop silently there or after the first frame (zstandard, fsspec), or lack large windows (pyarrow).
-    """
-    zstandard = needs("zstandard", "zstandard", f"reading {raw.name}")
-    # 2 GiB: files compressed with `zstd --long=31`, as large public corpora are.
-    decompressor = zstandard.ZstdDecompressor(max_window_size=2**31)
-    frame, block = None, b""
-    while block := block or raw.read(BLOCK):
-        frame = frame or decompressor.decompressobj()
-        try:
-            yield frame.decompress(block)
-        except zstandard.ZstdError as error:
-            raise EOFError(str(error)) from error
-        block = frame.unused_data
-        if frame.eof:
-            frame = None
-    if frame is not None:
-        raise EOFError("the last frame has no end")
+def _zstandard(raw: BinaryIO) -> BufferedReader:
+    stream = needs("pyarrow", "pyarrow", f"reading {raw.name}").CompressedInputStream(raw, "zstd")
+    return BufferedReader(stream, 2**16)
 
 
-class _Blocks(io.RawIOBase):
-    """A stream of the bytes that come in blocks."""
-
-    def __init__(self, blocks: Iterator[bytes]) -> None:
-        self._blocks, self._ready = blocks, b""
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._ready and (block := next(self._blocks, None)) is not None:
-            self._ready = block
-        count = min(len(buffer), len(self._ready))
-        buffer[:count], self._ready = self._ready[:count], self._ready[count:]
-        return count
-
-
-COMPRESSED: dict[str, Callable[[Any], Any]] = {
-    ".gz": gzip.open,
-    ".xz": lzma.open,
-    ".zst": lambda raw: io.BufferedReader(_Blocks(_zstandard(raw)), BLOCK),
-}
+COMPRESSED: dict[str, Callable[[BinaryIO], Any]] = {".gz": gzip.open, ".xz": lzma.open, ".zst": _zstandard}

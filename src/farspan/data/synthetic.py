@@ -4,7 +4,7 @@ Each is a distribution with the published numbers as defaults, and gives the sam
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from random import Random
 from statistics import median
@@ -23,8 +23,12 @@ AtLeastTwo = Annotated[int, Field(ge=2)]
 
 # ListOps: nested list operations, answered by one digit
 
-OPERATORS = ("[MIN", "[MAX", "[MED", "[SM")
-"""Least, greatest, median (rounded down), and sum modulo 10."""
+OPERATORS: dict[str, Callable[[list[int]], int]] = {
+    "[MIN": min,
+    "[MAX": max,
+    "[MED": lambda values: int(median(values)),
+    "[SM": lambda values: sum(values) % 10,
+}
 TOKENS = ("<pad>", *OPERATORS, "]", *(str(digit) for digit in range(10)))
 """The id of a token is its index here."""
 END = TOKENS.index("]")
@@ -49,9 +53,9 @@ class ListOps:
     otherwise a digit. Expressions whose length is not strictly between the bounds are dropped, and none is given twice.
     The round brackets of the published files carry nothing, and their reader drops them.
 
-    >>> expression = next(ListOps(min_length=5, max_length=20).stream(seed=3))
-    >>> evaluate(expression.tokens) == expression.value
-    True
+    >>> tokens, value = next(ListOps(min_length=5, max_length=20).stream(seed=3))
+    >>> " ".join(TOKENS[token] for token in tokens), value
+    ('[SM 6 4 6 8 9 ]', 3)
     """
 
     max_depth: AtLeastTwo = 10
@@ -75,49 +79,35 @@ class ListOps:
                 f"lengths between min_length and max_length must leave more expressions, got {self.min_length} and "
                 f"{self.max_length}, where {TRIES:,} tries after {len(seen)} found no other; widen them",
             )
-            tokens = self.propose(random)
-            if tokens is not None and len(tokens) > self.min_length and bytes(tokens) not in seen:
-                seen.add(bytes(tokens))
+            found = self.propose(random)
+            if found is not None and len(found.tokens) > self.min_length and bytes(found.tokens) not in seen:
+                seen.add(bytes(found.tokens))
                 tries = 0
-                yield Expression(tokens, evaluate(tokens))
+                yield found
 
-    def propose(self, random: Random) -> list[int] | None:
+    def propose(self, random: Random) -> Expression | None:
         """Draw one expression of any length below `max_length`; None if it would be longer."""
         tokens = list[int]()
-        return tokens if self._grow(tokens, 1, random) else None
+        value = self._grow(tokens, 1, random)
+        return None if value is None else Expression(tokens, value)
 
-    def _grow(self, tokens: list[int], depth: int, random: Random) -> bool:
-        """Append the tokens of one node; False once there are too many."""
+    def _grow(self, tokens: list[int], depth: int, random: Random) -> int | None:
+        """Append the tokens of one node, and return its value; None once there are too many."""
         if len(tokens) >= self.max_length - 1:
-            return False
+            return None
         if depth >= self.max_depth or random.random() > OPERATOR_SHARE:
-            tokens.append(ZERO + random.randrange(10))
-            return True
-        tokens.append(TOKENS.index(random.choice(OPERATORS)))
-        arguments = random.randint(2, self.max_args)
-        complete = all(self._grow(tokens, depth + 1, random) for _ in range(arguments))
+            digit = random.randrange(10)
+            tokens.append(ZERO + digit)
+            return digit
+        operator, values = random.choice([*OPERATORS]), list[int]()
+        tokens.append(TOKENS.index(operator))
+        for _ in range(random.randint(2, self.max_args)):
+            value = self._grow(tokens, depth + 1, random)
+            if value is None:
+                return None
+            values.append(value)
         tokens.append(END)
-        return complete and len(tokens) < self.max_length
-
-
-def evaluate(tokens: list[int]) -> int:
-    """Compute the value of a complete expression.
-
-    >>> evaluate([TOKENS.index(word) for word in "[MAX 2 [SM 7 8 ] 4 ]".split()])
-    5
-    """
-    results = {"[MIN": min, "[MAX": max, "[MED": lambda x: int(median(x)), "[SM": lambda x: sum(x) % 10}
-    operators, stack = list[str](), [list[int]()]
-    for token in tokens:
-        if TOKENS[token] in OPERATORS:
-            operators.append(TOKENS[token])
-            stack.append([])
-        elif token == END:
-            values = stack.pop()
-            stack[-1].append(results[operators.pop()](values))  # type: ignore[operator]
-        else:
-            stack[-1].append(token - ZERO)
-    return stack[0][0]
+        return OPERATORS[operator](values) if len(tokens) < self.max_length else None
 
 
 # Multi-query associative recall (Arora et al. 2023): the hard case for a memory of constant size

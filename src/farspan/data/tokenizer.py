@@ -4,7 +4,6 @@ import hashlib
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -173,48 +172,41 @@ def load_tokenizer(name_or_path: str | os.PathLike[str]) -> TextTokenizer:
 
     A name without an owner is looked for among downloaded tokenizers only: the hub is not asked for a mistyped folder.
     """
+    from tokenizers import Tokenizer
+
     name = os.fspath(name_or_path)
     if name == "bytes":
         return TextTokenizer(_bytes_backend(), 0)
-    path = Path(name) / "tokenizer.json" if Path(name).is_dir() else Path(name)
-    if path.is_file():
-        return _from_file(path)
-    require(path.suffix != ".json", f"tokenizer must exist, got {name!r}; give 'bytes', a tokenizer.json or OWNER/NAME")
-    return _from_transformers(name)
-
-
-def _from_file(path: Path) -> TextTokenizer:
-    from tokenizers import Tokenizer
-
+    file = Path(name) / "tokenizer.json" if Path(name).is_dir() else Path(name)
+    if not file.is_file():
+        file = _from_hub(name)
     try:
-        backend = Tokenizer.from_file(str(path))
+        backend = Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises plain Exception
-        raise ValueError(f"tokenizer must be a tokenizer.json, got {str(path)!r} ({error}); save it again") from error
-    config = path.with_name("tokenizer_config.json")
+        raise ValueError(f"tokenizer must be a tokenizer.json, got {str(file)!r} ({error}); save it again") from error
+    config = file.with_name("tokenizer_config.json")
     named = read_settings(config, "tokenizer").get("eos_token") if config.is_file() else None
     named = named.get("content") if isinstance(named, dict) else named
     ends = [backend.token_to_id(str(token)) for token in ((named,) if named else USUAL_ENDS)]
     found = [token for token in ends if token is not None]
     require(
         bool(found),
-        f"tokenizer must have an end-of-text token, got {str(path)!r} without {named or ' or '.join(USUAL_ENDS)}; "
+        f"tokenizer must have an end-of-text token, got {str(file)!r} without {named or ' or '.join(USUAL_ENDS)}; "
         "name it as eos_token in tokenizer_config.json",
     )
     return TextTokenizer(backend, found[0])
 
 
-def _from_transformers(name: str) -> TextTokenizer:
-    from transformers import AutoTokenizer
+def _from_hub(name: str) -> Path:
+    """Return the tokenizer.json of a model of the hub."""
+    from huggingface_hub import snapshot_download
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=name.count("/") != 1)
-    except (OSError, ValueError, ImportError) as error:
+        require(not name.endswith(".json") and not Path(name).exists(), "no such file")
+        files, offline = ["tokenizer.json", "tokenizer_config.json"], name.count("/") != 1
+        return Path(snapshot_download(name, allow_patterns=files, local_files_only=offline), "tokenizer.json")
+    except (OSError, ValueError) as error:
         raise ValueError(
-            f"tokenizer must be 'bytes', a tokenizer.json, a folder with one, or OWNER/NAME on the Hugging Face hub, "
+            "tokenizer must be 'bytes', a tokenizer.json, a folder with one, or OWNER/NAME on the Hugging Face hub, "
             f"got {name!r} ({str(error).splitlines()[0]}); check the name and the network"
         ) from error
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        raise ValueError(f"tokenizer must be a fast one, got {name!r} without tokenizer.json; choose another")
-    require(tokenizer.eos_token_id is not None, f"tokenizer must have an eos_token, got {name!r}; choose another")
-    return TextTokenizer(deepcopy(backend), tokenizer.eos_token_id)

@@ -4,7 +4,6 @@ lm-eval hands ``--model_args`` and ``--metadata`` to the first kind together, as
 """
 
 import math
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,23 +18,20 @@ def passkey(*, length: int = 512, cases: int = 100, seed: int = 0, **model: Any)
     """Make the prompts of `farspan eval passkey --lengths LENGTH --cases CASES --seed SEED`, as text.
 
     lm-eval cuts the text into tokens again. Where filler was cut inside a word they may differ there, and the prompt is
-    a few tokens shorter or longer; `same_tokens` is 1 where they do not. With a byte tokenizer they never do.
+    a few tokens shorter or longer. With a byte tokenizer they never do.
     """
-    tokenizer, docs = _tokenizer_of(model), Docs()
-    for case in make_cases(tokenizer, length, cases, seed):
-        prompt = tokenizer.decode(case.prompt)
-        same = tokenizer.encode(prompt) == case.prompt
-        docs.append({"prompt": prompt, "key": str(case.key), "same_tokens": float(same)})
-    return _dataset(docs)
+    tokenizer = _tokenizer_of(model)
+    made = make_cases(tokenizer, length, cases, seed)
+    return _dataset([{"prompt": tokenizer.decode(case.prompt), "key": str(case.key)} for case in made])
 
 
 def found(doc: dict[str, Any], results: Sequence[str]) -> dict[str, float]:
-    """Tell whether the key is in the continuation, and whether the prompt was that of `farspan eval` to the token.
+    """Tell whether the key is in the continuation.
 
-    >>> found({"key": "12345", "same_tokens": 1.0}, [" The passkey is 12345."])
-    {'accuracy': 1.0, 'same_tokens': 1.0}
+    >>> found({"key": "12345"}, [" The passkey is 12345."])
+    {'accuracy': 1.0}
     """
-    return {"accuracy": float(doc["key"] in results[0]), "same_tokens": doc["same_tokens"]}
+    return {"accuracy": float(doc["key"] in results[0])}
 
 
 def perplexity(
@@ -61,9 +57,8 @@ def perplexity(
 
 def losses(doc: dict[str, Any], results: Sequence[float]) -> dict[str, tuple[float, int]]:
     """Pair a document's log-likelihood with what each metric divides it by."""
-    words, size = len(re.split(r"\s+", doc["text"])), len(doc["text"].encode())
-    counts = {"ppl": doc["tokens"], "word_perplexity": words, "byte_perplexity": size, "bits_per_byte": size}
-    return {metric: (float(results[0]), count) for metric, count in counts.items()}
+    likelihood = float(results[0])
+    return {"ppl": (likelihood, doc["tokens"]), "bits_per_byte": (likelihood, len(doc["text"].encode()))}
 
 
 def token_perplexity(items: Sequence[tuple[float, int]]) -> float:

@@ -93,15 +93,20 @@ def balance(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     return q / shift.repeat_interleave(size, dim=1), k * shift
 
 
-def kernel_features(q: Tensor, t: Tensor, angles: Angles, form: str) -> tuple[Tensor, Tensor]:
-    """Compute q̃ and k̃ in one Triton kernel, forward and backward, without tables of angles."""
+def kernel_features(
+    q: Tensor, t: Tensor, angles: Angles, form: str, phase: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Compute q̃ and k̃ in one Triton kernel, forward and backward, without tables of angles.
+
+    `form` is that of CoCA, or "polar": then q and t are magnitudes, and `phase` is (h, r).
+    """
     from farspan.ops.triton.coca_features import prepare_op
 
     steps, (query, key) = angles.steps, (None, None) if angles.positions is None else angles.positions
     if any(x is not None and x.device != q.device for x in (t, steps, query, key)):  # the kernel would not notice
         raise ValueError(f"t, angles and positions must be on the device of q, {q.device}; move them there")
-    first = angles.first or 0
-    return prepare_op(q, t, steps, query, key, first + angles.offset, first, form, angles.rotary.factor)
+    first, phase = angles.first or 0, None if phase is None else phase.float().contiguous()
+    return prepare_op(q, t, phase, steps, query, key, first + angles.offset, first, form, angles.rotary.factor)
 
 
 def why_not_feature_kernel(dtype: torch.dtype, width: int, device: torch.device) -> str | None:
@@ -124,12 +129,9 @@ def why_not_feature_kernel(dtype: torch.dtype, width: int, device: torch.device)
 def _why_not_fused(call: Call) -> str | None:
     q = call.q
     if call.backend == "auto":
-        return "nothing rotates" if call.rotary is None else why_not_feature_kernel(q.dtype, q.shape[-1], q.device)
+        return "nothing rotates" if call.rotary is None else why_not_feature_kernel(q.dtype, call.rotary.dim, q.device)
     if q.dtype not in (torch.bfloat16, torch.float32):
-        return (
-            "backend='triton' takes bfloat16 or float32 with gradients or more than 32 queries per key head, "
-            f"got {q.dtype}; use backend='sdpa'"
-        )
+        return f"backend='triton' takes float32 or bfloat16, got {q.dtype}; use backend='sdpa'"
     if takes_forward_derivatives():
         return "backend='triton' has no forward-mode derivatives; use backend='sdpa'"
     return why_not_triton(q.device.type)
@@ -192,8 +194,8 @@ def pope_attention(
         rotary: the angles, ``Rotary(2 * r)``, which has r frequencies; None for no positions.
         phase: (h, r) δ, learned; None for 0.
         scale: multiplies the scores; default 1/√r.
-        backend: "auto", "sdpa" (dot-product form, O(N) memory), "triton" (masks by a kernel where it can run)
-            or "reference".
+        backend: "auto", "sdpa" (dot-product form, O(N) memory), "triton" (features and masks by kernels) or
+            "reference".
 
     The other arguments are those of :func:`farspan.ops.coca_attention`. Return (b, h, n, dv) in q's dtype.
 
@@ -244,8 +246,16 @@ def _polar_reference(call: Call) -> Tensor:
     return attend(scores * call.scale, call.v, visible(call.mask))
 
 
+def _polar_fused(call: Call) -> Tensor:
+    if call.rotary is None:
+        return _polar_sdpa(call)
+    features = kernel_features(call.q, call.k, call.mask.angles(call.rotary), "polar", call.phase)
+    return softmax_attention(call, *features)
+
+
 POPE = Table(
-    Implementation("sdpa", ("auto", "sdpa", "triton"), _polar_sdpa, then=DOT_PRODUCT),
+    Implementation("fused", ("auto", "triton"), _polar_fused, _why_not_fused, "cuda", DOT_PRODUCT),
+    Implementation("sdpa", ("auto", "sdpa"), _polar_sdpa, then=DOT_PRODUCT),
     Implementation("reference", ("reference",), _polar_reference),
     rotary_width=2,
 )

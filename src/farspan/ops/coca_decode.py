@@ -8,7 +8,6 @@ computed for one block of keys at a time, which stays in the processor's cache u
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,22 +22,15 @@ from farspan.ops.device import (
 )
 from farspan.ops.dispatch import Call
 from farspan.ops.masking import AttentionMask
-from farspan.ops.rotary import Angles, Rotary
+from farspan.ops.rotary import Angles, Rotary, cos_sin
 
 TIMED_WIDTHS = (64, 128)
 """Head widths for which the kernel was measured to be faster than SDPA on rotated keys, on an H200."""
-TIMED_ROWS = 8
+MOST_ROWS = 8
 """Queries per key head, likewise: what one tile of the kernel holds."""
-FOLD_ROWS = 32
-"""Up to this many queries per key head the kernel rotates queries instead of keys."""
 WIDEST = 256
 BLOCK_ELEMENTS = 2**18
 """Elements of t∘wave per thread in one block: a MiB in float32, about a core's own cache."""
-
-
-def is_decoding_step(n: int, group: int) -> bool:
-    """Return whether n new tokens with `group` query heads per key head are few enough to count as decoding."""
-    return n * group <= FOLD_ROWS
 
 
 def why_not_decode_triton(call: Call) -> str | None:
@@ -49,23 +41,23 @@ def why_not_decode_triton(call: Call) -> str | None:
     """
     q, v = call.q, call.v
     width, group = max(q.shape[-1], v.shape[-1]), q.shape[1] // call.k.shape[1]
-    if call.backend == "auto":
-        if q.dtype != torch.bfloat16 or width not in TIMED_WIDTHS or not is_ampere(q.device.index):
-            return (
-                "the half-width kernel is chosen for bfloat16 heads of width 64 or 128 on Nvidia GPUs from Ampere on; "
-                "backend='triton' asks for it elsewhere"
-            )
-        if q.shape[2] * group > TIMED_ROWS:  # numbers in a message would become constants of a compiled graph
-            return f"more than {TIMED_ROWS} queries per key head are faster on rotated keys"
-    if not is_decoding_step(q.shape[2], group):
-        return f"the half-width kernel takes at most {FOLD_ROWS} queries per key head"
+    timed = q.dtype == torch.bfloat16 and width in TIMED_WIDTHS
+    if call.backend == "auto" and not (timed and is_ampere(q.device.index)):
+        return (
+            "the half-width kernel is chosen for bfloat16 heads of width 64 or 128 on Nvidia GPUs from Ampere on; "
+            "backend='triton' asks for it elsewhere"
+        )
+    if q.shape[2] * group > MOST_ROWS:  # numbers in a message would become constants of a compiled graph
+        return f"the half-width kernel takes at most {MOST_ROWS} queries per key head; more are faster on rotated keys"
     if call.gradient:
         return "the half-width kernel has no gradients; decode under torch.no_grad()"
     mask = call.mask
-    if mask.documents is not None or not (mask.offset == mask.m - mask.n if mask.aligned else mask.lengths is not None):
-        return "the half-width kernel takes queries that are the last keys, in one document"
-    if q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return f"backend='triton' takes float32, bfloat16 or float16, got {q.dtype}; use backend='sdpa'"
+    if mask.documents is not None or mask.window is not None or not mask.causal:
+        return "the half-width kernel takes causal calls without windows and documents"
+    if not (mask.offset == mask.m - mask.n if mask.aligned else mask.lengths is not None):
+        return "the half-width kernel takes queries that are the last keys"
+    if q.dtype not in (torch.float32, torch.bfloat16):
+        return f"backend='triton' takes float32 or bfloat16, got {q.dtype}; use backend='sdpa'"
     if width > WIDEST:
         return f"backend='triton' takes heads up to {WIDEST} wide, got {width}; use backend='sdpa'"
     if takes_forward_derivatives():
@@ -96,8 +88,6 @@ def decode_triton(call: Call) -> Tensor:
         padding=mask.padding,
         first=first if isinstance(first, int) else 0,
         form=call.form,
-        causal=mask.causal,
-        window=mask.window,
         scale=scale,
     )
     return decode_op(*kernel)
@@ -114,35 +104,73 @@ def why_not_decode_cpu(call: Call) -> str | None:
     return "it is not for compiled graphs" if torch.compiler.is_compiling() else None
 
 
-class Waves(NamedTuple):
-    """What t is multiplied by for one query per row; layers share it through their mask."""
-
-    key: tuple[Tensor, ...] = ()
-    """Each (b|1, 1, m, d/2): cos((m-n)θ) for exact; cos nθ and sin nθ for slack; none without rotation."""
-    query: tuple[Tensor, Tensor] | None = None
-    """For slack cos and tan of the query's own angle, each (b|1, 1, 1, d/2)."""
-
-
 def decode_cpu(call: Call) -> Tensor:
     """Compute q (b, h, 1, d), un-rotated t (b, g, m, d/2) and v (b, g, m, dv) → (b, h, 1, dv) in q's dtype."""
     q, t, v, mask = call.q, call.k, call.v, call.mask
-    waves = mask.share(("waves", call.rotary, call.form, q.dtype), lambda: _waves(call))
-    low, high = mask.key_range(0, 1)
-    key = waves.key
-    if high - low < mask.m:
-        t, v, key = t[:, :, low:high], v[:, :, low:high], tuple(wave[:, :, low:high] for wave in key)
+    key, query = mask.share(("waves", call.rotary, call.form, q.dtype), lambda: _waves(call))
     with torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else nullcontext():
-        scores = _scores(*_amplitudes(q, waves, call.scale, grouped=q.shape[1] > t.shape[1]), t, key)
+        scores = _scores(*_amplitudes(q, query, call.scale, grouped=q.shape[1] > t.shape[1]), t, key)
     blind = None
     if not mask.shows_everything:
-        seen = mask.block(0, 1, low, high)
+        seen = mask.block(0, 1, 0, mask.m)
         blind = ~seen.any(dim=-1, keepdim=True)
         scores = scores.unflatten(0, t.shape[:2]).masked_fill(~(seen | blind), -torch.inf).flatten(0, 1)
     out = _means(scores, v.flatten(0, 1)).view(*q.shape[:3], v.shape[-1])
     return out if blind is None else out.masked_fill(blind, 0.0)
 
 
-def _amplitudes(q: Tensor, waves: Waves, scale: float, *, grouped: bool) -> tuple[tuple[Tensor, ...], Tensor | None]:
+def _waves(call: Call) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor] | None]:
+    """Compute what t is multiplied by, (b|1, 1, m, d/2) each, and for slack cos and tan of the query's own angle.
+
+    Exact has one wave, cos (m-n)θ; slack has cos nθ and sin nθ. Without rotation there is none.
+
+    >>> from farspan.ops.masking import make_mask
+    >>> q, mask = torch.zeros(1, 1, 1, 2), make_mask(1, 3, 1, torch.device("cpu"))
+    >>> _waves(Call(q, q[..., :1], q, mask, 1.0, "auto", Rotary(2)))[0][0].flatten()
+    tensor([-0.4161,  0.5403,  1.0000])
+    """
+    mask, dtype = call.mask, call.q.dtype
+    if call.rotary is None:
+        return (), None
+    angles = mask.angles(call.rotary)
+    key_cos, key_sin = _key_angles(mask, angles, dtype)
+    if mask.aligned:  # the query is one of the keys
+        cos, sin = (x[:, :, mask.offset : mask.offset + 1] for x in (key_cos, key_sin))
+    else:
+        cos, sin = angles.query(dtype).unbind(-2)
+    if call.form == "exact":
+        return (torch.addcmul(key_cos * cos, key_sin, sin),), None
+    return (key_cos, key_sin), (cos, sin / cos)  # no float's cosine is 0, or nearer to it than 1e-19
+
+
+def _key_angles(mask: AttentionMask, angles: Angles, dtype: torch.dtype) -> Sequence[Tensor]:
+    """Compute cosines and sines of the keys, (b|1, 1, m, d/2) each.
+
+    Tables from earlier steps serve again where they can: making them costs as much as reading a layer's cache.
+    """
+    positions = None if mask.first is not None else mask.key_positions
+    first = mask.first or 0
+    least, most = (first, first + mask.m - 1) if positions is None else (int(positions.min()), int(positions.max()))
+    varies = isinstance(angles.length, Tensor) or angles.rotary.follows_length
+    if least < 0 or most >= 2 * mask.m or varies or is_traced():
+        return angles.key(dtype).unbind(-2)
+    table = _kept_table(angles.rotary, angles.length, power_of_2(most + 1), dtype)
+    chosen = table[:, None, least : most + 1] if positions is None else table[:, positions]
+    return chosen[:, :, None].unbind()
+
+
+@lru_cache(maxsize=2)
+def _kept_table(rotary: Rotary, length: int | None, count: int, dtype: torch.dtype) -> Tensor:
+    """Compute cosines and sines of positions 0 … count-1 once for many steps: (2, count, d/2)."""
+    with torch.inference_mode(False), torch.no_grad():  # a first call in inference mode serves training later
+        positions = torch.arange(count, device="cpu")[None]
+        table = cos_sin(positions, rotary.frequencies(length, "cpu"), rotary.factor, dtype)
+        return table[0, 0].movedim(-2, 0).contiguous()
+
+
+def _amplitudes(
+    q: Tensor, query: tuple[Tensor, Tensor] | None, scale: float, *, grouped: bool
+) -> tuple[tuple[Tensor, ...], Tensor | None]:
     """Compute what t∘wave is multiplied by, times the scale: one amplitude per wave, or one and the share of the sine.
 
     With (a, b) a pair of q and φ the query's angle, slack's score is t times
@@ -150,9 +178,9 @@ def _amplitudes(q: Tensor, waves: Waves, scale: float, *, grouped: bool) -> tupl
     Queries of a group would each need their own mixture, which costs more than two products. All are (b, h, 1, d/2).
     """
     a, b = q.to(working_dtype(q.dtype)).chunk(2, dim=-1)
-    if waves.query is None:
+    if query is None:
         return (torch.addcmul(a * a, b, b) * scale,), None
-    cos, tan = waves.query
+    cos, tan = query
     first, second = a * a, b * b
     square = first + second
     share = torch.addcmul(second - first, a * b, tan, value=2) / (square + torch.finfo(square.dtype).tiny)
@@ -198,65 +226,3 @@ def _means(scores: Tensor, v: Tensor) -> Tensor:
     weights = (scores - scores.amax(dim=-1, keepdim=True)).exp()  # divided later: small weights would lose digits
     wide = v.float() if v.dtype == torch.float16 else v  # sums over many keys leave float16's range
     return (torch.bmm(weights.to(wide.dtype), wide) / weights.sum(dim=-1, keepdim=True)).to(v.dtype)
-
-
-def _waves(call: Call) -> Waves:
-    """Compute the waves of a call with one query.
-
-    >>> from farspan.ops.masking import make_mask
-    >>> q, mask = torch.zeros(1, 1, 1, 2), make_mask(1, 3, 1, torch.device("cpu"))
-    >>> _waves(Call(q, q[..., :1], q, mask, 1.0, "auto", Rotary(2))).key[0].flatten()
-    tensor([-0.4161,  0.5403,  1.0000])
-    """
-    rotary, mask, dtype = call.rotary, call.mask, call.q.dtype
-    if rotary is None:
-        return Waves()
-    angles = mask.angles(rotary)
-    if call.form == "exact":  # a key's phase is its position minus the query's
-        phases = None if mask.first is not None else mask.key_positions - mask.query_positions
-        if phases is not None and mask.causal:
-            phases = phases.clamp(max=0)  # keys ahead, a static cache's empty slots, are hidden
-        return Waves(_key_waves(mask, angles, -mask.offset, phases, dtype, sines=False).unbind())
-    phases = None if mask.first is not None else mask.key_positions
-    key = _key_waves(mask, angles, mask.first or 0, phases, dtype, sines=True)
-    if mask.aligned:  # the query is one of the keys
-        cos, sin = key[:, :, :, mask.offset : mask.offset + 1].unbind()
-    else:
-        cos, sin = angles.query(dtype).unbind(-2)
-    return Waves(key.unbind(), (cos, sin / cos))  # no float's cosine is 0, or nearer to it than 1e-19
-
-
-def _key_waves(
-    mask: AttentionMask, angles: Angles, first: int, phases: Tensor | None, dtype: torch.dtype, *, sines: bool
-) -> Tensor:
-    """Compute the waves of keys with `phases` (b|1, m), or first, first + 1 …: (1|2, b|1, 1, m, d/2).
-
-    Tables from earlier steps serve again where they can: making them costs as much as reading a layer's cache.
-    """
-    least, most = (first, first + mask.m - 1) if phases is None else (int(phases.min()), int(phases.max()))
-    ahead, behind = (most + 1, least) if sines else (1 - least, -most)
-    work = working_dtype(dtype)
-    varies = isinstance(angles.length, Tensor) or angles.rotary.follows_length
-    if behind < 0 or ahead > 2 * mask.m or varies or is_traced():
-        phases = torch.arange(least, most + 1, device="cpu")[None] if phases is None else phases
-        return _wave_table(phases, angles.frequencies, angles.rotary.factor, work, sines)[:, :, None]
-    count = power_of_2(ahead)
-    start = 0 if sines else 1 - count
-    table = _kept_table(angles.rotary, angles.length, start, count, work, sines)
-    chosen = table[:, :, least - start : most + 1 - start] if phases is None else table[:, 0, phases - start]
-    return chosen[:, :, None]
-
-
-@lru_cache(maxsize=2)
-def _kept_table(rotary: Rotary, length: int | None, start: int, count: int, dtype: torch.dtype, sines: bool) -> Tensor:
-    """Compute the waves of phases start … start+count-1 once for many steps."""
-    with torch.inference_mode(False), torch.no_grad():  # a first call in inference mode serves training later
-        phases = torch.arange(start, start + count, device="cpu")[None]
-        return _wave_table(phases, rotary.frequencies(length, "cpu"), rotary.factor, dtype, sines)
-
-
-def _wave_table(phases: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype, sines: bool) -> Tensor:
-    """Compute factor²·cos of phases (b|1, m), or factor·(cos, sin): (1|2, b|1, m, d/2)."""
-    phase = phases[:, :, None].to(frequencies.dtype) * (frequencies if frequencies.ndim == 1 else frequencies[:, None])
-    waves = torch.stack((phase.cos(), phase.sin())) * factor if sines else phase.cos()[None] * factor**2
-    return waves.to(dtype)

@@ -20,7 +20,14 @@ from torch import Tensor
 
 from farspan.errors import require, require_choice
 from farspan.ops.cosformer_chunked import Keys, absorb, advance, causal_attention, hide, recall
-from farspan.ops.device import is_hopper, is_traced, takes_forward_derivatives, why_not_triton, working_dtype
+from farspan.ops.device import (
+    is_hopper,
+    is_traced,
+    takes_forward_derivatives,
+    wants_gradient,
+    why_not_triton,
+    working_dtype,
+)
 from farspan.ops.dispatch import Implementation, Table, mask_of, operation, reference_twin
 from farspan.ops.masking import AttentionMask, MaskOptions, Positions, check_tensors
 from farspan.ops.reference import ACTIVATIONS, MIN_DENOMINATOR, MIN_WEIGHT, cosformer_weights, seen_only, visible, weigh
@@ -106,11 +113,11 @@ def cosformer_attention(
         k: (b, g, m, d) keys before the activation; g divides h.
         v: (b, g, m, dv) values.
         max_length: M.
-        causal: a query sees keys up to itself; False sees all (encoder, cross attention).
-        positions: see :mod:`farspan.ops.masking`. With a state, None continues after it.
+        causal: a query sees keys up to itself; False sees all.
+        positions: None, an int or a tensor, see :mod:`farspan.ops.masking`. With a state, None continues after it.
         padding_mask: (b, m) bool, True = keep. A query that is padding or sees nothing returns zeros. What padded keys
             and values hold, even NaN, reaches no output.
-        documents: (b, m) int, the tokens of a document adjacent; a query sees its own document only.
+        documents: (b, m) int, not decreasing; a query sees its own document only.
         mask: a ready :class:`~farspan.ops.masking.AttentionMask` instead of the four arguments above. With a state, it
             covers the new tokens, at their own positions.
         activation: "relu" (the paper) or "elu" (elu + 1).
@@ -118,8 +125,8 @@ def cosformer_attention(
         state: what an earlier call returned: continue its sequence. q, k, v then hold the new tokens only.
         return_state: also return the state after the last key. Every split into calls gives the same outputs.
         backend: "auto", "chunked" (torch, O(N) memory), "triton" (causal "raise" with ReLU; no second derivatives) or
-            "reference" (the definition, N×N; "auto" takes it for causal pairs of positions, and for documents or a
-            decay with causal=False), see :func:`farspan.ops.explain`.
+            "reference" (the definition, N×N; "auto" takes it for documents or a decay with causal=False), see
+            :func:`farspan.ops.explain`.
 
     Returns:
         (b, h, n, dv) in q's dtype; with `return_state` a pair of it and a :class:`LinearState`.
@@ -269,7 +276,7 @@ class LinearCall:
         mask = self.mask
         with torch.autocast(self.q.device.type, enabled=False):  # it would round the sums
             out, state = self.table.choose(self).run(self)
-        if mask.padding is not None and mask.aligned:  # a padded query may be past M, where "raise" has no bound
+        if mask.padding is not None:  # a padded query may be past M, where "raise" has no bound
             out = out.masked_fill(~mask.padding[:, None, mask.m - mask.n :, None], 0.0)
         return (out, state) if self.return_state else out
 
@@ -296,34 +303,22 @@ def check_linear_call(
         keys = state.position.long() + 1 + torch.arange(mask.m, device=q.device)  # type: ignore[union-attr]
         mask.first, mask.positions = None, (keys[:, mask.m - mask.n :], keys)
     require(mask.window is None, lambda: f"linear attention has no window, got window {mask.window}; leave it out")
+    require(mask.aligned, "linear attention takes one position per key, got a pair of positions; use a tensor")
+    documents = mask.documents
+    if documents is not None and documents.device.type == "cpu" and not torch.compiler.is_compiling():
+        require(
+            bool((documents[:, 1:] >= documents[:, :-1]).all()),
+            "documents must not decrease in linear attention, whose sums are not taken apart; number them in order",
+        )
     call = LinearCall(q, k, v, mask, weighting, state, return_state, backend, table)
-    _check_documents(mask)
     if call.streams:
         _check_stream(call)
     return call
 
 
-def _check_documents(mask: AttentionMask) -> None:
-    """Check that the tokens of a document are adjacent: sums cannot be taken apart again."""
-    documents = mask.documents
-    if documents is None or documents.device.type != "cpu" or torch.compiler.is_compiling():
-        return
-
-    def broken() -> list[int]:
-        runs = (documents[:, 1:] != documents[:, :-1]).sum(1) + 1
-        return [row for row, numbers in enumerate(documents) if runs[row] != numbers.unique().numel()]
-
-    rows = mask.share("rows with split documents", broken)
-    require(
-        not rows,
-        lambda: f"documents must be adjacent runs of one number each, got a split one in row {rows[0]}; sort the row",
-    )
-
-
 def _check_stream(call: LinearCall) -> None:
     mask, state = call.mask, call.state
     require(mask.causal, "state needs causal=True, got causal=False; a state holds only past keys")
-    require(mask.aligned, "state needs queries that are the last keys, got a pair of positions; use a tensor")
     require(
         mask.documents is None, "documents cannot be combined with state or return_state; use one call per document"
     )
@@ -371,16 +366,12 @@ def _check_reach(call: LinearCall, max_length: int) -> None:
 
 
 def _reach(mask: AttentionMask, state: LinearState | None) -> float:
-    """Compute the largest distance between a query and a key that it sees, without padding."""
+    """Compute the largest distance between two tokens of one document, without padding."""
     key = mask.key_positions.double()
     key = key.expand(max(x.shape[0] for x in (key, mask.padding, mask.documents) if x is not None), -1)
     low, high = key, key
     if mask.padding is not None:
         low, high = key.masked_fill(~mask.padding, torch.inf), key.masked_fill(~mask.padding, -torch.inf)
-    if not mask.aligned:
-        query = mask.query_positions.double()
-        behind, ahead = query.amax(-1) - low.amin(-1), high.amax(-1) - query.amin(-1)
-        return float((behind if mask.causal else torch.maximum(behind, ahead)).amax())
     runs = torch.zeros_like(key, dtype=torch.long)
     if mask.documents is not None:
         runs[:, 1:] = (mask.documents[:, 1:] != mask.documents[:, :-1]).cumsum(-1)
@@ -426,8 +417,6 @@ def _chunked(call: LinearCall) -> tuple[Tensor, LinearState]:
 
 def _why_not_chunked(call: LinearCall) -> str | None:
     mask = call.mask
-    if mask.causal and not mask.aligned:
-        return "backend='chunked' takes pairs of positions only with causal=False; use backend='reference'"
     if not mask.causal and (mask.documents is not None or call.weighting.decay):
         return "backend='chunked' takes documents and a decay only with causal=True; use backend='reference'"
     return None
@@ -441,10 +430,12 @@ def _why_not_triton(call: LinearCall) -> str | None:
     relu = weighting.query_map is ACTIVATIONS["relu"]
     if not (relu and weighting.numerator == weighting.denominator == COSINE):
         return "backend='triton' takes beyond='raise' with ReLU and re-weighting; use backend='chunked'"
-    if not (mask.causal and mask.aligned and mask.n == mask.m):
-        return "backend='triton' takes causal calls with one query per key; use backend='chunked'"
-    if q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return f"backend='triton' takes float32, bfloat16 or float16, got {q.dtype}; use backend='chunked'"
+    if not (mask.causal and mask.n == mask.m and mask.documents is None):
+        return "backend='triton' takes causal calls with one query per key and no documents; use backend='chunked'"
+    if call.state is not None or (call.return_state and wants_gradient(q, call.k, call.v)):
+        return "backend='triton' starts a sequence, and its state has no gradients; use backend='chunked'"
+    if q.dtype not in (torch.float32, torch.bfloat16):
+        return f"backend='triton' takes float32 or bfloat16, got {q.dtype}; use backend='chunked'"
     widest = max(q.shape[-1], call.v.shape[-1])
     if widest > WIDEST:
         return f"backend='triton' takes heads up to {WIDEST} wide, got {widest}; use backend='chunked'"
@@ -461,31 +452,21 @@ def _triton(call: LinearCall) -> tuple[Tensor, LinearState | None]:
     """
     from farspan.ops.triton.linear import linear_attention_op
 
-    mask, state, sums = call.mask, call.state, (None, None)
-    if state is not None:  # (b, g, 2d, dv) and (b, g, 2d): the kernels hold the waves apart, and values before features
-        sums = state.numerator.unflatten(2, (2, -1)).mT, state.denominator.unflatten(2, (2, -1))
-    q, k, v = call.q, hide(call.k, mask.padding), hide(call.v, mask.padding)  # ReLU(0) has no weight
-    documents = None if mask.documents is None else mask.documents.contiguous()
-    tokens = (_kernel_angles(call), documents, MIN_DENOMINATOR[q.dtype])
-    out, *_, numerator, denominator = linear_attention_op(q, k, v, *tokens, *sums)
-    if not call.return_state:
-        return out, None
-    keys = _keys(call)
-    state = state or call.weighting.empty_state(keys)
-    return out, advance(keys, state, numerator.mT.flatten(2, 3), denominator.flatten(2, 3))
+    mask, weighting = call.mask, call.weighting
 
-
-def _kernel_angles(call: LinearCall) -> Tensor:
-    """Compute cos and sin (b|1, 2, m) of the keys, measured from the anchor of the sums."""
-    mask, weighting, state = call.mask, call.weighting, call.state
-
-    def make() -> Tensor:
-        anchor = mask.key_positions[:, :1] if state is None else state.anchor
-        positions = (mask.key_positions - anchor).double()
+    def angles() -> Tensor:  # cos and sin of the keys, (b|1, 2, m), measured from the first of them
+        positions = (mask.key_positions - mask.key_positions[:, :1]).double()
         return torch.cat([x[:, :, :, 0] for x in weighting.angles(positions, torch.float32)], dim=1)
 
     # A compiled block would be another graph where an earlier one has filled the mask.
-    return make() if state is not None or is_traced() else mask.share(("linear angles", weighting.name), make)
+    table = angles() if is_traced() else mask.share(("linear angles", weighting.name), angles)
+    k, v = hide(call.k, mask.padding), hide(call.v, mask.padding)  # ReLU(0) has no weight
+    out, *_, numerator, denominator = linear_attention_op(call.q, k, v, table, MIN_DENOMINATOR[call.q.dtype])
+    if not call.return_state:
+        return out, None
+    keys = _keys(call)
+    # The kernels hold the waves apart, and values before features.
+    return out, advance(keys, weighting.empty_state(keys), numerator.mT.flatten(2, 3), denominator.flatten(2, 3))
 
 
 CHUNKED = Implementation("chunked", ("auto", "chunked"), _chunked, _why_not_chunked)

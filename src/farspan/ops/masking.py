@@ -488,7 +488,7 @@ class AttentionContext:
             padding=padding,
             documents=self.documents,
             lengths=lengths,
-            firsts=(lambda: self._first_slot(past, length, offset)) if self.cached else None,
+            firsts=(lambda: self._first_slot(past, offset)) if self.cached and isinstance(offset, int) else None,
             is_clean=True,  # empty slots hold zeros
             sees_itself=self.padding is None,
             rotary_length=self.rotary_length,
@@ -506,17 +506,16 @@ class AttentionContext:
         new = slice(length - self.n, None)
         return (keys[:, new] if aligned else self._of_new(keys, past - offset)), keys
 
-    def _first_slot(self, past: int | Tensor, length: int, offset: int | Tensor) -> int | Tensor | None:
-        """Find the position of the first slot, for all rows or (b), if positions count on from there; else None."""
+    def _first_slot(self, past: int | Tensor, offset: int) -> int | Tensor | None:
+        """Find the position of slot 0, for all rows or (b), if positions count on from there; else None."""
         compiling = torch.compiler.is_compiling()
-        if isinstance(offset, int):  # a static window holds no padding between tokens
-            if self.padding is None and self.position_ids is None:  # an int that grows would make a graph per token
-                return torch.full((self.batch,), offset, device=self.device) if compiling else offset
-            if self.padding is not None:
-                if compiling or (self.is_fresh and self.position_ids is not None):
-                    return None  # reading the values would synchronise with the GPU
-                if _has_holes(self.padding[:, : past + self.n]):
-                    return None
+        if self.padding is None and self.position_ids is None:  # an int that grows would make a graph per token
+            return torch.full((self.batch,), offset, device=self.device) if compiling else offset
+        if self.padding is not None:
+            if compiling or (self.is_fresh and self.position_ids is not None):
+                return None  # reading the values would synchronise with the GPU
+            if _has_holes(self.padding[:, : past + self.n]):
+                return None
         newest = (self._ranks(self.n, past) if self.position_ids is None else self.position_ids)[:, -1]
         return (newest - (past + self.n - 1 - offset)).expand(self.batch).contiguous()
 

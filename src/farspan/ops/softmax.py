@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from farspan.errors import require
 from farspan.ops.device import (
     constant,
     is_ampere,
@@ -81,29 +80,17 @@ def _rope_sdpa(call: Call) -> Tensor:
 
 
 @operation(SoftmaxOptions)
-def alibi_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, slopes: Tensor | None = None, **options: Unpack[SoftmaxOptions]
-) -> Call:
-    """Compute attention with linear biases (Press et al. 2022): scores q·k - slope·|m-n|, one slope per head.
+def alibi_attention(q: Tensor, k: Tensor, v: Tensor, **options: Unpack[SoftmaxOptions]) -> Call:
+    """Compute attention with linear biases (Press et al. 2022): scores q·k - slope·|m-n|, see :func:`alibi_slopes`.
 
-    The bias is built for one block of queries at a time, so memory grows with N, not N². `slopes` (h) defaults to
-    :func:`alibi_slopes`; the other arguments are those of :func:`farspan.ops.coca_attention`.
+    The bias is built for one block of queries at a time, so memory grows with N, not N². The arguments are those of
+    :func:`farspan.ops.coca_attention`.
 
     >>> q = torch.randn(1, 2, 5, 8)
     >>> alibi_attention(q, q, q).shape
     torch.Size([1, 2, 5, 8])
     """
-    if slopes is None:
-        slopes = alibi_slopes(q.shape[1], device=q.device)
-    require(
-        slopes.shape == (q.shape[1],),
-        f"slopes must have shape ({q.shape[1]},), one per query head, got {tuple(slopes.shape)}",
-    )
-    if slopes.device.type == "cpu" and not torch.compiler.is_compiling():
-        require(
-            bool((slopes >= 0).all()), f"slopes must be ≥ 0, got {float(slopes.min())}; distance only lowers scores"
-        )
-    return check_call(ALIBI, q, k, v, slopes=slopes, **options)
+    return check_call(ALIBI, q, k, v, slopes=alibi_slopes(q.shape[1], device=q.device), **options)
 
 
 def _alibi_reference(call: Call) -> Tensor:
@@ -166,6 +153,36 @@ def _why_not_causal(call: Call) -> str | None:
     return None if mask.n == mask.m or call.q.is_cuda else "on a CPU there must be as many queries as keys"
 
 
+def _one_query(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float, slopes: Tensor | None) -> Tensor:
+    """Run cuDNN's kernel on one query whose mask hides keys, such as the empty slots of a static cache.
+
+    SDPA itself takes a kernel that is five times slower at 32k keys.
+    """
+    low, high = mask.key_range(0, 1)
+    if high - low < mask.m:
+        k, v = k[:, :, low:high], v[:, :, low:high]
+    seen, blind = _shared_block(mask, 0, 1, low, high, q.dtype)
+    out = ONE_QUERY(q, k, v, seen, False, scale=scale)[0]
+    return out if blind is None else out.masked_fill(blind, 0.0)
+
+
+ONE_QUERY = torch.ops.aten._scaled_dot_product_cudnn_attention
+
+
+def _why_not_one_query(call: Call) -> str | None:
+    q, v, mask = call.q, call.v, call.mask
+    if mask.n != 1:
+        return "there are several queries"
+    if call.gradient or call.slopes is not None or q.dtype not in CUDNN:
+        return "the kernel takes bfloat16 and float16, without gradients and biases"
+    if mask.batch > 1 or q.shape[1] != v.shape[1]:
+        return "the kernel is known to be right for one mask and a key head per query head"
+    width = max(q.shape[-1] if call.rotary is None else call.rotary.dim, v.shape[-1])
+    if width > 128 or width % 8 or v.shape[-1] % 8:
+        return "the kernel takes heads up to 128 wide, in multiples of 8"
+    return why_never_by_kernel(q.dtype, q.device)
+
+
 def _masked_kernel(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float, slopes: Tensor | None) -> Tensor:
     """Run the Triton kernel, which reads only tiles that a window reaches and needs no mask in memory."""
     from farspan.ops.triton.attention import MaskedAttention, attention_op
@@ -181,8 +198,8 @@ def _why_not_masked_kernel(call: Call) -> str | None:
     q, mask, slopes = call.q, call.mask, call.slopes
     if not mask.aligned:
         return "the kernel takes queries that are among the keys"
-    if slopes is not None and (mask.positions is not None or slopes.requires_grad):
-        return "the kernel takes fixed slopes and consecutive positions"
+    if slopes is not None and mask.positions is not None:
+        return "the kernel takes ALiBi at consecutive positions"
     width = q.shape[-1] if call.rotary is None else call.rotary.dim  # of the features
     if max(width, call.v.shape[-1]) > WIDEST:  # not in the message: torch.compile may let widths vary
         return f"the kernel takes heads up to {WIDEST} wide"
@@ -215,7 +232,7 @@ def _window(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float, 
         queries  | 0 | 1 | 2 | 3 |      block 2 reads  | 1 | 2 |
         keys     | 0 | 1 | 2 | 3 |      block 3 reads      | 2 | 3 |
     """
-    if _takes_chunks(q, slopes):
+    if _takes_chunks(q):
         q, k, v = (x.to(product_dtype(x)) for x in (q, k, v))
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))  # the kernel does not ask
         return WindowAttention.apply(q, k, v, mask, scale, slopes)
@@ -227,9 +244,9 @@ def _window(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float, 
     return _tokens(out, q.shape[0])[:, : mask.n].transpose(1, 2)
 
 
-def _takes_chunks(q: Tensor, slopes: Tensor | None) -> bool:
+def _takes_chunks(q: Tensor) -> bool:
     transformed = takes_forward_derivatives() or torch._C._are_functorch_transforms_active()
-    return q.is_cpu and not (transformed or is_traced() or (slopes is not None and slopes.requires_grad))
+    return q.is_cpu and not (transformed or is_traced())
 
 
 class WindowAttention(torch.autograd.Function):
@@ -366,7 +383,7 @@ def _why_not_window(call: Call) -> str | None:
         return "there are few queries"
     if not mask.is_plain:
         copies = call.q.shape[0] * (1 if call.slopes is None else call.q.shape[1])
-        queries = _window_rows(mask.window) if _takes_chunks(call.q, call.slopes) else mask.n
+        queries = _window_rows(mask.window) if _takes_chunks(call.q) else mask.n
         if copies * queries * (mask.window + 128) > 4 * MASK_ELEMENTS:
             return "the masks of many blocks at once would take too much memory"
     return None
@@ -417,12 +434,9 @@ def _block(
     q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, start: int, stop: int, scale: float, slopes: Tensor | None
 ) -> Tensor:
     low, high = mask.key_range(start, stop)
-    if stop - start == mask.n and not torch.compiler.is_compiling():  # layers share the only block of a mask
-        # What SDPA adds is small for one query, and SDPA would make it in each layer.
-        bias = q.dtype if mask.n == 1 and slopes is None else None
-        seen, blind = mask.share(("block", bias), lambda: _visible(mask, start, stop, low, high, bias))
-    else:
-        seen, blind = _visible(mask, start, stop, low, high)
+    # What SDPA adds is small for one query, and SDPA would make it in each layer.
+    bias = q.dtype if mask.n == 1 and slopes is None else None
+    seen, blind = _shared_block(mask, start, stop, low, high, bias)
     if slopes is not None:
         distance = mask.distance(start, stop, low, high).abs().to(q.dtype)[:, None]
         seen = torch.where(seen, distance * -slopes.to(q.dtype)[:, None, None], -torch.inf)
@@ -430,6 +444,15 @@ def _block(
         q, k, v = q[:, :, start:stop], k[:, :, low:high], v[:, :, low:high]
     out = _sdpa(q, k, v, scale, seen)
     return out if blind is None else out.masked_fill(blind, 0.0)
+
+
+def _shared_block(
+    mask: AttentionMask, start: int, stop: int, low: int, high: int, bias: torch.dtype | None
+) -> tuple[Tensor, Tensor | None]:
+    """Return what :func:`_visible` does; layers share the only block of a mask."""
+    if stop - start < mask.n or torch.compiler.is_compiling():
+        return _visible(mask, start, stop, low, high, bias)
+    return mask.share(("block", bias), lambda: _visible(mask, start, stop, low, high, bias))
 
 
 def _visible(
@@ -521,12 +544,13 @@ WINDOW = Implementation("window", _EVERY, _window, _why_not_window)
 DOT_PRODUCT = Table(
     Implementation("unmasked", _EVERY, _unmasked, _why_not_unmasked),
     Implementation("causal", _EVERY, _causal, _why_not_causal),
+    Implementation("one_query", _EVERY, _one_query, _why_not_one_query, "cuda"),
     MASKED_KERNEL,
     WINDOW,
     Implementation("blocked", _EVERY, _blocked),
 )
-"""unmasked, causal: one SDPA call. masked_kernel: one Triton kernel. window: one SDPA call for many blocks of queries.
-blocked: one SDPA call per block of queries."""
+"""unmasked, causal: one SDPA call. one_query: cuDNN's kernel for a decoding step. masked_kernel: one Triton kernel.
+window: one SDPA call for many blocks of queries. blocked: one SDPA call per block of queries."""
 ROPE = Table(
     Implementation("sdpa", _EVERY, _rope_sdpa, then=DOT_PRODUCT),
     Implementation("reference", ("reference",), _rope_reference),

@@ -12,8 +12,8 @@ Two kernels rotate the queries by p₀θ, and differ in how they multiply:
 
 - `one_query_kernel`: one query per key head. Memory bandwidth is the only limit, so it computes in float32 without
   tensor cores, which would need sixteen queries and a rounded product of t.
-- `few_queries_kernel`: up to FOLD_ROWS rows (queries × heads of a group) per key head, on the short side of the
-  products. More rows are faster on rotated keys (:mod:`farspan.ops.triton.coca_features` and SDPA).
+- `few_queries_kernel`: up to eight rows (queries × heads of a group) per key head, on the short side of the products.
+  More rows are faster on rotated keys (:mod:`farspan.ops.triton.coca_features` and SDPA).
 
 The keys may be split among programs; `merge_kernel` combines their results.
 """
@@ -31,38 +31,24 @@ from farspan.ops.triton.support import load_tile, narrow, padded, processors, pr
 
 ANCHOR = tl.constexpr(1024)  # tiles from one exact base angle to the next
 # Kernel arguments whose values should not cause another compilation.
-VARYING = ["n", "m", "first", "window", "splits", "sums_b", "sums_h", "sums_n"]
+VARYING = ["n", "m", "first", "splits", "sums_b", "sums_h", "sums_n"]
 
 
 @triton.jit
-def _locate(
-    lengths, firsts, n, m, first, window, splits, block,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+def _locate(lengths, firsts, n, m, first, splits, BLOCK_N: tl.constexpr):
     """Return a program's batch row, key head and split, the position of key 0, the index of query 0 among the keys,
-    and the keys to read, begin … end-1: its split of those that some query of the block attends to."""
-    split = tl.program_id(1) % splits
-    key_head = (tl.program_id(1) // splits).to(tl.int64)
-    row = tl.program_id(2).to(tl.int64)
+    and the keys to read, begin … end-1."""
+    split = tl.program_id(0) % splits
+    key_head = (tl.program_id(0) // splits).to(tl.int64)
+    row = tl.program_id(1).to(tl.int64)
     length = m
     if lengths is not None:
         length = tl.minimum(tl.load(lengths + row), m).to(tl.int32)  # beyond m is another row's cache
     if firsts is not None:
         first = tl.load(firsts + row).to(tl.int64)
-    lead = length - n
-    foremost = lead + block * BLOCK_M // GROUP
-    last = lead + tl.minimum(n - 1, (block * BLOCK_M + BLOCK_M - 1) // GROUP)
-    low = 0
-    high = length
-    if WINDOW:
-        low = tl.maximum(0, foremost - window + 1)
-        high = tl.minimum(high, last + window)
-    if CAUSAL:
-        high = tl.minimum(high, last + 1)
-    high = tl.where(last < 0, low, high)  # a query before the first key gives zeros
-    tiles = tl.cdiv(tl.cdiv(tl.maximum(high - low, 0), BLOCK_N), splits)
-    begin = low + split * tiles * BLOCK_N
-    return row, key_head, split, first, lead, begin, tl.minimum(high, begin + tiles * BLOCK_N)
+    tiles = tl.cdiv(tl.cdiv(length, BLOCK_N), splits)
+    begin = split * tiles * BLOCK_N
+    return row, key_head, split, first, length - n, begin, tl.minimum(length, begin + tiles * BLOCK_N)
 
 
 @triton.jit
@@ -85,16 +71,6 @@ def _kept(padding, padding_b, row, key, end):
     if padding is not None:
         keep = keep & (tl.load(padding + row * padding_b + key, mask=keep, other=0) != 0)
     return keep
-
-
-@triton.jit
-def _masked(score, distance, allowed, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
-    """Set scores to -∞ where a query does not attend to the key `distance` before it."""
-    if CAUSAL:
-        allowed = allowed & (distance >= 0)
-    if WINDOW:
-        allowed = allowed & (distance < window) & (distance > -window)
-    return tl.where(allowed, score, float("-inf"))
 
 
 @triton.jit
@@ -123,10 +99,10 @@ def _rotate(left, right, cos, sin):
 @triton.jit(do_not_specialize=VARYING)
 def one_query_kernel(
     q, t, v, out, sums, step, lengths, firsts, query_positions, key_positions, padding,
-    scale, n, m, first, window, splits,
+    scale, n, m, first, splits,
     q_b, q_h, q_n, t_b, t_g, t_m, v_b, v_g, v_m, out_b, out_h, out_n, out_s, sums_b, sums_h, sums_n,
     step_b, query_positions_b, key_positions_b, padding_b,
-    EXACT: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DIRECT: tl.constexpr,
+    EXACT: tl.constexpr, DIRECT: tl.constexpr,
     GROUP: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -136,9 +112,7 @@ def one_query_kernel(
     computes 2^x. `sums` is None when there is one split. For other arguments see `DecodeCall`. Sums over keys stay
     apart until the end: one maximum per tile is all that its threads have to agree on.
     """
-    row, head, split, first, index, begin, end = _locate(
-        lengths, firsts, 1, m, first, window, splits, 0, CAUSAL, WINDOW, 1, 1, BLOCK_N
-    )
+    row, head, split, first, index, begin, end = _locate(lengths, firsts, 1, m, first, splits, BLOCK_N)
     pair = tl.arange(0, BLOCK_D)
     column = tl.arange(0, BLOCK_V)
     offset = tl.arange(0, BLOCK_N)
@@ -180,9 +154,7 @@ def one_query_kernel(
                 now_left, now_right = _rotate(left, right, base_cos, base_sin)
             else:
                 now_left, now_right = _rotate(now_left, now_right, next_cos, next_sin)
-        score = tl.sum(coefficient * wave, axis=1)
-
-        score = _masked(score, index - key, keep, window, CAUSAL, WINDOW)
+        score = tl.where(keep, tl.sum(coefficient * wave, axis=1), float("-inf"))
         weight, top, fade = _softmax_step(score, top, 0)
         total = total * fade + weight
         mixed = mixed * fade + weight[:, None] * value
@@ -197,31 +169,28 @@ def one_query_kernel(
 @triton.jit(do_not_specialize=VARYING)
 def few_queries_kernel(
     q, t, v, out, sums, step, lengths, firsts, query_positions, key_positions, padding,
-    scale, n, m, first, window, splits,
+    scale, n, m, first, splits,
     q_b, q_h, q_n, t_b, t_g, t_m, v_b, v_g, v_m, out_b, out_h, out_n, out_s, sums_b, sums_h, sums_n,
     step_b, query_positions_b, key_positions_b, padding_b,
-    EXACT: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DIRECT: tl.constexpr,
+    EXACT: tl.constexpr, DIRECT: tl.constexpr,
     GROUP: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Attend with BLOCK_M rows (query × head of a group) of one key head to one split of the keys.
+    """Attend with all rows (query × head of a group, at most BLOCK_M) of one key head to one split of the keys.
 
     Arguments are those of `one_query_kernel`. Scores and results are transposed: keys or width first, rows second.
 
     A tensor core takes its first operand, 64 rows of it, from registers. So t is loaded there, multiplied by the cos
     and sin of r, and used in place; the few queries rotate by p₀θ. Only the queries, one maximum per tile and row, and
-    the weights cross shared memory. Queries enter as two numbers of their dtype, so that rounding costs nothing. So do
-    weights of at most eight rows: sixteen columns cost little more.
+    the weights cross shared memory. Queries and weights enter as two numbers of their dtype, so that rounding costs
+    nothing.
     """
-    row, key_head, split, first, lead, begin, end = _locate(
-        lengths, firsts, n, m, first, window, splits, tl.program_id(0),
-        CAUSAL, WINDOW, GROUP, BLOCK_M, BLOCK_N,
-    )  # fmt: skip
+    row, key_head, split, first, lead, begin, end = _locate(lengths, firsts, n, m, first, splits, BLOCK_N)
     pair = tl.arange(0, BLOCK_D)
     column = tl.arange(0, BLOCK_V)
     offset = tl.arange(0, BLOCK_N)
 
-    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    rows = tl.arange(0, BLOCK_M)
     query = rows // GROUP
     head = key_head * GROUP + rows % GROUP
     live = query < n
@@ -234,10 +203,6 @@ def few_queries_kernel(
     where = q + row * q_b + head * q_h + query.to(tl.int64) * q_n
     inside = live[:, None] & (pair < HALF)[None, :]
     left, right = _load_amplitudes(where[:, None] + pair[None, :], inside, phase, scale, EXACT, HALF)
-    if q.dtype.element_ty == tl.float16:  # squares leave float16's range: scale each row by its own
-        largest = tl.maximum(tl.max(tl.maximum(tl.abs(left), tl.abs(right)), axis=1), 1e-30)
-        left = left * (1024.0 / largest)[:, None]
-        right = right * (1024.0 / largest)[:, None]
     now_left = left
     now_right = right
     if step is not None and not DIRECT:  # a split has at most ANCHOR tiles: advancing from here stays exact
@@ -248,7 +213,7 @@ def few_queries_kernel(
 
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)  # sums over keys stay apart until the end
-    spare: tl.constexpr = BLOCK_M < 16 and v.dtype.element_ty != tl.float32
+    spare: tl.constexpr = v.dtype.element_ty != tl.float32
     mixed = tl.zeros([BLOCK_V, 2 * BLOCK_M if spare else BLOCK_M], tl.float32)
     for start in range(begin, end, BLOCK_N):
         key = start + offset
@@ -266,11 +231,8 @@ def few_queries_kernel(
         else:
             score = _rotated_scores(coefficient, near_cos, near_sin, now_left, now_right)
             now_left, now_right = _rotate(now_left, now_right, next_cos[None, :], next_sin[None, :])
-        if q.dtype.element_ty == tl.float16:
-            score = score * (largest * (1.0 / 1024.0))[None, :]
-
-        distance = index[None, :] - key[:, None]
-        score = _masked(score, distance, (live & (index >= 0))[None, :] & keep[:, None], window, CAUSAL, WINDOW)
+        seen = (index[None, :] >= key[:, None]) & live[None, :] & keep[:, None]
+        score = tl.where(seen, score, float("-inf"))
         weight, top, fade = _softmax_step(score, top, 0)
         total = total * fade[None, :] + weight
         mixed = _split_product(tl.trans(value), weight, _scaled(mixed, fade), spare)
@@ -307,19 +269,13 @@ def _rotated_scores(coefficient, cos, sin, left, right):
     """Return scores (keys, rows) of t (keys, d/2) at angles (cos, sin) and amplitudes (rows, d/2) of queries."""
     dtype: tl.constexpr = coefficient.dtype
     wide = coefficient.to(tl.float32)
-    if dtype == tl.float16:  # as with the queries: each tile is scaled by its own range
-        ceiling = tl.maximum(tl.max(tl.max(tl.abs(wide), axis=1), axis=0), 1e-30)
-        wide = wide * (1024.0 / ceiling)
     keys = _beside(narrow(wide * cos, dtype), narrow(wide * sin, dtype))
     # Side by side last: then they are stored, and read by the product, along the width.
     if dtype == tl.float32:  # summed apart: one chain of d additions rounds off twice as much as two
         wave = _above(_beside(left, tl.zeros_like(left)), _beside(tl.zeros_like(right), right))
     else:
         wave = _beside(_two_parts(left, dtype), _two_parts(right, dtype))
-    score = _score_product(keys, wave, left.shape[0])
-    if dtype == tl.float16:
-        score = score * (ceiling * (1.0 / 1024.0))
-    return score
+    return _score_product(keys, wave, left.shape[0])
 
 
 @triton.jit
@@ -411,7 +367,7 @@ SPLIT_TILES = 8  # fewest tiles worth a program of their own
 
 
 class Cut(NamedTuple):
-    """Tile sizes of a launch."""
+    """Tile sizes of a launch; `rows` is 1 for the kernel of one query."""
 
     rows: int
     keys: int
@@ -424,9 +380,9 @@ class Cut(NamedTuple):
 ALONE = {16: Cut(1, 64, 1, 2), 32: Cut(1, 16, 1, 4), 64: Cut(1, 16, 1, 3), 128: Cut(1, 16, 2, 2)}
 # With fewer than four warps Triton keeps to mma.sync.
 FEW = {16: Cut(8, 32, 2, 3), 32: Cut(8, 64, 2, 2), 64: Cut(8, 32, 2, 3), 128: Cut(8, 16, 2, 2)}
-# For up to eight queries, with ptxas 12.9 or later: 12.8 builds the descriptors of this kernel's wgmma from registers
+# With ptxas 12.9 or later: 12.8 builds the descriptors of this kernel's wgmma from registers
 # that hold something else. The fastest of a sweep on an H200 at four waves, nearly twice as fast as FEW; with two
-# waves, 64 is faster still in groups of four. Other widths and more queries have not been checked on a GPU.
+# waves, 64 is faster still in groups of four. Other widths have not been checked on a GPU.
 FEW_BY_WGMMA = {32: Cut(8, 64, 4, 3), 64: Cut(8, 64, 4, 3, waves=2)}
 
 
@@ -435,12 +391,8 @@ def choose_cut(rows: int, half: int, width: int, dtype: torch.dtype) -> Cut:
     size = max(padded(half), padded(width) // 2)
     if rows == 1:
         return ALONE[size]
-    cut = FEW[size]
-    if size in FEW_BY_WGMMA and rows <= FEW_BY_WGMMA[size].rows and has_sound_wgmma():
-        cut = FEW_BY_WGMMA[size]
-    if dtype == torch.float32:
-        cut = Cut(cut.rows, min(cut.keys, 32), cut.warps, 2)
-    return cut if rows <= cut.rows else cut._replace(rows=power_of_2(rows))
+    cut = FEW_BY_WGMMA[size] if size in FEW_BY_WGMMA and has_sound_wgmma() else FEW[size]
+    return Cut(cut.rows, min(cut.keys, 32), cut.warps, 2) if dtype == torch.float32 else cut
 
 
 def choose_splits(programs: int, keys: int, cut: Cut, processors: int) -> int:
@@ -456,7 +408,7 @@ def choose_splits(programs: int, keys: int, cut: Cut, processors: int) -> int:
 
 
 class DecodeCall(NamedTuple):
-    """One call of the kernels. The queries are the last n of each row's keys, at most FOLD_ROWS per key head."""
+    """One call of the kernels. The queries are the last n of each row's keys, at most eight per key head."""
 
     q: Tensor  # (b, h, n, d)
     t: Tensor  # (b, g, m, d/2)
@@ -469,8 +421,6 @@ class DecodeCall(NamedTuple):
     padding: Tensor | None  # (b|1, m) bool, True = keep
     first: int
     form: str  # "exact" or "slack"
-    causal: bool
-    window: int | None
     scale: float
 
 
@@ -479,14 +429,12 @@ def launch(call: DecodeCall, cut: Cut | None = None, splits: int | None = None) 
     q, t, v = (row_major(x) for x in (call.q, call.t, call.v))
     (b, h, n, d), (g, m), width = q.shape, t.shape[1:3], v.shape[-1]
     cut = cut or choose_cut(n * (h // g), d // 2, width, q.dtype)
-    blocks = cdiv(n * (h // g), cut.rows)
-    in_window = m if call.window is None else min(m, n + 2 * call.window)
-    splits = splits or choose_splits(blocks * b * g, in_window, cut, processors(q.device))
+    splits = splits or choose_splits(b * g, m, cut, processors(q.device))
     if cut.rows == 1:  # its loop has no product, and Triton pipelines such a loop only where the loop asks for it
         kernel, stages = one_query_kernel, {"STAGES": cut.stages}
     else:  # its kernel computes one base angle per split
         kernel, stages = few_queries_kernel, {"num_stages": cut.stages}
-        splits = max(splits, cdiv(cdiv(in_window, cut.keys), ANCHOR.value))
+        splits = max(splits, cdiv(cdiv(m, cut.keys), ANCHOR.value))
     out = torch.empty((b, n, h, width), dtype=q.dtype, device=q.device).transpose(1, 2)
     parts: Tensor = out.unsqueeze(3)
     sums: Tensor | None = None
@@ -499,13 +447,12 @@ def launch(call: DecodeCall, cut: Cut | None = None, splits: int | None = None) 
     given = (call.step, call.query_positions, call.key_positions, padding)
     step, query_positions, key_positions, padding = (x if x is None else row_major(x) for x in given)
     with torch.cuda.device_of(q):
-        kernel[(blocks, g * splits, b)](
+        kernel[(g * splits, b)](
             q, t, v, parts, sums, step, lengths, firsts, query_positions, key_positions, padding,
-            call.scale * LOG2_E, n, m, call.first, call.window or 0, splits,
+            call.scale * LOG2_E, n, m, call.first, splits,
             *q.stride()[:3], *t.stride()[:3], *v.stride()[:3], *parts.stride()[:4], *sums_strides,
             *(row_stride(x) for x in (step, query_positions, key_positions, padding)),
-            EXACT=call.form == "exact", CAUSAL=call.causal, WINDOW=call.window is not None,
-            DIRECT=key_positions is not None or q.dtype == torch.float32,
+            EXACT=call.form == "exact", DIRECT=key_positions is not None or q.dtype == torch.float32,
             GROUP=h // g, HALF=d // 2, WIDTH=width, BLOCK_M=cut.rows, BLOCK_N=cut.keys, BLOCK_D=padded(d // 2),
             BLOCK_V=padded(width), num_warps=cut.warps, **stages,
         )  # fmt: skip
@@ -521,7 +468,7 @@ def launch(call: DecodeCall, cut: Cut | None = None, splits: int | None = None) 
     "farspan::half_width_attention",
     mutates_args=(),
     schema="(Tensor q, Tensor t, Tensor v, Tensor? step, Tensor? lengths, Tensor? firsts, Tensor? query_positions, "
-    "Tensor? key_positions, Tensor? padding, int first, str form, bool causal, int? window, float scale) -> Tensor",
+    "Tensor? key_positions, Tensor? padding, int first, str form, float scale) -> Tensor",
 )
 def decode_op(*arguments: Any) -> Tensor:
     """Attend with the queries of a :class:`DecodeCall`, given field by field; return (b, h, n, dv)."""

@@ -1,4 +1,4 @@
-"""CoCA features (q, t) → (q̃, k̃) in one pass, forward and backward.
+"""Features (q, t) → (q̃, k̃) of CoCA and of polar attention in one pass, forward and backward.
 
 Squares and angles are float32, and there is no table of angles in memory.
 """
@@ -31,17 +31,18 @@ register = custom_op if INTERPRETED else triton_op
 
 @triton.jit
 def prepare_kernel(
-    q, t, q_out, k_out, q_gradient, k_gradient, step, query_positions, key_positions,
+    q, t, q_out, k_out, q_gradient, k_gradient, phase, phase_gradient, step, query_positions, key_positions,
     h, g, n, m, query_first, key_first,
     q_b, q_h, q_n, t_b, t_g, t_m, q_out_b, q_out_h, q_out_n, k_out_b, k_out_g, k_out_m,
     q_gradient_b, q_gradient_h, q_gradient_n, k_gradient_b, k_gradient_g, k_gradient_m,
     step_b, query_positions_b, key_positions_b,
-    EXACT: tl.constexpr, BACKWARD: tl.constexpr, FACTOR: tl.constexpr, HALF: tl.constexpr,
+    POLAR: tl.constexpr, EXACT: tl.constexpr, BACKWARD: tl.constexpr, FACTOR: tl.constexpr, HALF: tl.constexpr,
     HEADS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Prepare a block of positions of a few heads of q, or of t.
 
-    Backward, the gradients of q̃ and k̃ come in, and `q_out` and `k_out` are those of q and t.
+    Backward, the gradients of q̃ and k̃ come in, and `q_out` and `k_out` are those of q and t. `phase_gradient`
+    (b, blocks, h, r) gets what each block of queries adds to the gradient of `phase`.
     """
     # FACTOR is no argument: torch.compile passes a float as float64, and all that it meets would be float64 too.
     # Queries and keys are two calls of a function: in branches of one, sizes of different widths would be one variable.
@@ -50,13 +51,13 @@ def prepare_kernel(
     q_programs = tl.cdiv(n, BLOCK_N) * tl.cdiv(h, HEADS)
     if program < q_programs:
         _prepare(
-            program, row, q, q_out, q_gradient, step, query_positions, h, n, query_first,
+            program, row, q, q_out, q_gradient, phase, phase_gradient, step, query_positions, h, n, query_first,
             q_b, q_h, q_n, q_out_b, q_out_h, q_out_n, q_gradient_b, q_gradient_h, q_gradient_n,
-            step_b, query_positions_b, True, EXACT, BACKWARD, FACTOR, HALF, HEADS, BLOCK_N, BLOCK_D,
+            step_b, query_positions_b, not POLAR, EXACT, BACKWARD, FACTOR, HALF, HEADS, BLOCK_N, BLOCK_D,
         )  # fmt: skip
     else:
         _prepare(
-            program - q_programs, row, t, k_out, k_gradient, step, key_positions, g, m, key_first,
+            program - q_programs, row, t, k_out, k_gradient, None, None, step, key_positions, g, m, key_first,
             t_b, t_g, t_m, k_out_b, k_out_g, k_out_m, k_gradient_b, k_gradient_g, k_gradient_m,
             step_b, key_positions_b, False, EXACT, BACKWARD, FACTOR, HALF, HEADS, BLOCK_N, BLOCK_D,
         )  # fmt: skip
@@ -64,12 +65,15 @@ def prepare_kernel(
 
 @triton.jit
 def _prepare(
-    program, row, x, out, gradient, step, positions, heads, count, first,
+    program, row, x, out, gradient, phase, phase_gradient, step, positions, heads, count, first,
     x_b, x_h, x_n, out_b, out_h, out_n, gradient_b, gradient_h, gradient_n, step_b, positions_b,
-    QUERIES: tl.constexpr, EXACT: tl.constexpr, BACKWARD: tl.constexpr, FACTOR: tl.constexpr, HALF: tl.constexpr,
+    PAIRS: tl.constexpr, EXACT: tl.constexpr, BACKWARD: tl.constexpr, FACTOR: tl.constexpr, HALF: tl.constexpr,
     HEADS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Prepare queries x = q or keys x = t; k̃ = t·(cos, sin), or t·(cos - sin, cos + sin) for slack."""
+    """Prepare pairs x = q, or numbers x = t: k̃ = t·(cos, sin), or t·(cos - sin, cos + sin) for slack.
+
+    Polar queries are numbers too, at angles that `phase` (h, r) shifts.
+    """
     blocks = tl.cdiv(count, BLOCK_N)
     index = (program % blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
     pair = tl.arange(0, BLOCK_D)
@@ -95,7 +99,13 @@ def _prepare(
             of = row * gradient_b + which * gradient_h + index * gradient_n + pair
             up = tl.load(gradient + of, mask=inside, other=0.0).to(tl.float32)
             down = tl.load(gradient + of + HALF, mask=inside, other=0.0).to(tl.float32)
-        if QUERIES:
+        turned_left = left
+        turned_right = right
+        if phase is not None:
+            shift = tl.load(phase + which * HALF + pair, mask=pair < HALF, other=0.0)
+            turned_left = left * tl.cos(shift) - right * tl.sin(shift)
+            turned_right = left * tl.sin(shift) + right * tl.cos(shift)
+        if PAIRS:
             a = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
             b = tl.load(x + at + HALF, mask=inside, other=0.0).to(tl.float32)
             if BACKWARD:
@@ -103,13 +113,18 @@ def _prepare(
             else:
                 first_half, second_half = query_features(a, b, cos, sin, EXACT)
         elif BACKWARD:  # t has half the width
-            first_half = up * left + down * right
+            first_half = up * turned_left + down * turned_right
+            if phase_gradient is not None:
+                size = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+                added = tl.sum(size * (down * turned_left - up * turned_right), 0)[None, :]
+                of = ((row * blocks + program % blocks) * heads + which) * HALF + pair
+                tl.store(phase_gradient + of, added, mask=pair < HALF)
         else:
             size = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-            first_half = size * left
-            second_half = size * right
+            first_half = size * turned_left
+            second_half = size * turned_right
         tl.store(to, narrow(first_half, out.dtype.element_ty), mask=inside)
-        if QUERIES or not BACKWARD:
+        if PAIRS or not BACKWARD:
             tl.store(to + HALF, narrow(second_half, out.dtype.element_ty), mask=inside)
 
 
@@ -130,6 +145,7 @@ def _query_gradient(a, b, up, down, cos, sin, EXACT: tl.constexpr):
 def prepare_op(
     q: Tensor,
     t: Tensor,
+    phase: Tensor | None,
     step: Tensor,
     query_positions: Tensor | None,
     key_positions: Tensor | None,
@@ -140,13 +156,14 @@ def prepare_op(
 ) -> tuple[Tensor, Tensor]:
     """Return q̃ (b, h, n, d) and k̃ (b, g, m, d) of q (b, h, n, d) and t (b, g, m, d/2).
 
-    They are those of :func:`farspan.ops.coca_features`. Query i is at position query_first + i, or where
+    They are those of :func:`farspan.ops.coca_features`. In form "polar" q is (b, h, n, d/2), `phase` float32 (h, d/2),
+    and they are those of :func:`farspan.ops.coca.polar_features`. Query i is at position query_first + i, or where
     query_positions (b|1, n) says; keys likewise.
     """
-    q_, k_ = Buffer.like(q, q.shape), Buffer.like(t, (*t.shape[:3], q.shape[-1]))
+    q_, k_ = (Buffer.like(x, (*x.shape[:3], 2 * t.shape[-1])) for x in (q, t))
     where = (query_positions, key_positions, query_first, key_first)
     kernel = prepare_kernel if INTERPRETED else wrap_triton(prepare_kernel)
-    _launch(kernel, (q, t, None, None), (q_, k_), step, where, form, factor)
+    _launch(kernel, (q, t, None, None), (q_, k_), (phase, None), step, where, form, factor)
     return q_.view, k_.view
 
 
@@ -155,6 +172,7 @@ def prepare_backward_op(
     q: Tensor,
     q_gradient: Tensor,
     k_gradient: Tensor,
+    phase: Tensor | None,
     step: Tensor,
     query_positions: Tensor | None,
     key_positions: Tensor | None,
@@ -162,19 +180,35 @@ def prepare_backward_op(
     key_first: int,
     form: str,
     factor: float,
-) -> tuple[Tensor, Tensor]:
-    """Return the gradients of q and t, given those of q̃ and k̃; both in the layout of q, which t most likely shares."""
-    dq, dt = Buffer.like(q, q.shape), Buffer.like(q, (*k_gradient.shape[:3], q.shape[-1] // 2))
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q and t in the layout of q, and what each block adds to that of `phase`.
+
+    The latter is (b, blocks, h, d/2).
+    """
+    half = k_gradient.shape[-1] // 2
+    dq, dt = Buffer.like(q, q.shape), Buffer.like(q, (*k_gradient.shape[:3], half))
+    shares = q.new_empty(_phase_shape(q, phase), dtype=torch.float32)
     where = (query_positions, key_positions, query_first, key_first)
     kernel = prepare_kernel if INTERPRETED else wrap_triton(prepare_kernel)
-    _launch(kernel, (q, None, q_gradient, k_gradient), (dq, dt), step, where, form, factor)
-    return dq.view, dt.view
+    phases = (phase, None if phase is None else shares)
+    _launch(kernel, (q, None, q_gradient, k_gradient), (dq, dt), phases, step, where, form, factor)
+    return dq.view, dt.view, shares
+
+
+def _block(half: int) -> int:
+    """Return the positions of one program."""
+    return max(1, TILE // padded(half))
+
+
+def _phase_shape(q: Tensor, phase: Tensor | None) -> tuple[int, ...]:
+    return (0,) if phase is None else (q.shape[0], cdiv(q.shape[2], _block(int(q.shape[-1]))), *phase.shape)
 
 
 def _launch(
     kernel: Any,
     inputs: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None],
     outputs: tuple[Buffer, Buffer],
+    phases: tuple[Tensor | None, Tensor | None],
     step: Tensor,
     where: tuple[Tensor | None, Tensor | None, int, int],
     form: str,
@@ -185,30 +219,31 @@ def _launch(
     positions, firsts = [x if x is None else row_major(x) for x in where[:2]], where[2:]
     (b, h, n, d), (q_out, k_out) = inputs[0].shape, outputs
     g, m = k_out.view.shape[1:3]
-    half = int(d) // 2  # a constant of the kernel, even where torch.compile would let it vary
-    width = padded(half)
-    block = max(1, TILE // width)
+    half = int(d) if form == "polar" else int(d) // 2  # a constant of the kernel, even where torch.compile lets it vary
+    block = _block(half)
     programs = cdiv(n, block) * cdiv(h, HEADS) + cdiv(m, block) * cdiv(g, HEADS)
     strided = (*given[:2], q_out.view, k_out.view, *given[2:])
     strides = [stride for x in strided for stride in ((0, 0, 0) if x is None else x.stride()[:3])]
     rows = [row_stride(x) for x in (step, *positions)]
     with nullcontext() if is_traced() else torch.cuda.device_of(inputs[0]):  # compiled code sets the device itself
         kernel[(programs, b)](
-            *given[:2], q_out.memory, k_out.memory, *given[2:], step, *positions, h, g, n, m, *firsts, *strides, *rows,
-            EXACT=form == "exact", BACKWARD=given[2] is not None, FACTOR=float(factor), HALF=half,
-            HEADS=HEADS, BLOCK_N=block, BLOCK_D=width,
+            *given[:2], q_out.memory, k_out.memory, *given[2:], *phases, step, *positions, h, g, n, m, *firsts,
+            *strides, *rows,
+            POLAR=form == "polar", EXACT=form != "slack", BACKWARD=given[2] is not None, FACTOR=float(factor),
+            HALF=half, HEADS=HEADS, BLOCK_N=block, BLOCK_D=padded(half),
         )  # fmt: skip
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, _, step, query_positions, key_positions, *ctx.rest = inputs
-    ctx.save_for_backward(q, step, query_positions, key_positions)
+    q, _, phase, step, query_positions, key_positions, *ctx.rest = inputs
+    ctx.save_for_backward(q, phase, step, query_positions, key_positions)
 
 
 def _backward(ctx: Any, q_gradient: Tensor, k_gradient: Tensor) -> tuple[Any, ...]:
-    q, step, query_positions, key_positions = ctx.saved_tensors
-    dq, dt = prepare_backward_op(q, q_gradient, k_gradient, step, query_positions, key_positions, *ctx.rest)
-    return dq, dt, *(None,) * 7
+    q, phase, step, query_positions, key_positions = ctx.saved_tensors
+    where = (step, query_positions, key_positions, *ctx.rest)
+    dq, dt, shares = prepare_backward_op(q, q_gradient, k_gradient, phase, *where)
+    return dq, dt, None if phase is None else shares.sum((0, 1)), *(None,) * 7
 
 
 prepare_op.register_autograd(_backward, setup_context=_save)
@@ -217,8 +252,11 @@ if INTERPRETED:  # a `triton_op` describes itself
 
     @prepare_op.register_fake
     def _(q: Tensor, t: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
-        return Buffer.like(q, q.shape).view, Buffer.like(t, (*t.shape[:3], q.shape[-1])).view
+        return tuple(Buffer.like(x, (*x.shape[:3], 2 * t.shape[-1])).view for x in (q, t))  # type: ignore[return-value]
 
     @prepare_backward_op.register_fake
-    def _(q: Tensor, q_gradient: Tensor, k_gradient: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
-        return Buffer.like(q, q.shape).view, Buffer.like(q, (*k_gradient.shape[:3], q.shape[-1] // 2)).view
+    def _(
+        q: Tensor, q_gradient: Tensor, k_gradient: Tensor, phase: Tensor | None, *rest: object
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dt = Buffer.like(q, (*k_gradient.shape[:3], k_gradient.shape[-1] // 2)).view
+        return Buffer.like(q, q.shape).view, dt, q.new_empty(_phase_shape(q, phase), dtype=torch.float32)

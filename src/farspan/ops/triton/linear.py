@@ -79,18 +79,16 @@ def _weighted(x, weight):
 
 @triton.jit(do_not_specialize=["n", "heads", "segment"])
 def totals_kernel(
-    y, z, states, sums, denominators, deltas, angles, documents, epsilon, n, heads, segment,
-    y_b, y_h, y_n, z_b, z_h, z_n, angles_b, angles_s, documents_b,
+    y, z, states, sums, denominators, deltas, angles, epsilon, n, heads, segment,
+    y_b, y_h, y_n, z_b, z_h, z_n, angles_b, angles_s,
     QUERIES: tl.constexpr, TIMES: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Z: tl.constexpr,
 ):  # fmt: skip
     """Sum one segment of one key head, for BLOCK_Z of the DV columns.
 
     Of keys and values, Σ φ(t_j)⊗v_j and Σ φ(t_j), for the forward direction. With QUERIES, of queries and the output's
-    gradients g over the TIMES heads of a group, Σ φ(a_i)⊗g_i/D_i and Σ φ(a_i) δ_i/D_i, for the backward direction. Only
-    the document at the segment's far end continues, so only that is summed.
+    gradients g over the TIMES heads of a group, Σ φ(a_i)⊗g_i/D_i and Σ φ(a_i) δ_i/D_i, for the backward direction.
     """
-    # float16 has too small a range for sums.
     DOT: tl.constexpr = tl.bfloat16 if y.dtype.element_ty == tl.bfloat16 else tl.float32
     parts = tl.cdiv(n, segment)
     block, head, row = _locate(parts * tl.cdiv(DV, BLOCK_Z), heads)
@@ -109,9 +107,6 @@ def totals_kernel(
         index = start + tl.arange(0, BLOCK)
         live = index < end
         wide = index.to(tl.int64)
-        if documents is not None:
-            far = tl.load(documents + row * documents_b + (begin if QUERIES else end - 1))
-            live = live & (tl.load(documents + row * documents_b + index, mask=live, other=-1) == far)
         for time in range(TIMES):
             which = head * TIMES + time
             where = (row * heads * TIMES + which) * n + wide
@@ -136,46 +131,30 @@ def totals_kernel(
         tl.store(sums + at + D + column, sum_s, mask=column < D)
 
 
-@triton.jit(do_not_specialize=["n", "segment", "size", "heads"])
-def prefix_kernel(
-    totals, initial, before, final, documents, n, segment, size, heads, documents_b,
-    REVERSE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Add up the totals of all segments before each segment (REVERSE: after it), starting from `initial`, and of all
-    segments; for BLOCK numbers of one row and head."""
-    parts = tl.cdiv(n, segment)
+@triton.jit(do_not_specialize=["parts", "size", "heads"])
+def prefix_kernel(totals, before, final, parts, size, heads, REVERSE: tl.constexpr, BLOCK: tl.constexpr):
+    """Add up the totals of all segments before each of `parts` segments (REVERSE: after it), and of all segments; for
+    BLOCK numbers of one row and head."""
     block, head, row = _locate(tl.cdiv(size, BLOCK), heads)
     at = block * BLOCK + tl.arange(0, BLOCK)
     head += row * heads
     inside = at < size
     running = tl.zeros([BLOCK], tl.float32)
-    if initial is not None:
-        running = tl.load(initial + head * size + at, mask=inside, other=0.0)
     for step in range(0, parts):
         part = step
         if REVERSE:
             part = parts - 1 - step
         where = (head * parts + part) * size + at
         tl.store(before + where, narrow(running, before.dtype.element_ty), mask=inside)
-        if documents is not None:
-            if REVERSE:
-                near = tl.minimum((part + 1) * segment, n - 1)
-                far = part * segment
-            else:
-                near = tl.maximum(part * segment - 1, 0)
-                far = tl.minimum((part + 1) * segment, n) - 1
-            of = documents + row * documents_b
-            running = tl.where(tl.load(of + near) == tl.load(of + far), running, 0.0)
         running += tl.load(totals + where, mask=inside, other=0.0)
     tl.store(final + head * size + at, running, mask=inside)
 
 
 @triton.jit(do_not_specialize=["n", "x_heads", "segment"])
 def pairs_kernel(
-    x, y, z, source, attended, out, states, sums, denominators, deltas, angles, documents,
-    epsilon, n, x_heads, segment,
+    x, y, z, source, attended, out, states, sums, denominators, deltas, angles, epsilon, n, x_heads, segment,
     x_b, x_h, x_n, y_b, y_h, y_n, z_b, z_h, z_n, source_b, source_h, source_n,
-    attended_b, attended_h, attended_n, out_b, out_h, out_n, angles_b, angles_s, documents_b,
+    attended_b, attended_h, attended_n, out_b, out_h, out_n, angles_b, angles_s,
     REVERSE: tl.constexpr, GRADED: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, OUT_WIDTH: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_Z: tl.constexpr,
 ):  # fmt: skip
@@ -217,7 +196,6 @@ def pairs_kernel(
         tl.store(deltas + where_row, delta, mask=live)
 
     # Everything outside the segment, through the sums before it.
-    document, enters = _entering(documents, documents_b, row, index, live, part, segment, n, REVERSE)
     mixed = tl.zeros([BLOCK_M, BLOCK_Z], tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     at = ((row * heads + y_head) * tl.cdiv(n, segment) + part) * 2
@@ -228,13 +206,13 @@ def pairs_kernel(
         sum_s = tl.load(sums + at * D + D + feature, mask=feature < D, other=0.0)[None, :]
         if OUT:
             features = left.to(tl.float32)
-            total = (x_c * tl.sum(features * sum_c, axis=1) + x_s * tl.sum(features * sum_s, axis=1)) * enters
+            total = x_c * tl.sum(features * sum_c, axis=1) + x_s * tl.sum(features * sum_s, axis=1)
         else:
-            mixed = (delta * enters)[:, None] * (x_c[:, None] * sum_c + x_s[:, None] * sum_s)
+            mixed = delta[:, None] * (x_c[:, None] * sum_c + x_s[:, None] * sum_s)
     for wave_part in range(2):  # a loop, so that one after the other goes from memory to the tensor cores
         factor = tl.where(wave_part == 0, x_c, x_s)
         state = _load_state(states, at + wave_part, column, into, GRADED, WIDTH, OUT_WIDTH)
-        mixed += _multiply(left, state) * (factor * enters)[:, None]
+        mixed += _multiply(left, state) * factor[:, None]
 
     # Pairs within the segment.
     low = part * segment
@@ -262,9 +240,6 @@ def pairs_kernel(
         y_c, y_s = _load_factors(angles, angles_s, other, denominators, where_far, y_live, epsilon, REVERSE)
         score = _multiply(left, tl.trans(right))
         seen = index[:, None] <= other[None, :] if REVERSE else index[:, None] >= other[None, :]
-        if documents is not None:
-            theirs = tl.load(documents + row * documents_b + other, mask=y_live, other=-1)
-            seen = seen & (document[:, None] == theirs[None, :])
         if GRADED:
             if REVERSE:
                 score += tl.load(deltas + where_far, mask=y_live, other=0.0)[None, :]
@@ -287,22 +262,6 @@ def pairs_kernel(
 
 
 @triton.jit
-def _entering(documents, documents_b, row, index, live, part, segment, n, REVERSE: tl.constexpr):
-    """Return the documents of tokens, and 1 for those whose document continues from outside the segment, else 0."""
-    document = index
-    enters = live.to(tl.float32)
-    if documents is not None:
-        of = documents + row * documents_b
-        document = tl.load(of + index, mask=live, other=-1)
-        if REVERSE:
-            behind = tl.load(of + tl.minimum((part + 1) * segment, n - 1))
-        else:
-            behind = tl.load(of + tl.maximum(part * segment - 1, 0))
-        enters = (document == behind).to(tl.float32)
-    return document, enters
-
-
-@triton.jit
 def _load_state(states, at, column, into, GRADED: tl.constexpr, WIDTH: tl.constexpr, OUT_WIDTH: tl.constexpr):
     """Load one sum Σ y⊗z to multiply x by; it is stored (dv, d), and x has width dv with GRADED, else d."""
     of = states + at * WIDTH * OUT_WIDTH
@@ -315,19 +274,6 @@ def _load_state(states, at, column, into, GRADED: tl.constexpr, WIDTH: tl.conste
 
 
 PREFIX = 512  # numbers of the sums that a program of prefix_kernel adds up
-
-
-class Tokens(NamedTuple):
-    """Angles (b|1, 2, n), cos and sin, and documents (b, n) or None, of stride 1 along n; and the least denominator."""
-
-    angles: Tensor
-    documents: Tensor | None
-    epsilon: float
-
-    @property
-    def strides(self) -> tuple[int, int, int]:
-        """Return batch strides, 0 where all rows share one; between them, the stride from cos to sin."""
-        return row_stride(self.angles), self.angles.stride(1), row_stride(self.documents)
 
 
 Sums = tuple[Tensor, Tensor]
@@ -348,7 +294,7 @@ class Cut(NamedTuple):
 PAIRS = {64: Cut(64, 64, 4, 1), 128: Cut(64, 64, 4, 2)}
 QUERY_PAIRS = {64: Cut(64, 64, 4, 2), 128: Cut(128, 64, 8, 3)}
 TOTALS = {64: Cut(128, 64, 4, 3), 128: Cut(128, 128, 8, 2)}
-PRECISE = Cut(32, 32, 8, 1)  # in float16 and float32, whose tiles are twice as large
+PRECISE = Cut(32, 32, 8, 1)  # in float32, whose tiles are twice as large
 # Tokens per segment: shorter segments have fewer pairs, longer ones less memory for their sums. In width 128, 256 would
 # be 10% faster and need 1.25 times the memory of inputs, outputs and gradients.
 SEGMENT = {64: 256, 128: 512}
@@ -383,10 +329,10 @@ def empty_results(k: Tensor, v: Tensor) -> tuple[Sums, Sums]:
 
 
 def mix(
-    x: Tensor, y: Tensor, z: Tensor, out: Tensor, tokens: Tokens, before: Sums, denominators: Tensor,
+    x: Tensor, y: Tensor, z: Tensor, out: Tensor, angles: Tensor, epsilon: float, before: Sums, denominators: Tensor,
     deltas: Tensor | None, *, reverse: bool = False, source: Tensor | None = None, attended: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Fill `out` with Σ κ (x·y) z, or with a gradient, that of `source`."""
+    """Fill `out` with Σ κ (x·y) z, or with a gradient, that of `source`; angles (b|1, 2, n) are cos and sin."""
     (b, heads, n, width), into, segment = x.shape, z.shape[-1], segment_of(x, z)
     group = y.shape[1] // heads if reverse else heads // y.shape[1]
     cut = choose_cut(PAIRS if attended is None else QUERY_PAIRS, x, into)
@@ -395,8 +341,8 @@ def mix(
     strides = [s for tensor in tensors for s in ((0, 0, 0) if tensor is None else tensor.stride()[:3])]
     with torch.cuda.device_of(x):
         pairs_kernel[(cdiv(n, rows) * heads * b,)](
-            *tensors, *before, denominators, deltas, *tokens, n, heads, segment,
-            *strides, *tokens.strides,
+            *tensors, *before, denominators, deltas, angles, epsilon, n, heads, segment,
+            *strides, row_stride(angles), angles.stride(1),
             REVERSE=reverse, GRADED=source is not None, GROUP=group, WIDTH=width, OUT_WIDTH=into,
             BLOCK_M=rows, BLOCK_N=cut.columns, BLOCK_X=padded(width), BLOCK_Z=padded(into),
             num_warps=cut.warps, num_stages=cut.stages,
@@ -404,9 +350,8 @@ def mix(
 
 
 def add_up(
-    y: Tensor, z: Tensor, g: int, tokens: Tokens, denominators: Tensor | None, deltas: Tensor | None,
-    initial: tuple[Tensor | None, Tensor | None],
-) -> tuple[Sums, Sums]:  # fmt: skip
+    y: Tensor, z: Tensor, g: int, angles: Tensor, epsilon: float, denominators: Tensor | None, deltas: Tensor | None
+) -> tuple[Sums, Sums]:
     """Return the sums before each segment, and those of everything, for g key heads.
 
     Of keys and values; or, given `denominators` and `deltas`, of queries and gradients, from the end of the sequence.
@@ -417,35 +362,32 @@ def add_up(
     totals, (before, final) = empty_sums(y[:, :g], z, parts), empty_results(y[:, :g], z)
     with torch.cuda.device_of(y):
         totals_kernel[(parts * cdiv(dv, columns) * g * b,)](
-            y, z, *totals, denominators, deltas, *tokens, n, g, segment,
-            *y.stride()[:3], *z.stride()[:3], *tokens.strides,
+            y, z, *totals, denominators, deltas, angles, epsilon, n, g, segment,
+            *y.stride()[:3], *z.stride()[:3], row_stride(angles), angles.stride(1),
             QUERIES=queries, TIMES=heads // g, D=d, DV=dv,
             BLOCK=cut.rows, BLOCK_D=padded(d), BLOCK_Z=columns, num_warps=cut.warps, num_stages=cut.stages,
         )  # fmt: skip
-        for total, start, left, whole in zip(totals, initial, before, final, strict=True):
+        for total, left, whole in zip(totals, before, final, strict=True):
             size = whole[0, 0].numel()
             prefix_kernel[(cdiv(size, PREFIX) * g * b,)](
-                total, None if start is None else start.contiguous(), left, whole, tokens.documents,
-                n, segment, size, g, row_stride(tokens.documents), REVERSE=queries, BLOCK=PREFIX,
-            )  # fmt: skip
+                total, left, whole, parts, size, g, REVERSE=queries, BLOCK=PREFIX
+            )
     return before, final
 
 
 @torch.library.custom_op("farspan::linear_attention", mutates_args=())
 def linear_attention_op(
-    q: Tensor, k: Tensor, v: Tensor, angles: Tensor, documents: Tensor | None, epsilon: float,
-    initial: Tensor | None, initial_sum: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Attend from n queries to n keys, see :class:`Tokens`, and to the :data:`Sums` before them.
+    q: Tensor, k: Tensor, v: Tensor, angles: Tensor, epsilon: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Attend from n queries to n keys at angles (b|1, 2, n), cos and sin, with denominators of at least epsilon.
 
-    Return the output (b, h, n, dv), denominators (b, h, n), the sums before each segment for the backward pass, and the
-    sums after the last key.
+    Return the output (b, h, n, dv), denominators (b, h, n), the :data:`Sums` before each segment for the backward pass,
+    and those after the last key, which have no gradients.
     """
     q, k, v = (row_major(x) for x in (q, k, v))
-    tokens = Tokens(angles, documents, epsilon)
-    before, final = add_up(k, v, k.shape[1], tokens, None, None, (initial, initial_sum))
+    before, final = add_up(k, v, k.shape[1], angles, epsilon, None, None)
     out, denominators = _outputs(q, v)
-    mix(q, k, v, out, tokens, before, denominators, None)
+    mix(q, k, v, out, angles, epsilon, before, denominators, None)
     return out, denominators, *before, *final
 
 
@@ -462,39 +404,36 @@ def _outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op("farspan::linear_attention_backward", mutates_args=())
 def linear_attention_backward_op(
-    gradient: Tensor, final: Tensor | None, final_sum: Tensor | None, out: Tensor, denominators: Tensor,
-    states: Tensor, sums: Tensor, q: Tensor, k: Tensor, v: Tensor, angles: Tensor, documents: Tensor | None,
-    epsilon: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the gradients of q, k, v and the initial sums, given those of the output and the final sums."""
+    gradient: Tensor, out: Tensor, denominators: Tensor, states: Tensor, sums: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, angles: Tensor, epsilon: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the gradients of q, k and v, given that of the output."""
     q, k, v, out, gradient = (row_major(x) for x in (q, k, v, out, gradient))
-    tokens, rest = Tokens(angles, documents, epsilon), (denominators, torch.empty_like(denominators))
+    rest = (denominators, torch.empty_like(denominators))
     dq = Buffer.like(q, q.shape).view
-    mix(gradient, v, k, dq, tokens, (states, sums), *rest, source=q, attended=out)
-    after, initial = add_up(q, gradient, k.shape[1], tokens, *rest, (final, final_sum))
+    mix(gradient, v, k, dq, angles, epsilon, (states, sums), *rest, source=q, attended=out)
+    after, _ = add_up(q, gradient, k.shape[1], angles, epsilon, *rest)
     dk, dv = (Buffer.like(x, x.shape).view for x in (k, v))  # allocated last: the totals of add_up are free again
-    mix(v, gradient, q, dk, tokens, after, *rest, reverse=True, source=k)
-    mix(k, q, gradient, dv, tokens, after, *rest, reverse=True)
-    return dq, dk, dv, *initial
+    mix(v, gradient, q, dk, angles, epsilon, after, *rest, reverse=True, source=k)
+    mix(k, q, gradient, dv, angles, epsilon, after, *rest, reverse=True)
+    return dq, dk, dv
 
 
 @linear_attention_backward_op.register_fake
 def _(*saved: Any) -> tuple[Tensor, ...]:
-    q, k, v = (row_major(x) for x in saved[7:10])
-    return *(Buffer.like(x, x.shape).view for x in (q, k, v)), *empty_sums(k, v)
+    return tuple(Buffer.like(row_major(x), x.shape).view for x in saved[5:8])
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.epsilon, ctx.has_initial = inputs[5], inputs[6] is not None
+    *tensors, ctx.epsilon = inputs
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*output[:4], *inputs[:5])
+    ctx.save_for_backward(*output[:4], *tensors)
 
 
-def _backward(ctx: Any, gradient: Tensor | None, *rest: Tensor | None) -> tuple[Any, ...]:
+def _backward(ctx: Any, gradient: Tensor | None, *_: Tensor | None) -> tuple[Any, ...]:
     out, *saved = ctx.saved_tensors
     gradient = torch.zeros_like(out) if gradient is None else gradient
-    dq, dk, dv, *initial = linear_attention_backward_op(gradient, *rest[-2:], out, *saved, ctx.epsilon)
-    return dq, dk, dv, None, None, None, *(initial if ctx.has_initial else (None, None))
+    return *linear_attention_backward_op(gradient, out, *saved, ctx.epsilon), None, None
 
 
 linear_attention_op.register_autograd(_backward, setup_context=_save)
