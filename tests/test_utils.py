@@ -34,22 +34,20 @@ def test_parse_reads_whole_numbers_as_decimals_and_lists_as_tuples() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "message"),
+    ("inner", "message"),
     [
-        ({"inner": {"steps": 0}}, "inner.steps must be greater than or equal to 1, got 0"),
-        ({"inner": {"steps": "3"}}, "inner.steps must be a valid integer, got '3'"),
-        ({"inner": {"steps": True}}, "inner.steps must be a valid integer, got True"),
-        ({"inner": {"steps": 10**30}}, "inner.steps must be a finite number"),
-        ({"inner": {"rate": float("nan")}}, "inner.rate must be a finite number"),
-        ({"inner": {"weights": {"a": "b"}}}, "inner.weights.a must be a valid number, got 'b'"),
-        ({"inner": {"step": 1}}, "configuration key inner.step must be one of .* did you mean 'steps'"),
-        ({"inner": 3}, "inner must be an object, got 3"),
-        ({"name": 4}, "name must be a valid string, got 4"),
+        ({"steps": 0}, "inner.steps must be greater than or equal to 1, got 0"),
+        ({"steps": "3"}, "inner.steps must be a valid integer, got '3'"),
+        ({"steps": 10**30}, "inner.steps must be a finite number"),
+        ({"rate": float("nan")}, "inner.rate must be a finite number"),
+        ({"weights": {"a": "b"}}, "inner.weights.a must be a valid number, got 'b'"),
+        ({"step": 1}, "configuration key inner.step must be one of .* did you mean 'steps'"),
+        (3, "inner must be an object, got 3"),
     ],
 )
-def test_parse_raises_one_line_that_names_key_and_value(values: dict[str, Any], message: str) -> None:
+def test_parse_raises_one_line_that_names_key_and_value(inner: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message) as error:
-        parse(Outer, values)
+        parse(Outer, {"inner": inner})
     assert "\n" not in str(error.value)
 
 
@@ -112,15 +110,15 @@ def test_a_lock_excludes_other_processes_and_ends_with_them(tmp_path: Path) -> N
         pass
 
 
-@pytest.mark.parametrize("text", ["[" * 100_000, "a = " + "[" * 100_000, "= 3", "\udcff", "[1]"])
+@pytest.mark.parametrize("text", ["a = " + "[" * 100_000, "= 3", "\udcff"])
 def test_a_settings_file_that_cannot_be_read_gives_one_line(tmp_path: Path, text: str) -> None:
-    for suffix in (".toml", ".json"):
-        if (suffix, text) == (".toml", "[1]"):
-            continue  # a table of that name
-        file = tmp_path / f"x{suffix}"
+    for file in (tmp_path / "x.toml", tmp_path / "x.json"):
         file.write_text(text, encoding="utf-8", errors="surrogateescape")
-        with pytest.raises(ValueError, match=r"config .* (is not valid|must hold an object)") as error:
+        with pytest.raises(ValueError, match=r"config .* is not valid") as error:
             read_settings(file)
         assert "\n" not in str(error.value)
+    file.write_text("[1]")
+    with pytest.raises(ValueError, match="must hold an object"):
+        read_settings(file)
     file.write_text(json.dumps({"a": 1}))
     assert read_settings(file) == {"a": 1}

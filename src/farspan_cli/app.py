@@ -1,11 +1,12 @@
 """The application, what commands share, and how each fails: one line on stderr, exit 2, never a traceback."""
 
 import math
+import os
 import sys
 from collections.abc import Callable, Iterable
 from functools import partial
 from importlib import metadata
-from inspect import Signature, signature
+from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
 
@@ -15,11 +16,6 @@ from rich.table import Column, Table
 from typer.core import TyperGroup
 
 UsageError: Any = typer.BadParameter.__base__  # typer carries its own click, and does not export the name
-
-
-class InterruptedByUserError(Exception):
-    """Ctrl-C, with what the command says about where it stopped."""
-
 
 ORDER = [
     *("demo", "doctor", "data", "train", "eval", "report", "convert", "finetune", "generate", "export"),
@@ -31,13 +27,6 @@ ORDER = [
 class _Commands(TyperGroup):
     def list_commands(self, ctx: Any) -> list[str]:
         return sorted(super().list_commands(ctx), key=ORDER.index)
-
-    def invoke(self, ctx: Any) -> Any:
-        """Run a command; typer itself would end it with status 130 and without a word."""
-        try:
-            return super().invoke(ctx)
-        except KeyboardInterrupt as error:
-            raise InterruptedByUserError(str(error)) from error
 
 
 app = typer.Typer(
@@ -51,18 +40,28 @@ app = typer.Typer(
 )
 
 
+OUT_OF_MEMORY = ("out of memory", "not enough memory", "can't allocate memory", "Storage size calculation overflowed")
+"""What torch says when it cannot allocate; a size beyond int64 counts too."""
+
+
 def main() -> None:
-    """Entry point."""
+    """Entry point. Calling `app` itself would end at Ctrl-C without a word."""
     try:
-        sys.exit(app(prog_name="farspan", standalone_mode=False))
+        with typer.main.get_command(app).make_context("farspan", sys.argv[1:]) as context:
+            sys.exit(context.command.invoke(context))
+    except typer.Exit as end:
+        sys.exit(end.exit_code)
     except UsageError as error:
         if not error.format_message():  # a command without arguments: its help was shown
             sys.exit(2)
         command = error.ctx.command_path if error.ctx else "farspan"
         fail(f"{error.format_message().rstrip('.')}{_given(error)}; see '{command} --help'")
+    except BrokenPipeError:  # of `farspan … | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python tells of it at its end
+        sys.exit(1)
     except (ValueError, OSError) as error:
         fail(str(error))
-    except (InterruptedByUserError, KeyboardInterrupt, typer.Abort) as error:
+    except KeyboardInterrupt as error:
         print(f"interrupted; {str(error) or 'give the same command again'}", file=sys.stderr)
         sys.exit(130)
     except RecursionError:
@@ -70,7 +69,7 @@ def main() -> None:
     except OverflowError as error:
         fail(f"a number is too large ({error}); give a smaller one")
     except (MemoryError, RuntimeError) as error:  # torch raises its own, or RuntimeError on a CPU
-        if not is_out_of_memory(error):
+        if not isinstance(error, MemoryError) and not any(text in str(error) for text in OUT_OF_MEMORY):
             raise
         fail("out of memory; give shorter lengths, fewer rows at a time or a smaller model")
 
@@ -79,12 +78,6 @@ def _given(error: UsageError) -> str:
     """Say what an option was given, which pydantic's message does not."""
     cause = error.__cause__
     return f", got {cause.errors()[0]['input']}" if hasattr(cause, "errors") else ""
-
-
-def is_out_of_memory(error: MemoryError | RuntimeError) -> bool:
-    """Return whether Python or torch could not allocate; a size beyond int64 counts too."""
-    texts = "out of memory", "not enough memory", "can't allocate memory", "Storage size calculation overflowed"
-    return isinstance(error, MemoryError) or any(text in str(error) for text in texts)
 
 
 def fail(message: str) -> NoReturn:
@@ -110,10 +103,7 @@ def options(
 
 
 def sharing(shared: Callable[..., None]) -> Callable[[Callable[..., Any]], Callable[..., None]]:
-    """Give a command the options of `shared`, which is called with the command, its own options bound.
-
-    Arguments come first, then what the command cannot do without, its first two options, and the shared ones.
-    """
+    """Give a command the options of `shared`, which is called with the command, its own options bound."""
     _, *more = signature(shared).parameters.values()
 
     def decorate(command: Callable[..., Any]) -> Callable[..., None]:
@@ -122,9 +112,7 @@ def sharing(shared: Callable[..., None]) -> Callable[[Callable[..., Any]], Calla
         def whole(**given: Any) -> None:
             shared(partial(command, **{one.name: given.pop(one.name) for one in own}), **given)
 
-        needed = [one for one in (*more, *own) if one.default is one.empty]
-        first = [one for one in own if one not in needed][:2]
-        parameters = list(dict.fromkeys((*needed, *first, *more, *own)))
+        parameters = [one.replace(kind=Parameter.KEYWORD_ONLY) for one in (*own, *more)]
         whole.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
         whole.__annotations__ = {one.name: one.annotation for one in parameters}
         whole.__doc__ = command.__doc__
@@ -133,20 +121,21 @@ def sharing(shared: Callable[..., None]) -> Callable[[Callable[..., Any]], Calla
     return decorate
 
 
-def numbers(option: str, example: str, help: str, most: int = 2**63 - 1, none: bool = False) -> Any:
-    """Make an option that reads "512,1024" as [512, 1024], and with `none` also "none" as []."""
+LONGEST = 2**24
+"""Most tokens of one sequence: more fit into no memory."""
+
+
+def numbers(option: str, example: str, help: str) -> Any:
+    """Make an option that reads "512,1024" as [512, 1024]."""
 
     def read(text: str) -> list[int]:
-        if none and text == "none":
-            return []
         try:
             found = [int(part) for part in text.split(",")]
         except ValueError:
             found = [0]
-        if min(found) < 1:
-            fail(f"{option} must be whole numbers ≥ 1 separated by commas, got {text!r}; try {option} {example}")
-        if max(found) > most:
-            fail(f"{option} must be at most {most:,}, got {max(found)}; try {option} {example}")
+        if not 1 <= min(found) <= max(found) <= LONGEST:
+            what = f"whole numbers from 1 to {LONGEST:,}, separated by commas"
+            fail(f"{option} must be {what}, got {text!r}; try {option} {example}")
         return found
 
     return typer.Option(option, parser=read, metavar="N,N", help=help)
@@ -183,9 +172,11 @@ def torch_dtype(name: str | None) -> Any:
     return getattr(torch, name) if name else None
 
 
-def show_table(console: Console, headings: Iterable[str | Column], rows: Iterable[Iterable[Any]], **style: Any) -> None:
+def show_table(
+    console: Console, headings: Iterable[str], rows: Iterable[Iterable[Any]], title: str | None = None
+) -> None:
     """Print a table: numbers with three digits, intervals, and "–" for None."""
-    table = Table(*headings, **style)
+    table = Table(*(Column(heading, overflow="fold") for heading in headings), title=title)
     for row in rows:
         table.add_row(*map(_cell, row))
     console.print(table)

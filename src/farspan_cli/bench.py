@@ -1,68 +1,29 @@
 """`farspan bench`: speed and memory against peers, in one run."""
 
 import json as json_module
-import os
-import re
-from collections.abc import Callable, Iterable
+import sys
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+from rich.console import Console
 
-from farspan_cli.app import Force, Json, Result, Seed, app, fail, is_out_of_memory, numbers, sharing, show_table
+from farspan_cli.app import LONGEST, Force, Json, Result, app, fail, numbers, sharing, show_table
 from farspan_cli.progress import show_progress
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from farspan.bench import Steps
 
-bench = typer.Typer(help="Speed and memory against peers, in one run.", no_args_is_help=True)
+HELP = "Speed and memory against peers, in one run. One that is interrupted leaves its rows beside --out."
+bench = typer.Typer(help=HELP, no_args_is_help=True)
 app.add_typer(bench, name="bench")
-PIPE = 200
-"""Columns where no terminal says how many it has."""
-LONGEST = 2**24
-"""Most tokens of one sequence: more fit into no memory."""
 
-
-def _names(option: str, known: Callable[[], Iterable[str]], help: str) -> Any:
-    """Make an option that reads names, separated by commas, of those `known` returns."""
-
-    def read(text: str) -> list[str]:
-        from farspan.errors import unknown
-
-        found = [name.strip() for name in text.split(",")]
-        for name in found:
-            if name not in known():
-                fail(str(unknown(option, name, [*known()])))
-        return found
-
-    return typer.Option(parser=read, metavar="NAME,NAME", help=help)
-
-
-def _layouts() -> list[str]:
-    from farspan.layers import HYBRIDS, NAMES
-
-    return [*NAMES, *HYBRIDS]
-
-
-def _modes() -> tuple[str, ...]:
-    from farspan.bench.decode import MODES
-
-    return MODES
-
-
-Lengths = Annotated[Any, numbers("--lengths", "2048,8192", "Tokens, separated by commas.", LONGEST)]
+Lengths = Annotated[Any, numbers("--lengths", "2048,8192", "Tokens, separated by commas.")]
 Published = Annotated[int | None, typer.Option(help="Tokens of the published formulation.", min=64, max=LONGEST)]
 Window = Annotated[int | None, typer.Option(help="Keys of a window, beside full RoPE.", min=1, max=LONGEST)]
-GlobalEvery = Annotated[int | None, typer.Option(help="Layers of a hybrid per global one.", min=2)]
 Preset = Annotated[str | None, typer.Option(help="350m, 135m, 124m, 33m or tiny. Default: 350m, on a CPU tiny.")]
-Layouts = Annotated[Any, _names("--layouts", _layouts, "What to compare: rope,hybrid-rope,hybrid-pope, …")]
-Models = Annotated[
-    Any, _names("--layouts", lambda: [*_layouts(), "llama"], "As elsewhere; llama is transformers' own.")
-]
-Modes = Annotated[Any, _names("--modes", _modes, "On a GPU, beside eager: graph, compiled.")]
+LAYOUTS = typer.Option(help="What to compare: rope,hybrid-rope,hybrid-pope, …")
 
 
 @dataclass(frozen=True)
@@ -72,7 +33,6 @@ class Case:
     device: str
     repeats: int | None
     quick: bool
-    seed: int
 
     @property
     def gpu(self) -> bool:
@@ -81,7 +41,7 @@ class Case:
 
     def options(self, repeats: int) -> dict[str, Any]:
         """Return the options of a function that makes steps."""
-        return {"repeats": self.repeats or repeats, "device": self.device, "seed": self.seed}
+        return {"repeats": self.repeats or repeats, "device": self.device}
 
 
 def timed(
@@ -92,45 +52,30 @@ def timed(
         int | None, typer.Option(help="Timed rounds; the median counts. Default: 3 to 20.", min=1, max=100_000)
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer and shorter sequences, and fewer candidates.")] = False,
-    seed: Seed = 0,
     force: Force = False,
     json: Json = False,
 ) -> None:
     """Take the steps with a progress bar, and print their tables; no figures when a candidate is wrong."""
     import torch
-    from rich.console import Console
 
     if device == "cuda" and not torch.cuda.is_available():
         fail("--device cuda needs a CUDA device, and none is visible; use --device cpu")
-    from farspan.bench import run, unfinished
+    from farspan.bench import run
     from farspan.bench.checks import ResultsDifferError
 
-    steps = command(Case(device, repeats, quick, seed))
-    console = Console()
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        console = Console(width=PIPE)
-
-    def kept() -> str:
-        return f"{unfinished(out)} has the rows so far" if out and unfinished(out).exists() else "no rows are kept"
-
+    steps = command(Case(device, repeats, quick))
     try:
-        with show_progress(console) as report:
+        with show_progress() as progress:
             kind = f"bench-{command.func.__name__}"
-            rows = run(steps, kind=kind, device=device, seed=seed, out=out, force=force, progress=report)
+            rows = run(steps, kind=kind, device=device, out=out, force=force, progress=progress)
     except ResultsDifferError as error:
         fail(f"no figures: {error}")
-    except KeyboardInterrupt as stop:
-        raise typer.Abort(f"{kept()}; the same command begins anew") from stop
-    except (MemoryError, RuntimeError) as error:  # torch raises its own, or RuntimeError on a CPU
-        if not is_out_of_memory(error):
-            raise
-        fail(f"out of memory; {kept()}; try shorter lengths or fewer at a time")
     if json:
         print(json_module.dumps(rows))
         return
-    print_rows(console, rows)
+    print_rows(Console(width=None if sys.stdout.isatty() else 160), rows)
     if out is not None:
-        console.print(f"\nwritten: {out}", soft_wrap=True, markup=False)
+        print(f"written: {out}")
 
 
 @bench.command("attention")
@@ -158,10 +103,9 @@ def attention(
 def layer(
     case: Case,
     lengths: Lengths = None,
-    groups: Annotated[Any, numbers("--groups", "1,4", "Query heads per key head: 1, 2, 4 or 8.", LONGEST)] = "1",
+    groups: Annotated[Any, numbers("--groups", "1,4", "Query heads per key head: 1, 2, 4 or 8.")] = "1",
     window: Window = None,
-    layouts: Layouts = None,
-    global_every: GlobalEvery = None,
+    layouts: Annotated[str | None, LAYOUTS] = None,
     preset: Preset = None,
     eager: Annotated[bool, typer.Option("--eager", help="Without torch.compile.")] = False,
 ) -> "Steps":
@@ -178,8 +122,8 @@ def layer(
     chosen = lengths or (([2048, 32768] if case.gpu else [64]) if case.quick else [512, 2048, 16384, 32768])
     options = {**case.options(20 if window is None or case.gpu else 3), "window": window}
     if layouts is not None:
-        options |= {"global_every": global_every, "compile": case.gpu and not eager}
-        return model.bodies(preset or ("350m" if case.gpu else "tiny"), layouts, chosen, **options)
+        options |= {"compile": case.gpu and not eager}
+        return model.bodies(preset or ("350m" if case.gpu else "tiny"), layouts.split(","), chosen, **options)
     shapes, only = layer.shapes(chosen, groups, case.device, window), layer.QUICK if case.quick and not window else None
     return layer.steps(shapes, only=only, eager=eager, **options)
 
@@ -188,33 +132,28 @@ def layer(
 @sharing(timed)
 def decode(
     case: Case,
-    contexts: Annotated[Any, numbers("--contexts", "2048,8192", "Tokens in the cache, by commas.", LONGEST)] = None,
-    layouts: Models = "rope,coca-exact",
-    batch: Annotated[Any, numbers("--batch", "1,8", "Sequences at once, separated by commas.", LONGEST)] = "1,8",
+    contexts: Annotated[Any, numbers("--contexts", "2048,8192", "Tokens in the cache, by commas.")] = None,
+    layouts: Annotated[str, typer.Option(help="As elsewhere; llama is transformers' own.")] = "rope,coca-exact",
+    batch: Annotated[Any, numbers("--batch", "1,8", "Sequences at once, separated by commas.")] = "1,8",
     preset: Preset = None,
-    prompts: Annotated[Any, numbers("--prompts", "32768", "Prompts to read, or none.", LONGEST, none=True)] = None,
+    prompts: Annotated[Any, numbers("--prompts", "32768", "Prompts to read, in tokens. Default: none.")] = None,
     window: Window = None,
-    global_every: GlobalEvery = None,
-    modes: Modes = "graph,compiled",
 ) -> "Steps":
     """A complete model: greedy tokens per second after a context, reading a long prompt, and what the cache holds.
 
     On a GPU the half-width kernel reads CoCA's cache. The context is random numbers, written into the cache. Decoding
-    runs with a growing cache (eager), and on a GPU with a static cache and a CUDA graph (graph). Logits are compared
-    before times are reported. To quote one ratio, take "best", where each model has its best mode. With `--quick`: only
-    the longest context and the shortest prompt.
+    runs with a growing cache (eager), and on a GPU with a static cache and a CUDA graph (graph), also of the compiled
+    step (compiled). Logits are compared before times are reported. To quote one ratio, take "best", where each model
+    has its best mode. With `--quick`: only the longest context.
 
     Example: `farspan bench decode --layouts hybrid-rope,hybrid-pope --window 128 --device cuda --out results/d.json`
     """
     from farspan.bench import decode
 
-    options, preset = case.options(10), preset or ("350m" if case.gpu else "tiny")
     given = contexts or ([512, 8192, 32768] if case.gpu else [512, 2048])
-    reads = ([32768, 131072] if case.gpu else [2048]) if prompts is None else prompts
-    if case.quick:
-        given, reads = [max(given)], sorted(reads)[:1]
-    options |= {"window": window, "global_every": global_every, "layouts": layouts, "modes": modes}
-    return decode.steps(preset, contexts=given, batches=batch, prompts=reads, **options)
+    options = case.options(10) | {"contexts": [max(given)] if case.quick else given, "batches": batch}
+    options |= {"prompts": prompts or [], "layouts": layouts.split(","), "window": window}
+    return decode.steps(preset or ("350m" if case.gpu else "tiny"), **options)
 
 
 @bench.command("cosformer")
@@ -242,97 +181,69 @@ def cosformer(case: Case, lengths: Lengths = None, published_length: Published =
 def model(
     case: Case,
     preset: Preset = None,
-    layouts: Layouts = None,
+    layouts: Annotated[str, LAYOUTS] = "rope,coca-exact,coca-slack,coca-strict",
     length: Annotated[int, typer.Option(help="Tokens of a training row.", min=2, max=LONGEST)] = 512,
     rows: Annotated[int, typer.Option(help="Rows of a training step.", min=1, max=LONGEST)] = 64,
     compile: Annotated[bool, typer.Option(help="torch.compile, block by block.")] = True,
 ) -> "Steps":
-    """The complete model: training steps of RoPE and of each CoCA form or layout, in turn.
+    """The complete model: training steps of each attention or layout, in turn.
 
     Example: `farspan bench model --preset 350m --device cuda --out results/model.json`
     """
     from farspan.bench import model
 
-    options = case.options(10) | {"compile": compile, "variants": layouts or model.VARIANTS}
-    preset = preset or ("350m" if case.gpu else "tiny")
-    return model.training(preset, length=length, rows=rows, **options)
+    options = case.options(10) | {"compile": compile, "variants": layouts.split(",")}
+    return model.training(preset or ("350m" if case.gpu else "tiny"), length=length, rows=rows, **options)
 
 
 # Tables
 
-HIDDEN = (
-    *("kind", "error", "allowed", "gradient_error", "gradient_allowed", "weight_bytes", "flops_a_token", "matmul_peak"),
-    *("sdpa_first", "chunk", "missing"),
-)
-"""What is in the file alone."""
-NOTHING = "–"
+LAYER = "passes b n d g candidate milliseconds time_over_best_rope time_over_best_peer peak_bytes"
+STEP = "rows length attention parameters tokens_per_second time_over_rope mfu peak_bytes"
+COLUMNS = {
+    **dict.fromkeys(("op", "layer", "window layer"), LAYER),
+    "decode": "context batch mode attention tokens_per_second speed_over_rope cache_over_rope peak_bytes",
+    "best": "context batch attention mode tokens_per_second speed_over_rope cache_bytes",
+    "prefill": "length attention tokens_per_second time_over_rope cache_over_rope peak_bytes",
+    **dict.fromkeys(("training", "body"), STEP),
+    "linear": "passes b n d candidate milliseconds speedup memory_over_least state_bytes",
+}
+"""What is shown of each kind of row; the file has all."""
 
 
-def print_rows(console: "Console", rows: list[dict[str, Any]]) -> None:
-    """Print a table of each kind of row under the names that the file has; what all of its lines share is its title.
-
-    A quantity with a number for each candidate makes a line for each. Below are the reasons why candidates have no
-    figures, and the check nearest to its limit.
-    """
-    kinds: dict[str, list[dict[str, str]]] = {}
-    for row in rows:
-        if row["kind"] != "check":
-            kinds.setdefault(row["kind"], []).extend(_lines(row))
-    for kind, lines in kinds.items():
-        columns = {name: [line.get(name, NOTHING) for line in lines] for line in lines for name in line}
-        same = {name: texts[0] for name, texts in columns.items() if len(set(texts)) == 1 and len(texts) > 1}
-        title = ", ".join([kind, *(f"{name} {text}" for name, text in same.items() if text != NOTHING)])
-        if shown := {name.replace("_", " "): texts for name, texts in columns.items() if name not in same}:
-            _print_table(console, title, shown)
-    missing = (x for row in rows if isinstance(row.get("missing"), dict) for x in row["missing"].items())
-    notes = [f"missing: {name}: {why}" for name, why in sorted(set(missing))]
+def print_rows(console: Console, rows: list[dict[str, Any]]) -> None:
+    """Print a table of each kind of row, the candidates without figures, and the check nearest to its limit."""
+    for kind, columns in COLUMNS.items():
+        names = columns.split()
+        lines = [line for row in rows if row["kind"] == kind for line in _lines(row)]
+        if lines:
+            cells = ([_cell(name, line.get(name)) for name in names] for line in lines)
+            show_table(console, [name.replace("_", " ") for name in names], cells, title=kind)
+    missing = [(row["attention"], row["why"]) for row in rows if "why" in row]
+    missing += [found for row in rows for found in row.get("missing", {}).items()]
+    notes = [f"missing: {name}: {why}" for name, why in dict.fromkeys(missing)]
     if checks := [row for row in rows if "error" in row]:
         row = max(checks, key=lambda row: row["error"] / row["allowed"])
-        what = row.get("attention", row["kind"])
-        errors = f"relative error {row['error']:.1e} (allowed: {row['allowed']:.1e})"
-        notes.append(f"{len(checks)} checks passed; nearest to its limit: {what}, {errors}")
+        found = f"{row['attention']}, relative error {row['error']:.1e} (allowed: {row['allowed']:.1e})"
+        notes.append(f"{len(checks)} checks passed; nearest to its limit: {found}")
     for note in notes:
         console.print(note, soft_wrap=True, markup=False)
 
 
-def _lines(row: dict[str, Any]) -> list[dict[str, str]]:
-    """Return the texts of a row, or of each of its candidates."""
-    plain, each = dict[str, str](), dict[str, dict[str, str]]()
-    for name, value in row.items():
-        if name in HIDDEN or isinstance(value, list):
-            continue
-        if not isinstance(value, dict) or "low" in value:
-            plain[name] = _text(name, value)
-            continue
-        for candidate, found in value.items():
-            parts = found if isinstance(found, dict) and "low" not in found else {name: found}
-            each.setdefault(candidate, {}).update((part, _text(part, x)) for part, x in parts.items())
-    return [{**plain, "candidate": name, **texts} for name, texts in each.items()] or [plain]
+def _lines(row: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return a row, or one for each of its candidates."""
+    if "milliseconds" not in row:
+        return [row]
+    each = {name: value for name, value in row.items() if isinstance(value, dict)}
+    return [
+        {**row, "candidate": candidate, **{name: value.get(candidate) for name, value in each.items()}}
+        for candidate in row["milliseconds"]
+    ]
 
 
-def _text(name: str, value: Any) -> str:
-    """Format a value.
-
-    >>> _text("peak_bytes", 1_500_000), _text("", 1.5), _text("", {"low": 0.9, "high": 1.25}), _text("", None)
-    ('1.5 MB', '1.500', '0.900–1.250', '–')
-    """
+def _cell(name: str, value: Any) -> Any:
+    """Format a ratio with its range, the median of times, and bytes."""
     if isinstance(value, dict):
-        ends = f"{value['low']:,.3f}–{value['high']:,.3f}"
-        return f"{value['median']:,.3f} ({ends})" if "median" in value else ends
-    if name.endswith("bytes"):
-        return f"{value / 1e9:,.2f} GB" if value >= 1e9 else f"{value / 1e6:,.1f} MB"
-    if isinstance(value, float):
-        return f"{value:,.3f}" if abs(value) < 10_000 else f"{value:,.0f}"
-    return NOTHING if value is None else f"{value:,}" if isinstance(value, int) else str(value)
-
-
-def _print_table(console: "Console", title: str, columns: dict[str, list[str]]) -> None:
-    """Print a table. Where it is too narrow, lines break where no figure is cut."""
-    from rich.table import Column
-
-    if sum(max(map(len, [name, *texts])) + 3 for name, texts in columns.items()) + 1 > console.width:
-        breaks = partial(re.sub, r"(?<=,) | (?=[(/])", "\n")
-        columns = {name.replace(" ", "\n"): [breaks(text) for text in texts] for name, texts in columns.items()}
-    first, *others = columns
-    right = (Column(name, justify="right", overflow="fold") for name in others)
-    show_table(console, [first, *right], zip(*columns.values(), strict=True), title=title)
+        median = f"{value['median']:,.3f}"
+        return median if name == "milliseconds" else f"{median}\n{value['low']:.3f}–{value['high']:.3f}"
+    return f"{value / 1e6:,.1f} MB" if name.endswith("bytes") and value is not None else value

@@ -6,7 +6,6 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Column
 
 from farspan_cli.app import Dtype, Folder, Model, app, fail, show_table, torch_dtype
 from farspan_cli.progress import show_progress
@@ -29,35 +28,24 @@ def convert(
     attention: Annotated[
         str | None,
         typer.Option(
-            help="rope (the source's logits), hybrid-rope, hybrid-coca-exact, hybrid-coca-polar, hybrid-pope (windows "
-            "and global layers without positions), coca-exact, coca-slack, coca-strict … "
+            help="rope (the source's logits), hybrid-rope, hybrid-pope, hybrid-coca-exact, coca-exact … "
             "Default: rope, or what a farspan folder has."
         ),
     ] = None,
     calibrate: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Text to fit new layers on, as `farspan data` takes it. Without it they start from copied weights "
-            "and write noise until `farspan finetune` has trained them."
-        ),
+        typer.Option(help="Text to fit new layers on, as `farspan data` takes it. Without it they need training."),
     ] = None,
     window: Annotated[int | None, typer.Option(help="Keys in a window layer of a hybrid. Default: 512.", min=1)] = None,
     global_every: Annotated[int | None, typer.Option(help="Layers per global layer. Default: 4.", min=1)] = None,
     global_layers: Annotated[
         object,
         typer.Option(
-            parser=_layers,
-            metavar="N,N|auto",
-            help="Of a hybrid: the global layers, as 3,7,11; or auto: those whose attention reaches furthest on the "
-            "text of --calibrate (without it, the Python library's sources).",
+            parser=_layers, metavar="N,N|auto", help="Of a hybrid; auto: those whose attention reaches furthest."
         ),
     ] = None,
-    calibrate_tokens: Annotated[
-        int, typer.Option(help="Tokens of it. Memory: 2 × tokens × hidden numbers, 0.6 GB for 135M in bf16.", min=1024)
-    ] = 262_144,
-    calibrate_length: Annotated[
-        int, typer.Option(help="Tokens per sequence; longer ones fit farther keys, and cost their square.", min=2)
-    ] = 512,
+    calibrate_tokens: Annotated[int, typer.Option(help="Tokens of it, kept in memory.", min=1024)] = 262_144,
+    calibrate_length: Annotated[int, typer.Option(help="Tokens per sequence of it.", min=2)] = 512,
     calibrate_steps: Annotated[int, typer.Option(help="Adam steps per layer; 0 = the closed form.", min=0)] = 100,
     dtype: Dtype = None,
 ) -> None:
@@ -73,8 +61,7 @@ def convert(
 
     from farspan.checkpoints import CalibrationConfig, convert_folder
 
-    console = Console()
-    with show_progress(console) as show:
+    with show_progress() as show:
         done = convert_folder(
             source,
             out,
@@ -91,24 +78,20 @@ def convert(
             progress=show,
         )
     if done.report is not None:
-        kind = Column("attention", no_wrap=True)  # 80 columns are enough: the other heads may wrap
-        heads = "layer", kind, "KL copied", "KL closed form", "KL fitted", "output error"
+        heads = "layer", "attention", "KL copied", "KL fitted", "output error"
         lines = []
         for row in done.report.layers:
-            kl = [row[when]["attention_kl"] for when in ("copied", "closed", "fitted")]
+            kl = [row[when]["attention_kl"] for when in ("copied", "fitted")]
             lines.append([row["layer"], row["attention"], *kl, row["fitted"]["output_error"]])
-        show_table(console, heads, lines)
-        console.print(f"calibrated on {done.report.tokens:,} tokens in {done.report.seconds:.0f} s")
+        show_table(Console(), heads, lines)
+        print(f"calibrated on {done.report.tokens:,} tokens in {done.report.seconds:.0f} s")
     if done.global_layers:
         reach = {layer: f" (reach {done.reach[layer]:.0f})" if done.reach else "" for layer in done.global_layers}
-        console.print("global layers: " + ", ".join(f"{layer}{more}" for layer, more in reach.items()))
-    console.print(f"written: {out}")
+        print("global layers: " + ", ".join(f"{layer}{more}" for layer, more in reach.items()))
+    print(f"written: {out}")
     if done.copied:
-        print(
-            f"farspan: {len(done.copied)} layers start from copied weights and do not yet compute what the "
-            "original did: convert with --calibrate TEXT, or train them with farspan finetune",
-            file=sys.stderr,
-        )
+        said = f"{len(done.copied)} layers start from copied weights and do not yet compute what the original did"
+        print(f"farspan: {said}: convert with --calibrate TEXT, or train them with farspan finetune", file=sys.stderr)
 
 
 @app.command()
@@ -124,10 +107,7 @@ def export(
     ] = None,
     name: Annotated[str | None, typer.Option(help="OWNER/NAME on the hub. Default: the folder's name.")] = None,
     license: Annotated[str | None, typer.Option(help="For example apache-2.0.")] = None,
-    base_model: Annotated[
-        str | None,
-        typer.Option(help="OWNER/NAME of the original. Default: what MODEL was converted from."),
-    ] = None,
+    base_model: Annotated[str | None, typer.Option(help="OWNER/NAME of the original. Default: as recorded.")] = None,
     dtype: Dtype = None,
 ) -> None:
     """Write weights, tokenizer, the model's source for `trust_remote_code`, and a card with what was measured.
@@ -140,17 +120,16 @@ def export(
     """
     from farspan.checkpoints import export_as, export_folder
 
-    card, lost, console = {"name": name, "license": license, "base_model": base_model}, list[str](), Console()
+    card, lost = {"name": name, "license": license, "base_model": base_model}, list[str]()
     if as_ is not None and (results or any(card.values())):
-        fail(
-            "--results, --name, --license and --base-model are for the card, which --as does not write; leave them out"
-        )
-    with show_progress(console) as show:
+        options = "--results, --name, --license and --base-model"
+        fail(f"{options} are for the card, which --as does not write; leave them out")
+    with show_progress() as show:
         if as_ is not None:
             lost = export_as(model, out, as_, dtype=torch_dtype(dtype), progress=show)
         else:
             export_folder(model, out, results=results or (), dtype=torch_dtype(dtype), progress=show, **card)
-    console.print(f"written: {out}")
+    print(f"written: {out}")
     for sentence in lost:
         print(f"farspan: {sentence}", file=sys.stderr)
 

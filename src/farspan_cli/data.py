@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from farspan_cli.app import app, fail
 from farspan_cli.progress import show_progress
@@ -33,9 +32,9 @@ def data(
         fail(f"--tokenizer must be left out with --train-tokenizer, got {tokenizer!r}; choose one of them")
     from farspan.data import prepare
 
-    console, chosen = Console(), tokenizer if train_tokenizer is None else train_tokenizer
-    with show_progress(console) as show:
+    chosen = tokenizer if train_tokenizer is None else train_tokenizer
+    with show_progress() as show:
         manifest = prepare(text, out, tokenizer=chosen, field=field, valid_share=valid_share, progress=show)
     for split, found in manifest["splits"].items():
-        console.print(f"{split}: {found['tokens']:,} tokens, {found['documents']:,} documents")
-    console.print(f"written: {out}", markup=False)
+        print(f"{split}: {found['tokens']:,} tokens, {found['documents']:,} documents")
+    print(f"written: {out}")

@@ -27,8 +27,6 @@ Scaling = Annotated[
     ),
 ]
 Ntk = Annotated[float | None, typer.Option(help="Old name of --scaling dynamic_ntk-F.", min=1)]
-Yarn = Annotated[float | None, typer.Option(help="Old name of --scaling yarn-F.", min=1, hidden=True)]
-LogLength = Annotated[bool, typer.Option("--log-length", help="Old name of +log behind a scaling.", hidden=True)]
 Text = Annotated[list[str], typer.Option(help="Long documents, as `farspan data` takes them; short ones are skipped.")]
 TextTokens = Annotated[int, typer.Option(help="Cut each document to so many tokens.", min=2)]
 Cases = Annotated[int, typer.Option(help="Prompts per length.", min=1)]
@@ -40,20 +38,18 @@ def measured(
     out: Result = None,
     scaling: Scaling = None,
     ntk: Ntk = None,
-    yarn: Yarn = None,
-    log_length: LogLength = False,
     force: Force = False,
     json: Json = False,
 ) -> None:
     """Measure, and print rows: a command returns those to show, and their columns."""
     from farspan.evaluation.conditions import is_main
 
-    options: dict[str, Any] = {"out": out, "force": force, "scalings": _scalings(scaling, model, ntk, yarn, log_length)}
+    options: dict[str, Any] = {"out": out, "force": force, "scalings": _scalings(scaling, ntk, model)}
     rows: Rows = []
 
     def run(function: Run, *given: Any, **more: Any) -> Rows:
         if is_main():  # of the processes that torchrun started, one shows progress and prints
-            with show_progress(Console(stderr=True)) as progress:
+            with show_progress() as progress:
                 rows.extend(function(model, *given, progress=progress, **more, **options))
         else:
             function(model, *given, **more, **options)
@@ -181,20 +177,13 @@ def bits(
     )
 
 
-def _scalings(
-    given: list[str] | None, model: Path, ntk: float | None, yarn: float | None, log_length: bool
-) -> list[str]:
-    """Return the names of scalings; options of version 0.1 become the name of what they meant, with a note."""
+def _scalings(given: list[str] | None, ntk: float | None, model: Path) -> list[str]:
+    """Return the names of scalings; --ntk leaves the model's log length as it is."""
     names = [name.strip() for part in given or [] for name in part.split(",")]
-    old = [f"{name}-{x:g}" for name, x in (("dynamic_ntk", ntk), ("yarn", yarn)) if x is not None]
-    if not old and not log_length:
+    if ntk is None:
         return names or ["own"]
-    if len(names) + len(old) > 1 or (names and log_length):
-        fail(f"--ntk, --yarn, --log-length and --scaling {','.join(names)} exclude each other; give --scaling alone")
-    from farspan.evaluation import scaling_name
+    if names:
+        fail("--ntk and --scaling exclude each other; give --scaling alone")
     from farspan.evaluation.evaluate import configuration
 
-    config = configuration(model)
-    name = (old or [scaling_name(config.rotary().scaling)])[0] + "+log" * bool(log_length or config.log_length)
-    print(f"note: this is --scaling {name} from version 0.2 on", file=sys.stderr)
-    return [name]
+    return [f"dynamic_ntk-{ntk:g}" + "+log" * bool(configuration(model).log_length)]

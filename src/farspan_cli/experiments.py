@@ -51,24 +51,18 @@ def reproduce(
     from farspan.reproduce import reproduce as run
 
     chosen = Preset.load(preset)
-    given: dict[str, Any] = {
-        "train": dict(weighted(one, "--text", "SOURCE", "--text books.jsonl.xz=0.75") for one in text or []),
-        "held_out": held_out,
-        "tokenizer": tokenizer,
-        "labelled": labelled,
-        "checkpoint": checkpoint,
-        "pairs": pairs,
-    }
+    given: dict[str, Any] = {"held_out": held_out, "tokenizer": tokenizer, "labelled": labelled}
+    given |= {"checkpoint": checkpoint, "pairs": pairs}
+    given["train"] = dict(weighted(one, "--text", "SOURCE", "--text books.jsonl.xz=0.75") for one in text or [])
     corpus = replace(chosen.corpus, **{name: value for name, value in given.items() if value})
-    console = Console()
-    with show_progress(console) as progress:
+    with show_progress() as progress:
         names = only.split(",") if only else None
         page, failed = run(replace(chosen, corpus=corpus), out, only=names, progress=progress)
     if rows := main_table(out):
-        show_table(console, rows[0], rows[1:], box=None)
+        show_table(Console(), rows[0], rows[1:])
     for line in failed:
-        console.print(f"failed: {line}", style="red", markup=False, soft_wrap=True)
-    console.print(f"page: {page}", soft_wrap=True)
+        print(f"failed: {line}")
+    print(f"page: {page}")
     if failed:
         raise typer.Exit(1)
 
@@ -78,7 +72,7 @@ def report(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="What `farspan reproduce` wrote: results/*.json.")],
     out: Annotated[Path | None, typer.Option(help="Where to write; DIR/report by default.")] = None,
 ) -> None:
-    """One offline page with tables (ours beside the paper's) and figures, and both as files for a paper.
+    """One offline page with tables (ours beside the paper's) and figures, and both as files.
 
     Example: `farspan report runs/demo --out runs/demo/report`
     """

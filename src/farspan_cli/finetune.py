@@ -1,7 +1,6 @@
 """`farspan finetune`."""
 
 import json
-from datetime import timedelta
 from pathlib import Path
 from typing import Annotated
 
@@ -22,18 +21,8 @@ def finetune(
     ],
     out: RunFolder,
     recipe: Annotated[str, typer.Option(help="One of those above, or a TOML file.")] = "distill",
-    teacher: Annotated[
-        str | None,
-        typer.Option(help="The original, for a recipe that distils. Default: what MODEL was converted from."),
-    ] = None,
-    tokens: Annotated[
-        int | None,
-        typer.Option(
-            help="Budget of all stages together. Default: the recipe's. A smaller one halves batches until a stage has "
-            "500 steps, then takes fewer steps.",
-            min=1,
-        ),
-    ] = None,
+    teacher: Annotated[str | None, typer.Option(help="Default: what MODEL was converted from.")] = None,
+    tokens: Annotated[int | None, typer.Option(help="Budget of all stages. Default: the recipe's.", min=1)] = None,
     length: Annotated[int | None, typer.Option(help="Rows of at most so many tokens.", min=2)] = None,
     seed: Seed = 0,
     compile: Annotated[bool, typer.Option(help="torch.compile, block by block.")] = False,
@@ -57,7 +46,7 @@ def finetune(
     from farspan.finetune import finetune as run
     from farspan.training import TrainingStoppedError
     from farspan.training.config import RunSection
-    from farspan.training.loop import main_process
+    from farspan.training.loop import format_loss, main_process
 
     chosen = Recipe.load(recipe)
     chosen = chosen if length is None else chosen.capped(length)
@@ -66,24 +55,16 @@ def finetune(
     sources = dict(weighted(one, "--data", "DIR", "--data books=3 --data code=1") for one in data)
     console = Console(quiet=not main_process())
     for stage in chosen.stages:
-        batch = f"{stage.batch_size:,} row{'s' if stage.batch_size > 1 else ''} of {stage.length:,} tokens"
-        console.print(f"stage {stage.name}: {stage.optimizer.steps:,} steps of {batch}", highlight=False)
-    with show_progress(console) as show:
+        steps = f"{stage.optimizer.steps:,} steps of {stage.batch_size:,} × {stage.length:,} tokens"
+        console.print(f"stage {stage.name}: {steps}", highlight=False)
+    with show_progress() as show:
         try:
             written = run(model, sources, chosen, out, teacher=teacher, run=section, progress=show)
         except TrainingStoppedError as error:
             fail(str(error))
     rows = json.loads((out / "recipe.json").read_text())["rows"]
-    lines = (
-        [
-            row["name"],
-            " + ".join(name if weight == 1 else f"{weight:g} {name}" for name, weight in row["objective"].items()),
-            f"{row['trained_parameters'] / row['parameters']:.0%}",
-            f"{row['tokens']:,}",
-            timedelta(seconds=round(row["seconds"])),
-            f"{row['first_loss']:.4g} → {row['last_loss']:.4g}",
-        ]
-        for row in rows
-    )
-    show_table(console, ("stage", "objective", "trained", "tokens", "time", "loss"), lines)
+    lines = []
+    for row in rows:
+        lines.append([row["name"], f"{row['tokens']:,}", *(format_loss(row[x]) for x in ("first_loss", "last_loss"))])
+    show_table(console, ("stage", "tokens", "first loss", "last loss"), lines)
     console.print(f"model: {written}")

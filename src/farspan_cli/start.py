@@ -28,14 +28,10 @@ def demo(
     print("Trained on sequences of 64 bytes, and read at longer ones. Lower is better.")
 
 
-EXTRAS = {
-    "data": ("numpy", "tokenizers", "pyarrow"),
-    "train": ("accelerate", "safetensors", "tensorboard"),
-    "eval": ("wonderwords", "scipy"),
-    "report": ("matplotlib", "jinja2"),
-    "gguf": ("gguf",),
-    "gpu": ("triton",),
-}
+PACKAGES = (
+    *("farspan", "torch", "transformers", "accelerate", "tokenizers", "pyarrow", "gguf", "wonderwords", "scipy"),
+    *("matplotlib", "jinja2", "triton", "flash-attn", "vllm"),
+)
 
 
 @app.command()
@@ -50,29 +46,25 @@ def doctor(json: Json = False) -> None:
 
     from farspan.results import device_name, version
 
-    console, device = Console(), "cuda" if torch.cuda.is_available() else "cpu"
-    names = ("farspan", "torch", "transformers", "accelerate", "triton", "flash-attn", "vllm")
-    versions = {"python": platform.python_version()} | {name: found for name in names if (found := version(name))}
-    missing = [name for name, need in EXTRAS.items() if any(version(package) is None for package in need)]
-    calls: dict[str, dict[str, Any]] = {}
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    versions = {"python": platform.python_version()} | {name: version(name) for name in PACKAGES}
+    calls = []
     for label, chosen in choices(device):
         steps, reasons = list[str](), dict[str, str]()
         while chosen is not None:
             steps.append(chosen.name)
             reasons |= chosen.skipped
             chosen = chosen.then
-        calls[label] = {"runs": steps, "skipped": reasons}
+        calls.append((label, steps, reasons))
     if json:
-        told = {"versions": versions, "device": device_name(device), "missing": missing, "calls": calls}
-        print(json_module.dumps(told))
+        told = [{"call": label, "runs": steps, "skipped": reasons} for label, steps, reasons in calls]
+        print(json_module.dumps({"versions": versions, "device": device_name(device), "calls": told}))
         return
-    console.print(", ".join(f"{name} {found}" for name, found in versions.items()), highlight=False)
+    lines = [(a, " → ".join(b), "\n".join(f"{name}: {why}" for name, why in c.items())) for a, b, c in calls]
+    console = Console()
+    console.print(", ".join(f"{name} {found}" for name, found in versions.items() if found), highlight=False)
+    console.print(f"not installed: {', '.join(name for name, found in versions.items() if not found)}", highlight=False)
     console.print(f"device: {device_name(device)}", highlight=False)
-    console.print(f"extras not installed: {', '.join(missing) or 'none'}", highlight=False)
-    lines = (
-        [label, " → ".join(call["runs"]), "\n".join(f"{name}: {why}" for name, why in call["skipped"].items())]
-        for label, call in calls.items()
-    )
     show_table(console, ("call", "runs on", "because others do not"), lines)
 
 

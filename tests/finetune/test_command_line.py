@@ -97,7 +97,7 @@ def test_the_command_line_applies_a_recipe(finetune: Finetune, tmp_path: Path) -
     assert [row["name"] for row in rows] == ["attention", "logits", "text"]
     for row in rows:  # 32 rows a step at the recipe's own budget
         steps = row["optimizer"]["steps"]
-        assert f"stage {row['name']}: {steps} steps of 1 row of 246 tokens\n" in said
+        assert f"stage {row['name']}: {steps} steps of 1 × 246 tokens\n" in said
         assert row["batch_size"] == 1
     assert all(row["name"] in said for row in rows)
     assert (tmp_path / "out" / "model" / "model.safetensors").is_file()

@@ -3,9 +3,9 @@
 import json
 import re
 import shutil
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
@@ -16,60 +16,36 @@ from farspan.results import write_result
 from tests.command_line import called
 from tests.report.fabricate import fabricate, passkey_row, position_rows, ppl_row, retrieval_rows, train_row, write
 
-SMALL: dict[str, Any] = {"variants": ("rope", "coca-exact"), "lengths": (512, 1024), "cases": 6}
 RESULTS = Path(__file__).parents[2] / "results"
 HOSTILE = '"><i>mine</i> <script>alert(1)</script> $\\frac{$ [x](javascript:y)'
 
-FOUND = passkey_row("rope", 0, "none", 512, [(3, True)], 9)
+FOUND = passkey_row("rope", 0, "none", 512, [(3, True)])
 PPL = ppl_row("rope", 0, "none", 512, 9.0)
 POSITION = position_rows("rope")[0]
-
-
-class Tags(HTMLParser):
-    """Collects every tag with its attributes, and checks that block elements are closed in order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[tuple[str, dict[str, str | None]]] = []
-        self.stack: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.seen.append((tag, dict(attrs)))
-        if tag not in ("meta", "br", "img", "link"):
-            self.stack.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.seen.append((tag, dict(attrs)))
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.stack.pop() == tag
 
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A page of a run in which everything that a user can name is hostile."""
-    folder = fabricate(tmp_path_factory.mktemp("run"), **SMALL)
+    folder = fabricate(tmp_path_factory.mktemp("run"))
     steps = [{"step": "train <script>", "state": "failed", "message": "disk & memory"}, {"step": "b", "state": "done"}]
     (folder / "status.json").write_text(json.dumps(steps))
     write(folder, "ppl-odd", [ppl_row(HOSTILE, 0, HOSTILE, 512, 9.0)], command="farspan <b>x</b>", device="<u>")
-    write(folder, "passkey-odd", [passkey_row(HOSTILE, 0, "none", 512, [(3, True)], 512)])
+    write(folder, "passkey-odd", [passkey_row(HOSTILE, 0, "none", 512, [(3, True)])])
     write(folder, "positions-odd", position_rows(HOSTILE))
     write(folder, "retrieval-odd", retrieval_rows(HOSTILE, task=HOSTILE))
     return write_report(folder)
 
 
-def test_the_page_asks_for_nothing_from_outside(page: Path) -> None:
+def test_the_page_is_well_formed_and_asks_for_nothing_from_outside(page: Path) -> None:
     text = page.read_text()
-    tags = Tags()
-    tags.feed(text)
-    assert tags.stack == []
-    for tag, attributes in tags.seen:
-        assert tag not in ("script", "link", "iframe", "object")
-        for name in ("src", "href", "xlink:href", "srcset", "poster"):
-            assert (attributes.get(name) or "#").startswith(("#", "data:"))
+    elements = list(ElementTree.fromstring(text.removeprefix("<!doctype html>")).iter())
+    assert not {"script", "link", "iframe", "object"} & {element.tag for element in elements}
+    for name in ("src", "href", "srcset", "poster"):
+        assert all(element.get(name, "#").startswith(("#", "data:")) for element in elements)
     assert "url(http" not in text
     assert "@import" not in text
-    identifiers = [attributes["id"] for _, attributes in tags.seen if "id" in attributes]
+    identifiers = [element.get("id") for element in elements if element.get("id")]
     assert len(identifiers) == len(set(identifiers))
 
 
@@ -79,24 +55,19 @@ def test_texts_and_provenance_of_the_run_are_escaped_in_every_file(page: Path) -
         assert wanted in text
     for absent in ("ALiBi", "not run", "CoCA strict"):  # what was not run is not shown
         assert absent not in text
-    files = [page, *page.parent.rglob("*.md"), *page.parent.rglob("*.svg"), *page.parent.rglob("*.tex")]
+    files = [page, *page.parent.rglob("*.md"), *page.parent.rglob("*.svg")]
     for path in files:
-        for raw in ("<i>mine", "<b>x</b>", "<u>", *([] if path.suffix == ".tex" else ["<script"])):
+        for raw in ("<i>mine", "<b>x</b>", "<u>", "<script", *["[x]("] * (path.suffix == ".md")):
             assert raw not in path.read_text(), path.name
-    assert any(r"\$\textbackslash{}frac\{\$" in path.read_text() for path in files if path.suffix == ".tex")
-    assert not any("[x](" in path.read_text() for path in files if path.suffix == ".md")
 
 
 def test_tables_and_figures_are_written_beside_the_page(page: Path) -> None:
-    assert page.name == "index.html"
     tables, figures = ({path.name for path in (page.parent / name).iterdir()} for name in ("tables", "figures"))
-    assert {"table1.md", "table1.tex", "table3-passkey.tex", "training.md", "positions.md"} <= tables
+    assert {"table1.md", "table3-passkey.md", "training.md", "positions.md"} <= tables
     retrieval = file_of("retrieval", HOSTILE, HOSTILE, "none")
-    for name in ("perplexity-none", "passkey-dynamic_ntk-4", "far-none", "distance-dynamic_ntk-4", retrieval):
-        assert {f"{name}.png", f"{name}.svg"} <= figures
-    assert {"loss.png", "positions.svg"} <= figures
-    for path in (page.parent / "figures").glob("*.png"):
-        assert path.read_bytes().startswith(b"\x89PNG")
+    for name in ("perplexity-none", "passkey-dynamic_ntk-4", "distance-dynamic_ntk-4", retrieval, "loss", "positions"):
+        assert f"{name}.svg" in figures
+        assert (page.parent / "figures" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_files_of_both_schemas_share_a_vocabulary(tmp_path: Path) -> None:
@@ -131,25 +102,21 @@ def test_rows_of_farspan_eval_are_named_after_their_file(tmp_path: Path) -> None
     ("name", "row", "message"),
     [
         ("ppl", PPL | {"ppl": float("nan")}, "ppl must be greater than 0, got nan"),
-        ("ppl", PPL | {"length": 1e30}, "length must be a whole number, got 1e+30"),
         ("ppl", PPL | {"length": 10**15}, "length must be less than or equal to 1099511627776, got 1000000000000000"),
         ("ppl", PPL | {"seed": "a"}, "seed must be a whole number, got 'a'"),
         ("ppl", {"ppl": 3.0}, "length must be given"),
         ("ppl", 3, "row 1 must be a JSON object, got '3'"),
         ("passkey", FOUND | {"correct": 2}, "correct must lie in 0 … cases, got 2 of 1"),
         ("passkey", FOUND | {"outcomes": [3]}, "outcomes.0 must be a valid dictionary"),
-        ("train", train_row("rope", 0) | {"losses": [3]}, "losses.0 must be a valid list, got 3"),
         ("positions", POSITION | {"gain": float("nan")}, "gain must be greater than -inf, got nan"),
     ],
 )
 def test_rows_that_make_no_sense_give_one_line(name: str, row: Any, message: str, tmp_path: Path) -> None:
-    good = {"train": train_row("a", 0), "positions": POSITION, "passkey": FOUND, "ppl": PPL}[name]
+    good = {"positions": POSITION, "passkey": FOUND, "ppl": PPL}[name]
     path = write(tmp_path, name, [good | {"variant": "a"}, row])
-    status, _, error = called("report", tmp_path)
-    assert status == 2
+    error = refused(tmp_path)
     assert error.startswith(f"farspan: {path} row 1")
     assert message in error
-    assert error.count("\n") == 1
     assert not (tmp_path / "report").exists()
 
 
@@ -160,16 +127,20 @@ def test_rows_that_make_no_sense_give_one_line(name: str, row: Any, message: str
         ("[" * 100_000, "must be a JSON file"),
         ('{"schema": 3, "rows": []}', "must be a result file of schema 1 or 2"),
         ('{"schema": 1, "rows": [{"ppl": 3.0}]}', "command must be given"),
-        ('{"x": "\\ud800"}', "must be a JSON file"),
     ],
-    ids=["json", "deep", "schema", "provenance", "surrogate"],
+    ids=["json", "deep", "schema", "provenance"],
 )
 def test_files_that_are_no_results_give_one_line(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "results").mkdir()
     (tmp_path / "results" / "ppl-a.json").write_text(text)
-    status, _, error = called("report", tmp_path)
+    assert message in refused(tmp_path)
+
+
+def refused(folder: Path, *options: object) -> str:
+    """Return the one line of a report that cannot be made."""
+    status, _, error = called("report", folder, *options)
     assert (status, error.count("\n")) == (2, 1)
-    assert message in error
+    return error
 
 
 def test_measurements_that_contradict_each_other_are_not_shown(tmp_path: Path) -> None:
@@ -189,7 +160,7 @@ def test_measurements_that_contradict_each_other_are_not_shown(tmp_path: Path) -
 
 def test_seeds_are_spoken_of_where_there_are_several(tmp_path: Path) -> None:
     for seeds in ((0,), (0, 1)):
-        folder = fabricate(tmp_path / str(len(seeds)), variants=("rope",), seeds=seeds, lengths=(512, 1024), cases=4)
+        folder = fabricate(tmp_path / str(len(seeds)), variants=("rope",), seeds=seeds)
         text = write_report(folder).read_text()
         assert [words in text for words in ("Bands: range over seeds", "One line per seed")] == [len(seeds) > 1] * 2
 
@@ -202,22 +173,12 @@ def test_a_perplexity_that_has_run_away_is_shown(tmp_path: Path) -> None:
     assert "<td>inf</td>" in text
 
 
-@pytest.mark.parametrize(
-    ("of", "change"),
-    [
-        ("model", {"kind": "odd"}),
-        ("census", {"past_pi": {}}),
-        ("census", {"region": "past"}),
-        ("loss", {"loss": "high"}),
-    ],
-)
+@pytest.mark.parametrize(("of", "change"), [("model", {"kind": "odd"}), ("census", {"past_pi": {}})])
 def test_an_analysis_that_is_not_complete_gives_one_line(of: str, change: dict[str, Any], tmp_path: Path) -> None:
     data = json.loads((RESULTS / "analysis" / "analysis-coca-exact.json").read_text())
     rows = [row | change if row["kind"] == of else row for row in data["rows"]]
     write(tmp_path, "analysis-x", rows, schema=2, kind="analysis")
-    status, _, error = called("report", tmp_path)
-    assert (status, error.count("\n")) == (2, 1)
-    assert "a row of an analysis is not complete" in error
+    assert "a row of an analysis is not complete" in refused(tmp_path)
     assert not (tmp_path / "report").exists()
 
 
@@ -243,19 +204,13 @@ def test_a_run_that_has_only_failed_says_so(tmp_path: Path) -> None:
 
 
 def test_the_command_line_writes_the_page_and_says_what_it_needs(tmp_path: Path) -> None:
-    status, _, error = called("report", tmp_path)
-    assert (status, error.count("\n")) == (2, 1)
-    assert error.startswith("farspan: folder must hold results/*.json, got ")
-    fabricate(tmp_path, variants=("rope",), seeds=(0,), scalings=("none",), lengths=(512, 1024), cases=4)
-    status, out, error = called("report", tmp_path, "--out", tmp_path / "page")
-    assert (status, error) == (0, "")
-    assert out.replace("\n", "").strip() == f"written: {tmp_path / 'page' / 'index.html'}"
+    assert refused(tmp_path).startswith("farspan: folder must hold results/*.json, got ")
+    write(tmp_path, "ppl", [PPL])
+    for _ in range(2):  # drawn again
+        status, out, error = called("report", tmp_path, "--out", tmp_path / "page")
+        assert (status, error, out.strip()) == (0, "", f"written: {tmp_path / 'page' / 'index.html'}")
     assert (tmp_path / "page" / "index.html").read_text() == write_report(tmp_path).read_text()  # the same run
-    assert called("report", tmp_path, "--out", tmp_path / "page")[0] == 0  # drawn again
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "index.html").write_text("mine")
-    status, _, error = called("report", tmp_path, "--out", tmp_path / "own")
-    assert (status, error.count("\n")) == (2, 1)
-    assert "out must be a new folder or one with an earlier report" in error
+    assert "out must be a new folder or one with an earlier report" in refused(tmp_path, "--out", tmp_path / "own")
     assert (tmp_path / "own" / "index.html").read_text() == "mine"
-    assert "farspan report runs/demo" in called("report", "--help")[1]

@@ -33,7 +33,7 @@ def folder(tmp_path: Path) -> Path:
     ppl += [ppl_row("original", 0, "none", 8192, 28.5, "truncated"), ppl_row(long, 0, "none", 2048, 31.4, "truncated")]
     ppl += [ppl_row(long, 0, "ntk-4", 8192, 32.0), ppl_row(long, 0, "ntk-4", 32768, 33.075)]
     write(tmp_path, "ppl", [*ppl, ppl_row("original", 0, "ntk-4", 32768, 60.0)])
-    write(tmp_path, "passkey", [passkey_row(long, 0, "ntk-4", 32768, [(100, True)] * 9 + [(30_000, False)], 2048)])
+    write(tmp_path, "passkey", [passkey_row(long, 0, "ntk-4", 32768, [(100, True)] * 9 + [(30_000, False)])])
     bits = {"length": 8, "bytes": 9, "texts": 1}
     write(
         tmp_path, "bits", [{"variant": x, **bits, "bits_per_byte": b} for x, b in (("original", 1.1816), ("mine", 2))]
@@ -60,9 +60,9 @@ def test_each_scaling_stands_above_the_papers_and_dynamic_ntk_changes_nothing_in
         ("Original", "dynamic NTK 4", "30.00", "29.00", "60.00", "×2.00", "28.50", "—", "—", *none),
         ("Original", "paper, no scaling", "7.30", "inf", "inf", "—", "—", "1.00", "0.09", *none),
         ("Original", "paper, dynamic NTK 4", "7.30", "14.40", "133.87", "×18.34", "—", "1.00", "0.03", *none),
-        (LONG, "no scaling", "31.50", "34.00", "40.00", "×1.27", "31.40", "—", "—", "—", "—", "3M", "1.5"),
+        (LONG, "no scaling", "31.50", "34.00", "40.00", "×1.27", "31.40", "—", "—", "—", "—", "3,000,000", "1.5"),
         (LONG, "dynamic NTK 4", "31.50", "32.00", "33.08", "×1.05", "31.40", "—", "0.90", *none),
-        ("mine", "no scaling", "—", "—", "—", "—", "—", "—", "—", "—", "2.000", "1M", "—"),
+        ("mine", "no scaling", "—", "—", "—", "—", "—", "—", "—", "—", "2.000", "1,000,000", "—"),
     ]
     shares = {line[0]: line[-1] for line in caches.lines}
     assert shares == {"Original": "1.0000", "a": "0.2500", "mine": "0.7500"}  # the original's layers see everything
@@ -73,7 +73,7 @@ def test_a_study_has_a_page_of_its_own(folder: Path) -> None:
     text = write_report(folder).read_text()
     assert "CoCA dropped into an existing model" in text
     assert "Table 1" not in text
-    assert (folder / "report" / "tables" / "dropin.tex").is_file()
+    assert (folder / "report" / "tables" / "dropin.md").is_file()
 
 
 def test_every_measured_model_of_the_shipped_studies_has_a_label() -> None:

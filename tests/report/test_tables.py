@@ -9,7 +9,7 @@ from farspan.evaluation import conditions
 from farspan.experiments import load_all
 from farspan.report import measured
 from farspan.report.results import collect, scaling_of
-from farspan.report.tables import Table, perplexity_text, scaling_name, to_latex, to_markdown
+from farspan.report.tables import Table, perplexity_text, scaling_name, to_markdown
 from farspan.utils import wilson
 from tests.report.fabricate import (
     fabricate,
@@ -46,7 +46,7 @@ def test_a_cell_is_the_mean_over_seeds_with_their_range_beside_the_papers(tmp_pa
 
 def test_accuracy_is_counted_over_all_cases_with_its_wilson_interval(tmp_path: Path) -> None:
     outcomes = [[(100, True)] * 8 + [(900, False)] * 2, [(100, True)] * 4 + [(900, False)] * 6]
-    write(tmp_path, "passkey-a", [passkey_row("rope", s, "none", 1024, found, 512) for s, found in enumerate(outcomes)])
+    write(tmp_path, "passkey-a", [passkey_row("rope", s, "none", 1024, found) for s, found in enumerate(outcomes)])
     write(tmp_path, "train-a", [train_row("rope", 0)])
     run = collect(tmp_path)
     (table,) = measured.experiment_tables(run, EXPERIMENTS["table2"])
@@ -55,7 +55,6 @@ def test_accuracy_is_counted_over_all_cases_with_its_wilson_interval(tmp_path: P
     assert small(table.lines[0][1]) == "2 seeds, 20 cases"
     for ends, expected in (((0, 512), (1.0, 12)), ((512, math.inf), (0.0, 8))):
         found = run.passkey_between("rope", "none", *ends)
-        assert found
         assert (found.value, found.cases) == expected
 
 
@@ -71,7 +70,6 @@ def test_ntk_modes_are_separate_lines_and_per_query_is_the_default(tmp_path: Pat
     found = {"ntk-4/per_query": 22.0, "ntk-4/per_request": 25.0}
     write(tmp_path, "ppl-a", [ppl_row("rope", 0, name, 1024, ppl) for name, ppl in found.items()])
     table = measured.measured_table(collect(tmp_path), "perplexity")
-    assert table
     assert shown(table) == [("RoPE", "dynamic NTK 4", "22.00"), ("RoPE", "dynamic NTK 4 per request", "25.00")]
     assert shown(table1(tmp_path))[0][1:3] == ("ours", "22.00")
 
@@ -82,30 +80,20 @@ def test_the_control_stands_below_and_one_number_serves_all_lengths(tmp_path: Pa
     for name, control in (("one", cut[:1]), ("two", cut)):
         write(tmp_path / name, "ppl-a", rows + control)
         table = measured.measured_table(collect(tmp_path / name), "perplexity")
-        assert table
         numbers = ("19.00", "19.00") if name == "one" else ("19.00", "18.00")
         assert shown(table)[1] == ("RoPE", "no scaling, context cut", *numbers)
 
 
-def test_every_table_is_well_formed_in_markdown_and_latex(tmp_path: Path) -> None:
-    run = collect(fabricate(tmp_path, lengths=(512, 1024), cases=4))
+def test_every_table_is_well_formed_in_markdown(tmp_path: Path) -> None:
+    run = collect(fabricate(tmp_path, ("alibi", "rope", "coca-slack", "coca-strict")))
     made = {name: measured.experiment_tables(run, EXPERIMENTS[name]) for name in ("table1", "table2", "table3")}
     assert [table.name for table in made["table3"]] == ["table3-perplexity", "table3-passkey"]
     training = measured.training_table(run)
-    assert training
     assert shown(training)[0][-2:] == ("5.0%", "12.0%")
-    tables = [training, *(measured.measured_table(run, kind) for kind in ("perplexity", "passkey"))]
-    tables += [table for each in made.values() for table in each]
-    for table in filter(None, tables):
+    for table in [training, *(table for each in made.values() for table in each)]:
         rows = [row for row in to_markdown(table).splitlines() if row.startswith("|")]
         assert len({len(re.findall(r"(?<!\\)\|", row)) for row in rows}) == 1
         assert len(rows) == len(table.lines) + 2
-        latex = to_latex(table)
-        assert latex.count("{") == latex.count("}")
-        body = latex.partition(r"\midrule")[2].partition(r"\bottomrule")[0].strip().splitlines()
-        (spec,) = re.findall(r"\\begin\{tabular\}\{([lr]+)\}", latex)
-        assert {len(re.findall(r"(?<!\\)&", row)) for row in body} == {len(spec) - 1}
-        assert all(row.endswith(r"\\") for row in body)
 
 
 def test_the_loss_by_position_stands_above_what_the_far_context_gains(tmp_path: Path) -> None:
@@ -113,8 +101,6 @@ def test_the_loss_by_position_stands_above_what_the_far_context_gains(tmp_path: 
     one = measured.position_table(collect(tmp_path))
     write(tmp_path, "b", position_rows("rope", seed=1))
     two = measured.position_table(collect(tmp_path))
-    assert one
-    assert two
     assert one.columns == ("1–511", "512–1,023")
     losses = [("loss", "2.000", "1.000"), ("context cut", "2.000", "1.250"), ("gain", "+0.000", "+0.250")]
     assert [row[1:] for row in shown(one)] == losses
@@ -125,7 +111,6 @@ def test_the_loss_by_position_stands_above_what_the_far_context_gains(tmp_path: 
 def test_retrieval_is_counted_over_all_depths_and_seeds(tmp_path: Path) -> None:
     write(tmp_path, "a", [*retrieval_rows("rope"), *retrieval_rows("rope", seed=1, right=1)])
     table = measured.retrieval_table(collect(tmp_path))
-    assert table
     assert table.columns == ("512", "1,024")
     assert table.lines[0][2].startswith("0.38\n")  # 4 and 2 of 8
     assert small(table.lines[0][1]) == "2 seeds, 16 cases"
@@ -144,12 +129,9 @@ def test_seeds_of_a_task_are_pooled_and_the_paper_stands_beside(tmp_path: Path) 
     write(tmp_path, "tasks", rows)
     run = collect(tmp_path)
     found = measured.task_at(run, "accuracy", "listops", "cosformer")
-    assert found
     assert (found.value, found.low, found.high, found.seeds, found.cases) == (0.37, 0.35, 0.39, 2, 4000)
     lra = measured.task_table(run, EXPERIMENTS["cosformer-lra"])
     training = measured.task_training_table(run)
-    assert lra
-    assert training
     assert shown(lra)[2:] == [
         ("cosFormer", "ours", "0.3700", "—", "—"),
         ("cosFormer", "paper", "0.3650", "0.6770", "0.7196"),

@@ -87,7 +87,7 @@ def whole(toml: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     status, said, err = called("reproduce", "--preset", toml, "--out", out)
     assert status == 0, err + said
     shown = said.splitlines()
-    assert shown[0].split() == ["perplexity", "at", "16", "64"]
+    assert shown[1].split() == ["┃", "perplexity", "at", "┃", "16", "┃", "64", "┃"]
     assert max(map(len, shown[:-1])) <= 80
     assert shown[-1] == f"page: {out / 'report' / 'index.html'}"
     return out

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from farspan.bench import Row, Steps
+from farspan.bench import SEED, Row, Steps
 from farspan.bench.checks import PASSES, Blocks, Candidate, by_blocks, by_heads, compare, smaller
 from farspan.bench.timing import ratio, spread
 from farspan.ops import cosformer_attention
@@ -22,7 +22,9 @@ QUICK = [2048, 16_384]
 TOKENS = 65_536
 """Tokens of a row of the GPU's table: shorter sequences come in larger batches."""
 WIDTHS = (64, 128)
-OURS, PEERS = "triton", ("softmax", "published", "flash softmax", "fla")
+KERNELS = ("triton", "chunked", "flash softmax", "fla")
+"""What is timed on a GPU; on a CPU "cosformer", "softmax" and "published". The others are compared with the first."""
+PEERS = ("softmax", "published", "flash softmax", "fla")
 SOFTMAX = 4096
 """Tokens beyond which softmax attention takes minutes on a CPU, and is left out."""
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -48,8 +50,9 @@ def steps(lengths: Sequence[int], published_length: int, **options: Any) -> Step
     found: Steps = []
     for n in sorted({*lengths, published_length}):
         names = ["cosformer"] + ["softmax"] * (n <= SOFTMAX) + ["published"] * (n == published_length)
-        found.append((f"{n:,} tokens", partial(time_length, names, n, PASSES[0], **options)))
-    work = partial(time_length, ["cosformer", "published"], published_length, PASSES[1], **options)
+        found.append((f"{n:,} tokens", partial(time_shape, names, Shape(1, 8, n, 64), PASSES[0], **options)))
+    names, shape = ["cosformer", "published"], Shape(1, 8, published_length, 64)
+    work = partial(time_shape, names, shape, PASSES[1], **options)
     return [*found, (f"{published_length:,} tokens, {PASSES[1]}", work)]
 
 
@@ -59,20 +62,55 @@ def kernel_steps(todo: Sequence[Shape], **options: Any) -> Steps:
     Peers are flash-linear-attention with the same features, where it is installed, and flash attention.
     """
     return [
-        (f"{passes}, width {x.d}, {x.b} × {x.n:,} tokens", partial(time_kernels, x, passes, **options))
+        (f"{passes}, width {x.d}, {x.b} × {x.n:,} tokens", partial(time_shape, KERNELS, x, passes, **options))
         for x in todo
         for passes in PASSES
     ]
 
 
-def measure(
-    ops: dict[str, Attention], shape: Shape, passes: str, *, dtype: torch.dtype, device: str, **options: Any
-) -> tuple[list[Row], dict[str, list[float]], dict[str, int]]:
-    """Check and time ops on the same random inputs; `options` are those of :func:`~farspan.bench.checks.compare`."""
+def time_shape(names: Sequence[str], shape: Shape, passes: str, *, repeats: int, device: str) -> list[Row]:
+    """Make rows of checks and one row: milliseconds, time over the first, memory over the least, the state's bytes.
+
+    The least that a training step can hold is q, k, v, the output, and the gradient of each. The state is what decoding
+    keeps per sequence.
+    """
+    torch.manual_seed(SEED)
+    ops, missing = make_ops(names, shape, device)
+    dtype = torch.bfloat16 if names[0] == "triton" else torch.float32
     make = partial(make_candidates, ops, dtype=dtype, device=device, max_length=shape.n)
     made, small = make(shape), [make(shape._replace(**few)) for few in smaller(shape.b, shape.n)]
-    like = next(iter(made.values())).leaves["v"]
-    return compare(made, like, passes, small=small, device=device, **options)
+    backward, size, like = passes != PASSES[0], dtype.itemsize * math.prod(shape), made[names[0]].leaves["v"]
+    how: dict[str, Any] = {"missing": missing, "repeats": repeats, "device": device, "small": small}
+    checks, seconds, peaks = compare(made, like, passes, graph=not backward, **how)
+    held, least = size * (4 if backward else 3), size * (8 if backward else 4)
+    row: Row = {"kind": "linear", "passes": passes, **shape._asdict(), "state_bytes": state_bytes(shape, dtype, device)}
+    row["milliseconds"] = {name: spread(x, 1e3) for name, x in seconds.items()}
+    row["speedup"] = {name: ratio(x, seconds[names[0]]) for name, x in seconds.items() if name != names[0]}
+    row["memory_over_least"] = {name: (held + peak) / least for name, peak in peaks.items()}
+    return [*checks, row | {"peak_bytes": peaks, "missing": missing}]
+
+
+def make_ops(names: Sequence[str], shape: Shape, device: str) -> tuple[dict[str, Attention], dict[str, str]]:
+    """Return functions of q, k and v (b, n, h, d) by name, and why others are missing."""
+    cosformer = partial(cosformer_attention, max_length=shape.n)
+    softmax: Attention = partial(F.scaled_dot_product_attention, is_causal=True)
+    flash: Attention = softmax if device == "cpu" else sdpa_kernel(SDPBackend.FLASH_ATTENTION)(softmax)
+    made: dict[str, Attention] = {"cosformer": cosformer, "softmax": softmax, "flash softmax": flash}
+    made["published"] = partial(published_cosformer, max_length=shape.n)
+    made |= {name: partial(cosformer, backend=name) for name in ("triton", "chunked")}
+    ops = {name: by_heads(made[name]) for name in names if name in made}
+    if "fla" not in names:
+        return ops, {}
+    peer, missing = flash_linear_attention(device)
+    if peer is not None:
+        waves = angles(shape.n, torch.empty(0, dtype=torch.bfloat16, device=device))
+
+        def fla(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            seen = [wave[: q.shape[1]] for wave in waves]
+            return peer(features(q, seen), features(k, seen), v)
+
+        ops["fla"] = fla
+    return ops, missing
 
 
 def make_candidates(
@@ -119,33 +157,6 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, *, waves: Sequence[Tensor])
     return (weights @ v.transpose(1, 2) / total).transpose(1, 2)
 
 
-# On a CPU
-
-
-def time_length(names: Sequence[str], length: int, passes: str, *, repeats: int, device: str, seed: int) -> list[Row]:
-    """Time the op, 8 heads of width 64 in float32, beside others: a row of its own forward, and one per other."""
-    torch.manual_seed(seed)
-    ops: dict[str, Attention] = {
-        "cosformer": partial(cosformer_attention, max_length=length),
-        "softmax": partial(F.scaled_dot_product_attention, is_causal=True),
-        "published": partial(published_cosformer, max_length=length),
-    }
-    ops = {name: by_heads(ops[name]) for name in names}
-    missing: dict[str, str] = {}
-    how: dict[str, Any] = {"dtype": torch.float32, "device": device, "missing": missing, "repeats": repeats}
-    checks, seconds, peaks = measure(ops, Shape(1, 8, length, 64), passes, **how)
-    ours, peak = seconds["cosformer"], peaks["cosformer"]
-    label: Row = {"passes": passes, "length": length, "heads": 8, "head_dim": 64}
-    rows = []
-    if passes == PASSES[0]:
-        median = spread(ours)["median"]
-        rows.append(label | {"kind": "length", "seconds": ours, "median": median, "peak_bytes": peak})
-    for name in (name for name in names[1:] if name in seconds):
-        row = label | {"kind": name, "seconds": seconds[name], "speedup": ratio(seconds[name], ours)["median"]}
-        rows.append(row | {"memory_ratio": peaks[name] / max(1, peak)})
-    return [*checks, *rows, *([label | {"kind": "missing", "missing": missing}] if missing else [])]
-
-
 def published_cosformer(q: Tensor, k: Tensor, v: Tensor, max_length: int) -> Tensor:
     """Compute causal cosFormer as its authors' code does: k⊗v for each position, N×2d×d, and its running sum."""
     index = torch.arange(1, q.shape[2] + 1, device=q.device, dtype=q.dtype)
@@ -157,44 +168,9 @@ def published_cosformer(q: Tensor, k: Tensor, v: Tensor, max_length: int) -> Ten
     return numerator * (1 / denominator.clamp(min=1e-6))[..., None]
 
 
-# On a GPU
-
-
-def time_kernels(shape: Shape, passes: str, *, repeats: int, device: str, seed: int) -> list[Row]:
-    """Make rows of checks and one row: milliseconds, time over ours, memory over the least, and the state's bytes.
-
-    The least that a training step can hold is q, k, v, the output, and the gradient of each. The state is what decoding
-    keeps per sequence.
-    """
-    torch.manual_seed(seed)
-    softmax: Attention = partial(F.scaled_dot_product_attention, is_causal=True)
-    if device != "cpu":
-        softmax = sdpa_kernel(SDPBackend.FLASH_ATTENTION)(softmax)
-    ops = {name: by_heads(partial(cosformer_attention, max_length=shape.n, backend=name)) for name in (OURS, "chunked")}
-    ops["flash softmax"] = by_heads(softmax)
-    peer, missing = flash_linear_attention(device)
-    if peer is not None:
-        waves = angles(shape.n, torch.empty(0, dtype=torch.bfloat16, device=device))
-
-        def fla(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            seen = [wave[: q.shape[1]] for wave in waves]
-            return peer(features(q, seen), features(k, seen), v)
-
-        ops["fla"] = fla
-    backward, size = passes != PASSES[0], 2 * math.prod(shape)  # bytes of q
-    how: dict[str, Any] = {"dtype": torch.bfloat16, "device": device, "missing": missing, "repeats": repeats}
-    checks, seconds, peaks = measure(ops, shape, passes, graph=not backward, **how)
-    held, least = size * (4 if backward else 3), size * (8 if backward else 4)
-    row: Row = {"kind": "linear", "passes": passes, **shape._asdict(), "state_bytes": state_bytes(shape, device)}
-    row["milliseconds"] = {name: spread(x, 1e3) for name, x in seconds.items()}
-    row["speedup"] = {name: ratio(x, seconds[OURS]) for name, x in seconds.items() if name != OURS}
-    row["memory_over_least"] = {name: (held + peak) / least for name, peak in peaks.items()}
-    return [*checks, row | {"missing": missing}]
-
-
-def state_bytes(shape: Shape, device: str) -> int:
+def state_bytes(shape: Shape, dtype: torch.dtype, device: str) -> int:
     """Return the bytes that one sequence leaves for the next token."""
-    x = torch.ones(1, shape.h, shape.n, shape.d, dtype=torch.bfloat16, device=device)
+    x = torch.ones(1, shape.h, shape.n, shape.d, dtype=dtype, device=device)
     found: int = cosformer_attention(x, x, x, max_length=shape.n, return_state=True)[1].nbytes
     return found
 

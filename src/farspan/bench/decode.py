@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 
-from farspan.bench import Row, Steps
+from farspan.bench import SEED, Row, Steps
 from farspan.bench.checks import ROUNDING, ResultsDifferError, check, wider
 from farspan.bench.timing import captured, in_turn, peak_bytes, ratio, reason, spread
 from farspan.configuration_farspan import FarspanConfig
@@ -18,8 +18,6 @@ from farspan.errors import require
 from farspan.layers import Attention
 from farspan.modeling_farspan import FarspanCache, FarspanForCausalLM
 
-VARIANTS = ("rope", "coca-exact")
-"""The first is what the others are compared with."""
 LLAMA = "llama"
 """Among layouts: transformers' own LLaMA of the same shape, with its own caches."""
 MODES = ("eager", "graph", "compiled")
@@ -52,12 +50,9 @@ def steps(
     batches: Sequence[int],
     prompts: Sequence[int],
     repeats: int,
-    layouts: Sequence[str] = VARIANTS,
+    layouts: Sequence[str],
     window: int | None = None,
-    global_every: int | None = None,
-    modes: Sequence[str] = MODES,
     device: str,
-    seed: int = 0,
 ) -> Steps:
     """Decode after each context in each batch and mode, then read prompts of random tokens, one sequence in chunks.
 
@@ -68,25 +63,24 @@ def steps(
 
     Args:
         layouts: what is compared; "rope" comes first in any case. "llama" is transformers' own model.
-        window, global_every: of the hybrids among them.
-        modes: which of them; without a GPU there is only "eager".
+        window: of the hybrids among them.
     """
     names = list(dict.fromkeys(["rope", *layouts]))
-    configs = {name: make_config(preset, name, window, global_every) for name in names}  # raises early
+    configs = {x: llama_config(preset) if x == LLAMA else make_config(preset, x, window) for x in names}  # raises early
     for name, config in configs.items():
-        linear = isinstance(config, FarspanConfig) and any(spec.linear for spec in config.attention_specs)
+        linear = name != LLAMA and any(spec.linear for spec in config.attention_specs)
         require(not linear, f"layouts must have a softmax in every layer, got {name!r}; see farspan bench cosformer")
     models: dict[str, Any] = {}
 
     def make() -> list[Row]:
-        models.update({name: build(config, device, seed) for name, config in configs.items()})
+        models.update({name: build(config, device) for name, config in configs.items()})
         return []
 
     def every_mode(context: int, batch: int) -> list[Row]:
         rows: list[Row] = []
         eager: dict[str, Any] = {}
-        for mode in [one for one in MODES if one == "eager" or (one in modes and device == "cuda")]:
-            rows += decode(models, mode, context, batch, repeats=repeats, device=device, seed=seed, eager=eager)
+        for mode in MODES if device == "cuda" else ["eager"]:
+            rows += decode(models, mode, context, batch, repeats=repeats, device=device, eager=eager)
         return rows + best_modes(rows)
 
     found: Steps = [("models", make)]
@@ -95,21 +89,22 @@ def steps(
     return found + [(f"prompt of {length:,} tokens", partial(read_prompt, length)) for length in prompts]
 
 
-def make_config(
-    preset: str, name: str, window: int | None = None, global_every: int | None = None, **fields: Any
-) -> Any:
-    """Make the configuration of an attention, of a layout with its window, or of transformers' LLaMA."""
-    if name == LLAMA:
-        config = FarspanConfig.preset(preset, **fields)
-        return LlamaConfig(**{key: getattr(config, key) for key in SHAPE}, tie_word_embeddings=True)
-    if name.startswith("hybrid"):
-        fields |= {k: v for k, v in {"window": window, "global_every": global_every}.items() if v is not None}
+def make_config(preset: str, name: str, window: int | None = None, **fields: Any) -> FarspanConfig:
+    """Make the configuration of an attention, or of a hybrid with windows of another size."""
+    if name.startswith("hybrid") and window is not None:
+        fields["window"] = window
     return FarspanConfig.preset(preset, attention=name, **fields)
 
 
-def build(config: Any, device: str, seed: int) -> Any:
+def llama_config(preset: str) -> LlamaConfig:
+    """Make transformers' LLaMA of the same shape."""
+    config = FarspanConfig.preset(preset)
+    return LlamaConfig(**{key: getattr(config, key) for key in SHAPE}, tie_word_embeddings=True)
+
+
+def build(config: Any, device: str) -> Any:
     """Make a model of random weights."""
-    torch.manual_seed(seed)
+    torch.manual_seed(SEED)
     model = FarspanForCausalLM(config) if isinstance(config, FarspanConfig) else LlamaForCausalLM(config)
     return model.eval().to(device, torch.bfloat16 if device == "cuda" else torch.float32)
 
@@ -135,7 +130,6 @@ def decode(
     *,
     repeats: int,
     device: str,
-    seed: int,
     eager: dict[str, tuple[Tensor, float]],
 ) -> list[Row]:
     """Return one row for each model: figures, or why there are none.
@@ -150,7 +144,7 @@ def decode(
     rows: list[Row] = []
 
     def settled(name: str) -> tuple[Decoder, Row]:  # where it fails, no name here holds its cache any longer
-        made = Decoder(models[name], mode, context, batch, spare=spare, seed=seed)
+        made = Decoder(models[name], mode, context, batch, spare=spare)
         made.settle(device)
         # Of the step as settled. A replayed graph allocates nothing: its pool holds what the plain step needs.
         extra = peak_bytes(made.plain_step, device)
@@ -181,15 +175,13 @@ def decode(
 
 
 def best_modes(rows: list[Row]) -> list[Row]:
-    """Return one row: for each model the mode with most tokens per second, and its speed over RoPE's best."""
-    found = [row for row in rows if row["kind"] == "decode"]
-    each: dict[str, Row] = {}
-    for row in found:
-        if row["tokens_per_second"] > each.get(row["attention"], {"tokens_per_second": 0})["tokens_per_second"]:
-            each[row["attention"]] = {x: row[x] for x in ("mode", "sdpa_first", "tokens_per_second", "cache_bytes")}
-    for one in each.values():
-        one["speed_over_rope"] = one["tokens_per_second"] / each["rope"]["tokens_per_second"]
-    return [{"kind": "best", "context": found[0]["context"], "batch": found[0]["batch"], "each": each}]
+    """Return a row for each model: its mode with most tokens per second, and its speed over RoPE's best."""
+    names = "context", "batch", "attention", "mode", "sdpa_first", "tokens_per_second", "cache_bytes"
+    slowest_first = sorted((row for row in rows if row["kind"] == "decode"), key=lambda row: row["tokens_per_second"])
+    best = {row["attention"]: {"kind": "best"} | {name: row[name] for name in names} for row in slowest_first}
+    for row in best.values():
+        row["speed_over_rope"] = row["tokens_per_second"] / best["rope"]["tokens_per_second"]
+    return list(best.values())
 
 
 class Decoder:
@@ -198,9 +190,9 @@ class Decoder:
     A step runs it, and takes the next from its `logits` (b, vocabulary).
     """
 
-    def __init__(self, model: Any, mode: str, context: int, batch: int, *, spare: int, seed: int) -> None:
+    def __init__(self, model: Any, mode: str, context: int, batch: int, *, spare: int) -> None:
         weight = model.lm_head.weight
-        self.model, self.mode, self.context, self.batch, self.seed = model, mode, context, batch, seed
+        self.model, self.mode, self.context, self.batch = model, mode, context, batch
         self.run = torch.compile(model, fullgraph=True, dynamic=False) if mode == "compiled" else model
         self.slots = None if mode == "eager" else -(-(context + spare) // 128) * 128
         self.cache = make_cache(model.config, self.slots)
@@ -216,7 +208,7 @@ class Decoder:
             self.cache = make_cache(self.model.config)
         else:
             self.cache.reset()
-        fill(self.cache, self.model, self.batch, self.context, self.seed)
+        fill(self.cache, self.model, self.batch, self.context)
 
     def step(self) -> None:
         """Decode one token for each sequence: replayed, if a graph of it was captured.
@@ -265,13 +257,13 @@ class Decoder:
 
 
 @torch.no_grad()
-def fill(cache: Any, model: Any, batch: int, context: int, seed: int, rows: int | None = None) -> None:
+def fill(cache: Any, model: Any, batch: int, context: int, rows: int | None = None) -> None:
     """Write random keys and values of `context` tokens into every layer, in the model's dtype; of the first `rows`.
 
     The numbers depend neither on the kind of cache nor on the dtype.
     """
     like, heads = model.lm_head.weight, model.config.num_key_value_heads
-    generator = torch.Generator(like.device).manual_seed(seed)
+    generator = torch.Generator(like.device).manual_seed(SEED)
     for index, block in enumerate(model.model.layers):
         layer = block.self_attn
         width = getattr(layer, "key_width", layer.head_dim)
@@ -292,7 +284,7 @@ def check_steps(decoder: Decoder, name: str, mode: str, eager: dict[str, tuple[T
 
     Three times the eager error is allowed to the latter: its own and twice as much.
     """
-    generator = torch.Generator().manual_seed(decoder.seed)
+    generator = torch.Generator().manual_seed(SEED)
     vocabulary = decoder.model.config.vocab_size
     tokens = torch.randint(0, vocabulary, (CHECKED, decoder.batch), generator=generator).to(decoder.token.device)
     logits = decoder.follow(tokens)
@@ -314,7 +306,7 @@ def exact(decoder: Decoder, tokens: Tensor) -> Tensor:
     """
     model = wider(decoder.model)
     cache = make_cache(model.config)
-    fill(cache, model, decoder.batch, decoder.context, decoder.seed, rows=1)
+    fill(cache, model, decoder.batch, decoder.context, rows=1)
     return model(tokens[:, 0][None], past_key_values=cache).logits[0]
 
 
@@ -325,7 +317,7 @@ def prefill(models: dict[str, Any], length: int, *, device: str, repeats: int) -
     The logits that the last timed reading ended with are compared with those of the same weights in a wider dtype.
     """
     vocabulary = next(iter(models.values())).config.vocab_size
-    ids = torch.randint(0, vocabulary, (1, length), generator=torch.Generator().manual_seed(0)).to(device)
+    ids = torch.randint(0, vocabulary, (1, length), generator=torch.Generator().manual_seed(SEED)).to(device)
     kept: dict[str, tuple[Tensor, int]] = {}
 
     def keep(name: str, model: Any) -> None:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from farspan.bench import Row, Steps
+from farspan.bench import SEED, Row, Steps
 from farspan.bench.checks import PASSES, SMALL, Blocks, Candidate, checked_queries, compare, definition, smaller
 from farspan.bench.timing import best, ratio, spread
 from farspan.errors import require
@@ -287,7 +287,6 @@ def time_shape(
     compiler: str | None = None,
     repeats: int,
     device: str,
-    seed: int,
     dtype: torch.dtype | None = None,
 ) -> list[Row]:
     """Check and time candidates at one shape: rows of checks, one of times.
@@ -298,7 +297,7 @@ def time_shape(
     Args:
         alone: time the op without projections.
     """
-    torch.manual_seed(seed)
+    torch.manual_seed(SEED)
     dtype = dtype or (torch.bfloat16 if device == "cuda" else torch.float32)
     reasons = {name: why_not(name, shape, device, compiler is not None) for name in names}
     missing = {name: why for name, why in reasons.items() if why is not None}

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from farspan.bench import Row, Steps
+from farspan.bench import SEED, Row, Steps
 from farspan.bench.checks import WIDER, apart, check, worst
 from farspan.bench.decode import make_config
 from farspan.bench.layer import ALLOWED_GRAPHS
@@ -19,7 +19,6 @@ from farspan.training.config import OptimizerSection
 from farspan.training.loop import compile_blocks, flops_per_token, make_optimizer, matmul_peak
 from farspan.training.pretraining import NextToken
 
-VARIANTS = ("rope", "coca-exact", "coca-slack", "coca-strict")
 LOSS = {torch.bfloat16: 1e-3, torch.float32: 1e-5}
 """How far a step's loss may be from that of the same weights in a wider dtype, relative to it."""
 GRADIENTS = {torch.bfloat16: 0.25, torch.float32: 1e-2}
@@ -70,16 +69,14 @@ def body_loss(model: FarspanForCausalLM, ids: Tensor) -> Tensor:
 def training(
     preset: str,
     *,
-    variants: Sequence[str] = VARIANTS,
+    variants: Sequence[str],
     length: int,
     rows: int,
     repeats: int,
     compile: bool,
     body: bool = False,
     window: int | None = None,
-    global_every: int | None = None,
     device: str = "cpu",
-    seed: int = 0,
 ) -> Steps:
     """Time training steps on `rows` × `length` random tokens, in bfloat16 on a GPU; RoPE comes first in any case.
 
@@ -87,16 +84,16 @@ def training(
 
     Args:
         body: time forward and backward without the head.
-        window, global_every: of the layouts among the variants.
+        window: of the layouts among the variants.
     """
     names = list(dict.fromkeys(["rope", *variants]))
-    configs = {x: make_config(preset, x, window, global_every, train_length=length) for x in names}  # raises early
+    configs = {x: make_config(preset, x, window, train_length=length) for x in names}  # raises early
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     calls: dict[str, Step] = {}
     figures: dict[str, Row] = {}
 
     def prepare(variant: str, config: FarspanConfig) -> list[Row]:
-        torch.manual_seed(seed)
+        torch.manual_seed(SEED)
         if not calls:
             torch.compiler.reset()
         model = FarspanForCausalLM(config).train().to(device)

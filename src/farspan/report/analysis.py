@@ -107,7 +107,7 @@ def angle_figures(analyses: Sequence[Run]) -> Iterator[Figure | None]:
         curves.append(Curve(variant_name(found.model.label), layers, values, variant_style(found.model.label)))
     labels = "Pairs that first rise with distance", "layer", "share of pairs with Θ past π"
     how: Any = {"then": lambda axes: axes.axhline(0.5, color=FAINT, linewidth=1.2, linestyle=":"), "ylim": (-0.03, 1.0)}
-    yield chart("angles-layers", labels, curves, "Dotted: random.", percent=0, **how)
+    yield chart("angles-layers", labels, curves, "Dotted: random.", percent=True, **how)
     labels = "Initial angle Θ, {}", "angle from k to q before rotation (degrees)", "share"
     for found in with_angles(analyses):
         curves = []
@@ -116,7 +116,9 @@ def angle_figures(analyses: Sequence[Run]) -> Iterator[Figure | None]:
             values = [mean(each) for each in zip(*bins, strict=True)]
             degrees = [360 * i / len(values) for i in range(len(values) + 1)]
             curves.append(Curve(label, degrees, [*values, values[-1]], {**style, "drawstyle": "steps-post"}))
-        yield draw(found, "angles-histogram", labels, curves, "Means over layers and heads.", percent=1, then=_halves)
+        yield draw(
+            found, "angles-histogram", labels, curves, "Means over layers and heads.", percent=True, then=_halves
+        )
 
 
 def with_angles(analyses: Sequence[Run]) -> list[Run]:
@@ -139,7 +141,7 @@ def border_figures(analyses: Sequence[Run]) -> Iterator[Figure | None]:
         waves = [2 * math.pi / theta for theta in found.model["theta"][0]]
         rows = {row.border: row.first_past for row in found.of("borders", scaling="none")}
         curves = [_styled(look, waves, rows[border]) for border, look in BORDERS.items()]
-        how: Any = {"percent": 0, "mark": found.model["train_length"], "xscale": "log", "ylim": (-0.03, 1.03)}
+        how: Any = {"percent": True, "mark": found.model["train_length"], "xscale": "log", "ylim": (-0.03, 1.03)}
         yield draw(found, "borders", labels, curves, **how)
 
 
@@ -165,6 +167,5 @@ def drift_figures(analyses: Sequence[Run]) -> Iterator[Figure | None]:
         lengths, scalings = found.model["lengths"], found.model["scalings"]
         for what, title, y in DRIFTS:
             curves = [_styled(SCALINGS[s], lengths, [drift(found, what, s, n) for n in lengths]) for s in scalings]
-            digits = 0 if any(value > 0.1 for curve in curves for value in curve.y) else 1
-            how: Any = {"size": (4.2, 3.3), "lengths": lengths, "percent": digits if what in ("far", "first") else None}
-            yield draw(found, f"drift-{what}", (f"{{}}: {title}", "length (tokens)", y), curves, **how)
+            labels = f"{{}}: {title}", "length (tokens)", y
+            yield draw(found, f"drift-{what}", labels, curves, lengths=lengths, percent=what in ("far", "first"))

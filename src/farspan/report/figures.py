@@ -37,10 +37,9 @@ STYLE: Any = {
     "svg.hashsalt": "farspan",  # the same numbers give the same file
     **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), INK),
 }
-PARTS = {"passkey": "Passkey", "near": "Passkey near the end", "far": "Passkey far from the end"}
 DISTANCES = (1, 4, 16)
 """Ends of the ranges of distance in training lengths; the last range is open."""
-ACCURACY: Any = {"caption": "Bars: 95% Wilson interval.", "bars": True, "at": "bottom", "ylim": (-0.04, 1.04)}
+ACCURACY: Any = {"caption": "Bands: 95% Wilson interval.", "ylim": (-0.04, 1.04)}
 LENGTH, SHARE = "prompt length (tokens)", "accuracy (share of cases)"
 
 
@@ -69,10 +68,10 @@ class Curve:
     spread: Sequence[tuple[float, float]] = ()
 
 
-def blank(title: str, x: str, y: str, size: tuple[float, float] = (5.0, 3.9)) -> tuple[Canvas, Axes]:
+def blank(title: str, x: str, y: str) -> tuple[Canvas, Axes]:
     """Return a canvas with titled, labelled axes; without pyplot nothing global is left behind."""
     with matplotlib.rc_context(STYLE):
-        canvas = Canvas(figsize=size, layout="constrained")
+        canvas = Canvas(figsize=(5.0, 3.9), layout="constrained")
         FigureCanvasAgg(canvas)
         axes = canvas.add_subplot()
     axes.set(title=textwrap.fill(title, 44), xlabel=x, ylabel=y)
@@ -85,13 +84,10 @@ def chart(
     curves: Iterable[Curve],
     caption: str = "",
     *,
-    size: tuple[float, float] = (5.0, 3.9),
     lengths: Sequence[float] = (),
     ranges: Sequence[str] = (),
-    bars: bool = False,
-    percent: int | None = None,
+    percent: bool = False,
     mark: float | None = None,
-    at: str = "top",
     then: Callable[[Axes], object] = lambda axes: None,
     **limits: Any,
 ) -> Figure | None:
@@ -101,26 +97,20 @@ def chart(
         labels: the title, and the names of x and y.
         lengths: a logarithmic x with one tick for each.
         ranges: names of the values 0, 1, … of x.
-        bars: draw the spreads as bars, with the curves slightly apart so that bars do not hide; else as bands.
-        percent: digits of y as a percentage.
-        mark: the training length, with its name at the end of the axis where the curves are not.
+        percent: y is a share, shown as a percentage.
+        mark: the training length.
         then: what else to do with the axes.
         limits: other properties of the axes, such as `ylim`.
     """
     drawn = [curve for curve in curves if curve.x]
     if not drawn:
         return None
-    canvas, axes = blank(*labels, size)
-    for i, curve in enumerate(drawn):
-        apart, ends = i - (len(drawn) - 1) / 2, list(zip(*curve.spread, strict=True))
-        if bars and ends:
-            moved = [x + 0.05 * apart if ranges else x * 2 ** (0.06 * apart) for x in curve.x]
-            below, above = ([abs(y - end) for y, end in zip(curve.y, each, strict=True)] for each in ends)
-            axes.errorbar(moved, curve.y, (below, above), label=curve.label, capsize=2.5, elinewidth=0.9, **curve.style)
-        else:
-            axes.plot(curve.x, curve.y, label=curve.label, **curve.style)
-            if ends:
-                axes.fill_between(curve.x, ends[0], ends[1], color=curve.style["color"], alpha=0.2, lw=0)
+    canvas, axes = blank(*labels)
+    for curve in drawn:
+        axes.plot(curve.x, curve.y, label=curve.label, **curve.style)
+        if curve.spread:
+            low, high = zip(*curve.spread, strict=True)
+            axes.fill_between(curve.x, low, high, color=curve.style["color"], alpha=0.2, lw=0)
     if lengths:
         axes.set_xscale("log", base=2)
         axes.set_xticks(lengths, [short(n) for n in lengths])
@@ -129,15 +119,12 @@ def chart(
         axes.set_xticks(range(len(ranges)), ranges)
     elif labels[1] == "layer":
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    if percent is not None:
-        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=percent))
+    if percent:
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     axes.set(**limits)
     axes.xaxis.set_minor_locator(NullLocator())
     if mark is not None:
-        axes.axvline(mark, color=FAINT, linewidth=1.2, linestyle=":")
-        point, offset = (mark, 1.0 if at == "top" else 0.0), (3, -2 if at == "top" else 8)
-        how: Any = {"xycoords": axes.get_xaxis_transform(), "textcoords": "offset points", "rotation": 90, "va": at}
-        axes.annotate("training length", point, offset, fontsize=8, color=FAINT, **how)
+        axes.axvline(mark, color=FAINT, linewidth=1.2, linestyle=":", label="training length")
     then(axes)
     return finish(canvas, name, caption)
 
@@ -234,12 +221,11 @@ def passkey_figures(run: Run) -> Iterator[Figure | None]:
     names = [f"{low:,}–{high:,}" if high < math.inf else f"> {low:,}" for low, high in pairwise(ends)]
     looks = [(v, variant_name(v), variant_style(v)) for v in variants_in(run, "passkey")]
     for scaling in run.scalings("passkey"):
-        for part, what in PARTS.items():
-            curves = [
-                curve(name, lengths, [run.at(part, v, scaling, n) for n in lengths], style) for v, name, style in looks
-            ]
-            labels = f"{what}, {scaling_name(scaling)}", LENGTH, SHARE
-            yield chart(file_of(part, scaling), labels, curves, lengths=lengths, mark=run.train_length, **ACCURACY)
+        curves = []
+        for v, name, style in looks:
+            curves.append(curve(name, lengths, [run.at("passkey", v, scaling, n) for n in lengths], style))
+        labels = f"Passkey, {scaling_name(scaling)}", LENGTH, SHARE
+        yield chart(file_of("passkey", scaling), labels, curves, lengths=lengths, mark=run.train_length, **ACCURACY)
         curves = []
         for v, name, style in looks:
             found = [run.passkey_between(v, scaling, low, high) for low, high in pairwise(ends)]
@@ -259,7 +245,7 @@ def retrieval_figures(run: Run) -> Iterator[Figure | None]:
         lengths, depths = (sorted({row[name] for row in rows}) for name in ("length", "depth"))
         if not depths:
             continue
-        canvas, axes = blank(f"{task}: {condition(variant, scaling)}", LENGTH, "depth of the key", (4.2, 2.9))
+        canvas, axes = blank(f"{task}: {condition(variant, scaling)}", LENGTH, "depth of the key")
         axes.grid(visible=False)
         found = [[share_of(find(rows, depth=depth, length=n)) for n in lengths] for depth in depths]
         values = [[estimate.value if estimate else math.nan for estimate in row] for row in found]
@@ -291,12 +277,7 @@ def position_figure(run: Run) -> Figure | None:
 # Training
 
 
-def task_loss_figures(run: Run) -> Iterator[Figure | None]:
-    for task in dict.fromkeys(x.task for x in run.of("task")):
-        yield loss_figure(run.of("task", task=task), f"Training loss, {task}", file_of("loss", task))
-
-
-def loss_figure(rows: Sequence[Record], title: str = "Training loss", name: str = "loss") -> Figure | None:
+def loss_figure(rows: Sequence[Record]) -> Figure | None:
     """Draw the training loss, a line per seed."""
     rows, curves = [row for row in rows if row.losses], []
     first = {row.variant: row for row in reversed(rows)}
@@ -305,4 +286,4 @@ def loss_figure(rows: Sequence[Record], title: str = "Training loss", name: str 
         style = variant_style(row.variant) | {"markevery": max(1, len(row.losses) // 8), "alpha": 0.9}
         curves.append(Curve(label, [step for step, _ in row.losses], [loss for _, loss in row.losses], style))
     caption = "One line per seed." if len(rows) > len(first) else ""
-    return chart(name, (title, "optimiser step", "loss (nats per token)"), curves, caption)
+    return chart("loss", ("Training loss", "optimiser step", "loss (nats per token)"), curves, caption)

@@ -45,8 +45,8 @@ Entries = list[tuple[str, str, Sequence[Value]]]
 
 
 def variants_in(run: Run, *kinds: str) -> list[str]:
-    """Return the variants measured or trained, in the order of the papers' tables."""
-    found = {row.variant for kind in kinds or ("training", "perplexity", "passkey") for row in run.of(kind)}
+    """Return the variants with rows of these kinds, in the order of the papers' tables."""
+    found = {row.variant for kind in kinds for row in run.of(kind)}
     return sorted(found, key=variant_order)
 
 
@@ -231,7 +231,7 @@ def _model_values(run: Run, model: Record, windows: list[int], prompts: list[int
     name, pairs = model.model, share_of(run.of("pairs", variant=model.model, kind="all"))
     bits: Value = next((f"{row.bits_per_byte:.3f}" for row in run.of("bits", variant=name)), None)
     minutes = f"{model.seconds / 60:,.1f}" if model.seconds is not None and model.tokens else NOTHING
-    once: list[Value] = [cell(pairs, THREE), bits, amount(model.tokens), minutes]
+    once: list[Value] = [cell(pairs, THREE), bits, f"{model.tokens:,}", minutes]
     lines: list[tuple[str, list[Value]]] = []
     for scaling in run.scalings("perplexity", "passkey", variant=name) or ["none"]:
         # Inside a model's training length dynamic NTK and log length change nothing.
@@ -246,17 +246,6 @@ def _model_values(run: Run, model: Record, windows: list[int], prompts: list[int
         if any([*found, *keys, pairs, bits]):
             lines.append((scaling_name(scaling), [*found, ratio, control, *keys, *(once if not lines else [None] * 4)]))
     return lines
-
-
-def amount(number: float) -> str:
-    """
-    >>> amount(33_400_000), amount(1500), amount(12)
-    ('33.4M', '1.5k', '12')
-    """
-    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if number >= size:
-            return f"{number / size:.3g}{unit}"
-    return f"{number:g}"
 
 
 def _cache_table(run: Run, name: str, models: list[tuple[str, Record]]) -> Table | None:

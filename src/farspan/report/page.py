@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from farspan.experiments import load
 from farspan.report import measured
 from farspan.report.results import Run, collect
-from farspan.report.tables import Table, to_latex, to_markdown
+from farspan.report.tables import Table, to_markdown
 from farspan.utils import atomic_path, check_folder, write_text
 
 if TYPE_CHECKING:
@@ -26,7 +26,6 @@ class Section:
     tables: list[Table]
     figures: "list[Figure]"
     text: str
-    small: bool = False
 
 
 TITLE = "<title>farspan: "
@@ -34,7 +33,7 @@ TITLE = "<title>farspan: "
 
 
 def write_report(folder: str | os.PathLike[str], out: str | os.PathLike[str] | None = None) -> Path:
-    """Write `index.html`, `tables/*.md|tex` and `figures/*.png|svg`; return the path of the page.
+    """Write `index.html`, `tables/*.md` and `figures/*.png|svg`; return the path of the page.
 
     Args:
         folder: what `farspan reproduce` or `farspan analyze` wrote, or any folder with `farspan eval`'s files in
@@ -54,7 +53,7 @@ def write_report(folder: str | os.PathLike[str], out: str | os.PathLike[str] | N
         raise ValueError(f"{said}; write it again with `farspan`") from error
     files = {"index.html": render(run, sections)}
     for table in (table for section in sections for table in section.tables):
-        files |= {f"tables/{table.name}.md": to_markdown(table), f"tables/{table.name}.tex": to_latex(table)}
+        files[f"tables/{table.name}.md"] = to_markdown(table)
     for figure in (figure for section in sections for figure in section.figures):
         files[f"figures/{figure.name}.svg"] = figure.svg
         with atomic_path(target / "figures" / f"{figure.name}.png") as path:
@@ -71,22 +70,16 @@ def make_sections(run: Run) -> list[Section]:
     made: list[Section] = []
 
     def add(
-        anchor: str,
-        title: str,
-        tables: Iterable[Table | None],
-        drawn: "figures.Figures" = (),
-        text: str = "",
-        small: bool = False,
+        anchor: str, title: str, tables: Iterable[Table | None], drawn: "figures.Figures" = (), text: str = ""
     ) -> None:
         shown, found = [table for table in tables if table], [figure for figure in drawn if figure]
         text = text or next((table.caption for table in shown), "")
         if shown or found:
-            made.append(Section(anchor, title, shown, found, text, small))
+            made.append(Section(anchor, title, shown, found, text))
 
     for x in load("tasks"):
         add(x.name, x.title, [measured.task_table(run, x)])
-    trained = [measured.task_training_table(run)]
-    add("task-training", "Training for tasks", trained, figures.task_loss_figures(run), small=True)
+    add("task-training", "Training for tasks", [measured.task_training_table(run)])
     for table in measured.study_tables(run):
         add(table.name, table.title, [table])
     whole = not run.is_study  # whose own table stands beside the paper's; its models are too many for a figure
@@ -94,28 +87,14 @@ def make_sections(run: Run) -> list[Section]:
         add(x.name, x.title, measured.experiment_tables(run, x))
     perplexities, passkeys = measured.measured_table(run, "perplexity"), measured.measured_table(run, "passkey")
     add("perplexity", "Perplexity by window length", [perplexities], figures.perplexity_figures(run) if whole else ())
-    text = "Near: within one training length of the end. By distance: the prompts of all lengths together."
-    add(
-        "passkey",
-        "Passkey",
-        [passkeys],
-        figures.passkey_figures(run) if whole else (),
-        text if whole else "",
-        small=True,
-    )
+    text = "By distance: the prompts of all lengths together." if whole else ""
+    add("passkey", "Passkey", [passkeys], figures.passkey_figures(run) if whole else (), text)
     add("positions", "Loss by position", [measured.position_table(run)], [figures.position_figure(run)])
-    add("retrieval", "Retrieval", [measured.retrieval_table(run)], figures.retrieval_figures(run), small=True)
+    add("retrieval", "Retrieval", [measured.retrieval_table(run)], figures.retrieval_figures(run))
     for anchor, title, summary, found, text in analysis.sections(run.analyses):
-        add(anchor, title, [summary], found, text, small=anchor == "look-drift")
+        add(anchor, title, [summary], found, text)
     add("training", "Training", [measured.training_table(run)], [figures.loss_figure(run.of("training"))])
     return made
-
-
-def page_title(run: Run) -> str:
-    """Name what the run is about."""
-    if run.is_study:
-        return "CoCA dropped into an existing model"
-    return "cosFormer and its tasks" if run.of("task") else "Past the training length"
 
 
 def render(run: Run, sections: list[Section]) -> str:
@@ -128,7 +107,7 @@ def render(run: Run, sections: list[Section]) -> str:
     environment.filters["svg"] = inline_svg
     text = (resources.files("farspan") / "report" / "page.html").read_text(encoding="utf-8")
     return environment.from_string(text).render(
-        title=page_title(run),
+        title="CoCA dropped into an existing model" if run.is_study else "Past the training length",
         sections=sections,
         steps=run.steps,
         unfinished=[step for step in run.steps if step.state != "done"],

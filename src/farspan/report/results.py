@@ -45,13 +45,12 @@ FIELDS: tuple[tuple[Any, str], ...] = (
     (Literal["done", "failed", "pending", "busy"], "state"),
 )
 TYPES = {name: of for of, names in FIELDS for name in names.split()}
-TYPES["near"] = TYPES["far"] = _model("cases correct")
 TYPES["outcomes"] = list[_model("distance right")]  # type: ignore[misc]
 KINDS = {
-    "task": "task length parameters steps pretraining_steps seconds losses tokens_per_second? peak_bytes? cases? "
-    "correct? ppl?",
+    "task": "task length parameters steps pretraining_steps seconds tokens_per_second? peak_bytes? cases? correct? "
+    "ppl?",
     "perplexity": "length mode stride tokens texts ppl",
-    "passkey": "length cases correct near far outcomes",
+    "passkey": "length cases correct outcomes",
     "retrieval": "task length depth? cases correct",
     "positions": "start stop nll tokens control_nll? gain? gain_ci95?",
     "training": "length parameters tokens steps final_loss seconds passkey_share retrieval_share? losses "
@@ -183,14 +182,11 @@ class Run:
         return sorted({row.scaling for kind in kinds for row in self.of(kind, **wanted)}, key=scaling_order)
 
     def at(self, kind: str, variant: str, scaling: str, length: int) -> Estimate | None:
-        """Return the perplexity of sliding windows, the passkey accuracy, or its "near" or "far" part.
-
-        Near keys lie within one training length of the end.
-        """
+        """Return the perplexity of sliding windows, or the passkey accuracy."""
         wanted = {"variant": variant, "scaling": scaling, "length": length}
         if kind == "perplexity":
             return perplexity_of(self.of(kind, mode="sliding", **wanted))
-        return share_of(row if kind == "passkey" else row[kind] for row in self.of("passkey", **wanted))
+        return share_of(self.of(kind, **wanted))
 
     def control(self, variant: str, scaling: str, length: int) -> Estimate | None:
         """Return the truncation control: the same tokens with the context cut to the training length.

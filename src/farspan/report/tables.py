@@ -1,11 +1,11 @@
-"""Tables of strings, their Markdown and LaTeX, and what readers call variants and scalings."""
+"""Tables of strings, their Markdown, and what readers call variants and scalings."""
 
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from itertools import groupby, pairwise
+from itertools import groupby
 from typing import Any
 from zlib import crc32
 
@@ -206,7 +206,7 @@ def listing(
     return grid(name, title, [head for _, head in specs], entries, **more)
 
 
-# Markdown and LaTeX
+# Markdown
 
 
 def markdown_text(text: str) -> str:
@@ -218,63 +218,18 @@ def markdown_text(text: str) -> str:
     return re.sub(r"([\\|*_`\[\]])", r"\\\1", " ".join(escape(text, quote=False).split()))
 
 
+def _with_notes(text: str) -> str:
+    first, *notes = text.split("\n")
+    return markdown_text(first) + (f" ({markdown_text('; '.join(notes))})" if notes else "")
+
+
 def to_markdown(table: Table) -> str:
-    """Return a Markdown table with its title above and its caption below."""
-    text = markdown_text
-    heads = [table.heading, *["source"] * table.sourced, *table.columns]
-    rows = [list(map(text, heads)), ["---"] * (1 + table.sourced) + ["---:"] * len(table.columns)]
-    rows += _escaped(table, text, " ({})")
+    """Return a Markdown table with its title above and its caption below; small print is in brackets."""
+    sourced = table.sourced
+    rows = [[markdown_text(head) for head in (table.heading, *["source"] * sourced, *table.columns)]]
+    rows.append(["---"] * (1 + sourced) + ["---:"] * len(table.columns))
+    rows += [
+        [_with_notes(text) for text in (label, *[source] * sourced, *cells)] for label, source, *cells in table.lines
+    ]
     body = "\n".join(f"| {' | '.join(row)} |" for row in rows)
-    return f"### {text(table.title)}\n\n{body}\n\n{text(table.caption)}\n"
-
-
-def _escaped(table: Table, escaped: Callable[[str], str], small: str) -> list[list[str]]:
-    """Return the texts of all lines, with their small print."""
-    made = []
-    for label, source, *cells in table.lines:
-        parts = [text.split("\n") for text in [*[source] * table.sourced, *cells]]
-        texts = [escaped(text) + (small.format(escaped("; ".join(notes))) if notes else "") for text, *notes in parts]
-        made.append([escaped(label), *texts])
-    return made
-
-
-LATEX = {
-    "\\": r"\textbackslash{}",
-    **{c: "\\" + c for c in "&%$#_{}"},
-    **{c: f"{{{c}}}" for c in "[]"},
-    "~": r"\textasciitilde{}",
-    "^": r"\textasciicircum{}",
-    **{"—": "---", "–": "--", "×": r"$\times$", "≤": r"$\le$", ">": r"$>$", "<": r"$<$", "…": r"\dots{}"},
-}
-
-
-def latex_text(text: str) -> str:
-    r"""Escape plain text.
-
-    >>> print(latex_text("RoFormer & CoCA, 95%"))
-    RoFormer \& CoCA, 95\%
-    """
-    return "".join(LATEX.get(c, c) for c in " ".join(text.split()))
-
-
-def to_latex(table: Table) -> str:
-    """Return a booktabs table (``\\usepackage{booktabs}``); a group of lines has its label once."""
-    heads = [table.heading, *[""] * table.sourced, *table.columns]
-    rows = _escaped(table, latex_text, r" {{\scriptsize ({})}}")
-    for above, row in reversed(list(pairwise(rows))):
-        row[0] = "" if row[0] == above[0] else row[0]
-    head, *lines = [" & ".join(row) + r" \\" for row in [map(latex_text, heads), *rows]]
-    body = "\n".join(lines)
-    return rf"""\begin{{table}}
-\centering
-\caption{{{latex_text(table.title)}. {latex_text(table.caption)}}}
-\label{{tab:{table.name}}}
-\begin{{tabular}}{{{"l" * (1 + table.sourced)}{"r" * len(table.columns)}}}
-\toprule
-{head}
-\midrule
-{body}
-\bottomrule
-\end{{tabular}}
-\end{{table}}
-"""
+    return f"### {markdown_text(table.title)}\n\n{body}\n\n{markdown_text(table.caption)}\n"
