@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from farspan import FarspanCache, FarspanConfig, FarspanForCausalLM
 from farspan.layers import Attention
 from farspan.ops import (
+    AttentionContext,
     DynamicNTK,
     Rotary,
     alibi_attention,
@@ -20,6 +21,7 @@ from farspan.ops import (
     coca_attention_reference,
     cosformer_attention,
     cosformer_attention_reference,
+    explain,
     linear_coca_attention,
     linear_coca_attention_reference,
     rope_attention,
@@ -156,6 +158,31 @@ def test_generate_with_padding_equals_each_row_alone(options: dict) -> None:
     for cache in ("dynamic", "static"):
         out = model.generate(x, attention_mask=mask, cache_implementation=cache, **settings)
         assert torch.equal(out[1, 9:], alone), cache
+
+
+@pytest.mark.parametrize("slots", [5, 129, 4096])
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("group", [1, 2])
+@torch.no_grad()
+def test_one_query_of_a_static_cache_equals_the_reference(group: int, padded: bool, slots: int) -> None:
+    """Later slots are empty, and hold anything; compiled, the number of tokens is a tensor."""
+    q, k, v = (torch.randn(3, 4 // size, n, 64, device="cuda") for size, n in ((1, 1), (group, slots), (group, slots)))
+    past, hidden = torch.tensor(slots - 2, device="cuda"), torch.zeros(3, 1, 8, device="cuda")
+    real = torch.ones(3, slots, dtype=torch.long, device="cuda")
+    real[1, :2] = 0
+
+    def attend(backend: str, *tensors: Tensor) -> Tensor:
+        given = {"attention_mask": real if padded else None, "cached": True, "static": True, "whole_cache": True}
+        mask = AttentionContext(hidden, past=past, **given).mask(None, past=past, length=slots, offset=0)
+        if backend == "auto" and group == 1 and not padded and slots >= 64:
+            assert explain(rope_attention, *tensors, rotary=None, mask=mask).then.name == "one_query"
+        return rope_attention(*tensors, rotary=None, mask=mask, backend=backend)
+
+    narrow = [x.bfloat16() for x in (q, k, v)]
+    want = attend("reference", *(x.double() for x in narrow))
+    compiled = torch.compile(lambda *tensors: attend("sdpa", *tensors), fullgraph=True, dynamic=False)
+    for found in (attend("auto", *narrow), compiled(*narrow)):
+        assert (found - want).abs().max() <= 2**-7 * want.abs().max()
 
 
 @pytest.mark.parametrize("attention", ["coca-exact", "coca-slack", "rope"])

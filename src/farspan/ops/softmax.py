@@ -175,8 +175,8 @@ def _why_not_one_query(call: Call) -> str | None:
         return "there are several queries"
     if call.gradient or call.slopes is not None or q.dtype not in CUDNN:
         return "the kernel takes bfloat16 and float16, without gradients and biases"
-    if mask.batch > 1 or q.shape[1] != v.shape[1]:
-        return "the kernel is known to be right for one mask and a key head per query head"
+    if mask.batch > 1 or q.shape[1] != v.shape[1] or mask.m < 64:
+        return "the kernel was checked with one mask, a key head per query head, and 64 keys or more"
     width = max(q.shape[-1] if call.rotary is None else call.rotary.dim, v.shape[-1])
     if width > 128 or width % 8 or v.shape[-1] % 8:
         return "the kernel takes heads up to 128 wide, in multiples of 8"
