@@ -54,12 +54,15 @@ def finetune(
     section = RunSection(seed, precision, compile, gradient_checkpointing, checkpoint_every)  # type: ignore[arg-type]
     sources = dict(weighted(one, "--data", "DIR", "--data books=3 --data code=1") for one in data)
     console = Console(quiet=not main_process())
-    for stage in chosen.stages:
-        steps = f"{stage.optimizer.steps:,} steps of {stage.batch_size:,} × {stage.length:,} tokens"
-        console.print(f"stage {stage.name}: {steps}", highlight=False)
+
+    def show_plan() -> None:
+        for stage in chosen.stages:
+            steps = f"{stage.optimizer.steps:,} steps of {stage.batch_size:,} × {stage.length:,} tokens"
+            console.print(f"stage {stage.name}: {steps}", highlight=False)
+
     with show_progress() as show:
         try:
-            written = run(model, sources, chosen, out, teacher=teacher, run=section, progress=show)
+            written = run(model, sources, chosen, out, teacher=teacher, run=section, begin=show_plan, progress=show)
         except TrainingStoppedError as error:
             fail(str(error))
     rows = json.loads((out / "recipe.json").read_text())["rows"]

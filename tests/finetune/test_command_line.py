@@ -43,8 +43,8 @@ def finetune(folders: Folders, tmp_path: Path) -> Finetune:
 )
 def test_bad_arguments_get_one_line(arguments: list[str], message: str, finetune: Finetune, tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text("[[stages]]\nname = 'a'\nlenght = 5")
-    status, _, said = finetune(*(a.replace("TOML", str(tmp_path / "mine.toml")) for a in arguments))
-    assert status == 2
+    status, plan, said = finetune(*(a.replace("TOML", str(tmp_path / "mine.toml")) for a in arguments))
+    assert (status, plan) == (2, "")
     assert message in said
     assert said.count("\n") == 1
     assert not (tmp_path / "out").exists()
@@ -82,7 +82,7 @@ def test_ctrl_c_says_where_it_stopped_and_the_same_command_goes_on(
     monkeypatch.setattr(loop._Run, "advance", press)
     status, _, said = finetune(*given)
     assert (status, said) == (130, "interrupted; stopped at step 3; the same command continues\n")
-    assert "stopping after this training step; Ctrl-C again stops at the last checkpoint\n" in capfd.readouterr().err
+    assert "stopping after this training step; Ctrl-C again stops sooner, back at step 0\n" in capfd.readouterr().err
     monkeypatch.undo()
     assert finetune(*given)[0] == 0
     rows = json.loads((tmp_path / "out" / "recipe.json").read_text())["rows"]

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from fnmatch import fnmatchcase
 from functools import cached_property, partial
@@ -128,6 +128,7 @@ def finetune(
     *,
     teacher: str | os.PathLike[str] | None = None,
     run: RunSection | None = None,
+    begin: Callable[[], None] | None = None,
     progress: Progress = silent,
 ) -> Path:
     """Apply a recipe, or go on where an earlier call stopped; return the folder of the finished model.
@@ -139,6 +140,7 @@ def finetune(
             ``recipe.json``, what was done and what it took.
         teacher: what a distilling stage learns from; an error where no stage distils. Default: what the model was
             converted from, if it says.
+        begin: called once, when everything was checked and before anything is trained.
         progress: called every few steps with the tokens of all stages.
     """
     recipe = Recipe.parse(asdict(recipe))  # one that was made in Python may hold anything
@@ -150,6 +152,8 @@ def finetune(
         counts = [] if final.exists() else origin.check(recipe)
         settings = {"stages": [one.name for one in folders], "log_length": recipe.log_length}
         on_main(partial(check_same, folder / SETTINGS, settings, "fine-tuning"))
+        if begin is not None:
+            begin()
         for index, (own, stage) in enumerate(zip(folders, recipe.stages, strict=True)):
             job = stage_job(stage, path, origin, replace(run, seed=run.seed + index))
             path = run_job(job, own, progress=_in_tokens(progress, stage, done, recipe.tokens))
