@@ -65,7 +65,7 @@ class LayerCache(_CacheLayer):
     """Keys and values of one layer; with a window, only those that a later query can see.
 
     It keeps what the layer gives it: for CoCA the un-rotated t (d/2 numbers per head) and v, three quarters of what
-    RoPE keeps.
+    RoPE keeps; for windows of CoCA and PoPE rotated features.
 
     >>> cache = LayerCache(window=3)
     >>> for n in range(5):

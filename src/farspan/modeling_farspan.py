@@ -65,9 +65,9 @@ CacheLayerMixin.register(StaticWindowCache)
 class FarspanCache(Cache):
     """One cache per layer: all tokens for a global layer, the last `window` for a window layer, sums for a linear one.
 
-    CoCA layers store un-rotated t (d/2 numbers per head) where RoPE layers store k (d). The cache grows as needed; with
-    `max_length` it is allocated once (static, for torch.compile). `generate`, beam search and `crop` use it like any
-    transformers cache.
+    CoCA layers store un-rotated t (d/2 numbers per head) where RoPE layers store k (d), and their windows rotated
+    features. The cache grows as needed; with `max_length` it is allocated once (static, for torch.compile).
+    `generate`, beam search and `crop` use it like any transformers cache.
 
     >>> config = FarspanConfig.preset("tiny", num_hidden_layers=2, attention=["rope", {"kind": "rope", "window": 8}])
     >>> FarspanCache(config)
@@ -115,7 +115,7 @@ class _LayerOf:
             held.shape[-1] == keys.shape[-1],
             lambda: (
                 f"past_key_values must hold {keys.shape[-1]} numbers per key in layer {self.layer_idx}, got "
-                f"{held.shape[-1]}; PEFT's prefix tuning cannot be used with CoCA and PoPE, but its prompt tuning can"
+                f"{held.shape[-1]}; PEFT's prefix tuning cannot be used with this layer, but its prompt tuning can"
             ),
         )
         return self.cache.update(keys, values, self.layer_idx)

@@ -266,16 +266,18 @@ def fill(cache: Any, model: Any, batch: int, context: int, rows: int | None = No
     generator = torch.Generator(like.device).manual_seed(SEED)
     for index, block in enumerate(model.model.layers):
         layer = block.self_attn
-        width = getattr(layer, "key_width", layer.head_dim)
+        width, magnitudes = getattr(layer, "key_width", layer.head_dim), False
         if isinstance(layer, Attention) and layer.caches_features(like.dtype):
-            width = 2 * layer.head_dim if layer.spec.kind == "pope" else layer.head_dim
+            assert layer.rotary is not None
+            width = layer.rotary.dim
+        elif isinstance(layer, Attention):
+            magnitudes = layer.collinear or layer.polar
         keys, values = (
             torch.empty(batch, heads, context, size, dtype=torch.bfloat16, device=like.device)
             .normal_(generator=generator)[:rows]
             .to(like.dtype)
             for size in (width, layer.head_dim)
         )
-        magnitudes = isinstance(layer, Attention) and (layer.collinear or layer.polar)
         cache.update(keys.relu_() if magnitudes else keys, values, index)
 
 

@@ -184,8 +184,7 @@ def pope_attention(
 ) -> Call:
     """Compute polar attention: score(m, n) = Σ_c q_c k_c cos((m-n)θ_c + δ_c).
 
-    Its dot-product form is 2r wide, twice as wide as a rotary score of r numbers. That is cheap in windows. Keys are
-    cached un-rotated, r numbers each; every decoded token rotates all that it sees.
+    Its dot-product form is 2r wide, twice as wide as a rotary score of r numbers. That is cheap in windows.
 
     Args:
         q: (b, h, n, r) magnitudes ≥ 0. If n < m they are the last n positions.

@@ -1,7 +1,7 @@
 """Softmax attention in dot-product form: RoPE, NoPE, ALiBi, and what CoCA shares with them.
 
-Unmasked and causal calls are one scaled_dot_product_attention. On a GPU a Triton kernel runs the others. Elsewhere
-windows run many blocks of queries in each call, and other masks one: memory is O(N) in each case.
+Unmasked and causal calls are one scaled_dot_product_attention. On a GPU kernels of Triton and cuDNN run most others.
+Elsewhere windows run many blocks of queries in each call, and other masks one: memory is O(N) in each case.
 """
 
 from collections.abc import Iterator
@@ -175,12 +175,21 @@ def _why_not_one_query(call: Call) -> str | None:
         return "there are several queries"
     if call.gradient or call.slopes is not None or q.dtype not in CUDNN:
         return "the kernel takes bfloat16 and float16, without gradients and biases"
-    if mask.batch > 1 or q.shape[1] != v.shape[1] or mask.m < 64:
+    low, high = mask.key_range(0, 1)
+    if mask.batch > 1 or q.shape[1] != v.shape[1] or high - low < 64:
         return "the kernel was checked with one mask, a key head per query head, and 64 keys or more"
     width = max(q.shape[-1] if call.rotary is None else call.rotary.dim, v.shape[-1])
     if width > 128 or width % 8 or v.shape[-1] % 8:
         return "the kernel takes heads up to 128 wide, in multiples of 8"
-    return why_never_by_kernel(q.dtype, q.device)
+    return why_not_cudnn() or why_never_by_kernel(q.dtype, q.device)
+
+
+@constant
+def why_not_cudnn() -> str | None:
+    """Return why cuDNN's attention cannot run, or the user does not want it to."""
+    version = torch.backends.cudnn.version()
+    there = version is not None and version >= 90_000 and torch.backends.cuda.cudnn_sdp_enabled()
+    return None if there else "cuDNN 9 is missing, or its attention is switched off"
 
 
 def _masked_kernel(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float, slopes: Tensor | None) -> Tensor:
@@ -544,12 +553,12 @@ WINDOW = Implementation("window", _EVERY, _window, _why_not_window)
 DOT_PRODUCT = Table(
     Implementation("unmasked", _EVERY, _unmasked, _why_not_unmasked),
     Implementation("causal", _EVERY, _causal, _why_not_causal),
-    Implementation("one_query", _EVERY, _one_query, _why_not_one_query, "cuda"),
     MASKED_KERNEL,
+    Implementation("one_query", _EVERY, _one_query, _why_not_one_query, "cuda"),
     WINDOW,
     Implementation("blocked", _EVERY, _blocked),
 )
-"""unmasked, causal: one SDPA call. one_query: cuDNN's kernel for a decoding step. masked_kernel: one Triton kernel.
+"""unmasked, causal: one SDPA call. masked_kernel: one Triton kernel. one_query: cuDNN's kernel for a decoding step.
 window: one SDPA call for many blocks of queries. blocked: one SDPA call per block of queries."""
 ROPE = Table(
     Implementation("sdpa", _EVERY, _rope_sdpa, then=DOT_PRODUCT),
