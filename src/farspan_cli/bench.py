@@ -60,7 +60,7 @@ def timed(
 
     if device == "cuda" and not torch.cuda.is_available():
         fail("--device cuda needs a CUDA device, and none is visible; use --device cpu")
-    from farspan.bench import run
+    from farspan.bench import run, unfinished
     from farspan.bench.checks import ResultsDifferError
 
     steps = command(Case(device, repeats, quick))
@@ -70,6 +70,9 @@ def timed(
             rows = run(steps, kind=kind, device=device, out=out, force=force, progress=progress)
     except ResultsDifferError as error:
         fail(f"no figures: {error}")
+    except KeyboardInterrupt as stop:
+        kept = f"{unfinished(out)} has the rows so far" if out and unfinished(out).exists() else "no rows are kept"
+        raise KeyboardInterrupt(f"{kept}; the same command begins anew") from stop
     if json:
         print(json_module.dumps(rows))
         return
@@ -136,7 +139,7 @@ def decode(
     layouts: Annotated[str, typer.Option(help="As elsewhere; llama is transformers' own.")] = "rope,coca-exact",
     batch: Annotated[Any, numbers("--batch", "1,8", "Sequences at once, separated by commas.")] = "1,8",
     preset: Preset = None,
-    prompts: Annotated[Any, numbers("--prompts", "32768", "Prompts to read, in tokens. Default: none.")] = None,
+    prompts: Annotated[Any, numbers("--prompts", "32768", "Prompts to read, in tokens. By default no prompts.")] = None,
     window: Window = None,
 ) -> "Steps":
     """A complete model: greedy tokens per second after a context, reading a long prompt, and what the cache holds.

@@ -60,11 +60,11 @@ def finetune(
             steps = f"{stage.optimizer.steps:,} steps of {stage.batch_size:,} × {stage.length:,} tokens"
             console.print(f"stage {stage.name}: {steps}", highlight=False)
 
-    with show_progress() as show:
-        try:
+    try:
+        with show_progress() as show:
             written = run(model, sources, chosen, out, teacher=teacher, run=section, begin=show_plan, progress=show)
-        except TrainingStoppedError as error:
-            fail(str(error))
+    except TrainingStoppedError as error:
+        fail(str(error))
     rows = json.loads((out / "recipe.json").read_text())["rows"]
     lines = []
     for row in rows:

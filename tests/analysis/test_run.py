@@ -104,6 +104,8 @@ def test_rows_hold_what_the_sums_say() -> None:
         (lambda: small("rope"), 31, {}, "two windows = 32 tokens, got 31"),
         (lambda: small("rope"), 40, {"layers": (0, 2)}, r"rotary layers of this model \(0, 1\), got 2"),
         (lambda: small(["alibi", "rope"]), 40, {"layers": (0,)}, "got 0"),
+        (lambda: poisoned(lambda layer: layer.self_attn.q_proj), 40, {}, "must be finite, got NaN or inf in layer 1"),
+        (lambda: poisoned(lambda layer: layer.mlp.down_proj), 40, {}, "got NaN or inf after the last layer"),
     ],
 )
 def test_models_that_cannot_be_analyzed_raise(model: Any, length: int, settings: Any, message: str) -> None:
@@ -111,10 +113,24 @@ def test_models_that_cannot_be_analyzed_raise(model: Any, length: int, settings:
         analyze(model(), [text(length)], Settings(**settings))
 
 
-@pytest.mark.parametrize("scalings", [("linear",), ("none", "nkt")])
-def test_bad_scalings_raise(scalings: tuple[str, ...]) -> None:
-    with pytest.raises(ValueError, match="scalings must"):
-        Settings(scalings=scalings)
+def poisoned(find: Any) -> FarspanForCausalLM:
+    model = small("rope")
+    find(model.model.layers[1]).weight.data[0, 0] = torch.nan
+    return model
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"scalings": ("linear",)}, "scalings must"),
+        ({"scalings": ("none", "nkt")}, "scalings must"),
+        ({"queries": 1}, "queries must be at least 2"),
+        ({"factor": 1e30}, "factor must lie"),
+    ],
+)
+def test_bad_settings_raise(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Settings(**settings)
 
 
 def test_memory_grows_with_the_text_and_not_with_its_square(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:

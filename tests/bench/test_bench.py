@@ -123,7 +123,7 @@ def test_rows_are_on_disk_after_each_step_and_name_their_kind(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("failure", "status", "message"),
     [
-        (KeyboardInterrupt(), 130, "interrupted; give the same command again"),
+        (KeyboardInterrupt(), 130, "result.json.unfinished has the rows so far; the same command begins anew"),
         (torch.OutOfMemoryError("CUDA out of memory"), 2, "out of memory; give shorter lengths"),
         (ResultsDifferError("rope is wrong"), 2, "farspan: no figures: rope is wrong"),
     ],

@@ -1,6 +1,7 @@
 """`farspan convert`: hybrids, folders that are complete or absent, conversions back, and what the command says."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -233,7 +234,7 @@ def test_a_full_disk_leaves_nothing(out: str, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
-def test_only_a_new_or_empty_folder_is_taken(tmp_path: Path) -> None:
+def test_only_a_new_or_empty_folder_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved(tmp_path / "source")
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "mine").write_text("x")
@@ -245,3 +246,18 @@ def test_only_a_new_or_empty_folder_is_taken(tmp_path: Path) -> None:
     convert_folder(tmp_path / "source", tmp_path / "link")
     assert (tmp_path / "link").is_symlink()
     assert (tmp_path / "there" / "model.safetensors").is_file()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="out must be a new folder, got the current one"):
+        convert_folder(tmp_path / "source", ".")
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+def test_rights_are_those_of_the_umask(umask: int, tmp_path: Path) -> None:
+    saved(tmp_path / "source")
+    before = os.umask(umask)
+    try:
+        convert_folder(tmp_path / "source", tmp_path / "out")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "out").stat().st_mode & 0o777 == 0o777 & ~umask
+    assert {file.stat().st_mode & 0o777 for file in (tmp_path / "out").iterdir()} == {0o666 & ~umask}

@@ -101,6 +101,7 @@ def test_a_hub_dataset_is_streamed_with_its_configuration_and_split(monkeypatch:
 GOOD = json.dumps({"text": "fine"})
 BAD = {
     "empty.txt": (b"", r"empty\.txt must hold text, got nothing but white space; remove"),
+    "binary.txt": (b"abc\0def", "must be text, got binary data .*offset 3"),
     "latin.txt": ("né".encode("latin-1"), "must be UTF-8 text, got the byte 0xe9 at offset 1; convert"),
     "empty.jsonl": (b"", r"at least one document, got '.*empty\.jsonl'"),
     "hole.jsonl": (f'{GOOD}\n{{"text": ""}}\n'.encode(), r"hole\.jsonl:2 must hold text"),

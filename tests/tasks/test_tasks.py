@@ -126,3 +126,20 @@ def test_variants_differ_in_their_attention_alone(tmp_path: Path) -> None:
 def test_what_cannot_be_made_gets_one_line(name: str, changes: dict, message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
         task(name, tmp_path, **changes)
+
+
+@pytest.mark.parametrize(
+    ("name", "learned", "message"),
+    [
+        ("listops", 23, "tasks.listops.options.learned_positions must be 0 or at least the length 24, got 23; leave"),
+        ("finetuning", 31, "learned_positions must be 0 or at least the length 32, got 31"),
+        ("mqar", 16, "tasks.mqar.options.learned_positions must be 0 for a causal model, got 16; leave it out"),
+        ("lm", 32, "tasks.lm.options.learned_positions must be 0 for a causal model, got 32"),
+    ],
+)
+def test_positions_that_a_model_cannot_learn_are_found_before_any_work(
+    name: str, learned: int, message: str, tmp_path: Path
+) -> None:
+    made = make_task(name, settings(name, options={**MODEL, "learned_positions": learned}), material(tmp_path))
+    with pytest.raises(ValueError, match=message):
+        made.check(["cosformer"])

@@ -152,17 +152,21 @@ def walk(
     0 (4, 9, 16)
     3 (4, 9, 16)
     """
+    broken = "activations must be finite, got NaN or inf {}; check the checkpoint and its dtype"
     hidden = model.model.embed_tokens(tokens[None].to(model.device))
     context = model.model.context(hidden, rotary_length=tokens.shape[0])
     for index, block in enumerate(model.model.layers):
         if index in layers:
             q, k = block.self_attn.project(block.input_layernorm(hidden))[:2]
+            require(bool(q.isfinite().all() and k.isfinite().all()), broken.format(f"in layer {index}"))
             made = factors(block.self_attn, index, q, k)
             del q, k  # at long lengths they are most of the memory
             visit(made)
             del made
         hidden = block(hidden, context)
-    return model.model.norm(hidden)
+    hidden = model.model.norm(hidden)
+    require(bool(hidden.isfinite().all()), broken.format("after the last layer"))
+    return hidden
 
 
 def scaled(rotary: Rotary, method: str, factor: float, train_length: int) -> Rotary:

@@ -44,6 +44,9 @@ class Settings:
             self.scalings[:1] == ("none",),
             f"scalings must begin with 'none', which the others are compared with, got {', '.join(self.scalings)!r}",
         )
+        require(1 <= self.factor < 1e6, f"factor must lie between 1 and a million, got {self.factor}; the paper uses 4")
+        require(self.queries >= 2, f"queries must be at least 2, one per region, got {self.queries}; try 64")
+        require(0 <= self.seed < 2**63, f"seed must lie between 0 and 2^63 - 1, got {self.seed}; try 0")
 
 
 class Analysis:

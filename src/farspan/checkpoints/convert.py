@@ -88,10 +88,13 @@ def _check_tensors(source: Source, model: FarspanForCausalLM) -> list[str]:
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
     known = {source.stored(name) for name in shapes}
     unknown = [name for name in source.shapes if name not in known and not name.endswith(".rotary_emb.inv_freq")]
+    remedy = "check num_hidden_layers, biases and model_type"
+    if any(".lora_" in name for name in unknown):
+        remedy = "merge LoRA weights first"
     require(
         not unknown,
         f"tensors {unknown[:3]} in {path!r} are unknown to a {source.config.get('model_type')} model of "
-        f"{model.config.num_hidden_layers} layers; check num_hidden_layers, biases and model_type",
+        f"{model.config.num_hidden_layers} layers; {remedy}",
     )
     tied = model.config.tie_word_embeddings
     names = [name for name in shapes if name != HEAD or not tied]
@@ -161,6 +164,7 @@ def new_folder(out: Path) -> Iterator[None]:
     The lock lies beside the folder, which appears complete or not at all.
     """
     path = out.resolve()
+    require(path != Path.cwd(), "out must be a new folder, got the current one; name another")
     name = f".{path.name}.lock"
     with lock(path.parent, name=name):
         try:

@@ -5,6 +5,7 @@ pickles, and initialises what is missing. Its GGUF reader drops head widths, win
 not know without an error, has no SmolLM3, and holds all tensors at once.
 """
 
+import math
 import os
 import re
 from abc import ABC, abstractmethod
@@ -227,8 +228,11 @@ class GgufFile(Source):
         config.setdefault("num_key_value_heads", config["num_attention_heads"])
         width = config.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
         rotated, scale = self._field("rope.dimension_count", width), self._field("attention.scale")
-        need = f"heads of width {width} must be rotated whole and have no attention.scale, got {rotated} and {scale}"
-        require(rotated == width and not scale, f"{need}; such models are not supported")
+        require(
+            rotated == width and (not scale or math.isclose(scale, width**-0.5, rel_tol=1e-5)),
+            f"heads of width {width} must be rotated whole and have the attention.scale {width**-0.5:.6g}, "
+            f"got {rotated} and {scale or 'the default'}; such models are not supported",
+        )
         if "token_embd.weight" in self.shapes:
             config["vocab_size"] = self.shapes["token_embd.weight"][0]
         for ours, token in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):

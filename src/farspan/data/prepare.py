@@ -53,8 +53,10 @@ def prepare(
     ...     prepare([f"{folder}/a.txt"], f"{folder}/tokens", valid_share=0)["splits"]["train"]["tokens"]
     20
     """
+    require(not isinstance(sources, str), f"sources must be a list, got {sources!r}; write [{sources!r}]")
     require(len(sources) > 0, "sources must name at least one text, got none; try 'stdlib'")
     require(0 <= valid_share <= 1, f"valid_share must be between 0 and 1, got {valid_share}; try 0.01")
+    require(shard_tokens >= 1, f"shard_tokens must be ≥ 1, got {shard_tokens}; try {2**26}")
     out = Path(out)
     check_folder(out, MANIFEST if (out / MANIFEST).is_file() else STATE, what="of the same tokens")
     resolved = [resolve(source) for source in sources]

@@ -119,6 +119,8 @@ class Shards:
 
     def document(self, i: int) -> npt.NDArray[Any]:
         """Copy document i (document_lengths[i],), its end token included."""
+        last = len(self._bounds) - 2
+        require(0 <= i <= last, f"document must be between 0 and {last}, got {i}; see document_lengths")
         start = int(self._bounds[i])
         return self.window(start, int(self._bounds[i + 1]) - start)
 

@@ -142,7 +142,10 @@ Records = Iterator[tuple[dict[str, Any], str, int]]
 
 def _text(path: Path, name: str, field: str) -> Records:
     with opened(path) as (stream, raw):
-        yield {field: _decode(stream.read(), name)}, name, raw.tell()
+        data = stream.read()
+        zero = data.find(b"\0")
+        require(zero < 0, f"{name} must be text, got binary data (a zero byte at offset {zero}); name UTF-8 text files")
+        yield {field: _decode(data, name)}, name, raw.tell()
 
 
 def _lines(path: Path, name: str, field: str) -> Records:
@@ -210,7 +213,8 @@ READERS: dict[str, Callable[[Path, str, str], Records]] = {
 def _ending(path: Path) -> str:
     """Return the ending that tells the format, without that of a compression."""
     name = Path(path.name.lower())
-    return Path(name.stem).suffix if name.suffix in COMPRESSED else name.suffix
+    inner = Path(name.stem).suffix
+    return inner if name.suffix in COMPRESSED and inner != ".parquet" else name.suffix
 
 
 def _decode(data: bytes, where: str) -> str:

@@ -204,7 +204,9 @@ def _from_hub(name: str) -> Path:
     try:
         require(not name.endswith(".json") and not Path(name).exists(), "no such file")
         files, offline = ["tokenizer.json", "tokenizer_config.json"], name.count("/") != 1
-        return Path(snapshot_download(name, allow_patterns=files, local_files_only=offline), "tokenizer.json")
+        file = Path(snapshot_download(name, allow_patterns=files, local_files_only=offline), "tokenizer.json")
+        require(file.is_file(), "it has no tokenizer.json")
+        return file
     except (OSError, ValueError) as error:
         raise ValueError(
             "tokenizer must be 'bytes', a tokenizer.json, a folder with one, or OWNER/NAME on the Hugging Face hub, "

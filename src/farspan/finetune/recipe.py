@@ -63,6 +63,11 @@ class Stage:
 
     def __post_init__(self) -> None:
         check_objective(self.objective, f"objective of stage {self.name}")
+        require(
+            not (self.passkey_share and self.retrieval_share),
+            f"passkey_share of stage {self.name} must be 0 with retrieval_share, got {self.passkey_share}; its rows "
+            "hold passkeys too",
+        )
         halved = self.reach == 1 or self.length % 2 == 0
         require(
             self.reach.bit_count() == 1 and halved and self.length * self.reach <= LIMIT,

@@ -143,6 +143,8 @@ class Task:
     """One task at one size: classify rows with a bidirectional encoder, unless a subclass says otherwise."""
 
     name: ClassVar[str]
+    encoder: ClassVar[bool] = True
+    """Whether its model is bidirectional, and so may have learned positions."""
     needs_text: ClassVar[bool] = False
     """Whether it uses running text."""
     needs_labelled: ClassVar[bool] = False
@@ -176,11 +178,17 @@ class Task:
 
     def check(self, variants: Iterable[str]) -> None:
         """Raise for settings that could not be made or trained, before anything is."""
+        length = self.settings.length
+        wanted = f"0 or at least the length {length}" if self.encoder else "0 for a causal model"
         for variant in variants:
-            self.config(variant)  # raises for a model that could not be,
-            self.job(variant, 0)  # and for such a training
+            learned = self.config(variant).learned_positions
+            require(
+                learned == 0 or (self.encoder and learned >= length),
+                f"tasks.{self.name}.options.learned_positions must be {wanted}, got {learned}; leave it out for none",
+            )
+            self.job(variant, 0)  # raises for what a training could not be
         if self.generator is not None:
-            made, length = self.source_length(), self.settings.length
+            made = self.source_length()
             require(length == made, f"tasks.{self.name}.length must be {made} with this generator, got {length}")
 
     def prepare(self, progress: Progress = silent) -> None:
@@ -288,6 +296,7 @@ class RecallTask(Task):
     """Multi-query associative recall by a causal model: tokens, answers."""
 
     name = "mqar"
+    encoder = False
     generator = MQAR
     model, objective = FarspanForCausalLM, AskedTokens
 
@@ -389,6 +398,7 @@ class LanguageModelTask(Task):
     """Causal language modelling: perplexity of held-out text in windows of the training length."""
 
     name = "lm"
+    encoder = False
     needs_text = True
 
     def prepare(self, progress: Progress = silent) -> None:
