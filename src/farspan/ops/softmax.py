@@ -493,7 +493,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = N
     grouped = False
     if h != g:  # an `if`, not an assignment: torch.compile then specialises on it, even with symbolic head counts
         grouped = True
-    if grouped and n == 1 and q.device.type == "cpu" and (mask is None or mask.shape[1] == 1) and _folds(b, h, g):
+    if grouped and n == 1 and (mask is None or mask.shape[1] == 1) and _folds(q, g, mask):
         return _sdpa(q.reshape(b, g, h // g, d), k, v, scale, mask).reshape(b, h, 1, -1)
     if grouped and q.is_cuda and mask is not None:  # no CUDA kernel takes a mask and grouped heads together
         (k, v), grouped = _repeat(q, k, v), False
@@ -519,14 +519,17 @@ def fix_layout(out: Tensor) -> Tensor:
     return flat.view(tokens.shape).transpose(1, 2)
 
 
-def _folds(b: int, h: int, g: int) -> bool:
+def _folds(q: Tensor, g: int, mask: Tensor | None) -> bool:
     """Whether the heads of a group should become queries of their key head, which is then read once for all of them.
 
-    A CPU's threads share the heads: with many threads and few key heads some threads would be idle.
+    On a GPU it saves a copy of keys and values for each head, which a mask asks for. A CPU's threads share the heads:
+    with many threads and few key heads some would be idle.
     """
-    if torch.compiler.is_compiling():
+    if q.is_cuda:
+        return mask is not None
+    if q.device.type != "cpu" or torch.compiler.is_compiling():
         return False
-    threads = torch.get_num_threads()
+    (b, h), threads = q.shape[:2], torch.get_num_threads()
     return 2 * -(-b * g // threads) <= -(-b * h // threads)
 
 
