@@ -21,7 +21,7 @@ TEACHER = {"objective": {"logit-kl": 1.0}}
             {"rope_parameters": {"rope_type": "linear"}},
             "rope_parameters of stage s1 need a factor > 1, got 0.5 for length 16 and a model trained at 32",
         ),
-        ({"passkey_share": 0.02, "retrieval_share": 0.1}, "passkey_share of stage s1 must be 0 with retrieval_share, got 0.02"),
+        ({"passkey_share": 0.02, "retrieval_share": 0.1}, "share of stage s1 must be 0 with retrieval_share, got 0.02"),
         ({"passkey_share": 0.02}, "length of stage s1 must be at least 246 tokens .* got 16; use longer rows"),
     ],
 )
