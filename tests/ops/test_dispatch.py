@@ -80,6 +80,17 @@ def test_explain_raises_for_an_unknown_op(op: Any) -> None:
         explain(op, *inputs(5), rotary=Rotary(8))
 
 
+def test_cudnn_gets_no_tensors_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a computer with a GPU, where cuDNN is there and a backend is asked for by name."""
+    for reason in ("why_not_cudnn", "why_never_by_kernel"):
+        monkeypatch.setattr(softmax, reason, lambda *_: None)
+    q, k = torch.randn(1, 2, 1, 64).bfloat16(), torch.randn(1, 2, 128, 64).bfloat16()
+    padding = torch.arange(128)[None] > 5
+    entry = explain(rope_attention, q, k, k, rotary=None, backend="sdpa", padding_mask=padding).then
+    assert entry is not None
+    assert (entry.name, entry.skipped["one_query"]) == ("blocked", "the kernel needs CUDA tensors")
+
+
 def test_explain_checks_the_call() -> None:
     q, t, v = inputs(5)
     with pytest.raises(ValueError, match="t must have width 4 for q of width 8, got 3"):

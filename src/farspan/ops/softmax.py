@@ -171,13 +171,15 @@ ONE_QUERY = torch.ops.aten._scaled_dot_product_cudnn_attention
 
 def _why_not_one_query(call: Call) -> str | None:
     q, v, mask = call.q, call.v, call.mask
+    if not q.is_cuda:  # the table looks at the device for "auto" alone
+        return "the kernel needs CUDA tensors"
     if mask.n != 1:
         return "there are several queries"
     if call.gradient or call.slopes is not None or q.dtype not in CUDNN:
         return "the kernel takes bfloat16 and float16, without gradients and biases"
     low, high = mask.key_range(0, 1)
     if mask.batch > 1 or q.shape[1] != v.shape[1] or high - low < 64:
-        return "the kernel was checked with one mask, a key head per query head, and 64 keys or more"
+        return "the kernel was checked with one mask, as many key heads as query heads, and 64 keys or more"
     width = max(q.shape[-1] if call.rotary is None else call.rotary.dim, v.shape[-1])
     if width > 128 or width % 8 or v.shape[-1] % 8:
         return "the kernel takes heads up to 128 wide, in multiples of 8"
