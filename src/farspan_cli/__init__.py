@@ -4,11 +4,7 @@ It lives beside the package because importing `farspan` registers its model with
 `farspan --help` must not wait for that.
 """
 
+from farspan_cli import analyze, bench, convert, data, evaluate, experiments, finetune, start, train  # noqa: F401
 from farspan_cli.app import main
-
-# The order in which `farspan --help` lists commands:
-# isort: off
-from farspan_cli import start, data, train, evaluate, convert, finetune, experiments, analyze, bench  # noqa: F401
-# isort: on
 
 __all__ = ["main"]
