@@ -127,7 +127,7 @@ def test_the_command_line_writes_both(model: FarspanForCausalLM, tmp_path: Path)
     result = json.loads((tmp_path / "o.json").read_text())
     assert (result["schema"], result["kind"], len(result["model_fingerprint"])) == (2, "bits", 64)
     assert result["command"].startswith(f"farspan eval bits {folder} --text {text} --text-bytes 101")
-    refused("--pairs must be a JSONL file", "pairs", folder, "--pairs", tmp_path / "none.jsonl")
+    error_of("--pairs must be a JSONL file", "pairs", folder, "--pairs", tmp_path / "none.jsonl")
 
 
 def evaluated(*arguments: object) -> str:
@@ -137,7 +137,7 @@ def evaluated(*arguments: object) -> str:
     return out + err
 
 
-def refused(message: str, *arguments: object) -> None:
+def error_of(message: str, *arguments: object) -> None:
     status, _, err = called("eval", *arguments)
     assert status == 2
     assert message in err
@@ -166,7 +166,7 @@ def test_ntk_means_what_it_meant_in_the_first_version(
     evaluated(*options, "--scaling", name)
     assert found(tmp_path) == before
     assert {row["scaling"] for row in before} == {name}
-    refused("exclude each other; give --scaling alone", *options, "--ntk", 4, "--scaling", "linear-4")
+    error_of("exclude each other; give --scaling alone", *options, "--ntk", 4, "--scaling", "linear-4")
 
 
 @pytest.mark.parametrize("log", [True, "step"])
@@ -194,23 +194,23 @@ def test_perplexity_needs_no_end_of_text_token(model: FarspanForCausalLM, tmp_pa
     tokenizer.write_text(tokenizer.read_text().replace("<|endoftext|>", "<strange>"))
     (tmp_path / "model" / "tokenizer_config.json").unlink()
     evaluated(*options)
-    refused("must have an end-of-text token", "bits", tmp_path / "model", "--text", tmp_path / "a.txt")
+    error_of("must have an end-of-text token", "bits", tmp_path / "model", "--text", tmp_path / "a.txt")
 
 
 def test_a_tokenizer_larger_than_the_vocabulary_is_an_error(tmp_path: Path) -> None:
     given = saved(FarspanForCausalLM(FarspanConfig.preset("tiny", num_hidden_layers=1, vocab_size=100)), tmp_path)
-    refused("at most the model's vocab_size = 100 tokens, got 257", *given)
+    error_of("at most the model's vocab_size = 100 tokens, got 257", *given)
 
 
 def test_every_text_is_looked_for_before_the_first_is_read(model: FarspanForCausalLM, tmp_path: Path) -> None:
-    refused("nowhere.txt", *saved(model, tmp_path), "--texts", 1, "--text", tmp_path / "nowhere.txt")
+    error_of("nowhere.txt", *saved(model, tmp_path), "--texts", 1, "--text", tmp_path / "nowhere.txt")
 
 
 def test_a_task_that_does_not_fit_is_named_before_any_work(model: FarspanForCausalLM, tmp_path: Path) -> None:
     saved(model, tmp_path)
     for lengths in ("200,2000", "2000,200"):
         given = ["retrieval", tmp_path / "model", "--tasks", "abcdigits,cwe", "--lengths", lengths]
-        refused("length must leave space for task 'cwe', got 200; use a longer one", *given)
+        error_of("length must leave space for task 'cwe', got 200; use a longer one", *given)
 
 
 @pytest.mark.parametrize(
@@ -241,4 +241,4 @@ def test_texts_shorter_than_the_training_length_are_measured_without_the_control
     assert {row["texts"] for row in found(tmp_path)} == {texts}
     assert ("without the truncation control, whose texts need the training length" in said) == (not control)
     message = "--text must hold documents of at least 41 tokens, the longest of --lengths, got none that long"
-    refused(message, *given[:4], "--lengths", 41)
+    error_of(message, *given[:4], "--lengths", 41)

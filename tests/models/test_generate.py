@@ -230,15 +230,15 @@ def test_peft_prompts_train_and_generate() -> None:
     x, settings = tokens(2, 10), {"num_virtual_tokens": 4, "task_type": "CAUSAL_LM"}
     mask = torch.ones_like(x)
     pope = ["rope", {"kind": "pope", "window": 4}, "alibi"]
-    for attention, refused in (
+    for attention, width in (
         (["rope", "alibi", "rope"], ""),
         (MIXED, "4 numbers per key in layer 2"),
         (pope, "16 numbers per key in layer 1"),
     ):
         prefix = peft.get_peft_model(make(attention), peft.PrefixTuningConfig(**settings))
         for model in (peft.get_peft_model(make(attention), peft.PromptTuningConfig(**settings)), prefix):
-            if model is prefix and refused:
-                with pytest.raises(ValueError, match=f"must hold {refused}, got 8; PEFT's prefix"):
+            if model is prefix and width:
+                with pytest.raises(ValueError, match=f"must hold {width}, got 8; PEFT's prefix"):
                     model(input_ids=x, attention_mask=mask)
                 continue
             model(input_ids=x, attention_mask=mask, labels=x).loss.backward()

@@ -114,7 +114,7 @@ def test_rows_of_farspan_eval_are_named_after_their_file(tmp_path: Path) -> None
 def test_rows_that_make_no_sense_give_one_line(name: str, row: Any, message: str, tmp_path: Path) -> None:
     good = {"positions": POSITION, "passkey": FOUND, "ppl": PPL}[name]
     path = write(tmp_path, name, [good | {"variant": "a"}, row])
-    error = refused(tmp_path)
+    error = error_of(tmp_path)
     assert error.startswith(f"farspan: {path} row 1")
     assert message in error
     assert not (tmp_path / "report").exists()
@@ -133,10 +133,10 @@ def test_rows_that_make_no_sense_give_one_line(name: str, row: Any, message: str
 def test_files_that_are_no_results_give_one_line(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "results").mkdir()
     (tmp_path / "results" / "ppl-a.json").write_text(text)
-    assert message in refused(tmp_path)
+    assert message in error_of(tmp_path)
 
 
-def refused(folder: Path, *options: object) -> str:
+def error_of(folder: Path, *options: object) -> str:
     """Return the one line of a report that cannot be made."""
     status, _, error = called("report", folder, *options)
     assert (status, error.count("\n")) == (2, 1)
@@ -178,7 +178,7 @@ def test_an_analysis_that_is_not_complete_gives_one_line(of: str, change: dict[s
     data = json.loads((RESULTS / "analysis" / "analysis-coca-exact.json").read_text())
     rows = [row | change if row["kind"] == of else row for row in data["rows"]]
     write(tmp_path, "analysis-x", rows, schema=2, kind="analysis")
-    assert "a row of an analysis is not complete" in refused(tmp_path)
+    assert "a row of an analysis is not complete" in error_of(tmp_path)
     assert not (tmp_path / "report").exists()
 
 
@@ -204,7 +204,7 @@ def test_a_run_that_has_only_failed_says_so(tmp_path: Path) -> None:
 
 
 def test_the_command_line_writes_the_page_and_says_what_it_needs(tmp_path: Path) -> None:
-    assert refused(tmp_path).startswith("farspan: folder must hold results/*.json, got ")
+    assert error_of(tmp_path).startswith("farspan: folder must hold results/*.json, got ")
     write(tmp_path, "ppl", [PPL])
     for _ in range(2):  # drawn again
         status, out, error = called("report", tmp_path, "--out", tmp_path / "page")
@@ -212,5 +212,5 @@ def test_the_command_line_writes_the_page_and_says_what_it_needs(tmp_path: Path)
     assert (tmp_path / "page" / "index.html").read_text() == write_report(tmp_path).read_text()  # the same run
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "index.html").write_text("mine")
-    assert "out must be a new folder or one with an earlier report" in refused(tmp_path, "--out", tmp_path / "own")
+    assert "out must be a new folder or one with an earlier report" in error_of(tmp_path, "--out", tmp_path / "own")
     assert (tmp_path / "own" / "index.html").read_text() == "mine"

@@ -99,12 +99,12 @@ def _prepare(
             of = row * gradient_b + which * gradient_h + index * gradient_n + pair
             up = tl.load(gradient + of, mask=inside, other=0.0).to(tl.float32)
             down = tl.load(gradient + of + HALF, mask=inside, other=0.0).to(tl.float32)
-        turned_left = left
-        turned_right = right
+        shifted_left = left
+        shifted_right = right
         if phase is not None:
             shift = tl.load(phase + which * HALF + pair, mask=pair < HALF, other=0.0)
-            turned_left = left * tl.cos(shift) - right * tl.sin(shift)
-            turned_right = left * tl.sin(shift) + right * tl.cos(shift)
+            shifted_left = left * tl.cos(shift) - right * tl.sin(shift)
+            shifted_right = left * tl.sin(shift) + right * tl.cos(shift)
         if PAIRS:
             a = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
             b = tl.load(x + at + HALF, mask=inside, other=0.0).to(tl.float32)
@@ -113,16 +113,16 @@ def _prepare(
             else:
                 first_half, second_half = query_features(a, b, cos, sin, EXACT)
         elif BACKWARD:  # t has half the width
-            first_half = up * turned_left + down * turned_right
+            first_half = up * shifted_left + down * shifted_right
             if phase_gradient is not None:
                 size = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-                added = tl.sum(size * (down * turned_left - up * turned_right), 0)[None, :]
+                added = tl.sum(size * (down * shifted_left - up * shifted_right), 0)[None, :]
                 of = ((row * blocks + program % blocks) * heads + which) * HALF + pair
                 tl.store(phase_gradient + of, added, mask=pair < HALF)
         else:
             size = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-            first_half = size * turned_left
-            second_half = size * turned_right
+            first_half = size * shifted_left
+            second_half = size * shifted_right
         tl.store(to, narrow(first_half, out.dtype.element_ty), mask=inside)
         if PAIRS or not BACKWARD:
             tl.store(to + HALF, narrow(second_half, out.dtype.element_ty), mask=inside)
